@@ -1,0 +1,23 @@
+"""retrofox: retrofit forget gates (Forgetting Attention, FoX) into pretrained LLaMA-family language models.
+
+`convert` swaps (part of) RoPE for per-head forget gates, `load` opens a converted checkpoint, `FoxSpec` says what is
+converted to what. Importing this package imports neither torch nor transformers: the names below load on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from retrofox.model.configuration_fox import FoxSpec
+    from retrofox.surgery import convert, load
+
+_HOMES = {"FoxSpec": "retrofox.model.configuration_fox", "convert": "retrofox.surgery", "load": "retrofox.surgery"}
+__all__ = ["FoxSpec", "__version__", "convert", "load"]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'retrofox' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,141 @@
+"""What a retrofit is: `FoxSpec`, the `fox:` section of a recipe and of a converted model's config.json."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+ROPE_MODES = ("keep", "partial", "drop", "anneal")
+GATE_KINDS = ("data", "bias", "fixed", "none")
+GATE_INITS = ("open", "slopes", "calibrated")
+PRO_PARTS = ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")
+
+OPEN_BIAS = 20.0
+"""Gate bias of `init="open"`: log f = -2e-9 per token, below float32's resolution of a logit over 8k tokens."""
+
+
+@dataclass
+class FoxSpec:
+    """The whole description of a retrofit: positions, gates, sinks and Pro parts.
+
+    With f_t = sigmoid(w_f . x_t + b_f) and c_t = sum_{l<=t} log f_l, attention logits become
+    s_ij = scale * q_i.k_j + (c_i - c_j), the second term absent for sink tokens (Lin et al., ICLR 2025, eq. 3).
+
+    Args:
+        rope: "keep" every rotary pair; "drop" all; "partial" keeps the pairs whose wavelength is at most
+            `max_wavelength`; "anneal" goes from keep to `anneal_to` over `anneal_tokens` training tokens, lowest
+            frequencies first.
+        max_wavelength: tokens; None = a quarter of the length the base was trained to.
+        layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all).
+        anneal_to: "partial" or "drop": where annealing ends.
+        anneal_tokens: training tokens over which the pairs fade.
+        annealed_tokens: training tokens annealed so far (state, kept in the checkpoint).
+        gate: "data" (w_f and b_f learned), "bias" (b_f only), "fixed" (b_f frozen: ALiBi), "none" (no gate).
+        init: "open" (f = 1: the start is the base model), "slopes" (half-lives log-spaced over the heads of each
+            layer), "calibrated" (half-lives fitted to where the base model's heads look).
+        half_life: (shortest, longest) in tokens for "slopes"; None = (length / 32, length * 8) of the base's length.
+        sink_tokens: first positions of each document whose keys are exempt from decay; 0 is the paper's FoX.
+        pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift".
+        log_n: if set, logits of position i are scaled by max(1, ln(i + 1) / ln(log_n)), log_n in tokens.
+        base: model id or path the weights come from (filled in by convert).
+        base_revision: commit of `base` on the Hub, if known.
+        version: retrofox version that converted the model.
+
+    Raises:
+        ValueError: a field has a value outside the ones above.
+    """
+
+    rope: str = "partial"
+    max_wavelength: float | None = None
+    layer_max_wavelength: dict[int, float] = field(default_factory=dict)
+    anneal_to: str = "partial"
+    anneal_tokens: int = 0
+    annealed_tokens: int = 0
+    gate: str = "data"
+    init: str = "slopes"
+    half_life: tuple[float, float] | None = None
+    sink_tokens: int = 1
+    pro: tuple[str, ...] = ()
+    log_n: int | None = None
+    base: str | None = None
+    base_revision: str | None = None
+    version: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("rope", self.rope, ROPE_MODES)
+        _one_of("anneal_to", self.anneal_to, ("partial", "drop"))
+        _one_of("gate", self.gate, GATE_KINDS)
+        _one_of("init", self.init, GATE_INITS)
+        if isinstance(self.pro, str):
+            self.pro = {"all": PRO_PARTS, "none": ()}.get(self.pro) or tuple(p for p in self.pro.split(",") if p != "none")
+        self.pro = tuple(self.pro)
+        for part in self.pro:
+            _one_of("pro", part, PRO_PARTS)
+        if self.max_wavelength is not None and not self.max_wavelength > 0:
+            raise ValueError(f"max_wavelength must be a positive number of tokens, got {self.max_wavelength}")
+        self.layer_max_wavelength = {int(k): float(v) for k, v in self.layer_max_wavelength.items()}
+        if any(not v >= 0 for v in self.layer_max_wavelength.values()):
+            raise ValueError(f"layer_max_wavelength must be >= 0 tokens per layer, got {self.layer_max_wavelength}")
+        if self.half_life is not None:
+            if len(self.half_life) != 2:
+                raise ValueError(f"half_life takes two numbers, (shortest, longest) in tokens, got {self.half_life}")
+            low, high = (float(x) for x in self.half_life)
+            if not (0 < low <= high and math.isfinite(high)):
+                raise ValueError(f"half_life must be 0 < shortest <= longest, finite, in tokens, got ({low:g}, {high:g})")
+            self.half_life = (low, high)
+        if isinstance(self.sink_tokens, bool) or not isinstance(self.sink_tokens, int) or self.sink_tokens < 0:
+            raise ValueError(f"sink_tokens must be an integer >= 0, got {self.sink_tokens!r}")
+        if self.log_n is not None and self.log_n < 2:
+            raise ValueError(f"log_n must be a trained length of at least 2 tokens, got {self.log_n}")
+        if self.rope == "anneal" and self.anneal_tokens <= 0:
+            raise ValueError("rope='anneal' needs anneal_tokens > 0: the training tokens over which pairs fade")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> FoxSpec:
+        """Builds a spec from the `fox` section of a config; an unknown key is an error that names the nearest one."""
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"unknown key {key!r} in fox{hint} Known keys: {', '.join(known)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: plain lists, numbers and strings, layer numbers as strings."""
+        values = asdict(self)
+        values["pro"] = list(self.pro)
+        values["half_life"] = None if self.half_life is None else list(self.half_life)
+        values["layer_max_wavelength"] = {str(k): v for k, v in self.layer_max_wavelength.items()}
+        return values
+
+    def resolved(self, trained_length: int) -> FoxSpec:
+        """This spec with its None defaults filled in from the length (tokens) the base model was trained to."""
+        values = self.to_dict()
+        if self.max_wavelength is None:
+            values["max_wavelength"] = trained_length / 4
+        if self.half_life is None:
+            values["half_life"] = (max(1.0, trained_length / 32), trained_length * 8.0)
+        return FoxSpec.from_dict(values)
+
+
+def bias_from_half_life(half_life_tokens: float) -> float:
+    """Gate bias b with sigmoid(b)^half_life = 1/2: b = -ln(expm1(ln 2 / half_life))."""
+    return -math.log(math.expm1(math.log(2.0) / half_life_tokens))
+
+
+def half_life_ladder(num_heads: int, half_life: tuple[float, float]) -> list[float]:
+    """Half-lives in tokens, log-spaced from shortest to longest over the heads of a layer (one head: the longest)."""
+    low, high = half_life
+    if num_heads == 1:
+        return [high]
+    return [low * (high / low) ** (h / (num_heads - 1)) for h in range(num_heads)]
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{hint}")
