@@ -1,0 +1,152 @@
+"""The operator, and the one place that chooses its implementation and says why."""
+
+import importlib.util
+import os
+import sys
+
+import torch
+
+from . import chunked, reference
+
+Tensor = torch.Tensor
+
+BACKENDS = ("auto", "reference", "chunked", "triton", "gluon")
+TRITON_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+_announced: set[tuple[str, str]] = set()
+
+
+def triton_unsupported(q: Tensor) -> str | None:
+    """Return why the Triton kernels can't run for queries like q, or None if they can."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if q.device.type != "cuda" and not (interpreted and q.device.type == "cpu"):
+        return f"tensors are on {q.device.type}, Triton needs cuda"
+    if q.dtype not in TRITON_DTYPES:
+        return f"dtype {q.dtype} is not one of bfloat16, float16, float32"
+    if interpreted and q.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    if q.shape[-1] not in TRITON_HEAD_DIMS:
+        return f"head_dim {q.shape[-1]} is not one of {TRITON_HEAD_DIMS}"
+    if q.device.type == "cuda" and torch.version.cuda is None:
+        return "the kernels are proven on CUDA only"
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "the GPU is older than Ampere (compute capability 8.0)"
+    return None
+
+
+def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, **options) -> str | None:
+    """Return why the Hopper kernels (Gluon) can't run this problem, or None if they can."""
+    reason = triton_unsupported(q)
+    if reason is not None:
+        return reason
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
+        return "the GPU is not a Hopper (compute capability 9.0)"
+    from . import hopper_forward
+
+    return hopper_forward.unsupported(q, k, v, **options)
+
+
+def choose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_start: Tensor | None = None,
+    window: int | None = None,
+    sink: int = 0,
+    softcap: float | None = None,
+    prune: float | None = None,
+    backend: str = "auto",
+) -> tuple[str, str]:
+    """Return (backend, reason): which implementation `forgetting_attention` runs for these arguments, and why.
+
+    Backends: "reference" (whole matrix), "chunked" (plain torch, any device), "triton" (Ampere and later), "gluon" (Hopper).
+    Raises ValueError when a backend asked for by name can't run the problem, or is unknown.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    if backend in ("reference", "chunked"):
+        return backend, "asked for"
+    no_triton = triton_unsupported(q)
+    if backend == "triton":
+        if no_triton is not None:
+            raise ValueError(f'backend="triton" can\'t run: {no_triton}; use backend="auto" or "chunked"')
+        return backend, "asked for"
+    if no_triton is not None and backend == "auto":
+        return "chunked", no_triton
+    options = {"window": window, "sink": sink, "softcap": softcap, "prune": prune}
+    no_gluon = gluon_unsupported(q, k, v, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, **options)
+    if backend == "gluon":
+        if no_gluon is not None:
+            raise ValueError(f'backend="gluon" can\'t run: {no_gluon}; use backend="auto" or "triton"')
+        return backend, "asked for"
+    return ("gluon", "Hopper GPU") if no_gluon is None else ("triton", f"CUDA tensors; not gluon: {no_gluon}")
+
+
+def announce(backend: str, reason: str) -> None:
+    """Print a choice to stderr, the first time that it is made."""
+    if (backend, reason) not in _announced:
+        _announced.add((backend, reason))
+        print(f"fox_kernels: backend {backend} ({reason})", file=sys.stderr)
+
+
+def forgetting_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_start: Tensor | None = None,
+    window: int | None = None,
+    sink: int = 0,
+    softcap: float | None = None,
+    prune: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention whose logits decay by the forget gates passed on the way from key to query.
+
+        o_i = sum_j softmax_j(scale * q_i.k_j + c_i - c_j) v_j,   c_t = sum_{l <= t} log f_l,   j <= i
+
+    q           (B, T, H, D); queries are the last T of the S positions
+    k, v        (B, S, Hkv, D), q's dtype, H % Hkv == 0
+    log_f       (B, S, H) float32 (float64 is taken too), natural log of the forget gates, <= 0; below -1e4 counts as -1e4
+    scale       any finite float, D ** -0.5 if None
+    cu_seqlens  (N + 1,) int32, rising from 0 to S: N documents packed into B == 1, none sees another
+    seq_start   (B,) int32, first visible position of each row (left padding); queries before it get o = 0, lse = -inf
+    window      query i sees keys j > i - window only
+    sink        the first positions of each document, exempt from decay, from window and from pruning
+    softcap     scale * q.k becomes softcap * tanh(scale * q.k / softcap), before the decay
+    prune       ln(eps): leave out keys that together hold at most eps of a query's weight; None for all keys
+    backend     "auto", "reference", "chunked", "triton" or "gluon"; see `choose`
+
+    Returns o (B, T, H, D) in q's dtype and, with return_lse, lse (B, T, H) float32 (natural log, differentiable; float64 for
+    float64). Raises ValueError for arguments out of range and for a backend asked for by name that can't run.
+    Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130. `fox_kernels.reference` is the specification.
+    """
+    options = {
+        "scale": chunked.check_arguments(
+            q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
+            softcap=softcap, prune=prune,
+        ),
+        "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink, "softcap": softcap, "prune": prune,
+    }  # fmt: skip
+    chosen, reason = choose(q, k, v, log_f, backend=backend, **options)
+    if not torch.compiler.is_compiling():
+        announce(chosen, reason)
+    if chosen == "reference":
+        return reference.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **options)
+    if chosen == "chunked":
+        return chunked.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **options)
+    from . import autograd
+
+    return autograd.forgetting_attention(q, k, v, log_f, return_lse=return_lse, backend=chosen, **options)

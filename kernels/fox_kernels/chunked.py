@@ -1,0 +1,408 @@
+"""Forgetting Attention in plain PyTorch, a chunk of queries at a time.
+
+Memory grows with T, not with T * S: the backward recomputes the probabilities of one chunk from the stored log-sum-exp.
+The file imports only torch and the standard library, so that it can travel beside a model's code as its slow path.
+
+How the decay costs nothing: the queries of a kv head's group are stacked, and queries and keys get a few extra channels,
+
+    query (head g of the group)   [scale * q_i | one-hot(g) | c_i - c_ref | -lse_i]
+    key                           [k_j         | c_ref - c_j for every g | 1 | 1]
+
+so one matrix product yields scale*q.k + (c_i - c_j) [- lse_i], and the products of the backward yield the row sums and the
+column sums of ds (all that dlog_f needs) in the same channels. c is summed in float64 and c_ref is the chunk's first
+value, so both parts are <= 0 and nothing cancels; inside the chunk's diagonal square the difference is formed directly.
+Sink keys have zeros in the decay channels.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+LOG_F_MIN = -1e4  # exp underflows long before; keeps f = 0 (log f = -inf) and its cumulative sum finite
+SCORES_PER_CHUNK = 1 << 20  # floats alive per score matrix: 4 MB, so that the passes over it stay in the cache
+
+Tensor = torch.Tensor
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_start: Tensor | None = None,
+    window: int | None = None,
+    sink: int = 0,
+    softcap: float | None = None,
+    prune: float | None = None,
+) -> float:
+    """Return the scale to use, or raise ValueError saying which argument is wrong, what is allowed and what to do."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, tokens, heads, head_dim), got {tuple(x.shape)}")
+    B, T, H, D = q.shape
+    S, Hkv = k.shape[1], k.shape[2]
+    if tuple(k.shape) != tuple(v.shape):
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[0] != B or k.shape[3] != D:
+        raise ValueError(f"k must be (B, S, Hkv, D) with B = {B}, D = {D} as in q, got {tuple(k.shape)}")
+    if Hkv == 0 or H % Hkv:
+        raise ValueError(f"the query heads ({H}) must be a multiple of the key/value heads ({Hkv})")
+    if T > S:
+        raise ValueError(f"queries are the last T of S positions, so T <= S; got T = {T}, S = {S}")
+    if tuple(log_f.shape) != (B, S, H):
+        raise ValueError(
+            f"log_f must be (B, S, H) = {(B, S, H)}, one gate per key position and query head, got {tuple(log_f.shape)}"
+        )
+    if not q.dtype.is_floating_point or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first")
+    if log_f.dtype not in (torch.float32, torch.float64):
+        name = str(log_f.dtype).removeprefix("torch.")
+        raise ValueError(f"log_f must be float32, got {name}: cast the gate logit to float32 before logsigmoid")
+    if not q.device == k.device == v.device == log_f.device:
+        raise ValueError(f"q, k, v and log_f must be on one device, got {q.device}, {k.device}, {v.device}, {log_f.device}")
+    if cu_seqlens is not None:
+        _check_cu_seqlens(cu_seqlens, B, S, q.device)
+    if seq_start is not None and (tuple(seq_start.shape) != (B,) or seq_start.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(
+            f"seq_start must be ({B},) int32, the first visible position of each row, "
+            f"got {tuple(seq_start.shape)} {seq_start.dtype}"
+        )
+    if seq_start is not None and seq_start.device != q.device:
+        raise ValueError(f"seq_start must be on {q.device} as q is, got {seq_start.device}")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"window must be an int >= 1 (keys seen, the query's own included) or None, got {window!r}")
+    if isinstance(sink, bool) or not isinstance(sink, int) or sink < 0:
+        raise ValueError(f"sink must be an int >= 0, the number of decay-free first positions, got {sink!r}")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ValueError(f"softcap must be a finite float > 0 or None, got {softcap!r}")
+    if prune is not None and not (math.isfinite(prune) and prune <= 0):
+        raise ValueError(f"prune is ln(eps) of the weight that may be lost, <= 0 (say -10.0), or None; got {prune!r}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite float or None for head_dim ** -0.5, got {scale!r}")
+    return D**-0.5 if scale is None else float(scale)
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, B: int, S: int, device: torch.device) -> None:
+    if B != 1:
+        raise ValueError(f"cu_seqlens packs documents into one row, so the batch must be 1, got {B}: flatten it first")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens must be (N + 1,) int32 with N >= 1 documents, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    if cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens must be on {device} as q is, got {cu_seqlens.device}")
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return  # reading the values would stall the device or break the graph
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != S or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens must rise from 0 to S = {S}, got {cu_seqlens.tolist()}")
+
+
+def document_starts(B: int, S: int, cu_seqlens: Tensor | None, seq_start: Tensor | None, device: torch.device) -> Tensor:
+    """Return (B, S) int64: the first position that a query at each position may see."""
+    start = torch.zeros(B, S, dtype=torch.int64, device=device)
+    if cu_seqlens is not None:
+        positions = torch.arange(S, device=device)
+        boundaries = cu_seqlens.to(torch.int64)
+        document = torch.searchsorted(boundaries[1:].contiguous(), positions, right=True)
+        start = boundaries[document].expand(B, S)
+    if seq_start is not None:
+        start = torch.maximum(start, seq_start.to(torch.int64)[:, None])
+    return start
+
+
+def cumulative(log_f: Tensor) -> Tensor:
+    """Return c (B, H, S) float64, the running sum of log f (B, S, H) clamped to LOG_F_MIN."""
+    return log_f.to(torch.float64).clamp_min(LOG_F_MIN).cumsum(1).transpose(1, 2)
+
+
+def prune_limit(q: Tensor, k: Tensor, c: Tensor, scale: float, softcap: float | None, log_eps: float) -> Tensor:
+    """Return (B, H, T): key j may be dropped for query i when c_j exceeds the limit, losing at most eps of weight.
+
+        drop when c_i - c_j < ln eps - ln S - 2 U_i,   U_i = |scale| |q_i| max_j |k_j| >= |scale * q_i.k_j|
+
+    The diagonal key keeps the softmax's denominator >= exp(-U_i) and each of at most S dropped keys adds less than
+    exp(U_i + c_i - c_j). A softcap bounds U_i too. Source: Lin et al. 2025, arXiv 2504.06949.
+    """
+    (B, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
+    q_norm = torch.linalg.vector_norm(q.to(torch.float64), dim=-1).transpose(1, 2)
+    k_norm = torch.linalg.vector_norm(k.to(torch.float64), dim=-1).amax(1).repeat_interleave(H // Hkv, dim=1)
+    bound = abs(scale) * q_norm * k_norm[:, :, None]
+    if softcap is not None:
+        bound = bound.clamp_max(softcap)
+    return c[:, :, S - T :] - (log_eps - math.log(S) - 2 * bound)
+
+
+class _Problem(NamedTuple):
+    """What every chunk needs; C = D + G + 2 channels, the group's G query heads are stacked into rows."""
+
+    q: Tensor  # (B, Hkv, G, T, D), input dtype
+    keys: Tensor  # (B * Hkv, S, C): the key side; its decay channels are rewritten for each chunk
+    values: Tensor  # (B * Hkv, S, D + 1), last channel 1
+    c: Tensor  # (B, H, S) float64
+    decays: Tensor  # (B, S) bool, false for sink keys
+    start: Tensor  # (B, T) document start of each query
+    first: Tensor  # (B, 1 or H, T) first visible key of each query, sinks aside
+    chunks: list  # (t0, t1, [(j0, j1), ...], masked)
+    scale: float
+    softcap: float | None
+    sink: int
+
+
+def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune) -> _Problem:
+    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    G = H // Hkv
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    c = cumulative(log_f)
+    starts = document_starts(B, S, cu_seqlens, seq_start, q.device)
+    decays = torch.arange(S, device=q.device) - starts >= sink
+    start = starts[:, S - T :]
+    first = start[:, None]
+    if window is not None:
+        first = torch.maximum(first, torch.arange(S - T, S, device=q.device) - (window - 1))
+    if prune is not None:
+        limit = prune_limit(q, k, c, scale, softcap, prune)
+        first = torch.maximum(first, torch.searchsorted((-c).contiguous(), (-limit).contiguous()))  # c falls, so the dropped are a prefix
+    restricted = not (cu_seqlens is None and seq_start is None and window is None and prune is None)
+    keys = torch.ones(B, Hkv, S, D + G + 2, dtype=dtype, device=q.device)
+    keys[..., :D] = k.transpose(1, 2)
+    values = torch.ones(B, Hkv, S, D + 1, dtype=dtype, device=q.device)
+    values[..., :D] = v.transpose(1, 2)
+    return _Problem(
+        q=q.unflatten(2, (Hkv, G)).permute(0, 2, 3, 1, 4),
+        keys=keys.flatten(0, 1),
+        values=values.flatten(0, 1),
+        c=c,
+        decays=decays,
+        start=start,
+        first=first,
+        chunks=_chunks(B * H, T, S, start, first, sink, restricted),
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+    )
+
+
+def _chunks(BH: int, T: int, S: int, start: Tensor, first: Tensor, sink: int, restricted: bool) -> list:
+    """Return (t0, t1, key ranges, masked) per chunk of queries; masked when a key of the ranges is hidden from some query."""
+    size = max(32, min(256, SCORES_PER_CHUNK // max(1, BH * S)))
+    spans = [(t0, min(t0 + size, T)) for t0 in range(0, T, size)]
+    if not restricted:
+        return [(t0, t1, [(0, S - T + t1)], False) for t0, t1 in spans]
+    if torch.compiler.is_compiling():
+        return [(t0, t1, [(0, S - T + t1)], True) for t0, t1 in spans]
+    limits = [  # one transfer for all chunks
+        torch.stack([first[:, :, a:b].amin(), first[:, :, a:b].amax(), start[:, a:b].amin(), start[:, a:b].amax()])
+        for a, b in spans
+    ]
+    chunks = []
+    for (t0, t1), (first_min, first_max, start_min, start_max) in zip(spans, torch.stack(limits).tolist(), strict=True):
+        end = S - T + t1
+        j0 = min(first_min, S - T + t0)
+        ranges = [(j0, end)]
+        if sink and start_min < j0:
+            sinks_end = min(start_max + sink, end)
+            ranges = [(start_min, end)] if sinks_end >= j0 else [(start_min, sinks_end), (j0, end)]
+        chunks.append((t0, t1, ranges, first_max > ranges[0][0]))
+    return chunks
+
+
+def _select(x: Tensor, ranges: list) -> Tensor:
+    """Return the rows of x (.., S, C) in the given ranges: a view for one range, a copy for two."""
+    parts = [x[..., a:b, :] for a, b in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+
+
+def _scores(p: _Problem, chunk, lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return scores (B * Hkv, G * M, N) in natural units less lse, both sides' channels, and tanh when softcapped."""
+    t0, t1, ranges, masked = chunk
+    B, Hkv, G, T, D = p.q.shape
+    S, dtype, M = p.keys.shape[1], p.keys.dtype, t1 - t0
+    i0, i1 = S - T + t0, S - T + t1
+    c_ref = p.c[:, :, i0 : i0 + 1]
+
+    rows = torch.zeros(B, Hkv, G, M, D + G + 2, dtype=dtype, device=p.q.device)
+    rows[..., :D] = p.q[..., t0:t1, :]
+    rows[..., :D] *= p.scale
+    rows[..., D : D + G] = torch.eye(G, dtype=dtype, device=rows.device)[:, None]
+    rows[..., D + G] = (p.c[:, :, i0:i1] - c_ref).view(B, Hkv, G, M)
+    if lse is not None:
+        rows[..., D + G + 1] = -lse.view(B, Hkv, G, M)
+    rows = rows.flatten(2, 3).flatten(0, 1)
+
+    keys = p.keys.view(B, Hkv, S, D + G + 2)
+    for a, b in ranges:
+        before = slice(a, min(b, i0))
+        decay = (c_ref - p.c[:, :, before]) * p.decays[:, None, before]
+        keys[:, :, before, D : D + G] = decay.view(B, Hkv, G, -1).transpose(2, 3).to(dtype)
+        keys[:, :, before, D + G] = p.decays[:, None, before].to(dtype)
+    keys[:, :, i0:i1, D : D + G + 1] = 0
+    columns = _select(p.keys, ranges)
+
+    capped = None
+    if p.softcap is None:
+        scores = torch.bmm(rows, columns.transpose(1, 2))
+    else:
+        capped = torch.bmm(rows[..., :D], columns[..., :D].transpose(1, 2)).div_(p.softcap).tanh_()
+        scores = torch.baddbmm(capped, rows[..., D:], columns[..., D:].transpose(1, 2), beta=p.softcap)
+
+    square = (p.c[:, :, i0:i1, None] - p.c[:, :, None, i0:i1]) * p.decays[:, None, None, i0:i1]
+    future = torch.ones(M, M, dtype=torch.bool, device=rows.device).triu_(1)
+    scores.view(B, Hkv * G, M, -1)[..., -M:] += square.to(dtype).masked_fill_(future, -math.inf)
+    if masked:
+        index = _select(torch.arange(S, device=rows.device)[:, None], ranges)[:, 0]
+        hidden = index < p.first[:, :, t0:t1, None]
+        if p.sink:
+            sinks = ~_select(p.decays[:, :, None], ranges)[:, None, None, :, 0]
+            hidden &= ~(sinks & (index >= p.start[:, None, t0:t1, None]))
+        scores.view(B, Hkv * G, M, -1).masked_fill_(hidden, -math.inf)
+    return scores, rows, columns, capped
+
+
+def _forward(p: _Problem) -> tuple[Tensor, Tensor]:
+    """Return o (B, Hkv, G, T, D) and lse (B, H, T), both in the computing dtype."""
+    B, Hkv, G, T, D = p.q.shape
+    o = torch.empty(B, Hkv, G, T, D, dtype=p.keys.dtype, device=p.q.device)
+    lse = torch.empty(B, Hkv, G, T, dtype=p.keys.dtype, device=p.q.device)
+    for chunk in p.chunks:
+        t0, t1, ranges, masked = chunk
+        scores, *_ = _scores(p, chunk, None)
+        top = scores.amax(-1, keepdim=True)
+        if masked:
+            top.masked_fill_(top == -math.inf, 0)
+        weights = scores.sub_(top).exp_()
+        sums = torch.bmm(weights, _select(p.values, ranges)).view(B, Hkv, G, t1 - t0, D + 1)
+        total = sums[..., D]
+        lse[..., t0:t1] = top.view_as(total) + total.log()
+        o[..., t0:t1, :] = sums[..., :D] / (total.clamp_min(1e-30) if masked else total)[..., None]
+    return o, lse.flatten(1, 2)
+
+
+def _backward(p: _Problem, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None):
+    """Return dq (B, Hkv, G, T, D), dk, dv (B, Hkv, S, D) and dc (B, H, S) float64.
+
+    ds_ij = p_ij (do_i.v_j - delta_i + dlse_i),  delta_i = do_i.o_i,  dc_t = sum_j ds_tj - sum_i ds_it (sinks left out)
+    """
+    B, Hkv, G, T, D = p.q.shape
+    S, H = p.keys.shape[1], Hkv * G
+    dq, d_keys, d_values = torch.empty_like(o), torch.zeros_like(p.keys), torch.zeros_like(p.values)
+    dc = torch.zeros(B, H, S, dtype=torch.float64, device=o.device)
+    offset = (do * o).sum(-1)
+    if dlse is not None:
+        offset = offset - dlse.masked_fill(lse == -math.inf, 0).view_as(offset)
+    lse = lse.masked_fill(lse == -math.inf, 0)  # such rows have scores of -inf only
+    for chunk in p.chunks:
+        t0, t1, ranges, _ = chunk
+        scores, rows, columns, capped = _scores(p, chunk, lse[:, :, t0:t1])
+        weights = scores.exp_()
+        grad = torch.cat((do[..., t0:t1, :], -offset[..., t0:t1, None]), dim=-1).flatten(2, 3).flatten(0, 1)
+        _add_rows(d_values, ranges, weights, grad)
+        ds = torch.bmm(grad, _select(p.values, ranges).transpose(1, 2)).mul_(weights)
+        i0, i1 = S - T + t0, S - T + t1
+        columns[:, i0 - i1 :, D + G] = p.decays[:, i0:i1].repeat_interleave(Hkv, 0).to(columns.dtype)
+        if capped is None:
+            d_rows = torch.bmm(ds, columns)
+            _add_rows(d_keys, ranges, ds, rows)
+            row_sums = d_rows[..., D + G]
+        else:
+            row_sums = torch.bmm(ds, columns[..., D + G, None])[..., 0]
+            _add_rows(d_keys[..., D:], ranges, ds, rows[..., D:])
+            ds.mul_(capped.square_().neg_().add_(1))
+            d_rows = torch.bmm(ds, columns[..., :D])
+            _add_rows(d_keys[..., :D], ranges, ds, rows[..., :D])
+        dq[..., t0:t1, :] = d_rows[..., :D].view(B, Hkv, G, t1 - t0, D)
+        dc[:, :, i0:i1] = row_sums.view(B, H, t1 - t0)
+    column_sums = d_keys[..., D : D + G].view(B, Hkv, S, G).transpose(2, 3).reshape(B, H, S)
+    dc -= column_sums * p.decays[:, None]
+    d_keys, d_values = d_keys.view(B, Hkv, S, -1), d_values.view(B, Hkv, S, -1)
+    return dq.mul_(p.scale), d_keys[..., :D], d_values[..., :D], dc
+
+
+def _add_rows(total: Tensor, ranges: list, left: Tensor, right: Tensor) -> None:
+    """Add left^T @ right to the rows of total in the given ranges."""
+    n = 0
+    for a, b in ranges:
+        total[:, a:b].baddbmm_(left[..., n : n + b - a].transpose(1, 2), right)
+        n += b - a
+
+
+class _ForgettingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, log_f, *options):
+        problem = _prepare(q, k, v, log_f, *options)
+        o, lse = _forward(problem)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, log_f, o, lse)
+        return _outward(o, q), lse.transpose(1, 2).contiguous()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dlse):
+        q, k, v, log_f, o, lse = ctx.saved_tensors
+        (B, T, H, D), Hkv = q.shape, k.shape[2]
+        if do is None:
+            do = torch.zeros(B, T, H, D, dtype=o.dtype, device=q.device)
+        do = do.to(o.dtype).unflatten(2, (Hkv, H // Hkv)).permute(0, 2, 3, 1, 4)
+        dlse = None if dlse is None else dlse.transpose(1, 2)
+        dq, dk, dv, dc = _backward(_prepare(q, k, v, log_f, *ctx.options), o, lse, do, dlse)
+        d_log_f = suffix_sum(dc, ctx.options[1]).transpose(1, 2).masked_fill(log_f < LOG_F_MIN, 0).to(log_f.dtype)
+        dk, dv = (x.transpose(1, 2).to(q.dtype) for x in (dk, dv))
+        return _outward(dq, q), dk, dv, d_log_f, *[None] * len(ctx.options)
+
+
+def _outward(x: Tensor, like: Tensor) -> Tensor:
+    """Return x (B, Hkv, G, T, D) as (B, T, H, D), contiguous, in the dtype of `like`."""
+    return x.flatten(1, 2).transpose(1, 2).to(like.dtype).contiguous()
+
+
+def suffix_sum(dc: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return sum of dc (B, H, S) from each position to the end of its document, which is dL/dlog_f."""
+    total = dc.flip(-1).cumsum(-1).flip(-1)
+    if cu_seqlens is None:
+        return total
+    S = dc.shape[-1]
+    boundaries = cu_seqlens.to(torch.int64)
+    document = torch.searchsorted(boundaries[1:].contiguous(), torch.arange(S, device=dc.device), right=True)
+    ends = torch.cat((boundaries[1:], boundaries.new_full((1,), S)))[document]
+    return total - torch.nn.functional.pad(total, (0, 1))[..., ends]
+
+
+def forgetting_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_start: Tensor | None = None,
+    window: int | None = None,
+    sink: int = 0,
+    softcap: float | None = None,
+    prune: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Forgetting Attention with memory linear in the tokens, on any device.
+
+        o_i = sum_j softmax_j(scale * q_i.k_j + c_i - c_j) v_j,   c_t = sum_{l <= t} log f_l,   j <= i
+
+    q (B, T, H, D); k, v (B, S, Hkv, D) of one floating dtype; log_f (B, S, H) float32 or float64, natural log, <= 0.
+    Options as in `fox_kernels.forgetting_attention`. Scores, sums and gradients are kept in float32 (float64 for float64
+    inputs). Returns o (B, T, H, D) in q's dtype, and with return_lse also lse (B, T, H), natural log, -inf where a query sees
+    nothing. Raises ValueError for shapes, dtypes or options out of range. Lin et al., ICLR 2025, arXiv 2503.02130.
+    """
+    scale = check_arguments(
+        q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
+        softcap=softcap, prune=prune,
+    )  # fmt: skip
+    options = (scale, cu_seqlens, seq_start, window, sink, softcap, prune)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f)):
+        o, lse = _ForgettingAttention.apply(q, k, v, log_f, *options)
+    else:
+        o, lse = _forward(_prepare(q, k, v, log_f, *options))
+        o, lse = _outward(o, q), lse.transpose(1, 2).contiguous()
+    return (o, lse) if return_lse else o
