@@ -1,0 +1,393 @@
+"""The recipe: one YAML file that says which model, which retrofit, which data, which stages; strict, with hints.
+
+YAML -> `load_recipe` (overrides `a.b=c` applied, unknown keys refused) -> `Recipe` -> `dump` (defaults written out).
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
+
+from retrofox.model.configuration_fox import FoxSpec
+
+ROLES = ("gate_bias", "gate_weight", "pro", "attention", "rest")
+GATE_RATE_FACTOR = 5.0
+"""Rates of the new parts over `learning_rate` where the recipe names none: Adam moves a bias by about lr per step."""
+
+_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def parse_count(value: object) -> object:
+    """A whole number from 65536, 6.5e6, "64k", "20M", "1.5B" (powers of ten); anything else is returned untouched."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKmMbBtT]?)\s*", value)
+        if match:
+            value = float(match[1]) * _SUFFIXES.get(match[2].lower(), 1)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _fox(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    try:
+        return FoxSpec.from_dict({str(key): item for key, item in value.items()})
+    except TypeError as error:
+        raise ValueError(f"a value has the wrong type: {error}") from None
+
+
+def _source(value: object) -> object:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Count = Annotated[int, BeforeValidator(parse_count)]
+Positive = Annotated[int, BeforeValidator(parse_count), Field(gt=0)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fox = Annotated[FoxSpec, BeforeValidator(_fox), PlainSerializer(lambda spec: spec.to_dict())]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys and wrong types are errors, "3" is not a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
+
+
+class Source(Section):
+    """One source of documents: a file, a directory, a glob, or a Hugging Face dataset id."""
+
+    path: str = Field(min_length=1)
+    weight: float = Field(1.0, gt=0, description="share of the tokens, relative to the other sources")
+    text_field: str | None = Field(None, description="field holding the text; None = data.text_field")
+
+
+class DataConfig(Section):
+    """Where documents come from and how they become tokens."""
+
+    train: list[Annotated[Source, BeforeValidator(_source)]] = Field(min_length=1)
+    eval: list[Annotated[Source, BeforeValidator(_source)]] = []
+    tokenizer: str | None = Field(None, description="Hub id or directory; None = the model's own")
+    cache: str | None = Field(None, description="token shards; None = $XDG_CACHE_HOME/retrofox or ~/.cache/retrofox")
+    text_field: str = "text"
+    workers: int | None = Field(None, ge=1, description="tokenising processes; None = all cores")
+
+    @property
+    def cache_dir(self) -> Path:
+        """The directory of token shards, with the default filled in."""
+        if self.cache is not None:
+            return Path(self.cache).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "retrofox"
+
+
+class Rates(Section):
+    """Peak learning rate of each role; 0 freezes it, None is filled in from the stage's `learning_rate`."""
+
+    gate_bias: Rate | None = None
+    gate_weight: Rate | None = None
+    pro: Rate | None = None
+    attention: Rate | None = Field(None, description="q, k, v and o projections and their norms and adapters")
+    rest: Rate | None = Field(None, description="everything else: MLPs, norms, embeddings, head")
+
+
+class Stage(Section):
+    """One stage of adaptation: its objective, its tokens, its rates."""
+
+    objective: Literal["align", "distill", "extend"]
+    tokens: Positive = Field(description="training tokens of this stage, all devices together")
+    sequence_length: Positive
+    batch_tokens: Positive | None = Field(None, description="tokens per step; None = one micro-batch a device")
+    micro_batch: int = Field(1, ge=1, description="sequences per device and forward pass")
+    learning_rate: Rate = 1e-4
+    rates: Rates = Rates()
+    trainable: list[str] | None = Field(None, description="glob patterns of parameter names; None = every role's rate")
+    weight_decay: float = Field(0.1, ge=0)
+    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
+    clip: float = Field(1.0, ge=0, description="largest norm of the gradient; 0 = no clipping")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    warmup_tokens: Annotated[Count, Field(ge=0)] = 0
+    decay_tokens: Positive | None = Field(None, description="wsd: tokens of the final decay; None = a fifth")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    gate_delay_tokens: Annotated[Count, Field(ge=0)] = Field(0, description="gates keep their start this long")
+    anneal: bool = Field(True, description="whether this stage moves the annealing of a model with rope: anneal")
+    teacher: Literal["auto", "shared", "copy"] | None = Field(
+        None, description="align, distill: shared = the frozen weights themselves, copy = a second model"
+    )
+    temperature: float | None = Field(None, gt=0, description="distill: both logits are divided by it (1)")
+    ce_weight: float | None = Field(None, ge=0, le=1, description="distill: share of cross-entropy in the loss (0)")
+    cross_entropy: Literal["auto", "chunked", "torch", "liger"] = "auto"
+    gradient_checkpointing: Literal["none", "full"] | Annotated[int, Field(ge=1)] = Field(
+        "none", description="none, full, or n: every n-th layer is recomputed"
+    )
+    compile: bool = Field(False, description="torch.compile of the MLPs and norms")
+    spike_factor: float = Field(
+        3.0, ge=0, description="stop where the loss exceeds this times its running mean plus 1 nat; 0 = never"
+    )
+
+    @model_validator(mode="after")
+    def _fill(self) -> Stage:
+        if self.batch_tokens is None:
+            return self._resolve()
+        if self.batch_tokens % self.sequence_length:
+            down = max(1, self.batch_tokens // self.sequence_length) * self.sequence_length
+            raise ValueError(
+                f"batch_tokens must be a multiple of sequence_length: {self.batch_tokens} is not one of "
+                f"{self.sequence_length}; nearest: {down} or {down + self.sequence_length}"
+            )
+        return self._resolve()
+
+    def _resolve(self) -> Stage:
+        distill = self.objective == "distill"
+        for key in ("temperature", "ce_weight"):
+            if getattr(self, key) is not None and not distill:
+                raise ValueError(f"{key} belongs to objective distill, and this stage's is {self.objective}: remove it")
+        if self.teacher is not None and self.objective == "extend":
+            raise ValueError("teacher belongs to objectives align and distill, and this stage's is extend: remove it")
+        if self.decay_tokens is not None and self.schedule != "wsd":
+            raise ValueError(f"decay_tokens belongs to schedule wsd, and this stage's is {self.schedule}: remove it")
+        if self.objective == "align" and self.cross_entropy != "auto":
+            raise ValueError("cross_entropy belongs to objectives distill and extend: align computes no logits")
+        if self.decay_tokens is not None and self.warmup_tokens + self.decay_tokens > self.tokens:
+            raise ValueError(
+                f"warmup_tokens + decay_tokens must be at most tokens ({self.tokens}), "
+                f"got {self.warmup_tokens} + {self.decay_tokens}"
+            )
+        if self.warmup_tokens >= self.tokens:
+            raise ValueError(f"warmup_tokens must be less than tokens ({self.tokens}), got {self.warmup_tokens}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+        if self.objective != "extend":
+            self.teacher = self.teacher or "auto"
+        if distill:
+            self.temperature = 1.0 if self.temperature is None else self.temperature
+            self.ce_weight = 0.0 if self.ce_weight is None else self.ce_weight
+        new = float(f"{GATE_RATE_FACTOR * self.learning_rate:.12g}")
+        pretrained = 0.0 if self.objective == "align" else self.learning_rate
+        defaults = {"gate_bias": new, "gate_weight": new, "pro": new, "attention": pretrained, "rest": pretrained}
+        for role, default in defaults.items():
+            if getattr(self.rates, role) is None:
+                self.rates = self.rates.model_copy(update={role: default})
+        return self
+
+    def rate(self, role: str) -> float:
+        """Peak learning rate of a role (one of ROLES)."""
+        return getattr(self.rates, role)
+
+
+class LoraConfig(Section):
+    """Adapters on the pretrained projections; gates and Pro parts are trained in full beside them."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: Literal["all-linear"] | list[str] = Field(
+        "all-linear", description="module names; all-linear = all but gates"
+    )
+    dora: bool = False
+    quantize: Literal["nf4"] | None = Field(None, description="QLoRA: 4-bit base (needs bitsandbytes, a GPU)")
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and how many complete ones are kept."""
+
+    every_tokens: Positive | None = None
+    every_steps: Positive | None = None
+    keep: int = Field(2, ge=1)
+
+    @model_validator(mode="after")
+    def _one(self) -> CheckpointConfig:
+        if self.every_tokens is not None and self.every_steps is not None:
+            raise ValueError("give every_tokens or every_steps, not both")
+        return self
+
+
+class LogConfig(Section):
+    """How often a line is logged, and where else it goes."""
+
+    every: int = Field(10, ge=1, description="optimizer steps between log lines")
+    report_to: list[Literal["tensorboard", "trackio", "wandb"]] = []
+
+
+class Recipe(Section):
+    """A whole run. `fox: null` trains the model as it is: the control."""
+
+    model: str = Field(min_length=1, description="Hub id, local directory, .gguf file, or converted directory")
+    fox: Fox | None = None
+    output: str = Field(min_length=1)
+    seed: int = 0
+    data: DataConfig
+    stages: list[Stage] = Field(min_length=1)
+    lora: LoraConfig | None = None
+    precision: Literal["bf16", "fp32", "fp16"] = "bf16"
+    optim: str = Field("adamw_torch_fused", description="any optimizer name of transformers' TrainingArguments")
+    attention: str | None = Field(None, description="attn_implementation of an unconverted model; None = its default")
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    dataloader_workers: int = Field(2, ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.fox is not None and self.attention is not None:
+            raise ValueError("attention is for unconverted models: one with `fox:` always runs Forgetting Attention")
+        for number, stage in enumerate(self.stages):
+            if stage.objective != "extend" and self.lora is not None and stage.objective == "align":
+                raise ValueError(
+                    f"stages.{number}: align trains gates and Pro parts only, lora has nothing to do there"
+                )
+        return self
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None) -> Recipe:
+    """Reads a recipe and applies overrides such as "stages.0.tokens=20M" or "fox.sink_tokens=2".
+
+    Args:
+        path: a YAML file.
+        overrides: "a.b=c": c is parsed as YAML, a number in the path is an index into a list.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: broken YAML, an unknown or missing key, a value outside its range; the text names the file, the
+            key, what was given and what is allowed.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"no recipe at {file}: give the path of a YAML file (see `retrofox recipes ls`)")
+    values = read_yaml(file.read_text(encoding="utf-8"), str(file))
+    if not isinstance(values, dict):
+        raise ValueError(f"{file}: a recipe is a mapping of keys to values, got {type(values).__name__}")
+    for override in overrides or []:
+        apply_override(values, override)
+    return validate(values, str(file))
+
+
+def validate(values: dict[str, Any], origin: str = "recipe") -> Recipe:
+    """Builds a Recipe from plain values; errors name `origin`, the key, what was given and what is allowed."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise ValueError("\n".join(f"{origin}: {_explain(item)}" for item in error.errors())) from None
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as YAML with every default written out; loading it gives the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="python"), sort_keys=False, allow_unicode=True)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a recipe, for editors."""
+    return Recipe.model_json_schema()
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Sets one "a.b=c" inside nested dicts and lists, creating missing sections.
+
+    Raises:
+        ValueError: no "=", an index outside its list, or a path through something that is neither dict nor list.
+    """
+    path, separator, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not separator or not all(keys):
+        raise ValueError(f"override must look like a.b=c, got {override!r}")
+    value = read_yaml(text, f"override {override!r}")
+    node: Any = values
+    for depth, key in enumerate(keys):
+        here = ".".join(keys[:depth]) or "the recipe"
+        last = depth == len(keys) - 1
+        if isinstance(node, list):
+            if not key.isdigit() or int(key) >= len(node):
+                raise ValueError(
+                    f"override {override!r}: {here} is a list of {len(node)}, give an index 0..{len(node) - 1}"
+                )
+            index: Any = int(key)
+        elif isinstance(node, dict):
+            index = key
+        else:
+            raise ValueError(f"override {override!r}: {here} is {node!r}, which has no key {key!r}")
+        if last:
+            node[index] = value
+            return
+        if isinstance(node, dict) and node.get(index) is None:
+            node[index] = {}
+        node = node[index]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with 6e-4 read as a number (YAML 1.1 reads a string) and repeated keys refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(text: str, origin: str) -> Any:
+    """Parses YAML; raises ValueError naming `origin` and the line."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{origin}: not valid YAML: {error}") from None
+
+
+_UNION_MEMBERS = ("constrained-int", "int", "str", "function-before", "FoxSpec")
+"""Names pydantic puts into an error's place for the branch of a union: not keys of the recipe."""
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error as a sentence: key, what was given, what is allowed."""
+    place = [part for part in item["loc"] if part not in _UNION_MEMBERS and "[" not in str(part)]
+    key = ".".join(str(part) for part in place) or "recipe"
+    given = item["input"]
+    shown = repr(given) if len(repr(given)) <= 80 else repr(given)[:77] + "..."
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(place[:-1])
+        near = difflib.get_close_matches(str(place[-1]), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"{key}: unknown key, given {shown}{hint} Known keys: {', '.join(known)}"
+    if item["type"] == "missing":
+        return f"{key}: required key is missing"
+    if item["type"] == "literal_error":
+        near = difflib.get_close_matches(str(given), re.findall(r"'([^']*)'", item["ctx"]["expected"]), n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        return f"{key}: given {shown}, allowed {item['ctx']['expected']}{hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message[0].lower() + message[1:]}" + ("" if item["type"] == "value_error" else f", given {shown}")
+
+
+def _known_keys(place: list[Any]) -> list[str]:
+    """The keys of the section at a place such as ["stages", 0, "rates"]."""
+    section: type[BaseModel] = Recipe
+    for part in place:
+        if isinstance(part, str) and part in section.model_fields:
+            section = _section_of(section.model_fields[part].annotation) or section
+    return list(section.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _section_of(inner))), None)

@@ -1,0 +1,150 @@
+"""The recipe: strict, with hints, and the same after a round trip."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrofox.config import Recipe, apply_override, dump, load_recipe, parse_count, read_yaml, schema, validate
+
+MINIMAL = """
+model: base
+output: out
+data: {train: [books.txt]}
+stages:
+  - {objective: extend, tokens: 1M, sequence_length: 64, batch_tokens: 256, learning_rate: 6e-4}
+"""
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture
+def recipe_file(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def test_minimal_recipe_fills_in_defaults(recipe_file):
+    recipe = load_recipe(recipe_file)
+    stage = recipe.stages[0]
+    assert recipe.fox is None
+    assert (stage.tokens, stage.learning_rate) == (1_000_000, 6e-4)
+    assert stage.rate("gate_bias") == pytest.approx(3e-3)
+    assert stage.rate("attention") == 6e-4
+
+
+def test_dump_round_trips_and_is_plain_yaml(recipe_file):
+    recipe = load_recipe(recipe_file, ["fox.rope=partial", "fox.half_life=[256, 65536]", "lora.rank=4"])
+    assert validate(yaml.safe_load(dump(recipe))) == recipe
+    assert recipe.fox is not None
+    assert recipe.fox.half_life == (256.0, 65536.0)
+
+
+def test_overrides_reach_lists_and_create_sections(recipe_file):
+    recipe = load_recipe(
+        recipe_file, ["stages.0.tokens=2M", "checkpoint.keep=5", "data.train.0=other.txt", "stages.0.rates.rest=0"]
+    )
+    assert recipe.stages[0].tokens == 2_000_000
+    assert recipe.checkpoint.keep == 5
+    assert recipe.data.train[0].path == "other.txt"
+    assert recipe.stages[0].rate("rest") == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "needles"),
+    [
+        ("stages.0.lerning_rate=1", ["stages.0.lerning_rate", "did you mean 'learning_rate'"]),
+        ("stages.0.rates.gates=1", ["stages.0.rates.gates", "gate_bias"]),
+        ("modle=x", ["modle", "did you mean 'model'"]),
+        ("data.train.0.pth=x", ["has no key 'pth'", "data.train.0"]),
+        ("fox.rop=drop", ["fox", "did you mean 'rope'"]),
+        ("fox.rope=dropp", ["fox", "drop"]),
+        ("fox.half_life=5", ["fox", "wrong type"]),
+        ("stages.0.objective=aline", ["'aline'", "'align'"]),
+        ("stages.0.gradient_checkpointing=ful", ["stages.0.gradient_checkpointing", "'full'"]),
+        ("stages.0.tokens=-5", ["stages.0.tokens", "greater than 0"]),
+        ("stages.0.tokens=many", ["stages.0.tokens", "'many'"]),
+        ("stages.0.learning_rate='3'", ["stages.0.learning_rate", "'3'"]),
+        ("stages.0.learning_rate=.nan", ["stages.0.learning_rate"]),
+        ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
+        ("stages.0.temperature=2", ["temperature belongs to objective distill"]),
+        ("stages.0.ce_weight=0.5", ["ce_weight belongs to objective distill"]),
+        ("stages.0.decay_tokens=10", ["decay_tokens belongs to schedule wsd"]),
+        ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),
+        ("stages.1.tokens=5", ["list of 1"]),
+        ("model.x=1", ["has no key"]),
+        ("stages=[]", ["stages"]),
+        ("seed", ["a.b=c"]),
+        ("seed=[", ["not valid YAML"]),
+    ],
+)
+def test_bad_overrides_say_what_was_given_and_what_is_allowed(recipe_file, override, needles):
+    with pytest.raises(ValueError, match=r".") as error:
+        load_recipe(recipe_file, [override])
+    for needle in needles:
+        assert needle in str(error.value)
+
+
+def test_file_is_named_in_the_error(recipe_file, tmp_path):
+    recipe_file.write_text(MINIMAL + "sede: 3\n")
+    with pytest.raises(ValueError, match=r"recipe\.yaml: sede: unknown key, given 3; did you mean 'seed'"):
+        load_recipe(recipe_file)
+    recipe_file.write_text(MINIMAL + "seed: 1\nseed: 2\n")
+    with pytest.raises(ValueError, match="key 'seed' given twice"):
+        load_recipe(recipe_file)
+    recipe_file.write_text("- a\n")
+    with pytest.raises(ValueError, match="mapping"):
+        load_recipe(recipe_file)
+    with pytest.raises(FileNotFoundError, match="no recipe at"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+def test_schema_knows_every_section():
+    text = str(schema())
+    for name in ("stages", "half_life", "gate_bias", "every_tokens", "quantize"):
+        assert name in text
+
+
+@given(st.integers(min_value=0, max_value=10**15))
+def test_counts_read_back(number):
+    assert parse_count(str(number)) == number
+    assert parse_count(float(number)) == int(float(number))
+
+
+def test_counts_with_suffixes():
+    assert [parse_count(text) for text in ("64k", "20M", "1.5B", "6e6", "1_000")] == [
+        64_000,
+        20_000_000,
+        1_500_000_000,
+        6_000_000,
+        1000,
+    ]
+    assert parse_count("20Mi") == "20Mi"
+    assert read_yaml("a: 6e-4", "x") == {"a": 6e-4}
+
+
+def test_override_values_are_yaml():
+    values = {"a": {"b": [1, 2]}}
+    apply_override(values, "a.b.1=[3, x]")
+    apply_override(values, "a.c.d=null")
+    assert values == {"a": {"b": [1, [3, "x"]], "c": {"d": None}}}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_shipped_recipes_parse_and_are_short(path):
+    recipe = load_recipe(path)
+    text = path.read_text()
+    assert isinstance(recipe, Recipe)
+    assert len(text.splitlines()) <= 50
+    assert text.startswith("#")
+    for word in ("hardware", "tokens", "time", "result"):
+        assert word in text.lower()
+
+
+def test_config_imports_no_torch():
+    code = "import sys, retrofox.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
