@@ -67,7 +67,7 @@ def choose(
 ) -> tuple[str, str]:
     """Return (backend, reason): which implementation `forgetting_attention` runs for these arguments, and why.
 
-    Backends: "reference" (whole matrix), "chunked" (plain torch, any device), "triton" (Ampere and later), "gluon" (Hopper).
+    Backends: "reference" (whole matrix), "chunked" (plain torch, any device), "triton" (Ampere on), "gluon" (Hopper).
     Raises ValueError when a backend asked for by name can't run the problem, or is unknown.
     """
     if backend not in BACKENDS:
@@ -119,7 +119,7 @@ def forgetting_attention(
 
     q           (B, T, H, D); queries are the last T of the S positions
     k, v        (B, S, Hkv, D), q's dtype, H % Hkv == 0
-    log_f       (B, S, H) float32 (float64 is taken too), natural log of the forget gates, <= 0; below -1e4 counts as -1e4
+    log_f       (B, S, H) float32 (or float64), natural log of the forget gates, <= 0; below -1e4 counts as -1e4
     scale       any finite float, D ** -0.5 if None
     cu_seqlens  (N + 1,) int32, rising from 0 to S: N documents packed into B == 1, none sees another
     seq_start   (B,) int32, first visible position of each row (left padding); queries before it get o = 0, lse = -inf
@@ -129,16 +129,17 @@ def forgetting_attention(
     prune       ln(eps): leave out keys that together hold at most eps of a query's weight; None for all keys
     backend     "auto", "reference", "chunked", "triton" or "gluon"; see `choose`
 
-    Returns o (B, T, H, D) in q's dtype and, with return_lse, lse (B, T, H) float32 (natural log, differentiable; float64 for
-    float64). Raises ValueError for arguments out of range and for a backend asked for by name that can't run.
-    Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130. `fox_kernels.reference` is the specification.
+    Returns o (B, T, H, D) in q's dtype and, with return_lse, lse (B, T, H) float32 (natural log, differentiable;
+    float64 for float64). Raises ValueError for arguments out of range and for a backend asked for by name that can't run.
+    Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130; `fox_kernels.reference` specifies.
     """
     options = {
         "scale": chunked.check_arguments(
             q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
             softcap=softcap, prune=prune,
         ),
-        "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink, "softcap": softcap, "prune": prune,
+        "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink, "softcap": softcap,
+        "prune": prune,
     }  # fmt: skip
     chosen, reason = choose(q, k, v, log_f, backend=backend, **options)
     if not torch.compiler.is_compiling():

@@ -3,14 +3,14 @@
 Memory grows with T, not with T * S: the backward recomputes the probabilities of one chunk from the stored log-sum-exp.
 The file imports only torch and the standard library, so that it can travel beside a model's code as its slow path.
 
-How the decay costs nothing: the queries of a kv head's group are stacked, and queries and keys get a few extra channels,
+How the decay costs nothing: the queries of a kv head's group are stacked; queries and keys get a few extra channels,
 
     query (head g of the group)   [scale * q_i | one-hot(g) | c_i - c_ref | -lse_i]
     key                           [k_j         | c_ref - c_j for every g | 1 | 1]
 
-so one matrix product yields scale*q.k + (c_i - c_j) [- lse_i], and the products of the backward yield the row sums and the
-column sums of ds (all that dlog_f needs) in the same channels. c is summed in float64 and c_ref is the chunk's first
-value, so both parts are <= 0 and nothing cancels; inside the chunk's diagonal square the difference is formed directly.
+so one matrix product yields scale*q.k + (c_i - c_j) [- lse_i], and the products of the backward yield the row sums and
+the column sums of ds (all that dlog_f needs) in the same channels. c is summed in float64 and c_ref is the chunk's first
+value, so both parts are <= 0 and nothing cancels; in the chunk's diagonal square the difference is formed directly.
 Sink keys have zeros in the decay channels.
 """
 
@@ -58,12 +58,13 @@ def check_arguments(
             f"log_f must be (B, S, H) = {(B, S, H)}, one gate per key position and query head, got {tuple(log_f.shape)}"
         )
     if not q.dtype.is_floating_point or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them first")
+        raise ValueError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them")
     if log_f.dtype not in (torch.float32, torch.float64):
         name = str(log_f.dtype).removeprefix("torch.")
         raise ValueError(f"log_f must be float32, got {name}: cast the gate logit to float32 before logsigmoid")
     if not q.device == k.device == v.device == log_f.device:
-        raise ValueError(f"q, k, v and log_f must be on one device, got {q.device}, {k.device}, {v.device}, {log_f.device}")
+        devices = f"{q.device}, {k.device}, {v.device}, {log_f.device}"
+        raise ValueError(f"q, k, v and log_f must be on one device, got {devices}")
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, B, S, q.device)
     if seq_start is not None and (tuple(seq_start.shape) != (B,) or seq_start.dtype not in (torch.int32, torch.int64)):
@@ -101,7 +102,7 @@ def _check_cu_seqlens(cu_seqlens: Tensor, B: int, S: int, device: torch.device) 
         raise ValueError(f"cu_seqlens must rise from 0 to S = {S}, got {cu_seqlens.tolist()}")
 
 
-def document_starts(B: int, S: int, cu_seqlens: Tensor | None, seq_start: Tensor | None, device: torch.device) -> Tensor:
+def document_starts(B: int, S: int, cu_seqlens: Tensor | None, seq_start: Tensor | None, device) -> Tensor:
     """Return (B, S) int64: the first position that a query at each position may see."""
     start = torch.zeros(B, S, dtype=torch.int64, device=device)
     if cu_seqlens is not None:
@@ -127,7 +128,7 @@ def prune_limit(q: Tensor, k: Tensor, c: Tensor, scale: float, softcap: float | 
     The diagonal key keeps the softmax's denominator >= exp(-U_i) and each of at most S dropped keys adds less than
     exp(U_i + c_i - c_j). A softcap bounds U_i too. Source: Lin et al. 2025, arXiv 2504.06949.
     """
-    (B, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
+    (_, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
     q_norm = torch.linalg.vector_norm(q.to(torch.float64), dim=-1).transpose(1, 2)
     k_norm = torch.linalg.vector_norm(k.to(torch.float64), dim=-1).amax(1).repeat_interleave(H // Hkv, dim=1)
     bound = abs(scale) * q_norm * k_norm[:, :, None]
@@ -165,7 +166,8 @@ def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap
         first = torch.maximum(first, torch.arange(S - T, S, device=q.device) - (window - 1))
     if prune is not None:
         limit = prune_limit(q, k, c, scale, softcap, prune)
-        first = torch.maximum(first, torch.searchsorted((-c).contiguous(), (-limit).contiguous()))  # c falls, so the dropped are a prefix
+        dropped = torch.searchsorted((-c).contiguous(), (-limit).contiguous())  # c falls, so they are a prefix
+        first = torch.maximum(first, dropped)
     restricted = not (cu_seqlens is None and seq_start is None and window is None and prune is None)
     keys = torch.ones(B, Hkv, S, D + G + 2, dtype=dtype, device=q.device)
     keys[..., :D] = k.transpose(1, 2)
@@ -187,7 +189,7 @@ def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap
 
 
 def _chunks(BH: int, T: int, S: int, start: Tensor, first: Tensor, sink: int, restricted: bool) -> list:
-    """Return (t0, t1, key ranges, masked) per chunk of queries; masked when a key of the ranges is hidden from some query."""
+    """Return (t0, t1, key ranges, masked) per chunk of queries; masked if some query may not see all of the ranges."""
     size = max(32, min(256, SCORES_PER_CHUNK // max(1, BH * S)))
     spans = [(t0, min(t0 + size, T)) for t0 in range(0, T, size)]
     if not restricted:
@@ -391,9 +393,9 @@ def forgetting_attention(
         o_i = sum_j softmax_j(scale * q_i.k_j + c_i - c_j) v_j,   c_t = sum_{l <= t} log f_l,   j <= i
 
     q (B, T, H, D); k, v (B, S, Hkv, D) of one floating dtype; log_f (B, S, H) float32 or float64, natural log, <= 0.
-    Options as in `fox_kernels.forgetting_attention`. Scores, sums and gradients are kept in float32 (float64 for float64
-    inputs). Returns o (B, T, H, D) in q's dtype, and with return_lse also lse (B, T, H), natural log, -inf where a query sees
-    nothing. Raises ValueError for shapes, dtypes or options out of range. Lin et al., ICLR 2025, arXiv 2503.02130.
+    Options as in `fox_kernels.forgetting_attention`. Scores, sums and gradients are kept in float32 (float64 for
+    float64). Returns o (B, T, H, D) in q's dtype, and with return_lse also lse (B, T, H), natural log, -inf where a
+    query sees nothing. Raises ValueError for shapes, dtypes or options out of range. Lin et al., ICLR 2025, arXiv 2503.02130.
     """
     scale = check_arguments(
         q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,

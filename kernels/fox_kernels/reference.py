@@ -1,6 +1,6 @@
 """Forgetting Attention, the specification: read this first. Everything else in the package computes the same, faster.
 
-    B batch, T queries, S keys, H query heads, Hkv key/value heads, D head dim; query row t sits at position i = S - T + t
+    B batch, T queries, S keys, H query heads, Hkv key/value heads, D head dim; query t sits at position i = S - T + t
 
     log_f   (B, S, H)   log of the forget gate f = sigmoid(w.x + b), one per position and query head, <= 0
     c       (B, H, S)   cumulative log-forget: c_t = sum_{l <= t} max(log_f_l, -1e4); always summed in float64
@@ -13,14 +13,15 @@
     lse_i          =  ln sum_{visible j} exp(s_ij)
     o_i            =  sum_{visible j} exp(s_ij - lse_i) v_j;   o_i = 0 and lse_i = -inf if nothing is visible
 
-    pruned(i, j)   =  c_i - c_j < ln eps - ln S - 2 U_i,  U_i = |scale| |q_i| max_j |k_j| (at most softcap), never a sink
+    pruned(i, j)   =  c_i - c_j < ln eps - ln S - 2 U_i,  U_i = |scale| |q_i| max_j |k_j| (at most softcap); no sink
 
 The pruned keys of a query hold together at most eps of its attention weight; a faster implementation may prune fewer or
-other keys within the same bound. Matrix products run in the inputs' dtype, logits, decay and softmax in float32 (float64 for float64).
+other keys within the same bound. Matrix products run in the inputs' dtype; logits, decay and softmax in float32, or in
+float64 for float64.
 
-Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", ICLR 2025, arXiv 2503.02130, eq. 6-9, and
-"Adaptive Computation Pruning for the Forgetting Transformer", 2025, arXiv 2504.06949, for `prune`. We differ from the papers
-in the sinks, in the packed documents, and in summing c more precisely.
+Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", ICLR 2025, arXiv 2503.02130; for `prune`
+"Adaptive Computation Pruning for the Forgetting Transformer", 2025, arXiv 2504.06949. We differ from the papers in the
+sinks, in the packed documents, and in summing c more precisely.
 """
 
 import math
@@ -50,8 +51,8 @@ def forgetting_attention(
     """Forgetting Attention by its definition, the whole score matrix at once; differentiable twice, any floating dtype.
 
     q (B, T, H, D); k, v (B, S, Hkv, D), H % Hkv == 0; log_f (B, S, H) float32 or float64; options as in
-    `fox_kernels.forgetting_attention`. Returns o (B, T, H, D) in q's dtype and, with return_lse, lse (B, T, H) in float32
-    (float64 for float64). Raises ValueError for shapes, dtypes or options out of range.
+    `fox_kernels.forgetting_attention`. Returns o (B, T, H, D) in q's dtype and, with return_lse, lse (B, T, H) in
+    float32 (float64 for float64). Raises ValueError for shapes, dtypes or options out of range.
     """
     scale = check_arguments(
         q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
