@@ -9,7 +9,7 @@ How the decay costs nothing: the queries of a kv head's group are stacked; queri
     key                           [k_j         | c_ref - c_j for every g | 1 | 1]
 
 so one matrix product yields scale*q.k + (c_i - c_j) [- lse_i], and the products of the backward yield the row sums and
-the column sums of ds (all that dlog_f needs) in the same channels. c is summed in float64 and c_ref is the chunk's first
+the column sums of ds (all that dlog_f needs) in the same channels. c is summed in float64, c_ref is the chunk's first
 value, so both parts are <= 0 and nothing cancels; in the chunk's diagonal square the difference is formed directly.
 Sink keys have zeros in the decay channels.
 """
@@ -395,7 +395,7 @@ def forgetting_attention(
     q (B, T, H, D); k, v (B, S, Hkv, D) of one floating dtype; log_f (B, S, H) float32 or float64, natural log, <= 0.
     Options as in `fox_kernels.forgetting_attention`. Scores, sums and gradients are kept in float32 (float64 for
     float64). Returns o (B, T, H, D) in q's dtype, and with return_lse also lse (B, T, H), natural log, -inf where a
-    query sees nothing. Raises ValueError for shapes, dtypes or options out of range. Lin et al., ICLR 2025, arXiv 2503.02130.
+    query sees nothing. Raises ValueError for shapes, dtypes or options out of range. Source: arXiv 2503.02130.
     """
     scale = check_arguments(
         q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
