@@ -19,7 +19,8 @@ The pruned keys of a query hold together at most eps of its attention weight; a 
 other keys within the same bound. Matrix products run in the inputs' dtype; logits, decay and softmax in float32, or in
 float64 for float64.
 
-Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130; for `prune` "Adaptive Computation Pruning for the Forgetting Transformer", 2025, arXiv 2504.06949. We differ from the papers in the
+Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130; for `prune`
+"Adaptive Computation Pruning for the Forgetting Transformer", 2025, arXiv 2504.06949. We differ from the papers in the
 sinks, in the packed documents, and in summing c more precisely.
 """
 
