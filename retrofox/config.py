@@ -72,8 +72,8 @@ class Source(Section):
     """One source of documents: a file, a directory, a glob, or a Hugging Face dataset id."""
 
     path: str = Field(min_length=1)
-    weight: float = Field(1.0, gt=0, description="share of the tokens, relative to the other sources")
-    text_field: str | None = Field(None, description="field holding the text; None = data.text_field")
+    weight: float = Field(default=1.0, gt=0, description="share of the tokens, relative to the other sources")
+    text_field: str | None = Field(default=None, description="field holding the text; None = data.text_field")
 
 
 class DataConfig(Section):
@@ -81,10 +81,12 @@ class DataConfig(Section):
 
     train: list[Annotated[Source, BeforeValidator(_source)]] = Field(min_length=1)
     eval: list[Annotated[Source, BeforeValidator(_source)]] = []
-    tokenizer: str | None = Field(None, description="Hub id or directory; None = the model's own")
-    cache: str | None = Field(None, description="token shards; None = $XDG_CACHE_HOME/retrofox or ~/.cache/retrofox")
+    tokenizer: str | None = Field(default=None, description="Hub id or directory; None = the model's own")
+    cache: str | None = Field(
+        default=None, description="token shards; None = $XDG_CACHE_HOME/retrofox or ~/.cache/retrofox"
+    )
     text_field: str = "text"
-    workers: int | None = Field(None, ge=1, description="tokenising processes; None = all cores")
+    workers: int | None = Field(default=None, ge=1, description="tokenising processes; None = all cores")
 
     @property
     def cache_dir(self) -> Path:
@@ -100,8 +102,8 @@ class Rates(Section):
     gate_bias: Rate | None = None
     gate_weight: Rate | None = None
     pro: Rate | None = None
-    attention: Rate | None = Field(None, description="q, k, v and o projections and their norms and adapters")
-    rest: Rate | None = Field(None, description="everything else: MLPs, norms, embeddings, head")
+    attention: Rate | None = Field(default=None, description="q, k, v and o projections and their norms and adapters")
+    rest: Rate | None = Field(default=None, description="everything else: MLPs, norms, embeddings, head")
 
 
 class Stage(Section):
@@ -110,32 +112,38 @@ class Stage(Section):
     objective: Literal["align", "distill", "extend"]
     tokens: Positive = Field(description="training tokens of this stage, all devices together")
     sequence_length: Positive
-    batch_tokens: Positive | None = Field(None, description="tokens per step; None = one micro-batch a device")
-    micro_batch: int = Field(1, ge=1, description="sequences per device and forward pass")
+    batch_tokens: Positive | None = Field(default=None, description="tokens per step; None = one micro-batch a device")
+    micro_batch: int = Field(default=1, ge=1, description="sequences per device and forward pass")
     learning_rate: Rate = 1e-4
     rates: Rates = Rates()
-    trainable: list[str] | None = Field(None, description="glob patterns of parameter names; None = every role's rate")
-    weight_decay: float = Field(0.1, ge=0)
-    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
-    clip: float = Field(1.0, ge=0, description="largest norm of the gradient; 0 = no clipping")
+    trainable: list[str] | None = Field(
+        default=None, description="glob patterns of parameter names; None = every role's rate"
+    )
+    weight_decay: float = Field(default=0.1, ge=0)
+    betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    clip: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0 = no clipping")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_tokens: Annotated[Count, Field(ge=0)] = 0
-    decay_tokens: Positive | None = Field(None, description="wsd: tokens of the final decay; None = a fifth")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    gate_delay_tokens: Annotated[Count, Field(ge=0)] = Field(0, description="gates keep their start this long")
-    anneal: bool = Field(True, description="whether this stage moves the annealing of a model with rope: anneal")
-    teacher: Literal["auto", "shared", "copy"] | None = Field(
-        None, description="align, distill: shared = the frozen weights themselves, copy = a second model"
+    decay_tokens: Positive | None = Field(default=None, description="wsd: tokens of the final decay; None = a fifth")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    gate_delay_tokens: Annotated[Count, Field(ge=0)] = Field(default=0, description="gates keep their start this long")
+    anneal: bool = Field(
+        default=True, description="whether this stage moves the annealing of a model with rope: anneal"
     )
-    temperature: float | None = Field(None, gt=0, description="distill: both logits are divided by it (1)")
-    ce_weight: float | None = Field(None, ge=0, le=1, description="distill: share of cross-entropy in the loss (0)")
+    teacher: Literal["auto", "shared", "copy"] | None = Field(
+        default=None, description="align, distill: shared = the frozen weights themselves, copy = a second model"
+    )
+    temperature: float | None = Field(default=None, gt=0, description="distill: both logits are divided by it (1)")
+    ce_weight: float | None = Field(
+        default=None, ge=0, le=1, description="distill: share of cross-entropy in the loss (0)"
+    )
     cross_entropy: Literal["auto", "chunked", "torch", "liger"] = "auto"
     gradient_checkpointing: Literal["none", "full"] | Annotated[int, Field(ge=1)] = Field(
         "none", description="none, full, or n: every n-th layer is recomputed"
     )
-    compile: bool = Field(False, description="torch.compile of the MLPs and norms")
+    compile: bool = Field(default=False, description="torch.compile of the MLPs and norms")
     spike_factor: float = Field(
-        3.0, ge=0, description="stop where the loss exceeds this times its running mean plus 1 nat; 0 = never"
+        default=3.0, ge=0, description="stop where the loss exceeds this times its running mean plus 1 nat; 0 = never"
     )
 
     @model_validator(mode="after")
@@ -191,14 +199,14 @@ class Stage(Section):
 class LoraConfig(Section):
     """Adapters on the pretrained projections; gates and Pro parts are trained in full beside them."""
 
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: Literal["all-linear"] | list[str] = Field(
-        "all-linear", description="module names; all-linear = all but gates"
+        default="all-linear", description="module names; all-linear: all but gates"
     )
     dora: bool = False
-    quantize: Literal["nf4"] | None = Field(None, description="QLoRA: 4-bit base (needs bitsandbytes, a GPU)")
+    quantize: Literal["nf4"] | None = Field(default=None, description="QLoRA: 4-bit base (needs bitsandbytes, a GPU)")
 
 
 class CheckpointConfig(Section):
@@ -206,7 +214,7 @@ class CheckpointConfig(Section):
 
     every_tokens: Positive | None = None
     every_steps: Positive | None = None
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
 
     @model_validator(mode="after")
     def _one(self) -> CheckpointConfig:
@@ -218,7 +226,7 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """How often a line is logged, and where else it goes."""
 
-    every: int = Field(10, ge=1, description="optimizer steps between log lines")
+    every: int = Field(default=10, ge=1, description="optimizer steps between log lines")
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = []
 
 
@@ -233,11 +241,13 @@ class Recipe(Section):
     stages: list[Stage] = Field(min_length=1)
     lora: LoraConfig | None = None
     precision: Literal["bf16", "fp32", "fp16"] = "bf16"
-    optim: str = Field("adamw_torch_fused", description="any optimizer name of transformers' TrainingArguments")
-    attention: str | None = Field(None, description="attn_implementation of an unconverted model; None = its default")
+    optim: str = Field(default="adamw_torch_fused", description="any optimizer name of transformers' TrainingArguments")
+    attention: str | None = Field(
+        default=None, description="attn_implementation of an unconverted model; None = its default"
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-    dataloader_workers: int = Field(2, ge=0)
+    dataloader_workers: int = Field(default=2, ge=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
