@@ -1,0 +1,218 @@
+"""What is reported of per-token losses: buckets, curves, slopes, a table, files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from retrofox.per_token_loss import PositionSums, Window, bucket_edges, curve_edges, slope
+from retrofox.plots import loss_figure, save_csv, save_figure, tokens_label, write_atomic
+
+Losses = Mapping[str, Sequence[np.ndarray]]
+
+
+def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict[str, Any]]:
+    """Per position bucket: tokens, documents, and by line its loss, slope (nats per 1000 tokens) and difference.
+
+    Differences are of the other lines to "base" (and of the controls to "model"), paired by document.
+    """
+    edges = bucket_edges(length)
+    sums = {key: PositionSums(values, windows, edges) for key, values in losses.items()}
+    loss = {key: s.statistics() for key, s in sums.items()}
+    difference = {
+        f"{key}-{to}": sums[key].statistics(sums[to]) for key in sums for to in [_compared_to(key)] if to in sums
+    }
+    table = []
+    for b, (low, high) in enumerate(pairwise(edges)):
+        any_line = loss["model"][b]
+        table.append(
+            {
+                "from": low,
+                "to": high,
+                "tokens": any_line["tokens"],
+                "documents": any_line["documents"],
+                "loss": {key: _mean(rows[b]) for key, rows in loss.items()},
+                "difference": {name: _mean(rows[b]) for name, rows in difference.items()},
+                "slope_per_1k": {
+                    key: slope(values, windows, low, high, lambda i: i / 1000) for key, values in losses.items()
+                },
+            }
+        )
+    return table
+
+
+def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[str, dict[str, Any]]:
+    """By line: overall mean and difference, slope per doubling of the position, slope over the second half."""
+    sums = {key: PositionSums(values, windows, [0, length]) for key, values in losses.items()}
+    start = max(8, length // 64)
+    summary = {}
+    for key, values in losses.items():
+        to = _compared_to(key)
+        summary[key] = {
+            **_mean(sums[key].total()),
+            "difference": _mean(sums[key].total(sums[to])) if to in sums else None,
+            "slope_per_doubling": slope(values, windows, start, length, np.log2),
+            "late_slope_per_1k": slope(values, windows, length // 2, length, lambda i: i / 1000),
+        }
+    return summary
+
+
+def curves(
+    lines: Sequence[dict[str, Any]], losses: Losses, windows: Sequence[Window], length: int
+) -> list[dict[str, Any]]:
+    """Log-smoothed L(i) by line: mean and standard error over documents in log-spaced bins of positions."""
+    edges = curve_edges(length)
+    position = [math.sqrt(a * (b - 1)) for a, b in pairwise(edges)]
+    result = []
+    for line in lines:
+        rows = PositionSums(losses[line["key"]], windows, edges).statistics()
+        kept = [(p, r) for p, r in zip(position, rows, strict=True) if r["tokens"]]
+        result.append(
+            {
+                "key": line["key"],
+                "label": line["label"],
+                "position": [p for p, _ in kept],
+                "mean": [r["mean"] for _, r in kept],
+                "standard_error": [r["standard_error"] for _, r in kept],
+            }
+        )
+    return result
+
+
+def print_table(result: dict[str, Any], console: Console) -> None:
+    """The bucket table, the slopes and, for a converted model, what the controls say about its gates."""
+    lines = result["lines"]
+    keys = [line["key"] for line in lines]
+    documents, tokens = result["documents"], result["tokens"]
+    table = Table(
+        title=f"Loss in nats per token, {documents} documents, {tokens:,} tokens (± standard error over documents)",
+        title_justify="left",
+    )
+    table.add_column("positions", justify="right", no_wrap=True)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    for line in lines:
+        table.add_column(line["label"], justify="right")
+    shown = [name for name in result["buckets"][0]["difference"] if name.endswith("-base")]
+    labels = {line["key"]: line["label"] for line in lines}
+    for name in shown:
+        table.add_column("difference" if name == "model-base" else f"{labels[name[:-5]]} - base", justify="right")
+    for row in result["buckets"]:
+        cells = [f"{tokens_label(row['from'])}-{tokens_label(row['to'])}", f"{row['tokens']:,}"]
+        cells += [_cell(row["loss"][key]) for key in keys]
+        cells += [_cell(row["difference"][name], signed=True) for name in shown]
+        table.add_row(*cells)
+    table.add_section()
+    table.add_row(
+        "all",
+        f"{sum(r['tokens'] for r in result['buckets']):,}",
+        *[_cell(line) for line in lines],
+        *[_cell(result["lines"][keys.index(name[:-5])]["difference"], signed=True) for name in shown],
+    )
+    for title, field in (("per doubling", "slope_per_doubling"), ("per 1k, late", "late_slope_per_1k")):
+        cells = [_cell({"mean": line[field]["slope"], **line[field]}, signed=True) for line in lines]
+        table.add_row(f"slope {title}", "", *cells, *["" for _ in shown])
+    console.print(table)
+    for sentence in verdicts(result):
+        console.print(sentence, highlight=False)
+
+
+def verdicts(result: dict[str, Any]) -> list[str]:
+    """Plain sentences on the controls: whether opening or shuffling the gates changes the loss, and by how much."""
+    sentences = []
+    for line in result["lines"]:
+        if line["key"] not in ("open", "shuffled"):
+            continue
+        change, error = line["difference"]["mean"], line["difference"]["standard_error"]
+        verb = "forcing the gates open" if line["key"] == "open" else "shuffling the gates over heads"
+        name = f"{line['key']}-model"
+        changes = {
+            f"{tokens_label(row['from'])}-{tokens_label(row['to'])}": row["difference"][name]["mean"]
+            for row in result["buckets"]
+            if row["tokens"]
+        }
+        where, most = max(changes.items(), key=lambda item: abs(item[1]))
+        noise = 2 * error if error is not None else 0.0
+        if abs(change) <= max(noise, 1e-4) and abs(most) < 0.01:
+            sentences.append(f"{verb} changes the loss by {change:+.4f}: the gates make no difference on this text")
+        else:
+            effect = "the gates help" if change > 0 else "the gates hurt"
+            largest = f"most at {where}, {most:+.4f}"
+            sentences.append(f"{verb} changes the loss by {change:+.4f} ({largest}): {effect} on this text")
+    return sentences
+
+
+def write_files(
+    result: dict[str, Any], drawn: Sequence[dict[str, Any]], losses: Losses, windows: Sequence[Window], out: Path
+) -> dict[str, str]:
+    """Writes the figures and tables, then eval.json, into `out`; returns their paths by name."""
+    files: dict[str, str] = {}
+    if drawn:
+        keys = [line["key"] for line in result["lines"]]
+        files["buckets"] = save_csv(out / "buckets.csv", *_bucket_rows(result, keys))
+        files["per_token_loss"] = save_csv(out / "per_token_loss.csv", *_position_rows(losses, windows, keys))
+        figure = loss_figure(
+            drawn,
+            trained_length=result.get("trained_length"),
+            subtitle=f"{result['documents']} documents, band: standard error over documents",
+        )
+        files["png"], files["svg"] = save_figure(figure, out / "per_token_loss")
+    files["json"] = str(out / "eval.json")
+    content = {**result, "curves": list(drawn), "files": files}
+    write_atomic(files["json"], (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    return files
+
+
+def _bucket_rows(result: dict[str, Any], keys: list[str]) -> tuple[list[str], list[list[object]]]:
+    labels = {line["key"]: line["label"] for line in result["lines"]}
+    differences = list(result["buckets"][0]["difference"])
+    header = ["from", "to", "tokens", "documents"]
+    header += [f"{labels[key]}{part}" for key in keys for part in ("", " standard error", " slope per 1k")]
+    header += [f"{name}{part}" for name in differences for part in ("", " standard error")]
+    rows = []
+    for row in result["buckets"]:
+        cells: list[object] = [row["from"], row["to"], row["tokens"], row["documents"]]
+        for key in keys:
+            cells += [row["loss"][key]["mean"], row["loss"][key]["standard_error"], row["slope_per_1k"][key]["slope"]]
+        for name in differences:
+            cells += [row["difference"][name]["mean"], row["difference"][name]["standard_error"]]
+        rows.append(cells)
+    return header, rows
+
+
+def _position_rows(losses: Losses, windows: Sequence[Window], keys: list[str]) -> tuple[list[str], list[list[object]]]:
+    """Mean L(i) at every single position i, with the number of windows behind it."""
+    longest = max(len(w.token_ids) for w in windows)
+    count = np.zeros(longest - 1, np.int64)
+    sums = {key: np.zeros(longest - 1) for key in keys}
+    for w, window in enumerate(windows):
+        count[: len(window.token_ids) - 1] += 1
+        for key in keys:
+            sums[key][: len(losses[key][w])] += losses[key][w]
+    means = [(sums[key] / count).tolist() for key in keys]
+    rows = [[i + 1, int(n), *(f"{m[i]:.6f}" for m in means)] for i, n in enumerate(count)]
+    return ["position", "windows", *keys], rows
+
+
+def _compared_to(key: str) -> str | None:
+    """The line a line's difference is taken to: controls to the model, everything else to the base."""
+    return {"open": "model", "shuffled": "model", "base": None}.get(key, "base")
+
+
+def _mean(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"mean": row["mean"], "standard_error": row["standard_error"]}
+
+
+def _cell(value: Mapping[str, Any] | None, signed: bool = False) -> str:
+    if value is None or value["mean"] is None:
+        return "-"
+    text = f"{value['mean']:+.4f}" if signed else f"{value['mean']:.4f}"
+    error = value["standard_error"]
+    return text if error is None else f"{text} ±{error:.3f}"

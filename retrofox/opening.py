@@ -1,0 +1,144 @@
+"""Opening a model for use: converted or not, from a Hub id, a directory, a .gguf file, an adapter or a live object."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Opened:
+    """A model ready to run, with its tokenizer and the name it goes by in tables."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    name: str
+    source: str
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def fox(self) -> dict[str, Any] | None:
+        """The `fox` section of a converted model's config, None for any other model."""
+        return getattr(self.model.config, "fox", None)
+
+
+def open_model(
+    source: str | os.PathLike | PreTrainedModel,
+    *,
+    tokenizer: Any = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> Opened:
+    """Opens a converted model or an adapter through `retrofox.load`, any other through `retrofox.surgery.load_base`.
+
+    Args:
+        source: Hub id, local directory, .gguf file, or a model that is already in memory.
+        tokenizer: used instead of the one that lies beside the model.
+        dtype: "float32", "bfloat16", "float16" or a torch dtype; None = bfloat16 on a GPU, float32 on a CPU. A live
+            model keeps the dtype it has.
+        device: None = the GPU if there is one, else the CPU; a live model then stays where it is.
+
+    Raises:
+        FileNotFoundError: a path that does not exist.
+        ValueError: an unknown dtype or device, a dtype for a live model, or a model without a tokenizer.
+    """
+    wanted = resolve_dtype(dtype)
+    if not isinstance(source, (str, os.PathLike)):
+        if wanted is not None and wanted != next(source.parameters()).dtype:
+            raise ValueError(f"a live model keeps its dtype, {next(source.parameters()).dtype}; got dtype {dtype!r}")
+        if device is not None:
+            source.to(resolve_device(device))  # type: ignore[arg-type]
+        label = getattr(source.config, "name_or_path", "") or type(source).__name__
+        return Opened(_unwrapped(source), tokenizer or open_tokenizer(label), _short(label), label)
+    from retrofox.surgery import load, load_base
+
+    text, place = os.fspath(source), resolve_device(device)
+    if wanted is None:
+        wanted = torch.bfloat16 if place.type == "cuda" else torch.float32
+    tokenizer = tokenizer or open_tokenizer(text)
+    if is_converted(text):
+        model = load(text, dtype=wanted, device=place)
+    else:
+        model, _ = load_base(text, dtype=wanted, device=place)
+    return Opened(_unwrapped(model), tokenizer, _short(text), text)
+
+
+def open_tokenizer(source: str) -> Any:
+    """The tokenizer beside a model, or beside the base of an adapter.
+
+    Raises:
+        FileNotFoundError: a path that does not exist.
+        ValueError: there is none.
+    """
+    from retrofox.surgery import load_tokenizer
+
+    looks_local = source.startswith((".", "/", "~")) or source.endswith(".gguf") or source.count("/") > 1
+    if looks_local and not Path(source).exists():
+        raise FileNotFoundError(f"no such model: {source}")
+    problem = "no tokenizer files there"
+    try:
+        tokenizer = load_tokenizer(source)
+    except (OSError, ValueError) as error:
+        tokenizer, problem = None, str(error).strip().split("\n")[0]
+    adapter = Path(source) / "adapter_config.json"
+    if tokenizer is None and adapter.exists():
+        return open_tokenizer(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    if tokenizer is None:
+        raise ValueError(f"no tokenizer for {source!r} ({problem}); put the tokenizer files beside the model")
+    return tokenizer
+
+
+def is_converted(source: str) -> bool:
+    """Whether a directory or Hub id holds a converted model or an adapter, which `retrofox.load` opens or refuses."""
+    from retrofox.surgery import read_config
+
+    if source.endswith(".gguf"):
+        return False
+    if (Path(source) / "adapter_config.json").exists():
+        return True
+    return str(read_config(source).get("model_type", "")).startswith("fox_")
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or the GPU if there is one, else the CPU; refuses a GPU that is not there."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r} was asked for but torch sees no GPU; use device cpu")
+    return place
+
+
+def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype from its name; None stays None."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    return DTYPES[dtype]
+
+
+def _unwrapped(model: Any) -> PreTrainedModel:
+    """The causal LM itself, adapters in place: a PeftModel's attributes would name the wrong inner model."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.eval()
+
+
+def _short(source: str) -> str:
+    return os.path.basename(os.path.normpath(source)) or source

@@ -1,0 +1,88 @@
+"""What every report carries: the environment its numbers depend on, and a progress bar while they are made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shlex
+import sys
+import time
+from importlib import metadata
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+PACKAGES = ("retrofox", "torch", "transformers", "triton", "peft", "tokenizers", "numpy")
+
+
+def environment() -> dict[str, Any]:
+    """Command, time, package versions, processor, memory and GPU: what a measured number depends on."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    gpu = None
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu = {"name": properties.name, "memory_bytes": properties.total_memory, "count": torch.cuda.device_count()}
+    return {
+        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "versions": versions,
+        "platform": platform.platform(),
+        "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": gpu,
+    }
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts a new peak on a GPU; a process's peak on the CPU can't be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes the GPU allocator has held since the last reset; on a CPU the process's largest resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def output_console() -> Console:
+    """A console on stdout, wide enough for the tables when stdout is a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
+
+
+def progress_bar(unit: str, enabled: bool) -> Progress:
+    """A progress bar on stderr with count, time spent and time left."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not enabled,
+        transient=True,
+    )
+
+
+def _cpu_name() -> str:
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
