@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from retrofox.model.configuration_fox import SUPPORTED
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def check_supported(config: Any) -> None:
+    """Raises ValueError, listing what is supported, for a config (object or dict) of another family."""
+    model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
+    if model_type not in SUPPORTED:
+        raise ValueError(f"model_type {model_type!r} is not supported; families known: {', '.join(SUPPORTED)}")
+
+
+def trained_length(config: Any) -> int:
+    """The length in tokens that a base model was trained to: before any RoPE scaling stretched it."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    original = parameters.get("original_max_position_embeddings") if isinstance(parameters, dict) else None
+    return int(original or config.max_position_embeddings)
 
 
 def inner_model(model: PreTrainedModel) -> torch.nn.Module:

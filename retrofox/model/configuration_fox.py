@@ -12,8 +12,9 @@ GATE_KINDS = ("data", "bias", "fixed", "none")
 GATE_INITS = ("open", "slopes", "calibrated")
 PRO_PARTS = ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")
 
-OPEN_BIAS = 20.0
-"""Gate bias of `init="open"`: log f = -2e-9 per token, below float32's resolution of a logit over 8k tokens."""
+OPEN_BIAS = 30.0
+"""Gate bias of `init="open"`: log f = -1e-13 per token, below float32's resolution of a logit at any length. Such a
+gate is saturated and hardly trains: it is for proofs and ablations; to train from nearly open, take long half-lives."""
 
 
 @dataclass
@@ -119,6 +120,34 @@ class FoxSpec:
         if self.half_life is None:
             values["half_life"] = (max(1.0, trained_length / 32), trained_length * 8.0)
         return FoxSpec.from_dict(values)
+
+
+SUPPORTED = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
+"""Base model_type -> prefix of its transformers classes; a converted model's type is `fox_` + the base's."""
+
+
+def make_config_class(model_type: str) -> type:
+    """The config class of a converted family: its base's, plus `fox`, the FoxSpec as a dict."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    base = CONFIG_MAPPING[model_type]
+    name = f"Fox{SUPPORTED[model_type]}Config"
+    body = {"model_type": f"fox_{model_type}", "__annotations__": {"fox": dict | None}, "fox": None, "__module__": __name__}
+    return type(name, (base,), body)
+
+
+def __getattr__(name: str) -> type:
+    """Config classes are made on first use: FoxLlamaConfig, FoxQwen3Config, ..."""
+    for model_type, prefix in SUPPORTED.items():
+        if name == f"Fox{prefix}Config":
+            globals()[name] = make_config_class(model_type)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def bias_from_half_life(half_life_tokens: float) -> float:

@@ -1,0 +1,283 @@
+"""Forgetting Attention inside any transformers attention class: the mixin, the attention and the mask function."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from .cache import GateCache
+from .configuration_fox import FoxSpec
+from .gates import ForgetGate
+from .rope import RotaryFade
+
+try:
+    from fox_kernels import forgetting_attention
+
+    SLOW_PATH = False
+except ImportError:
+    from .forgetting_eager import forgetting_attention
+
+    SLOW_PATH = True
+
+logger = logging.getLogger(__name__)
+SHORT_SCORES = 1 << 25  # elements of one layer's score matrix: 9 heads x 1900 tokens, 128 MB in float32
+MODES = ("fox", "open", "shuffled", "original")
+_warned_slow = False
+
+
+class FoxMixin(nn.Module):
+    """`class FoxLlamaAttention(FoxMixin, LlamaAttention)`: the native attention, its logits decayed by gates.
+
+    s_ij = scale * q_i.k_j + (c_i - c_j), c the running sum of log f (Lin et al., ICLR 2025, eq. 3). The native
+    forward keeps its projections, biases, QK-norm, windows and multipliers; this mixin adds the gates, edits
+    (cos, sin) and meets the keys on their way into the cache.
+
+    `mode` chooses the form: "fox"; "open" (log f = 0, the rest as fox); "shuffled" (gates permuted over heads);
+    "original" (no gates, all rotary pairs, no added parts: the base model's attention through the same operator).
+    """
+
+    def add_fox(self, config: Any, rotary: tuple[list[float], float] | None) -> None:
+        """Adds the new modules; `rotary` = (inverse frequencies, attention scaling), None for a layer without RoPE."""
+        spec = FoxSpec.from_dict(config.fox)
+        heads = config.num_attention_heads
+        self.mode = "fox"
+        self.log_n = spec.log_n
+        self.sink_tokens = spec.sink_tokens
+        self.num_fox_heads = heads
+        if spec.gate != "none":
+            self.forget_gate = ForgetGate(config.hidden_size, heads, spec)
+        else:
+            self.forget_gate = None
+        self.rotary_fade = None if rotary is None else RotaryFade(*rotary, spec, self.layer_idx)  # type: ignore[arg-type]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ):
+        if self.config._attn_implementation != "fox":  # type: ignore[union-attr]
+            raise ValueError(
+                f"attn_implementation={self.config._attn_implementation!r} would silently ignore the forget gates; "  # type: ignore[union-attr]
+                'load the model with attn_implementation="fox" (the default)'
+            )
+        gates = GateCache(past_key_values, self.log_f(hidden_states))
+        if position_embeddings is not None and self.rotary_fade is not None and self.mode != "original":
+            position_embeddings = self.rotary_fade(*position_embeddings, kwargs.get("position_ids"))
+        return super().forward(
+            hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=gates,
+            gates=gates,
+            **kwargs,
+        )
+
+    def log_f(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """log f (B, T, H) float32 in the current mode."""
+        if self.forget_gate is None or self.mode in ("open", "original"):
+            return hidden_states.new_zeros((*hidden_states.shape[:-1], self.num_fox_heads), dtype=torch.float32)
+        log_f = self.forget_gate(hidden_states)
+        if self.mode == "shuffled":
+            log_f = log_f.roll(log_f.shape[-1] // 2, dims=-1) if log_f.shape[-1] > 1 else log_f
+        return log_f
+
+
+def fox_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    gates: GateCache | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function registered as "fox".
+
+    Args:
+        query: (B, H, T, D); key, value: (B, Hkv, S, D), the queries being the last T of the S positions.
+        attention_mask: None; (B, S) bool, False on left padding (a mask shorter than the keys cuts a static cache to
+            its filled part); or (B, 1, T, S) bool, anything.
+        cu_seqlens: (N + 1,) int32 document starts over the flattened B * T tokens.
+
+    Returns:
+        (B, T, H, D) and no attention weights.
+
+    Raises:
+        ValueError: gates did not arrive, attention dropout, attention sinks as parameters (s_aux).
+    """
+    if gates is None:
+        raise ValueError("the attention function 'fox' needs a converted model: no forget gates reached it")
+    if dropout:
+        raise ValueError(f"Forgetting Attention has no attention dropout, got {dropout}; set attention_dropout to 0")
+    if s_aux is not None:
+        raise ValueError("attention sinks as parameters (s_aux) are not supported; use fox.sink_tokens")
+    _say_slow_once()
+    log_f = gates.log_f
+    if module.log_n is not None and module.mode != "original":
+        query = _log_n(query, module.log_n, position_ids, key.shape[2])
+    # A windowed layer drops its first keys from the cache, so it can exempt none of them.
+    sink = module.sink_tokens if sliding_window is None else 0
+    if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
+        return _masked(query, key, value, log_f, attention_mask, scaling, softcap, sink), None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    seq_start = None
+    if attention_mask is not None and attention_mask.dim() == 2:
+        length = attention_mask.shape[1]
+        if length < k.shape[1]:
+            k, v, log_f = k[:, :length], v[:, :length], log_f[:, :length]
+        seq_start = _first_visible(attention_mask)
+    if cu_seqlens is None and _short_on_cpu(query, key):
+        visible = _visible(q.shape[1], k.shape[1], seq_start, sliding_window, q.device)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        return _masked(query, k, v, log_f, visible, scaling, softcap, sink), None
+    options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "sink": sink, "softcap": softcap}
+    if cu_seqlens is None:
+        return forgetting_attention(q, k, v, log_f, seq_start=seq_start, **options), None
+    batch, length = q.shape[:2]
+    q, k, v, log_f = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, log_f))
+    out = forgetting_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, **options)
+    return out.view(batch, length, *out.shape[2:]), None
+
+
+def fox_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask function registered as "fox": None or a (B, S) padding mask wherever causality, a window and left
+    padding say it all; a 4D boolean mask for everything else (custom masks, holes, compiled static caches).
+    """
+    full = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "attention_mask": attention_mask,
+        "allow_is_causal_skip": False,
+        "use_vmap": use_vmap,
+        **kwargs,
+    }
+    if not allow_is_causal_skip or use_vmap:
+        return sdpa_mask(**full)
+    if isinstance(q_offset, torch.Tensor):
+        if torch.compiler.is_compiling():
+            return sdpa_mask(**full)
+        q_offset = int(q_offset)
+    length = q_offset + q_length - kv_offset  # keys that exist by now
+    if length > kv_length:
+        return sdpa_mask(**full)
+    if attention_mask is None:
+        if length == kv_length:
+            return None
+        return torch.ones(batch_size, length, dtype=torch.bool, device=kwargs.get("device", "cpu"))
+    mask = attention_mask[:, kv_offset : kv_offset + length].bool()
+    if mask.shape[1] < length:
+        return sdpa_mask(**full)
+    if length == kv_length and bool(mask.all()):
+        return None
+    # Trailing padding is out of sight of every real query (causality); a gap in between is not.
+    seen = mask.cumsum(1)
+    gap = ~mask & (seen > 0) & (seen < seen[:, -1:])
+    trailing = ~mask[:, -q_length:].any(1) if q_length < length else mask.new_zeros(batch_size)
+    if bool(gap.any() | trailing.any()):
+        return sdpa_mask(**full)
+    return mask
+
+
+def _first_visible(mask: torch.Tensor) -> torch.Tensor:
+    """(B,) int32: index of the first True of each row, the row's length where there is none."""
+    first = mask.int().argmax(1)
+    return torch.where(mask.any(1), first, mask.shape[1]).to(torch.int32)
+
+
+def _log_n(query: torch.Tensor, trained: int, position_ids: torch.Tensor | None, num_keys: int) -> torch.Tensor:
+    """Scales the query of position i by max(1, ln(i + 1) / ln(trained))."""
+    if position_ids is None:
+        position_ids = torch.arange(num_keys - query.shape[2], num_keys, device=query.device)[None]
+    factor = (torch.log(position_ids.float() + 1) / torch.log(torch.tensor(float(trained)))).clamp_min(1.0)
+    return query * factor[:, None, :, None].to(query.dtype)
+
+
+def _masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_f: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sink: int,
+) -> torch.Tensor:
+    """Forgetting Attention under any boolean mask (B, 1, T, S): torch's SDPA with the decay as an additive bias.
+
+    A query's own position is the last key it may see; sinks are the first keys it may see. With open gates the bias
+    is 0 and the result is bit for bit what SDPA gives the base model.
+    """
+    if mask.dtype != torch.bool:
+        mask = mask >= 0  # an additive mask: 0 lets through, a large negative number does not
+    c = log_f.double().clamp_min(-1e4).cumsum(1).transpose(1, 2)  # (B, H, S)
+    own = mask.shape[-1] - 1 - mask.flip(-1).int().argmax(-1)  # (B, 1, T)
+    decay = c.gather(-1, own.expand(c.shape[0], c.shape[1], -1))[..., None] - c[..., None, :]
+    if sink:
+        decay = decay.masked_fill(mask & (mask.cumsum(-1) <= sink), 0.0)
+    bias = decay.to(query.dtype if softcap is None else torch.float32).masked_fill(~mask, float("-inf"))
+    if softcap is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=True)
+    else:
+        groups = query.shape[1] // key.shape[1]
+        scores = (query @ key.repeat_interleave(groups, 1).transpose(-1, -2)).float()
+        scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        weights = torch.softmax(softcap * torch.tanh(scores / softcap) + bias, -1)
+        out = weights.to(value.dtype) @ value.repeat_interleave(groups, 1)
+    return out.masked_fill(~mask.any(-1, keepdim=True), 0.0).transpose(1, 2).contiguous()
+
+
+def _short_on_cpu(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether to take SDPA with a bias: inference on a CPU, where the whole score matrix is small."""
+    if query.device.type != "cpu" or torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        return False
+    return query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= SHORT_SCORES
+
+
+def _visible(num_queries: int, num_keys: int, seq_start: torch.Tensor | None, window: int | None, device: torch.device):
+    """(B or 1, 1, T, S) bool: causal, within the window, not before seq_start."""
+    i = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    j = torch.arange(num_keys, device=device)
+    mask = (j <= i)[None, None]
+    if window is not None:
+        mask = mask & (i - j < window)
+    return mask if seq_start is None else mask & (j >= seq_start[:, None, None, None])
+
+
+def _say_slow_once() -> None:
+    global _warned_slow
+    if SLOW_PATH and not _warned_slow:
+        _warned_slow = True
+        logger.warning("fox_kernels is not installed: Forgetting Attention runs on its slow path (pip install retrofox)")
+
+
+AttentionInterface.register("fox", fox_attention)
+AttentionMaskInterface.register("fox", fox_mask)

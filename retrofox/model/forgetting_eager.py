@@ -1,0 +1,1 @@
+../../kernels/fox_kernels/chunked.py

@@ -1,0 +1,79 @@
+"""The forget gate: one scalar per token and query head, computed in float32 whatever the model runs in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .configuration_fox import OPEN_BIAS, FoxSpec, bias_from_half_life, half_life_ladder
+
+
+class ForgetGate(nn.Module):
+    """log f_t = logsigmoid(W x_t + b), x_t the hidden state that enters the attention block.
+
+    A module of its own, not an nn.Linear: the base model's initialisation, bitsandbytes and peft's "all-linear" would
+    take an nn.Linear for one of theirs.
+
+    Shapes: x (B, T, hidden) any float dtype -> log_f (B, T, H) float32, natural log, <= 0.
+    Parameters (float32): weight (H, hidden) for gate="data"; bias (H,), a frozen buffer for gate="fixed".
+    Source: Lin et al., "Forgetting Transformer" (ICLR 2025), eq. 1; the bias parametrises a half-life,
+    b = -ln(expm1(ln 2 / half_life)).
+    """
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor
+
+    def __init__(self, hidden_size: int, num_heads: int, spec: FoxSpec):
+        super().__init__()
+        self.kind = spec.gate
+        self.initial_bias = initial_bias(spec, num_heads)
+        if spec.gate == "data":
+            self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, dtype=torch.float32))
+        else:
+            self.weight = None
+        bias = torch.tensor(self.initial_bias, dtype=torch.float32)
+        if spec.gate == "fixed":
+            self.register_buffer("bias", bias)
+        else:
+            self.bias = nn.Parameter(bias)
+        self.record = False
+        self.last_log_f: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Puts the gate where its spec starts: weight 0, bias at the open or ladder value."""
+        if self.weight is not None:
+            self.weight.zero_()
+        self.bias.copy_(torch.tensor(self.initial_bias))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            bias = self.bias.float()
+            if self.weight is None:
+                logit = bias.expand(*hidden_states.shape[:-1], -1)
+            else:
+                logit = F.linear(hidden_states.float(), self.weight.float(), bias)
+            log_f = F.logsigmoid(logit)
+        if self.record:
+            self.last_log_f = log_f.detach()
+        return log_f
+
+    def extra_repr(self) -> str:
+        return f"kind={self.kind}, heads={self.bias.shape[0]}"
+
+
+def initial_bias(spec: FoxSpec, num_heads: int) -> list[float]:
+    """The gate biases a layer starts with: open, or the ladder of half-lives (also where calibration starts from)."""
+    if spec.init == "open":
+        return [OPEN_BIAS] * num_heads
+    if spec.half_life is None:
+        raise ValueError("half_life is not resolved: call FoxSpec.resolved(trained_length) first")
+    return [bias_from_half_life(h) for h in half_life_ladder(num_heads, spec.half_life)]
+
+
+def half_life_tokens(mean_log_f: Any) -> Any:
+    """Half-life in tokens of a head: ln 2 / mean(-log f); tensor or float in, the same out."""
+    return 0.6931471805599453 / (-mean_log_f)

@@ -1,0 +1,206 @@
+"""Converted models: for every supported family, Fox<Family>Model and Fox<Family>ForCausalLM, made on first use.
+
+A Fox class is its transformers base class with FoxMixin attention in every layer; names and tensors of the base are
+untouched, the gates are added. `FoxLlamaForCausalLM.from_pretrained(directory)` and
+`AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` load the same thing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+from . import configuration_fox
+from .attention import FoxMixin
+from .configuration_fox import SUPPORTED, FoxSpec
+from .gates import ForgetGate
+from .rope import rotary_constants
+
+REMOTE_FILES = (
+    "configuration_fox.py",
+    "modeling_fox.py",
+    "attention.py",
+    "cache.py",
+    "forgetting_eager.py",
+    "gates.py",
+    "rope.py",
+)
+
+NEW_MODULES = ("forget_gate",)
+"""Names of the modules a conversion adds to an attention layer; all of them stay float32."""
+
+
+class FoxPreTrained:
+    """What every Fox class adds to its base's PreTrainedModel: float32 gates, one attention, its own code on disk."""
+
+    _keep_in_fp32_modules_strict = NEW_MODULES
+    _supports_attention_backend = False  # vLLM and SGLang would swap the attention function and drop the gates
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    config: Any
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        if requested_attention not in (None, "fox"):
+            raise ValueError(
+                f"attn_implementation={requested_attention!r} would silently ignore the forget gates; "
+                'a converted model runs with attn_implementation="fox" (the default)'
+            )
+        return "fox"
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ForgetGate):
+            if module.weight is not None:
+                init.zeros_(module.weight)
+            init.copy_(module.bias, torch.tensor(module.initial_bias))  # leaves loaded tensors alone
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+    def set_annealed_tokens(self, tokens: int) -> None:
+        """Moves the rotary dial of an annealing model to `tokens` training tokens; saved with the config."""
+        self.config.fox["annealed_tokens"] = int(tokens)
+        spec = FoxSpec.from_dict(self.config.fox)
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FoxMixin) and module.rotary_fade is not None:
+                module.rotary_fade.set(spec)
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, and the remote code beside the weights."""
+        self.config.auto_map = auto_map(self.config.model_type)
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", True):
+            write_remote_code(Path(save_directory))
+
+
+def write_remote_code(directory: Path) -> None:
+    """Copies the flat model files into a checkpoint directory."""
+    for name in REMOTE_FILES:
+        shutil.copyfile(Path(__file__).parent / name, directory / name)
+
+
+def auto_map(model_type: str) -> dict[str, str]:
+    """The `auto_map` of config.json for a converted model type such as "fox_llama"."""
+    prefix = SUPPORTED[model_type.removeprefix("fox_")]
+    return {
+        "AutoConfig": f"configuration_fox.Fox{prefix}Config",
+        "AutoModel": f"modeling_fox.Fox{prefix}Model",
+        "AutoModelForCausalLM": f"modeling_fox.Fox{prefix}ForCausalLM",
+    }
+
+
+def _install(model: Any, config: Any) -> None:
+    """Puts a Fox attention of the native class in each decoder layer of a freshly built inner model."""
+    if config.fox is None:
+        raise ValueError("config.fox is missing: this is not a converted checkpoint (run `retrofox convert` first)")
+    rotary = {}
+    for layer in model.layers:
+        native = layer.self_attn
+        layer_type = getattr(native, "layer_type", None)
+        if layer_type not in rotary:
+            rotary[layer_type] = rotary_constants(type(model.rotary_emb), config, layer_type)
+        attention = _attention_class(type(native))(config=config, layer_idx=native.layer_idx)
+        attention.add_fox(config, rotary[layer_type] if getattr(native, "use_rope", True) else None)
+        layer.self_attn = attention
+
+
+_attention_classes: dict[type, type] = {}
+
+
+def _attention_class(native: type) -> type:
+    if native not in _attention_classes:
+        _attention_classes[native] = type(f"Fox{native.__name__}", (FoxMixin, native), {"__module__": __name__})
+    return _attention_classes[native]
+
+
+class FoxModelMixin(FoxPreTrained):
+    """Base of the inner models: the native forward, told where documents start."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ):
+        """As the base model's forward; packed documents by restarting position_ids or by `cu_seqlens`.
+
+        Args:
+            position_ids: (B, T); where they restart without an attention mask and a cache, a new document starts.
+            cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included.
+
+        Raises:
+            ValueError: cu_seqlens together with an attention mask or a filled cache.
+        """
+        cached = past_key_values is not None and past_key_values.get_seq_length() > 0
+        if cu_seqlens is not None and (cached or attention_mask is not None):
+            raise ValueError("cu_seqlens (packed documents) excludes attention_mask and a filled key/value cache")
+        if cu_seqlens is None and attention_mask is None and position_ids is not None and past_key_values is None:
+            source = input_ids if input_ids is not None else inputs_embeds
+            cu_seqlens = _document_starts(position_ids, source.shape[0])  # type: ignore[union-attr]
+        if cu_seqlens is not None:
+            # A 4D mask is taken as ready-made by every family; an empty one says that cu_seqlens tells it all.
+            attention_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=cu_seqlens.device)
+            kwargs["cu_seqlens"] = cu_seqlens.to(torch.int32)
+        return super().forward(  # type: ignore[misc]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+
+
+def _document_starts(position_ids: torch.Tensor, batch: int) -> torch.Tensor | None:
+    """cu_seqlens (N + 1,) int32 over flattened tokens where positions don't follow on; None if rows are whole."""
+    position_ids = position_ids.expand(batch, -1)
+    restart = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if not bool(restart.any()):
+        return None
+    starts = torch.nn.functional.pad(restart, (1, 0), value=True).flatten().nonzero()[:, 0]
+    return torch.nn.functional.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
+
+
+def make_classes(model_type: str) -> tuple[type, type]:
+    """(Fox<Family>Model, Fox<Family>ForCausalLM) for a base model_type such as "llama"."""
+    base_config = CONFIG_MAPPING[model_type]
+    native_lm, native = MODEL_FOR_CAUSAL_LM_MAPPING[base_config], MODEL_MAPPING[base_config]
+    prefix = SUPPORTED[model_type]
+    config_class = getattr(configuration_fox, f"Fox{prefix}Config")
+
+    def init_model(self: Any, config: Any) -> None:
+        native.__init__(self, config)
+        _install(self, config)
+        native.post_init(self)
+
+    body = {"config_class": config_class, "__module__": __name__, "__init__": init_model}
+    inner = type(f"Fox{prefix}Model", (FoxModelMixin, native), body)
+
+    def init_lm(self: Any, config: Any) -> None:
+        native_lm.__init__(self, config)
+        setattr(self, self.base_model_prefix, inner(config))
+        native_lm.post_init(self)
+
+    body = {"config_class": config_class, "__module__": __name__, "__init__": init_lm}
+    return inner, type(f"Fox{prefix}ForCausalLM", (FoxPreTrained, native_lm), body)
+
+
+def __getattr__(name: str) -> type:
+    for model_type, prefix in SUPPORTED.items():
+        if name in (f"Fox{prefix}Model", f"Fox{prefix}ForCausalLM"):
+            inner, lm = make_classes(model_type)
+            globals()[inner.__name__], globals()[lm.__name__] = inner, lm
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

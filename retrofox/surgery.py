@@ -1,0 +1,333 @@
+"""Surgery: plan -> apply -> verify, on a live model and on a checkpoint directory.
+
+A live model shares its tensors with the converted one. A directory is converted without loading it: weights are
+linked or copied, new tensors go into one new shard, index and config are rewritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import retrofox
+from retrofox.families import check_supported, trained_length
+from retrofox.model import configuration_fox, modeling_fox
+from retrofox.model.attention import MODES, FoxMixin
+from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.model.gates import half_life_tokens
+
+
+@dataclass
+class Plan:
+    """What a conversion will do: everything that can be said before a tensor is touched.
+
+    Attributes:
+        spec: the resolved spec.
+        layers: number of attention layers that get gates.
+        tensors: name -> shape of every tensor that is added, all float32.
+        kept_pairs: rotary pairs kept in each layer, and `pairs`, how many there are.
+        half_lives: half-lives in tokens that the heads of a layer start with.
+    """
+
+    model_type: str
+    spec: FoxSpec
+    config: Any
+    layers: int
+    heads: int
+    tensors: dict[str, tuple[int, ...]]
+    kept_pairs: list[int]
+    pairs: int
+    half_lives: list[float]
+
+    @property
+    def parameters(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.tensors.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON values."""
+        return {
+            "model_type": self.model_type,
+            "spec": self.spec.to_dict(),
+            "layers": self.layers,
+            "heads": self.heads,
+            "tensors_added": len(self.tensors),
+            "parameters_added": self.parameters,
+            "bytes_added": 4 * self.parameters,
+            "rotary_pairs": self.pairs,
+            "rotary_pairs_kept": self.kept_pairs,
+            "half_lives_tokens": self.half_lives,
+        }
+
+
+def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str | None = None) -> Plan:
+    """Plans the conversion of a model with this config; raises ValueError for what can't be converted."""
+    check_supported(config)
+    spec = replace(
+        spec.resolved(trained_length(config)),
+        base=spec.base or base,
+        base_revision=spec.base_revision or revision,
+        version=retrofox.__version__,
+    )
+    too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < config.num_hidden_layers]
+    if too_deep:
+        raise ValueError(f"layer_max_wavelength names layers {too_deep}; the model has 0..{config.num_hidden_layers - 1}")
+    fox_config = fox_config_of(config, spec)
+    with torch.device("meta"):
+        model = lm_class(config.model_type)(fox_config)
+    found = [module for _, module in attentions(model)]
+    added = {n: tuple(t.shape) for n, t in model.state_dict().items() if is_new_tensor(n)}
+    gates = [m.forget_gate for m in found if m.forget_gate is not None]
+    fade = [m.rotary_fade.fade for m in found if m.rotary_fade is not None]
+    return Plan(
+        model_type=config.model_type,
+        spec=spec,
+        config=fox_config,
+        layers=len(found),
+        heads=config.num_attention_heads,
+        tensors=added,
+        kept_pairs=[sum(f > 0 for f in layer) for layer in fade],
+        pairs=len(fade[0]) if fade else 0,
+        half_lives=_starting_half_lives(gates[0].initial_bias) if gates else [],
+    )
+
+
+def _starting_half_lives(biases: list[float]) -> list[float]:
+    log_f = torch.nn.functional.logsigmoid(torch.tensor(biases, dtype=torch.float64))
+    return half_life_tokens(log_f).tolist()
+
+
+def is_new_tensor(name: str) -> bool:
+    """Whether a parameter name belongs to what a conversion adds (gates and Pro parts), not to the base model."""
+    return any(part in modeling_fox.NEW_MODULES for part in name.split("."))
+
+
+def fox_config_of(config: Any, spec: FoxSpec) -> Any:
+    """The converted model's config: the base's values under the fox class, with the spec."""
+    values = config.to_dict()
+    for key in ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "dtype"):
+        values.pop(key, None)
+    fox_config = getattr(configuration_fox, f"Fox{SUPPORTED[config.model_type]}Config")(**values, fox=spec.to_dict())
+    fox_config.architectures = [f"Fox{SUPPORTED[config.model_type]}ForCausalLM"]
+    fox_config.auto_map = modeling_fox.auto_map(fox_config.model_type)
+    if getattr(config, "dtype", None) is not None:
+        fox_config.dtype = config.dtype
+    return fox_config
+
+
+def lm_class(model_type: str) -> Any:
+    """The Fox...ForCausalLM class of a base model_type such as "llama"."""
+    return getattr(modeling_fox, f"Fox{SUPPORTED[model_type]}ForCausalLM")
+
+
+def attentions(model: torch.nn.Module) -> Iterator[tuple[str, FoxMixin]]:
+    """(name, module) of every converted attention, in layer order.
+
+    Raises:
+        ValueError: there is none, so the model is not a converted one.
+    """
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, FoxMixin)]
+    if not found:
+        raise ValueError(f"no Forgetting Attention found in a {type(model).__name__}: convert it first (retrofox convert)")
+    return iter(found)
+
+
+@contextlib.contextmanager
+def attention_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
+    """Runs every attention of a converted model in `mode` ("fox", "open", "shuffled", "original"), then restores."""
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+    modules = [module for _, module in attentions(model)]
+    before = [module.mode for module in modules]
+    for module in modules:
+        module.mode = mode
+    try:
+        yield
+    finally:
+        for module, old in zip(modules, before, strict=True):
+            module.mode = old
+
+
+def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
+    """The converted form of a live model. It shares the base's parameters; the gates are new."""
+    with torch.device("meta"):
+        model = lm_class(plan.model_type)(plan.config)
+    state = base.state_dict(keep_vars=True)
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    wrong = unexpected + [n for n in missing if not is_new_tensor(n)]
+    if wrong:
+        raise ValueError(f"the base model's tensors don't fit its converted class: {wrong[:5]}")
+    _fill_buffers(base, model)
+    device = next(base.parameters()).device
+    for _, attention in attentions(model):
+        if attention.forget_gate is not None:
+            attention.forget_gate.to_empty(device=device)
+            attention.forget_gate.reset()
+    model.tie_weights()
+    if base.generation_config is not None:
+        model.generation_config = base.generation_config
+    return model.train(base.training)
+
+
+def _fill_buffers(base: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Takes over the base's buffers that no checkpoint holds (the rotary frequencies)."""
+    buffers = dict(base.named_buffers())
+    for name, module in model.named_modules():
+        for key, value in list(module._buffers.items()):
+            if value is not None and value.is_meta and f"{name}.{key}" in buffers:
+                module._buffers[key] = buffers[f"{name}.{key}"]
+
+
+def convert(
+    source: str | Path | PreTrainedModel,
+    out: str | Path | None = None,
+    *,
+    fox: FoxSpec | None = None,
+    link: bool = False,
+    verify: bool = True,
+    revision: str | None = None,
+) -> Any:
+    """Retrofits forget gates into a pretrained model.
+
+    Args:
+        source: a live transformers model, a Hub id, a local directory or a .gguf file.
+        out: directory to write; None returns the converted model instead.
+        fox: what to convert to; None = FoxSpec(): partial RoPE, data-dependent gates on a ladder of half-lives, one
+            sink token.
+        link: hard-link the weight files instead of copying them (same file system).
+        verify: prove on the written artefact, in a fresh process, that gates open + RoPE kept is the base model.
+        revision: Hub revision of `source`.
+
+    Returns:
+        The converted model, sharing the tensors of a live `source` (out is None), or the report that is also written
+        to retrofox.json in `out`: plan, seconds, peak memory, parity proof.
+
+    Raises:
+        ValueError: unsupported family, already converted, quantised, an adapter, or `out` exists.
+        FileNotFoundError: `source` is not there.
+    """
+    spec = fox or FoxSpec()
+    if out is not None:
+        from retrofox.artefact import write
+
+        return write(source, Path(out), spec, link=link, verify=verify, revision=revision)
+    if isinstance(source, PreTrainedModel):
+        if source.config.model_type.startswith("fox_"):
+            raise ValueError("this model is already converted; start from its base model")
+        return apply(source, make_plan(source.config, spec, base=source.config._name_or_path or None))
+    model, _ = load_base(source, revision=revision)
+    return apply(model, make_plan(model.config, spec, base=str(source), revision=revision))
+
+
+def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: str | None = None) -> PreTrainedModel:
+    """Loads a converted checkpoint (directory or Hub id) with the installed kernels.
+
+    Args:
+        dtype: torch dtype or its name, None = as stored; gates stay float32 in any case.
+        device: where to put the model, None = CPU.
+
+    Raises:
+        ValueError: it is not a converted checkpoint (a plain model, or an adapter whose base is a plain model).
+        FileNotFoundError: no such directory or Hub id.
+    """
+    directory = Path(path)
+    if (directory / "adapter_config.json").exists():
+        return _load_adapter(directory, dtype=dtype, device=device)
+    config_dict = read_config(path, revision)
+    model_type = config_dict.get("model_type", "")
+    if not model_type.startswith("fox_"):
+        raise ValueError(f"{path} is a plain {model_type or 'model'}, not a converted one: run `retrofox convert {path} OUT`")
+    base_type = model_type.removeprefix("fox_")
+    if base_type not in SUPPORTED:
+        raise ValueError(f"{path} has model_type {model_type}; this version knows {', '.join('fox_' + t for t in SUPPORTED)}")
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    model = lm_class(base_type).from_pretrained(path, revision=revision or "main", **options)
+    return model if device is None else model.to(device)
+
+
+def _load_adapter(directory: Path, *, dtype: Any, device: Any) -> PreTrainedModel:
+    from peft import PeftModel
+
+    base = json.loads((directory / "adapter_config.json").read_text())["base_model_name_or_path"]
+    try:
+        model = load(base, dtype=dtype, device=device)
+    except ValueError as error:
+        raise ValueError(f"the adapter {directory} needs a converted base model: {error}") from error
+    return PeftModel.from_pretrained(model, str(directory))  # type: ignore[return-value]
+
+
+def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """config.json of a directory or Hub id as a dict.
+
+    Raises:
+        FileNotFoundError: nothing there, said with what was looked for.
+    """
+    directory = Path(path)
+    if directory.exists():
+        file = directory / "config.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{directory} has no config.json: give a model directory, a Hub id or a .gguf file")
+        return json.loads(file.read_text())
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return json.loads(Path(hf_hub_download(str(path), "config.json", revision=revision)).read_text())
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{path}: no such directory, and not a Hub id (org/name) either") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"{path}: no such directory, and the Hub gave no config.json for it ({type(error).__name__}); "
+            "check the name, the network and `hf auth login` for gated models"
+        ) from error
+
+
+def load_base(source: str | Path, *, dtype: Any = None, device: Any = None, revision: str | None = None):
+    """(model, tokenizer) of an unconverted model: Hub id, directory or .gguf file (dequantised); tokenizer or None.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: the source is an adapter or quantised.
+    """
+    path = Path(source)
+    if str(source).endswith(".gguf"):
+        if not path.is_file():
+            raise FileNotFoundError(f"{source}: no such file")
+        where, options = str(path.parent), {"gguf_file": path.name}
+    else:
+        read_config(source, revision)
+        where, options = str(source), {"revision": revision or "main"}
+    model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
+    if "gguf_file" in options and hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # it was dequantised: the entry would only block saving
+        model.hf_quantizer = None
+        model.is_quantized = False
+    tokenizer = load_tokenizer(source, revision=revision)
+    return (model if device is None else model.to(device)), tokenizer
+
+
+def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
+    """The tokenizer of a Hub id, directory or .gguf file; None where a directory holds none."""
+    path = Path(source)
+    if str(source).endswith(".gguf"):
+        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    if path.is_dir() and not any(path.glob("tokenizer*")):
+        return None
+    return AutoTokenizer.from_pretrained(str(source), revision=revision or "main")
+
+
+def base_config(source: str | Path, revision: str | None = None) -> Any:
+    """The transformers config of a source that is a directory or Hub id, refusing what can't be converted."""
+    values = read_config(source, revision)
+    if values.get("model_type", "").startswith("fox_"):
+        raise ValueError(f"{source} is already converted ({values['model_type']}); convert its base, {values['fox'].get('base')}")
+    if values.get("quantization_config"):
+        raise ValueError(f"{source} is quantised: convert the unquantised model (a .gguf file is dequantised on the way)")
+    check_supported(values)
+    return AutoConfig.from_pretrained(str(source), revision=revision or "main")
