@@ -68,12 +68,12 @@ def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[st
 def curves(
     lines: Sequence[dict[str, Any]], losses: Losses, windows: Sequence[Window], length: int
 ) -> list[dict[str, Any]]:
-    """Log-smoothed L(i) by line: mean and standard error over documents in log-spaced bins of positions."""
+    """L(i) by line, smoothed over half an octave of positions: mean and standard error over documents."""
     edges = curve_edges(length)
     position = [math.sqrt(a * (b - 1)) for a, b in pairwise(edges)]
     result = []
     for line in lines:
-        rows = PositionSums(losses[line["key"]], windows, edges).statistics()
+        rows = PositionSums(losses[line["key"]], windows, edges).smoothed(edges).statistics()
         kept = [(p, r) for p, r in zip(position, rows, strict=True) if r["tokens"]]
         result.append(
             {

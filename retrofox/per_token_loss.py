@@ -120,9 +120,10 @@ def bucket_edges(length: int) -> list[int]:
     return sorted({e for e in edges if e < length} | {length})
 
 
-def curve_edges(length: int, points: int = 96) -> list[int]:
-    """Edges of log-spaced position bins, each at least one token wide, for a smoothed curve."""
-    edges = np.unique(np.round(np.geomspace(1, max(2, length), points + 1)).astype(int))
+def curve_edges(length: int, per_octave: int = 12) -> list[int]:
+    """Edges of log-spaced position bins from 1 to `length`, each at least one token wide."""
+    count = math.ceil(per_octave * math.log2(max(2, length)))
+    edges = np.unique(np.round(np.geomspace(1, max(2, length), count + 1)).astype(int))
     return [int(e) for e in edges]
 
 
@@ -143,6 +144,14 @@ class PositionSums:
             at = np.clip(np.asarray(edges) - 1, 0, len(loss))  # loss[i - 1] belongs to position i
             self.sums[row[window.document]] += np.diff(cumulative[at])
             self.counts[row[window.document]] += np.diff(at)
+
+    def smoothed(self, edges: Sequence[int], octaves: float = 0.5) -> PositionSums:
+        """Every bin widened to all bins whose centre is within octaves / 2 of its own: a moving log-spaced window."""
+        centre = np.log2(np.sqrt(np.asarray(edges[:-1]) * np.maximum(np.asarray(edges[1:]) - 1, 1)))
+        near = (np.abs(centre[:, None] - centre[None]) <= octaves / 2).astype(np.float64)
+        wide = object.__new__(PositionSums)
+        wide.sums, wide.counts = self.sums @ near, self.counts @ near
+        return wide
 
     def statistics(self, base: PositionSums | None = None) -> list[dict[str, float | int | None]]:
         """Per bin: mean, standard_error, tokens, documents; of the paired difference to `base` if that is given."""

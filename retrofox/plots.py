@@ -60,7 +60,7 @@ def loss_figure(
             axes.fill_between(x, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
             means.append(mean)
         last = max(float(np.asarray(c["position"])[-1]) for c in curves)
-        first = max(1.0, last / 2048)
+        first = max(1.0, min(16.0, last / 16))
         axes.set_xscale("log", base=2)
         axes.set_xlim(first, last)
         _limit_losses(axes, curves, first)
@@ -254,9 +254,7 @@ def _titles(axes: Any, title: str, subtitle: str) -> None:
 def _limit_losses(axes: Any, curves: Sequence[dict[str, Any]], first: float) -> None:
     """Leaves the first few positions' steep losses out of the vertical range."""
     shown = [
-        np.asarray(c["mean"], float)[np.asarray(c["position"], float) >= max(first, 8)]
-        for c in curves
-        if len(c["position"])
+        np.asarray(c["mean"], float)[np.asarray(c["position"], float) >= first] for c in curves if len(c["position"])
     ]
     values = np.concatenate(shown) if shown else np.empty(0)
     values = values[np.isfinite(values)]
