@@ -166,9 +166,9 @@ def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     _fill_buffers(base, model)
     device = next(base.parameters()).device
     for _, attention in attentions(model):
-        if attention.forget_gate is not None:
-            attention.forget_gate.to_empty(device=device)
-            attention.forget_gate.reset()
+        for _, module in attention.new_modules():
+            module.to_empty(device=device)
+            module.reset()
     model.tie_weights()
     if base.generation_config is not None:
         model.generation_config = base.generation_config

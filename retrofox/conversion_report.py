@@ -1,0 +1,71 @@
+"""What `retrofox convert` shows: the plan, the copying, the parity proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from retrofox.surgery import Plan
+
+
+def print_plan(plan: Plan) -> None:
+    """The plan as a table on stdout."""
+    _table(f"plan: {plan.spec.base} -> fox_{plan.model_type}", plan.to_dict())
+    shapes = {name.split(".", 3)[-1]: shape for name, shape in plan.tensors.items()}
+    for name, shape in shapes.items():
+        Console(soft_wrap=True).print(f"  + {name} {list(shape)} float32, in each of {plan.layers} layers", highlight=False)
+
+
+def print_conversion(report: dict[str, Any], out: Path) -> None:
+    """The finished conversion as a table on stdout, ending with the parity proof."""
+    _table(f"converted: {out}", report["plan"])
+    console = Console(soft_wrap=True)
+    console.print(f"weights {report['weights']}; {report['seconds']} s, peak memory {report['peak_memory_mib']} MiB")
+    parity = report["parity"]
+    if isinstance(parity, str):
+        console.print(f"parity proof: {parity}")
+        return
+    console.print(
+        f"parity proof ({parity['tokens']} tokens, {parity['dtype']}, gates open + RoPE kept against the base): "
+        f"logits differ by at most {parity['max_difference']:.1e}, mean {parity['mean_difference']:.1e} "
+        f"(allowed {parity['tolerance']:.1e}): [bold green]equal[/]"
+    )
+    console.print(
+        f"loss on that text: base {parity['loss_base']:.4f}, parity form {parity['loss_gates_open_rope_kept']:.4f}, "
+        f"as converted {parity['loss_converted']:.4f} (training brings this back)"
+    )
+
+
+def _table(title: str, plan: dict[str, Any]) -> None:
+    spec, kept = plan["spec"], plan["rotary_pairs_kept"]
+    table = Table(title=title, title_justify="left", show_header=False)
+    lives = plan["half_lives_tokens"]
+    span = f" (wavelengths up to {spec['max_wavelength']:.0f} tokens)" if spec["rope"] == "partial" else ""
+    pairs = "no rotary" if not kept else f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
+    start = {"open": "open (log f = 0)"}.get(spec["init"]) or ", ".join(f"{x:.0f}" for x in lives)
+    rows = {
+        "layers x heads": f"{plan['layers']} x {plan['heads']}",
+        "gates": spec["gate"] + (f", half-lives in tokens: {start}" if lives else ""),
+        "RoPE": f"{spec['rope']}: {pairs} of {plan['rotary_pairs']} pairs kept{span}",
+        "sink tokens": str(spec["sink_tokens"]),
+        "Pro parts": ", ".join(spec["pro"]) or "none",
+        "added": f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters, {plan['bytes_added']:,} bytes",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+@contextmanager
+def copying(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar with ETA for the bytes of the weights; gives the function to feed it with."""
+    columns = (TextColumn("copying weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
