@@ -83,14 +83,21 @@ def evaluate(
     """
     sources, others = [str(s) for s in data], _listed(against)
     _check(length, sources, tasks, windows, min_tokens, batch, max_documents, limit)
-    console = output_console()
     started = time.time()
     tokenizer = tokenizer or _tokenizer_of(model)
     for other in others:
         _require_same_tokenizer(tokenizer, other)
-    chosen = (
-        list(_windows(sources, tokenizer, length, windows, min_tokens, max_documents, text_field)) if sources else []
-    )
+    chosen: list[Window] = []
+    if sources:
+        chosen = choose_windows(
+            sources,
+            tokenizer,
+            length,
+            windows=windows,
+            min_tokens=min_tokens,
+            max_documents=max_documents,
+            text_field=text_field,
+        )
     result: dict[str, Any] = {
         "length": length,
         "windows_per_document": windows,
@@ -105,23 +112,78 @@ def evaluate(
     }
     losses: dict[str, list[np.ndarray]] = {}
     for number, source in enumerate([model, *others]):
-        opened = open_model(source, tokenizer=tokenizer, dtype=dtype, device=device)
         key = "model" if number == 0 else "base" if number == 1 else f"base{number}"
+        opened = open_model(source, tokenizer=tokenizer, dtype=dtype, device=device)
+        if number == 0:
+            result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
         if chosen:
             for line, values in _run(opened, key, chosen, batch, controls and number == 0, progress):
                 result["lines"].append(line)
                 losses[line["key"]] = values
-        if number == 0:
-            result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
         if tasks:
-            result["tasks"][key] = run_tasks(
-                opened, tasks, max_length=length, include_path=include_path, limit=limit, batch=batch
-            )
+            options = {"max_length": length, "include_path": include_path, "limit": limit, "batch": batch}
+            result["tasks"][key] = run_tasks(opened, tasks, **options)
         opened = None  # frees the weights before the next model is loaded
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     _tell_apart(result["lines"])
+    _report(result, losses, chosen, out, started)
+    return result
+
+
+def choose_windows(
+    data: Sequence[str | os.PathLike],
+    tokenizer: Any,
+    length: int,
+    *,
+    windows: int | None = 1,
+    min_tokens: int = 2,
+    max_documents: int | None = None,
+    text_field: str = "text",
+) -> list[Window]:
+    """Up to `windows` stretches of `length` tokens from the start of each document of at least `min_tokens` tokens.
+
+    Raises:
+        FileNotFoundError: a file that is not there.
+        ValueError: no text, or no document that is long enough.
+    """
+    sources = [str(d) for d in data]
+    _require_files(sources)
+    longest = taken = 0
+    chosen: list[Window] = []
+    for ids in _documents(sources, tokenizer, text_field):
+        longest = max(longest, len(ids))
+        if len(ids) < min_tokens:
+            continue
+        stop = len(ids) if windows is None else min(len(ids), windows * length)
+        for start in range(0, stop, length):
+            piece = np.asarray(ids[start : min(start + length, stop)], np.int64)
+            if len(piece) >= min_tokens:
+                chosen.append(Window(taken, piece))
+        taken += 1
+        if taken == max_documents:
+            break
+    if taken:
+        return chosen
+    where = ", ".join(sources)
+    if not longest:
+        raise ValueError(f"no text in {where}")
+    raise ValueError(
+        f"every document in {where} is too short: the longest has {longest} tokens, min_tokens is {min_tokens}"
+    )
+
+
+def _report(
+    result: dict[str, Any],
+    losses: dict[str, list[np.ndarray]],
+    chosen: Sequence[Window],
+    out: str | os.PathLike | None,
+    started: float,
+) -> None:
+    """Completes the result with its statistics, prints the tables and writes the files."""
+    console = output_console()
+    length: int = result["length"]
     drawn: list[dict[str, Any]] = []
     if chosen:
         result["buckets"] = loss_report.buckets(losses, chosen, length)
@@ -129,14 +191,13 @@ def evaluate(
             line.update(summary)
         drawn = loss_report.curves(result["lines"], losses, chosen, length)
         loss_report.print_table(result, console)
-    if tasks:
+    if result["tasks"]:
         _print_tasks(result["tasks"], console)
     result["seconds"] = time.time() - started
     result["files"] = {}
     if out is not None:
         result["files"] = loss_report.write_files(result, drawn, losses, chosen, Path(out))
         console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
-    return result
 
 
 def _check(
@@ -159,11 +220,15 @@ def _check(
     for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    _require_files(data)
+    if tasks:
+        require_harness()
+
+
+def _require_files(data: Sequence[str]) -> None:
     missing = [path for path in data if not Path(path).exists()]
     if missing:
         raise FileNotFoundError(f"no such data file: {', '.join(missing)}")
-    if tasks:
-        require_harness()
 
 
 def _listed(against: Any) -> list[Any]:
@@ -192,38 +257,6 @@ def _require_same_tokenizer(tokenizer: Any, other: Any) -> None:
             )
 
 
-def _windows(
-    data: Sequence[str],
-    tokenizer: Any,
-    length: int,
-    windows: int | None,
-    min_tokens: int,
-    max_documents: int | None,
-    text_field: str,
-) -> Iterator[Window]:
-    """The windows every line reads: up to `windows` stretches of `length` tokens from the start of each document."""
-    longest = taken = 0
-    for ids in _documents(data, tokenizer, text_field):
-        longest = max(longest, len(ids))
-        if len(ids) < min_tokens:
-            continue
-        taken += 1
-        stop = len(ids) if windows is None else min(len(ids), windows * length)
-        for start in range(0, stop, length):
-            piece = ids[start : min(start + length, stop)]
-            if start == 0 or len(piece) >= min_tokens:
-                yield Window(taken - 1, np.asarray(piece, np.int64))
-        if taken == max_documents:
-            return
-    if not taken:
-        where = ", ".join(data)
-        if not longest:
-            raise ValueError(f"no text in {where}")
-        raise ValueError(
-            f"every document in {where} is too short: the longest has {longest} tokens, min_tokens is {min_tokens}"
-        )
-
-
 def _run(
     opened: Opened, key: str, chosen: Sequence[Window], batch: int, controls: bool, progress: bool
 ) -> Iterator[tuple[dict[str, Any], list[np.ndarray]]]:
@@ -232,7 +265,7 @@ def _run(
 
     modes = {key: ("fox", opened.name)}
     if controls and opened.fox is not None and opened.fox.get("gate") != "none":
-        modes |= {mode: (mode, f"{opened.name}, {label}") for mode, label in CONTROLS.items()}
+        modes |= {mode: (mode, label) for mode, label in CONTROLS.items()}
     total = sum(len(w.token_ids) for w in chosen)
     for name, (mode, label) in modes.items():
         reset_peak_memory(opened.device)

@@ -124,7 +124,7 @@ def needle_figure(
         beyond = [c for c, n in enumerate(lengths) if trained_length is not None and n > trained_length]
         if beyond and beyond[0] > 0:
             axes.axvline(beyond[0] - 0.5, color="#D55E00", lw=2)
-        axes.set_xlabel("Context length (tokens)" + (" — trained length: orange line" if beyond and beyond[0] else ""))
+        axes.set_xlabel("Context length (tokens)" + ("; orange: trained length" if beyond and beyond[0] else ""))
         axes.set_ylabel("Depth of the needle")
         bar = figure.colorbar(image, ax=axes, pad=0.02)
         bar.set_label("Needles found")
@@ -236,7 +236,7 @@ def tokens_label(value: float) -> str:
     for unit, name in ((1 << 20, "M"), (1 << 10, "k")):
         if value >= unit:
             return f"{value / unit:.3g}{name}"
-    return f"{value:.3g}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Any]:
@@ -246,9 +246,10 @@ def _figure(width: float, height: float) -> tuple[Figure, Any]:
 
 
 def _titles(axes: Any, title: str, subtitle: str) -> None:
-    axes.set_title(title + ("\n" if subtitle else ""), fontweight="bold")
+    axes.set_title(title, fontweight="bold", pad=20 if subtitle else 8)
     if subtitle:
-        axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=9, color="#555555", va="bottom")
+        style = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 9, "color": "#555555"}
+        axes.annotate(subtitle, (0, 1), xytext=(0, 5), va="bottom", **style)
 
 
 def _limit_losses(axes: Any, curves: Sequence[dict[str, Any]], first: float) -> None:
