@@ -174,7 +174,12 @@ def _write_directory(directory: Path, plan: Plan, partial: Path, link: bool, pro
     values["fox"] = plan.config.fox
     (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     for file in directory.iterdir():
-        if file.is_file() and not file.name.endswith((*WEIGHTS, ".py")) and file.name not in OURS and file.name[0] != ".":
+        if (
+            file.is_file()
+            and not file.name.endswith((*WEIGHTS, ".py"))
+            and file.name not in OURS
+            and file.name[0] != "."
+        ):
             shutil.copyfile(file, partial / file.name)
     if (directory / "additional_chat_templates").is_dir():
         shutil.copytree(directory / "additional_chat_templates", partial / "additional_chat_templates")
@@ -195,7 +200,9 @@ def _shards(directory: Path) -> tuple[dict[str, Path], dict[str, str]]:
     else:
         bins = sorted(directory.glob("pytorch_model*.bin"))
         if not bins:
-            raise FileNotFoundError(f"{directory} holds no weights: looked for {INDEX}, model.safetensors, pytorch_model*.bin")
+            raise FileNotFoundError(
+                f"{directory} holds no weights: looked for {INDEX}, model.safetensors, pytorch_model*.bin"
+            )
         shards, weight_map = {f"{file.stem}.safetensors": file for file in bins}, {}
     for file in shards.values():
         if not file.is_file():
@@ -220,7 +227,9 @@ def _link(file: Path, target: Path) -> None:
     try:
         os.link(file.resolve(), target)  # resolved: in the Hub cache a shard is a symlink to its blob
     except OSError as error:
-        raise ValueError(f"can't hard-link {file} to {target.parent} ({error.strerror}): drop --link to copy") from error
+        raise ValueError(
+            f"can't hard-link {file} to {target.parent} ({error.strerror}): drop --link to copy"
+        ) from error
 
 
 def _copy(file: Path, target: Path) -> Iterator[int]:

@@ -29,8 +29,12 @@ app.add_typer(config_app, name="config")
 MODEL = "a converted model: directory or Hub id (a plain model works too where it makes sense)"
 Revision = Annotated[str | None, typer.Option(help="Hub revision: branch, tag or commit.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: CUDA where there is one.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored (gates stay float32).")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored (gates stay float32).")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")
+]
 
 
 def _version(value: bool) -> None:
@@ -42,7 +46,9 @@ def _version(value: bool) -> None:
 
 
 @app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False):
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+):
     pass
 
 
@@ -62,9 +68,13 @@ def convert(
         tuple[float, float] | None,
         typer.Option(metavar="MIN MAX", help="Half-lives of the heads, in tokens. [default: length/32 length*8]"),
     ] = None,
-    sink_tokens: Annotated[int, typer.Option(help="First tokens of a document that never decay; 0 is the paper's.")] = 1,
+    sink_tokens: Annotated[
+        int, typer.Option(help="First tokens of a document that never decay; 0 is the paper's.")
+    ] = 1,
     pro: Annotated[str, typer.Option(help="qk-norm,output-norm,output-gate,k-shift,v-shift; all; none.")] = "none",
-    log_n: Annotated[int | None, typer.Option(help="Scale logits by ln(position)/ln(N) beyond N trained tokens.")] = None,
+    log_n: Annotated[
+        int | None, typer.Option(help="Scale logits by ln(position)/ln(N) beyond N trained tokens.")
+    ] = None,
     calibrate: Annotated[
         list[Path] | None, typer.Option(help="Text files: fit gates and queries to the base's attention on them.")
     ] = None,
@@ -91,7 +101,8 @@ def convert(
         pro=pro,  # type: ignore[arg-type]
         log_n=log_n,
     )
-    from retrofox import artefact, conversion_report as report
+    from retrofox import artefact
+    from retrofox import conversion_report as report
 
     files = [str(file) for file in calibrate or []]
     if dry_run:
@@ -105,11 +116,213 @@ def convert(
     print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)
 
 
+@app.command()
+def prepare(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")], changes: Overrides = None
+) -> None:
+    """Tokenises a recipe's data into memory-mapped shards (train does this too; resumable, reused)."""
+    from retrofox.config import load_recipe
+    from retrofox.data import prepare as run
+
+    print(json.dumps(run(load_recipe(recipe, changes or [])), indent=2, default=str))
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    changes: Overrides = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run two real steps for time and memory.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Says what a training run needs before anything runs: parameters, memory, steps, hours, disk, refusals."""
+    from retrofox.config import load_recipe
+    from retrofox.plan import plan as run
+
+    result = run(load_recipe(recipe, changes or []), measure=measure, show=not as_json)
+    if as_json:
+        print(json.dumps(result, indent=2))
+
+
+@app.command()
+def train(recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")], changes: Overrides = None) -> None:
+    """Adapts a model by a recipe; run again after an interruption, it resumes. Several GPUs: `accelerate launch -m
+    retrofox train RECIPE`.
+    """
+    from retrofox.config import load_recipe
+
+    loaded = load_recipe(recipe, changes or [])
+    from retrofox.train import train as run
+
+    run(loaded)
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="A LoRA adapter directory trained by retrofox.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write the merged model to.")],
+) -> None:
+    """Merges a LoRA adapter and its gates into its converted base and proves the logits equal."""
+    from retrofox.lora import merge as run
+
+    print(json.dumps(run(adapter, out), indent=2))
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    data: Annotated[list[str] | None, typer.Option(help="Files or directories of long documents (repeatable).")] = None,
+    against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens of each document that are read.")] = 4096,
+    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
+    max_documents: Annotated[int | None, typer.Option(help="Take the first so many documents.")] = None,
+    windows: Annotated[int, typer.Option(help="Windows per document; 0 = all.")] = 1,
+    min_tokens: Annotated[int, typer.Option(help="Leave shorter documents out.")] = 2,
+    batch: Annotated[int, typer.Option(help="Windows run at one time.")] = 1,
+    controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
+    text_field: Annotated[str, typer.Option(help="Field of JSON records that holds the text.")] = "text",
+    tasks: Annotated[str, typer.Option(help="lm-eval tasks to run too, comma-separated (needs retrofox[eval]).")] = "",
+    include_path: Annotated[str | None, typer.Option(help="Folder with further lm-eval task files.")] = None,
+    limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Measures the loss of each document position, L(i), for a model against its original.
+
+    Prints a bucket table; writes JSON, CSV and plots into --out.
+    """
+    from retrofox.evaluate import evaluate as run
+
+    run(
+        model,
+        against=against or None,
+        data=data or [],
+        length=length,
+        out=out,
+        max_documents=max_documents,
+        windows=windows or None,
+        min_tokens=min_tokens,
+        batch=batch,
+        controls=controls,
+        text_field=text_field,
+        tasks=[t for t in tasks.split(",") if t],
+        include_path=include_path,
+        limit=limit,
+        device=device,
+        dtype=dtype,
+    )
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    prompt: Annotated[list[str], typer.Argument(help="One or more prompts; several run as one batch.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
+    num_beams: Annotated[int, typer.Option(help="Beam search width.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep keys, values and gates of past tokens.")
+    ] = True,
+    stream: Annotated[
+        bool, typer.Option("--stream/--no-stream", help="Print tokens as they come (one prompt).")
+    ] = True,
+    template: Annotated[bool, typer.Option("--chat-template", help="Wrap each prompt in the chat template.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Continues a prompt, streaming."""
+    from retrofox.generate import generate as run
+
+    run(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        num_beams=num_beams,
+        stream=stream,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+        use_cache=cache,
+        chat_template=template,
+    )
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Talks with a chat model; the cache is kept over the turns. /exit ends it."""
+    from retrofox.generate import chat as run
+
+    options = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    run(model, **options, seed=seed, device=device, dtype=dtype)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A converted model: directory or Hub id.")],
+    data: Annotated[list[str] | None, typer.Option(help="Measure the gates on these texts (repeatable).")] = None,
+    length: Annotated[int, typer.Option(help="Tokens of each document that are read.")] = 2048,
+    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
+) -> None:
+    """Shows each head's half-life: local and global heads, dead and saturated gates, kept rotary pairs."""
+    from retrofox.inspect import inspect as run
+
+    run(model, data=data or None, length=length, out=out)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Prints the JSON schema of a recipe, for editors and for reading."""
+    from retrofox.config import schema
+
+    print(json.dumps(schema(), indent=2))
+
+
+@config_app.command("show")
+def config_show(recipe: Annotated[Path, typer.Argument(help="The recipe.")], changes: Overrides = None) -> None:
+    """Prints a recipe as it will run: defaults filled in, changes applied."""
+    from retrofox.config import dump, load_recipe
+
+    print(dump(load_recipe(recipe, changes or [])), end="")
+
+
+@app.command()
+def doctor() -> None:
+    """Says what this machine has: versions, GPU, and which attention backend would run and why."""
+    import torch
+    from fox_kernels import choose
+
+    from retrofox.report import environment
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q = torch.zeros(1, 128, 8, 64, device=device, dtype=torch.bfloat16)
+    backend, reason = choose(q, q, q, torch.zeros(1, 128, 8, device=device))
+    print(json.dumps({**environment(), "attention_backend": backend, "reason": reason}, indent=2, default=str))
+
+
 def main() -> None:
     """Entry point: bad input ends with one clear message and exit code 2, Ctrl-C with 130."""
     try:
         app()
-    except (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+    except (
+        ValueError,
+        FileNotFoundError,
+        FileExistsError,
+        NotADirectoryError,
+        IsADirectoryError,
+        PermissionError,
+    ) as error:
         if os.environ.get("RETROFOX_TRACEBACK"):
             raise
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False)

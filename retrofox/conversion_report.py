@@ -19,7 +19,9 @@ def print_plan(plan: Plan) -> None:
     _table(f"plan: {plan.spec.base} -> fox_{plan.model_type}", plan.to_dict())
     shapes = {name.split(".", 3)[-1]: shape for name, shape in plan.tensors.items()}
     for name, shape in shapes.items():
-        Console(soft_wrap=True).print(f"  + {name} {list(shape)} float32, in each of {plan.layers} layers", highlight=False)
+        Console(soft_wrap=True).print(
+            f"  + {name} {list(shape)} float32, in each of {plan.layers} layers", highlight=False
+        )
 
 
 def print_conversion(report: dict[str, Any], out: Path) -> None:
@@ -55,7 +57,7 @@ def _table(title: str, plan: dict[str, Any]) -> None:
         "RoPE": f"{spec['rope']}: {pairs} of {plan['rotary_pairs']} pairs kept{span}",
         "sink tokens": str(spec["sink_tokens"]),
         "Pro parts": ", ".join(spec["pro"]) or "none",
-        "added": f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters, {plan['bytes_added']:,} bytes",
+        "added": f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters",
     }
     for name, value in rows.items():
         table.add_row(name, value)
@@ -65,7 +67,13 @@ def _table(title: str, plan: dict[str, Any]) -> None:
 @contextmanager
 def copying(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A progress bar with ETA for the bytes of the weights; gives the function to feed it with."""
-    columns = (TextColumn("copying weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("copying weights"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

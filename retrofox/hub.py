@@ -26,8 +26,9 @@ def card(plan: Plan, report: dict[str, Any]) -> str:
     lines = [
         f"---\n{data.to_yaml()}\n---\n",
         f"# {base.rstrip('/').split('/')[-1]} with forget gates\n",
-        f"`{base}` converted by [retrofox](https://pypi.org/project/retrofox) {report['retrofox']}: Forgetting Attention",
-        "(Lin et al., ICLR 2025) in every attention layer. Converted, not yet adapted, unless a training report stands below.\n",
+        f"`{base}` converted by [retrofox](https://pypi.org/project/retrofox) {report['retrofox']}: Forgetting",
+        "Attention (Lin et al., ICLR 2025) in every attention layer. Converted, not adapted, unless a training report",
+        "stands below.\n",
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n",
         'model = AutoModelForCausalLM.from_pretrained("THIS_REPOSITORY", trust_remote_code=True)',
         'tokenizer = AutoTokenizer.from_pretrained("THIS_REPOSITORY")\n```\n',
@@ -42,6 +43,7 @@ def card(plan: Plan, report: dict[str, Any]) -> str:
     if isinstance(parity, dict):
         lines += [
             f"| parity proof (gates open, RoPE kept) | logits within {parity['max_difference']:.1e} of the base |",
-            f"| loss on the proof's text: base, converted | {parity['loss_base']:.3f}, {parity['loss_converted']:.3f} |",
+            f"| loss on the proof's text, base | {parity['loss_base']:.3f} |",
+            f"| loss on the proof's text, converted | {parity['loss_converted']:.3f} |",
         ]
     return "\n".join(lines) + "\n"

@@ -77,7 +77,9 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
     )
     too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < config.num_hidden_layers]
     if too_deep:
-        raise ValueError(f"layer_max_wavelength names layers {too_deep}; the model has 0..{config.num_hidden_layers - 1}")
+        raise ValueError(
+            f"layer_max_wavelength names layers {too_deep}; the model has 0..{config.num_hidden_layers - 1}"
+        )
     fox_config = fox_config_of(config, spec)
     with torch.device("meta"):
         model = lm_class(config.model_type)(fox_config)
@@ -134,7 +136,9 @@ def attentions(model: torch.nn.Module) -> Iterator[tuple[str, FoxMixin]]:
     """
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, FoxMixin)]
     if not found:
-        raise ValueError(f"no Forgetting Attention found in a {type(model).__name__}: convert it first (retrofox convert)")
+        raise ValueError(
+            f"no Forgetting Attention found in a {type(model).__name__}: convert it first (retrofox convert)"
+        )
     return iter(found)
 
 
@@ -242,10 +246,14 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
     config_dict = read_config(path, revision)
     model_type = config_dict.get("model_type", "")
     if not model_type.startswith("fox_"):
-        raise ValueError(f"{path} is a plain {model_type or 'model'}, not a converted one: run `retrofox convert {path} OUT`")
+        raise ValueError(
+            f"{path} is a plain {model_type or 'model'}, not a converted one: run `retrofox convert {path} OUT`"
+        )
     base_type = model_type.removeprefix("fox_")
     if base_type not in SUPPORTED:
-        raise ValueError(f"{path} has model_type {model_type}; this version knows {', '.join('fox_' + t for t in SUPPORTED)}")
+        raise ValueError(
+            f"{path} has model_type {model_type}; this version knows {', '.join('fox_' + t for t in SUPPORTED)}"
+        )
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     model = lm_class(base_type).from_pretrained(path, revision=revision or "main", **options)
     return model if device is None else model.to(device)
@@ -275,7 +283,7 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
             raise FileNotFoundError(f"{directory} has no config.json: give a model directory, a Hub id or a .gguf file")
         return json.loads(file.read_text())
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return json.loads(Path(hf_hub_download(str(path), "config.json", revision=revision)).read_text())
@@ -305,9 +313,8 @@ def load_base(source: str | Path, *, dtype: Any = None, device: Any = None, revi
         where, options = str(source), {"revision": revision or "main"}
     model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
     if "gguf_file" in options and hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # it was dequantised: the entry would only block saving
-        model.hf_quantizer = None
-        model.is_quantized = False
+        delattr(model.config, "quantization_config")  # it was dequantised: the entry would only block saving
+        vars(model).update(hf_quantizer=None, is_quantized=False)
     tokenizer = load_tokenizer(source, revision=revision)
     return (model if device is None else model.to(device)), tokenizer
 
@@ -326,8 +333,12 @@ def base_config(source: str | Path, revision: str | None = None) -> Any:
     """The transformers config of a source that is a directory or Hub id, refusing what can't be converted."""
     values = read_config(source, revision)
     if values.get("model_type", "").startswith("fox_"):
-        raise ValueError(f"{source} is already converted ({values['model_type']}); convert its base, {values['fox'].get('base')}")
+        raise ValueError(
+            f"{source} is already converted ({values['model_type']}); convert its base, {values['fox'].get('base')}"
+        )
     if values.get("quantization_config"):
-        raise ValueError(f"{source} is quantised: convert the unquantised model (a .gguf file is dequantised on the way)")
+        raise ValueError(
+            f"{source} is quantised: convert the unquantised model (a .gguf file is dequantised on the way)"
+        )
     check_supported(values)
     return AutoConfig.from_pretrained(str(source), revision=revision or "main")

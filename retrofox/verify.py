@@ -14,9 +14,9 @@ TEXT = (
     "was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of "
     "Darkness, it was the spring of hope, it was the winter of despair, we had everything before us, we had nothing "
     "before us, we were all going direct to Heaven, we were all going direct the other way. There were a king with a "
-    "large jaw and a queen with a plain face, on the throne of England; there were a king with a large jaw and a queen "
-    "with a fair face, on the throne of France. In both countries it was clearer than crystal to the lords of the State "
-    "preserves of loaves and fishes, that things in general were settled for ever.\n\n"
+    "large jaw and a queen with a plain face, on the throne of England; there were a king with a large jaw and a "
+    "queen with a fair face, on the throne of France. In both countries it was clearer than crystal to the lords of "
+    "the State preserves of loaves and fishes, that things in general were settled for ever.\n\n"
     "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n\n"
     "The area under y = x^2 from 0 to 3 is 9. Water boils at 100 degrees Celsius at sea level; in Denver it boils at "
     "about 95. Le temps des cerises. 1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144."
@@ -52,14 +52,14 @@ def prove(source: Any, out: Path) -> dict[str, Any]:
             result = json.loads(answer.read_text())
     if not result["equal"]:
         raise ValueError(
-            f"parity proof failed: with gates open and RoPE kept the logits differ by up to {result['max_difference']:.2e} "
+            f"parity proof failed: with gates open and RoPE kept the logits differ by {result['max_difference']:.2e} "
             f"(allowed {result['tolerance']:.2e}); nothing was written. Please report the model."
         )
     return result
 
 
 def compare(source: Any, out: Path) -> dict[str, Any]:
-    """The numbers of the proof, computed here: difference of logits, and the loss of base, parity form and chosen form."""
+    """The proof's numbers, computed here: difference of logits; loss of base, parity form and chosen form."""
     import torch
     import torch.nn.functional as F
     from transformers import PreTrainedModel
@@ -74,7 +74,7 @@ def compare(source: Any, out: Path) -> dict[str, Any]:
         base, _ = load_base(source)
     dtype = torch.float32 if base.num_parameters() <= LARGEST_IN_FLOAT32 else base.dtype
     before = base.dtype, base.training
-    base = base.to(dtype).eval()
+    base.to(dtype=dtype).eval()  # type: ignore[call-arg]
     vocabulary = base.config.vocab_size
     if tokenizer is None:
         tokens = torch.randint(vocabulary, (1, 256), generator=torch.Generator().manual_seed(0))
@@ -85,7 +85,7 @@ def compare(source: Any, out: Path) -> dict[str, Any]:
     device = base.device
     with torch.inference_mode():
         expected = base(tokens.to(device), use_cache=False).logits[0].float().cpu()
-        base.to(before[0]).train(before[1])
+        base.to(dtype=before[0]).train(before[1])
         if base is not source:
             del base
         model = load(out, dtype=dtype).eval()

@@ -1,0 +1,39 @@
+# make demo   the main job on real weights, on a CPU (MODEL=hub-id-or-directory for another model, FAST=1 for a short form)
+# make test   lint, types, tests, and the short demo
+# Both set up .venv when it is missing; they need Python >= 3.10 with venv, a C compiler and PyPI.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Without a GPU the CPU build of torch; an unpinned torch would pull gigabytes of CUDA.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+MODEL ?=
+FAST ?=
+
+.PHONY: demo test lint types unit clean
+
+demo: $(VENV)/.ready
+	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(FAST),--fast)
+
+test: lint types unit
+	$(BIN)/python examples/demo.py --fast --out demo-out/fast
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready
+	$(BIN)/pyright
+
+unit: $(VENV)/.ready
+	$(BIN)/pytest
+
+$(VENV)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
