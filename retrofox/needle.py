@@ -112,7 +112,7 @@ def needle(
         FileNotFoundError: a model or data file that is not there.
         ValueError: bad options, no text, or a length too short to hold needle and question.
     """
-    places = list(np.linspace(0, 1, depths)) if isinstance(depths, int) else [float(d) for d in depths]
+    places = [float(d) for d in (np.linspace(0, 1, depths) if isinstance(depths, int) else depths)]
     _check(mode, lengths, places, trials, batch, data)
     if tokenizer is None and isinstance(model, (str, os.PathLike)):
         tokenizer = open_tokenizer(os.fspath(model))
@@ -166,7 +166,7 @@ class _Prompt:
 
 
 def make_prompt(tokenizer: Any, hay: Sequence[int], length: int, depth: float, mode: str, seed: str) -> _Prompt:
-    """A prompt of exactly `length` tokens: haystack with the needle at `depth`, at the end of a sentence, question last.
+    """A prompt of exactly `length` tokens: haystack with the needle at `depth`, after a full stop, question last.
 
     Raises:
         ValueError: `length` can't hold needle and question.

@@ -83,14 +83,12 @@ def open_tokenizer(source: str) -> Any:
         FileNotFoundError: a path that does not exist.
         ValueError: there is none.
     """
-    from retrofox.surgery import load_tokenizer
-
     looks_local = source.startswith((".", "/", "~")) or source.endswith(".gguf") or source.count("/") > 1
     if looks_local and not Path(source).exists():
         raise FileNotFoundError(f"no such model: {source}")
     problem = "no tokenizer files there"
     try:
-        tokenizer = load_tokenizer(source)
+        tokenizer = _load_tokenizer(source)
     except (OSError, ValueError) as error:
         tokenizer, problem = None, str(error).strip().split("\n")[0]
     adapter = Path(source) / "adapter_config.json"
@@ -99,6 +97,19 @@ def open_tokenizer(source: str) -> Any:
     if tokenizer is None:
         raise ValueError(f"no tokenizer for {source!r} ({problem}); put the tokenizer files beside the model")
     return tokenizer
+
+
+def _load_tokenizer(source: str) -> Any:
+    from transformers import AutoTokenizer, PretrainedConfig
+
+    from retrofox.surgery import load_tokenizer
+
+    if Path(source).is_dir() and not any(Path(source).glob("tokenizer*")):
+        return None
+    if not is_converted(source):
+        return load_tokenizer(source)
+    # an empty config: the converted one names remote code, and AutoTokenizer would ask whether to run it
+    return AutoTokenizer.from_pretrained(source, config=PretrainedConfig())
 
 
 def is_converted(source: str) -> bool:

@@ -179,7 +179,8 @@ def half_life_figure(
             alpha=0.7,
         )
         axes.set_yscale("log", base=2)
-        axes.set_ylim(top=ceiling * 1.5)
+        if points["open"]:
+            axes.set_ylim(top=ceiling * 1.5)
         for level in (local_below, global_from):
             axes.axhline(level, color="#999999", lw=0.8, ls=(0, (4, 3)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: tokens_label(v)))

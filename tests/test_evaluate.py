@@ -1,0 +1,298 @@
+"""Per-token loss: exact values, paired statistics, controls, files, refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import retrofox
+from retrofox import per_token_loss
+from retrofox.evaluate import choose_windows, evaluate
+from retrofox.loss_report import verdicts
+from retrofox.opening import open_model
+from retrofox.per_token_loss import PositionSums, Window, bucket_edges, slope, token_losses, window_losses
+
+
+def make_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the fox forgets the gate", *extra], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+def make_llama(seed: int = 0, vocab: int = 280, **options) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        **options,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def make_fox(gate_weight: float = 1.0, **spec) -> torch.nn.Module:
+    model = retrofox.convert(make_llama(), fox=retrofox.FoxSpec(**{"half_life": (2.0, 400.0), **spec}))
+    torch.manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if name.endswith("forget_gate.weight"):
+            parameter.data.normal_(0, gate_weight)
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):
+            parameter.data.normal_(0, 0.3)  # attention strong enough for the gates to show in the loss
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory) -> list[str]:
+    folder, draw = tmp_path_factory.mktemp("documents"), random.Random(0)
+    paths = []
+    for number, words in enumerate((60, 90, 25)):
+        text = " ".join(draw.choice(["the", "fox", "forgets", "a", "gate", "often"]) for _ in range(words))
+        path = folder / f"{number}.txt"
+        path.write_text(text, encoding="utf-8")
+        paths.append(str(path))
+    return paths
+
+
+def whole_losses(model, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+    return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+@pytest.mark.parametrize("build", [make_llama, make_fox])
+def test_token_losses_equal_the_models_own_cross_entropy(build, monkeypatch):
+    monkeypatch.setitem(per_token_loss.LOGIT_BYTES, "cpu", 280 * 4 * 7)  # three positions of a batch of two at a time
+    model, ids = build(), torch.randint(0, 280, (2, 50), generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(token_losses(model, ids), whole_losses(model, ids), atol=1e-5)
+
+
+def test_logits_never_exist_for_the_whole_text(monkeypatch):
+    monkeypatch.setitem(per_token_loss.LOGIT_BYTES, "cpu", 280 * 4 * 5)
+    model, widths = make_llama(), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
+    token_losses(model, torch.randint(0, 280, (1, 64)))
+    assert max(widths) <= 5
+    assert sum(widths) == 63
+
+
+@pytest.mark.parametrize("build", [make_llama, make_fox])
+def test_windows_of_unequal_length_in_a_batch_give_what_they_give_alone(build):
+    draw = np.random.default_rng(0)
+    windows = [Window(n, draw.integers(0, 280, size)) for n, size in enumerate((30, 7, 64, 41))]
+    model = build()
+    for together, window in zip(window_losses(model, windows, batch=3), windows, strict=True):
+        [alone] = window_losses(model, [window])
+        assert len(together) == len(window.token_ids) - 1
+        np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+def test_bucket_edges_are_standard_from_4k_and_scaled_below():
+    assert bucket_edges(4096) == [0, 512, 2048, 4096]
+    assert bucket_edges(32768) == [0, 512, 2048, 4096, 8192, 16384, 24576, 32768]
+    assert bucket_edges(65536)[-3:] == [32768, 49152, 65536]
+    assert bucket_edges(100_000)[-3:] == [65536, 98304, 100_000]
+    assert bucket_edges(5000) == [0, 512, 2048, 4096, 5000]
+    assert bucket_edges(1024) == [0, 16, 64, 128, 256, 512, 768, 1024]
+    assert bucket_edges(2) == [0, 1, 2]
+
+
+def test_bucket_statistics_take_documents_as_the_sample():
+    windows = [Window(0, np.arange(5)), Window(0, np.arange(3)), Window(1, np.arange(5))]
+    losses = [np.array([1.0, 2, 3, 4]), np.array([3.0, 5]), np.array([5.0, 5, 5, 5])]
+    low, high = PositionSums(losses, windows, [0, 3, 5]).statistics()
+    assert (low["tokens"], low["documents"], low["mean"]) == (6, 2, pytest.approx(21 / 6))
+    assert (high["tokens"], high["mean"]) == (4, pytest.approx(17 / 4))
+    residual = [11 - 4 * 21 / 6, 10 - 2 * 21 / 6]
+    assert low["standard_error"] == pytest.approx(math.sqrt(2 / 1 * sum(r * r for r in residual)) / 6)
+
+
+def test_a_paired_difference_has_no_error_where_the_models_differ_by_a_constant():
+    windows = [Window(n, np.arange(9)) for n in range(3)]
+    base = [np.random.default_rng(n).normal(3, 1, 8) for n in range(3)]
+    sums, other = (PositionSums(x, windows, [0, 9]) for x in ([b + 0.25 for b in base], base))
+    [difference] = sums.statistics(other)
+    assert difference["mean"] == pytest.approx(0.25)
+    assert difference["standard_error"] == pytest.approx(0, abs=1e-12)
+
+
+def test_slope_is_within_documents():
+    windows = [Window(0, np.arange(101)), Window(1, np.arange(51))]
+    losses = [5.0 - 0.01 * np.arange(1, 101), 2.0 - 0.01 * np.arange(1, 51)]  # the shorter document is the easier one
+    found = slope(losses, windows, 1, 101, lambda i: i / 1000)
+    assert found["slope"] == pytest.approx(-10)
+    assert found["standard_error"] == pytest.approx(0, abs=1e-9)
+
+
+def test_evaluate_reports_model_base_and_controls_and_writes_every_file(tokenizer, documents, tmp_path, capsys):
+    fox, base = make_fox(), make_llama()
+    result = evaluate(fox, base, documents, 128, tmp_path / "out", tokenizer=tokenizer, batch=2, progress=False)
+    assert [line["key"] for line in result["lines"]] == ["model", "open", "shuffled", "base"]
+    assert result["documents"] == 3
+    losses = {key: [] for key in ("model", "base")}
+    for key, model in (("model", fox), ("base", base)):
+        for path in documents:
+            ids = torch.tensor([tokenizer(Path(path).read_text())["input_ids"][:128]])
+            losses[key].append(whole_losses(model, ids)[0])
+    for line in result["lines"]:
+        if line["key"] in losses:
+            assert line["mean"] == pytest.approx(torch.cat(losses[line["key"]]).mean().item(), abs=1e-5)
+        assert line["peak_memory_bytes"] > 0
+        assert line["tokens_per_second"] > 0
+    first = result["buckets"][0]
+    assert first["difference"]["model-base"]["mean"] == pytest.approx(
+        first["loss"]["model"]["mean"] - first["loss"]["base"]["mean"], abs=1e-6
+    )
+    written = json.loads(Path(result["files"]["json"]).read_text())
+    assert written["buckets"] == result["buckets"]
+    assert written["environment"]["versions"]["torch"] == torch.__version__
+    rows = list(csv.DictReader(Path(result["files"]["per_token_loss"]).read_text().splitlines()))
+    assert [int(row["position"]) for row in rows] == list(range(1, 128))
+    assert float(rows[0]["model"]) == pytest.approx(np.mean([x[0].item() for x in losses["model"]]), abs=1e-5)
+    assert Path(result["files"]["png"]).read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in Path(result["files"]["svg"]).read_text()
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "eval.json", "buckets.csv", "per_token_loss.csv", "per_token_loss.png", "per_token_loss.svg"
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "gates forced open" in printed
+    assert "forcing the gates open changes the loss by" in printed
+
+
+def test_controls_are_the_surgery_modes(tokenizer, documents):
+    fox = make_fox()
+    result = evaluate(fox, None, documents[:1], 128, tokenizer=tokenizer, progress=False)
+    means = {line["key"]: line["mean"] for line in result["lines"]}
+    assert abs(means["open"] - means["model"]) > 1e-4
+    assert abs(means["shuffled"] - means["model"]) > 1e-4
+    ids = torch.tensor([tokenizer(Path(documents[0]).read_text())["input_ids"][:128]])
+    with retrofox.surgery.attention_mode(fox, "open"):
+        assert means["open"] == pytest.approx(whole_losses(fox, ids).mean().item(), abs=1e-5)
+    without = evaluate(fox, None, documents[:1], 128, tokenizer=tokenizer, controls=False, progress=False)
+    assert [line["key"] for line in without["lines"]] == ["model"]
+
+
+def test_gates_that_do_nothing_are_said_to_do_nothing(tokenizer, documents):
+    closed = evaluate(make_fox(0.0, init="open"), None, documents, 128, tokenizer=tokenizer, progress=False)
+    assert all("make no difference" in sentence for sentence in verdicts(closed))
+    working = evaluate(make_fox(), None, documents, 128, tokenizer=tokenizer, progress=False)
+    assert not any("make no difference" in sentence for sentence in verdicts(working))
+
+
+def test_several_bases_share_one_table(tokenizer, documents, capsys):
+    result = evaluate(make_llama(), [make_llama(1), make_llama(2)], documents, 64, tokenizer=tokenizer, progress=False)
+    assert [line["key"] for line in result["lines"]] == ["model", "base", "base2"]
+    assert len({line["label"] for line in result["lines"]}) == 3
+    assert set(result["buckets"][0]["difference"]) == {"model-base", "base2-base"}
+
+
+def test_windows_and_lengths_are_chosen_as_asked(tokenizer, documents):
+    sizes = [len(tokenizer(Path(p).read_text())["input_ids"]) for p in documents]
+    first = choose_windows(documents, tokenizer, 50)
+    assert [len(w.token_ids) for w in first] == [min(50, n) for n in sizes]
+    every = choose_windows(documents, tokenizer, 50, windows=None)
+    assert sum(len(w.token_ids) for w in every) >= sum(sizes) - 3  # less windows of a single token
+    assert [w.document for w in every] == sorted(w.document for w in every)
+    longest = max(sizes)
+    assert len(choose_windows(documents, tokenizer, 10_000, min_tokens=longest)) == 1
+    assert len(choose_windows(documents, tokenizer, 50, max_documents=2)) == 2
+
+
+def test_models_on_disk_open_through_their_own_loaders(tokenizer, documents, tmp_path):
+    base, fox = tmp_path / "base", tmp_path / "fox"
+    make_llama().save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    retrofox.convert(str(base), str(fox), fox=retrofox.FoxSpec(rope="keep", init="open", sink_tokens=0))
+    result = evaluate(str(fox), str(base), documents, 64, progress=False)
+    assert [line["label"] for line in result["lines"]] == ["fox", "gates forced open", "gates shuffled", "base"]
+    assert result["lines"][0]["difference"]["mean"] == pytest.approx(0, abs=1e-6)
+
+
+def test_refusals_say_what_was_given_and_what_to_do(tokenizer, documents, tmp_path):
+    model = make_llama()
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
+        evaluate(model, None, ["nowhere.txt"], tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        evaluate(model, None, [], tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="no text in"):
+        evaluate(model, None, [str(empty)], tokenizer=tokenizer, progress=False)
+    with pytest.raises(ValueError, match="too short"):
+        evaluate(model, None, documents, 4096, min_tokens=4096, tokenizer=tokenizer, progress=False)
+    with pytest.raises(ValueError, match="length must be at least 2"):
+        evaluate(model, None, documents, 1, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="vocabulary of 100"):
+        evaluate(make_llama(vocab=100), None, documents, 64, tokenizer=tokenizer, progress=False)
+    with pytest.raises(FileNotFoundError, match="/no/such/model"):
+        evaluate("/no/such/model", None, documents)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_base_with_another_tokenizer_is_refused(documents, tmp_path):
+    for name, extra in (("model", ()), ("base", ("quick brown quick brown jumps jumps", "lazy dog lazy dog") * 3)):
+        make_llama().save_pretrained(tmp_path / name)
+        make_tokenizer(extra).save_pretrained(tmp_path / name)
+    with pytest.raises(ValueError, match="tokenizer mismatch"):
+        evaluate(str(tmp_path / "model"), str(tmp_path / "base"), documents, 64, progress=False)
+
+
+def test_a_failed_run_leaves_earlier_results_alone(tokenizer, documents, tmp_path):
+    out = tmp_path / "out"
+    evaluate(make_llama(), None, documents, 64, out, tokenizer=tokenizer, progress=False)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(ValueError, match="vocabulary"):
+        evaluate(make_llama(), make_llama(vocab=60), documents, 64, out, tokenizer=tokenizer, progress=False)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_tasks_without_lm_eval_name_the_remedy(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ValueError, match=r"retrofox\[eval\]"):
+        evaluate(make_llama(), tasks=["lambada"], tokenizer=tokenizer)
+
+
+def test_opening_a_converted_directory_asks_no_question(tokenizer, tmp_path, monkeypatch):
+    make_llama().save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    retrofox.convert(str(tmp_path / "base"), str(tmp_path / "fox"), fox=retrofox.FoxSpec(rope="keep"))
+    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"asked {prompt!r}"))
+    opened = open_model(str(tmp_path / "fox"))
+    assert opened.fox is not None
+    assert opened.tokenizer("the fox")["input_ids"] == tokenizer("the fox")["input_ids"]
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        open_model(str(tmp_path / "fox"), dtype="int3")
+    with pytest.raises(ValueError, match="device 'gpu' is unknown"):
+        open_model(str(tmp_path / "fox"), device="gpu")
+    with pytest.raises(FileNotFoundError, match="no such model"):
+        open_model("./nothing/here")
