@@ -228,6 +228,7 @@ class LogConfig(Section):
 
     every: int = Field(default=10, ge=1, description="optimizer steps between log lines")
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = []
+    eval_tokens: Positive = Field(default=262_144, description="held-out tokens scored before and after each stage")
 
 
 class Recipe(Section):

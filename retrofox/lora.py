@@ -1,0 +1,232 @@
+"""LoRA on the pretrained projections, gates and Pro parts trained in full beside them and saved in float32."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
+from safetensors import safe_open
+from torch import nn
+
+from retrofox.config import LoraConfig, Recipe
+from retrofox.model.gates import ForgetGate
+from retrofox.model.modeling_fox import NEW_MODULES
+from retrofox.surgery import is_new_tensor, lm_class, load, load_tokenizer, read_config
+
+WEIGHTS = "adapter_model.safetensors"
+PROBE_TOKENS = 64
+
+
+def adapted(recipe: Recipe, source: Path, state: PartialState) -> Any:
+    """A converted model with adapters: a fresh one, or the one in `source` if that is an adapter directory.
+
+    Raises:
+        ValueError: the base is not converted, a target names no linear layer, quantize without bitsandbytes or a GPU.
+    """
+    assert recipe.lora is not None
+    if (source / "adapter_config.json").is_file():
+        base = _base(recipe, base_of(source), state)
+        return _float32_parts(PeftModel.from_pretrained(base, str(source), is_trainable=True))
+    base = _base(recipe, str(source), state)
+    config = PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=recipe.lora.rank,
+        lora_alpha=recipe.lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=recipe.lora.dropout,
+        use_dora=recipe.lora.dora,
+        target_modules=target_modules(base, recipe.lora),
+        modules_to_save=new_modules(base),
+    )
+    config.base_model_name_or_path = str(source)
+    return _float32_parts(get_peft_model(base, config))
+
+
+def _base(recipe: Recipe, source: str, state: PartialState) -> Any:
+    refuse_plain_base(source)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[recipe.precision]
+    assert recipe.lora is not None
+    if recipe.lora.quantize is None:
+        model = load(source, dtype=dtype)
+    else:
+        model = _quantized(source, dtype, state)
+    model.config.use_cache = False
+    model.config._name_or_path = source
+    return model
+
+
+def _quantized(source: str, dtype: torch.dtype, state: PartialState) -> Any:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError("lora.quantize: nf4 needs bitsandbytes: pip install bitsandbytes, or quantize: null")
+    if state.device.type != "cuda":
+        raise ValueError(f"lora.quantize: nf4 needs a GPU, this is {state.device.type}: set quantize: null")
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=["lm_head", *NEW_MODULES],
+    )
+    family = lm_class(read_config(source)["model_type"].removeprefix("fox_"))
+    return family.from_pretrained(source, dtype=dtype, quantization_config=quantization, device_map={"": state.device})
+
+
+def refuse_plain_base(source: str) -> None:
+    """Raises ValueError for a base without gates: an adapter on it would train and then run without them."""
+    model_type = read_config(source).get("model_type", "")
+    if not model_type.startswith("fox_"):
+        raise ValueError(
+            f"{source} is a plain {model_type or 'model'}: LoRA here adapts converted models. Give the recipe a `fox:` "
+            "section, or convert the model first (retrofox convert)"
+        )
+
+
+def target_modules(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Names of the linear layers that get adapters: never the head, never a gate.
+
+    Raises:
+        ValueError: a name that is no linear layer, or a gate, with the names there are.
+    """
+    linear = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not is_new_tensor(name) and module is not model.get_output_embeddings()  # type: ignore[operator]
+    }
+    if config.targets == "all-linear":
+        return sorted(linear)
+    unknown = [name for name in config.targets if name not in linear]
+    if unknown:
+        raise ValueError(
+            f"lora.targets: {unknown} are no linear layers to adapt; there are {', '.join(sorted(linear))}"
+        )
+    return list(config.targets)
+
+
+def new_modules(model: nn.Module) -> list[str]:
+    """Names of the modules a conversion added and that hold parameters: they are trained in full and saved."""
+    found = set()
+    for name, _ in model.named_parameters():
+        if is_new_tensor(name):
+            found |= set(name.split(".")) & set(NEW_MODULES)
+    return sorted(found)
+
+
+def _float32_parts(model: Any) -> Any:
+    for name, parameter in model.named_parameters():
+        if is_new_tensor(name) and parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    return model
+
+
+def assert_gates_saved(directory: Path, model: nn.Module) -> None:
+    """Opens the adapter file just written and asserts that every gate is in it, float32, with its present values.
+
+    Raises:
+        RuntimeError: a gate is missing, rounded, or not what was trained.
+    """
+    live = {
+        name.replace(".modules_to_save.default", ""): parameter
+        for name, parameter in model.named_parameters()
+        if ".modules_to_save." in name
+    }
+    if not live and any(isinstance(module, ForgetGate) for module in model.modules()):
+        raise RuntimeError("the adapter trains no forget gate: modules_to_save did not take them in")
+    with safe_open(directory / WEIGHTS, "pt") as file:
+        names = {name.removeprefix("base_model.model."): name for name in file.keys()}  # noqa: SIM118, not a dict
+        for name, parameter in live.items():
+            if name not in names:
+                raise RuntimeError(f"{directory / WEIGHTS} lacks {name}: the trained gates would be lost")
+            saved = file.get_tensor(names[name])
+            if saved.dtype != torch.float32 or not torch.equal(saved, parameter.detach().cpu()):
+                raise RuntimeError(f"{directory / WEIGHTS} holds {name} as {saved.dtype}, not as trained")
+
+
+def base_of(adapter: Path) -> str:
+    """The base checkpoint an adapter names."""
+    return json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+
+
+def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
+    """Merges an adapter into its converted base and proves the logits in a fresh process.
+
+    W' = W + (alpha / rank) B A (DoRA: rescaled by its magnitudes) in float32, then stored in the base's dtype; gates
+    and Pro parts replace the base's, float32.
+
+    Returns:
+        Paths, the relative difference |z_merged - z_unmerged| / |z_unmerged| of the logits on fixed tokens, and the
+        limit it is under: 1e-4 for float32, 2e-2 for weights stored in 16 bits.
+
+    Raises:
+        FileNotFoundError: no adapter there.
+        ValueError: an unconverted base, `out` exists, or logits that differ (nothing is left in `out`).
+    """
+    adapter, out = Path(adapter), Path(out)
+    if not (adapter / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"{adapter} holds no adapter_config.json: give the directory of a LoRA adapter")
+    if out.exists():
+        raise ValueError(f"{out} exists: choose another directory")
+    base = base_of(adapter)
+    refuse_plain_base(base)
+    stored = getattr(torch, str(read_config(base).get("dtype") or "float32").removeprefix("torch."))
+    model = PeftModel.from_pretrained(load(base, dtype=torch.float32), str(adapter))
+    model = _float32_parts(model).eval()
+    ids = torch.arange(PROBE_TOKENS)[None] * 7919 % model.get_base_model().config.vocab_size
+    with torch.no_grad():
+        unmerged = model(input_ids=ids).logits
+    merged: Any = model.merge_and_unload(safe_merge=True)
+    for name, parameter in merged.named_parameters():
+        if not is_new_tensor(name):
+            parameter.data = parameter.data.to(stored)
+    limit = 1e-4 if stored == torch.float32 else 2e-2
+    try:
+        merged.save_pretrained(str(out))
+        tokenizer = load_tokenizer(adapter) or load_tokenizer(base)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(out))
+        difference = float((_fresh_logits(out) - unmerged).norm() / unmerged.norm())
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    if not difference <= limit:
+        shutil.rmtree(out)
+        raise ValueError(
+            f"merged logits differ by {difference:.2e} (limit {limit:.0e}) from the adapter's: not written"
+        )
+    return {
+        "adapter": str(adapter),
+        "base": base,
+        "out": str(out),
+        "dtype": str(stored).removeprefix("torch."),
+        "relative_difference": difference,
+        "limit": limit,
+    }
+
+
+def _fresh_logits(directory: Path) -> torch.Tensor:
+    """Logits of the probe tokens by a checkpoint loaded in a process of its own, in float32."""
+    code = (
+        "import sys, torch, retrofox\n"
+        "model = retrofox.load(sys.argv[1], dtype=torch.float32).eval()\n"
+        f"ids = torch.arange({PROBE_TOKENS})[None] * 7919 % model.config.vocab_size\n"
+        "with torch.no_grad():\n"
+        "    torch.save(model(input_ids=ids).logits, sys.argv[2])\n"
+    )
+    file = directory / ".logits.pt"
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(directory), str(file)], capture_output=True, text=True, check=False
+    )
+    if run.returncode:
+        raise ValueError(f"the merged model did not load in a fresh process:\n{run.stderr[-2000:]}")
+    logits = torch.load(file, weights_only=True)
+    file.unlink()
+    return logits

@@ -1,0 +1,377 @@
+"""The three objectives of a retrofit, none of which ever holds the logits of all positions at once.
+
+extend   cross-entropy of the next token
+distill  KL(original || retrofit) of the next-token distributions, mixed with cross-entropy
+align    error of each retrofitted attention block on the original's own inputs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from retrofox.config import Stage
+from retrofox.families import inner_model, logits_from_hidden
+from retrofox.surgery import attention_mode, attentions
+
+IGNORE = -100
+RowLoss = Callable[[torch.Tensor, slice], torch.Tensor]
+
+
+def causal_lm(model: Any) -> Any:
+    """The transformers model inside a peft model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def next_token_targets(
+    input_ids: torch.Tensor, labels: torch.Tensor | None, position_ids: torch.Tensor
+) -> torch.Tensor:
+    """Targets (B, T) int64: the next token of the same document, IGNORE where there is none or its label is IGNORE."""
+    following = input_ids if labels is None else labels
+    targets = torch.full_like(input_ids, IGNORE)
+    targets[:, :-1] = following[:, 1:].masked_fill(position_ids[:, 1:] == 0, IGNORE)
+    return targets
+
+
+class _Head:
+    """The language-model head on a given weight: what `logits_from_hidden` needs of a model, and nothing else."""
+
+    def __init__(self, config: Any, weight: torch.Tensor, bias: torch.Tensor | None, linear: Any = F.linear):
+        self.config, self.weight, self.bias, self.linear = config, weight, bias, linear
+
+    def get_output_embeddings(self) -> Any:
+        return self
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden, self.weight, self.bias)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return logits_from_hidden(self, hidden)  # type: ignore[arg-type]
+
+
+def is_plain_head(model: Any) -> bool:
+    """Whether logits are W h: no bias, no scale, no cap (found by passing numbers through the family's rules)."""
+    lm = causal_lm(model)
+    head = lm.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        return False
+    probe = torch.tensor([-300.0, -0.5, 0.25, 40.0])
+    through = _Head(lm.config, torch.zeros(1), None, linear=lambda hidden, weight, bias: hidden).logits(probe)
+    return torch.equal(through, probe)
+
+
+def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tuple[str, str]:
+    """(name, reason) of the cross-entropy to run: "chunked" (ours), "torch" (linear_cross_entropy) or "liger".
+
+    Raises:
+        ValueError: the requested one can't run here, with what is missing.
+    """
+    if requested == "auto":
+        # CPU, 4096 rows x 49152 words x 576, float32, one thread: see the table in tests/test_objectives.py's docstring
+        return "chunked", "auto: gradients made in the forward, every family's logit rules, any torch"
+    if requested == "chunked":
+        return "chunked", "requested"
+    if not is_plain_head(model):
+        raise ValueError(f"cross_entropy={requested} knows no logit scale, cap or bias of this family: use chunked")
+    if requested == "torch" and not hasattr(F, "linear_cross_entropy"):
+        raise ValueError(f"cross_entropy=torch needs torch >= 2.13, this is {torch.__version__}: use chunked")
+    if requested == "liger":
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise ValueError("cross_entropy=liger needs liger-kernel: pip install 'retrofox[liger]', or use chunked")
+        if device.type != "cuda":
+            raise ValueError(f"cross_entropy=liger needs a GPU, this is {device.type}: use chunked")
+    return requested, "requested"
+
+
+def chunk_rows(vocabulary: int, device: torch.device) -> int:
+    """Rows of logits at a time: 2^28 logits on a GPU (1.6 GB with their float32 copy), 2^24 on a CPU."""
+    budget = 2**28 if device.type == "cuda" else 2**24
+    return max(64, 1 << (max(1, budget // vocabulary).bit_length() - 1))
+
+
+class _SumOverRows(torch.autograd.Function):
+    """Sum of a loss over rows of hidden states, gradients made chunk by chunk in the forward and kept for the backward.
+
+    Memory: one chunk of logits, d hidden (N, d) and dW (V, d) float32. Three products with W instead of the four that
+    recomputing logits in the backward costs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, head: Any, loss_of: Any, rows: int):
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        need = need_hidden or need_weight or need_bias
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+        d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=weight.device) if need_bias else None
+        total: Any = 0.0
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, min(start + rows, hidden.shape[0]))
+            stats, grads = loss_of(head, hidden[part].detach(), part, need)
+            total = total + stats
+            if d_hidden is not None:
+                d_hidden[part] = grads[0]
+            if d_weight is not None:
+                d_weight += grads[1]
+            if d_bias is not None:
+                d_bias += grads[2]
+        ctx.grads = (d_hidden, d_weight, d_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        metrics = total[1:].clone()
+        ctx.mark_non_differentiable(metrics)
+        return total[0].clone(), metrics
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor):  # type: ignore[override]
+        grads = [
+            None if grad is None else (grad * upstream[0]).to(dtype)
+            for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
+        ]
+        return (*grads, None, None, None)
+
+
+class _PlainCrossEntropy:
+    """Cross-entropy of a plain head by hand: softmax turns into its own gradient inside the logits' memory."""
+
+    def __init__(self, targets: torch.Tensor):
+        self.targets = targets
+
+    def __call__(self, head: _Head, hidden: torch.Tensor, part: slice, need: bool):
+        targets = self.targets[part]
+        valid = targets >= 0
+        index = targets.clamp_min(0)[:, None]
+        logits = hidden.to(head.weight.dtype) @ head.weight.T
+        log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
+        loss = -(log_p.gather(1, index)[:, 0] * valid).sum()
+        if not need:
+            return loss[None], ()
+        d_logits = torch.exp(log_p, out=logits)
+        d_logits.scatter_add_(1, index, torch.full_like(index, -1, dtype=d_logits.dtype))
+        mask = valid[:, None].to(d_logits.dtype)
+        d_hidden = (d_logits @ head.weight) * mask
+        return loss[None], (d_hidden, d_logits.T @ (hidden.to(d_logits.dtype) * mask))
+
+
+class _AnyRows:
+    """Any loss of logits, by autograd through one chunk: `loss_of(logits, rows)` gives (1 + metrics,), [0] the loss."""
+
+    def __init__(self, loss_of: RowLoss):
+        self.loss_of = loss_of
+
+    def __call__(self, head: _Head, hidden: torch.Tensor, part: slice, need: bool):
+        if not need:
+            return self.loss_of(head.logits(hidden).float(), part), ()
+        with torch.enable_grad():
+            leaves = [hidden.requires_grad_(), head.weight.detach().requires_grad_()]
+            if head.bias is not None:
+                leaves.append(head.bias.detach().requires_grad_())
+            again = _Head(head.config, leaves[1], leaves[2] if head.bias is not None else None)
+            stats = self.loss_of(again.logits(leaves[0]).float(), part)
+            grads = torch.autograd.grad(stats[0], leaves)
+        return stats.detach(), grads
+
+
+def sum_over_rows(model: Any, hidden: torch.Tensor, loss_of: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss summed over rows, metrics summed over rows) of the head's logits on hidden states (N, hidden_size).
+
+    The head module itself is called once, its forward standing aside for ours, so that the hooks by which FSDP and
+    ZeRO gather its weight run as for any forward.
+    """
+    lm = causal_lm(model)
+    module = lm.get_output_embeddings()
+    if not isinstance(module, nn.Linear):
+        raise ValueError(
+            f"the language-model head is a {type(module).__name__}: adapters on the head are not supported"
+        )
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else module.weight.dtype
+
+    def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(device, enabled=False):
+            bias = module.bias
+            head = _Head(lm.config, module.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+            return _SumOverRows.apply(hidden, module.weight, bias, head, loss_of, rows)  # type: ignore[return-value]
+
+    with _forward_as(module, forward):
+        return module(hidden)
+
+
+@contextlib.contextmanager
+def _forward_as(module: nn.Module, function: Any) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """The last hidden state (B, T, hidden) of packed documents; plain models learn boundaries from position_ids."""
+    lm = causal_lm(model)
+    packed = {"cu_seqlens": batch["cu_seqlens"]} if is_converted(lm) and batch.get("cu_seqlens") is not None else {}
+    out = inner_model(lm)(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, return_dict=True, **packed
+    )
+    return out.last_hidden_state
+
+
+def is_converted(model: Any) -> bool:
+    """Whether a transformers model carries forget gates."""
+    return causal_lm(model).config.model_type.startswith("fox_")
+
+
+class Extend:
+    """Cross-entropy: L = sum_t -log p(x_{t+1} | x_{<=t}) / number of targets, over targets inside documents."""
+
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, model: Any, stage: Stage, device: torch.device):
+        self.kind, self.reason = choose_cross_entropy(stage.cross_entropy, model, device)
+        self.rows = chunk_rows(causal_lm(model).config.vocab_size, device)
+        self.plain = is_plain_head(model)
+
+    def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss summed over targets, metrics summed over targets)."""
+        return self.from_hidden(model, hidden_states(model, batch), batch["targets"])
+
+    def from_hidden(self, model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cross-entropy from hidden states (B, T, hidden) and targets (B, T)."""
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        if self.kind == "chunked":
+            loss_of = _PlainCrossEntropy(targets) if self.plain else _AnyRows(_cross_entropy_of(targets))
+            return sum_over_rows(model, hidden, loss_of, self.rows)
+        weight = causal_lm(model).get_output_embeddings().weight
+        if self.kind == "torch":
+            options = torch.nn.LinearCrossEntropyOptions()
+            dtype = hidden.dtype if not torch.is_autocast_enabled(hidden.device.type) else torch.bfloat16
+            with torch.autocast(hidden.device.type, enabled=False):
+                loss = F.linear_cross_entropy(
+                    hidden.to(dtype), weight.to(dtype), targets, reduction="sum", ignore_index=IGNORE, options=options
+                )
+        else:
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", ignore_index=IGNORE)(weight, hidden, targets)
+        return loss.float(), loss.new_zeros(0)
+
+
+def _cross_entropy_of(targets: torch.Tensor) -> RowLoss:
+    def loss_of(logits: torch.Tensor, part: slice) -> torch.Tensor:
+        return F.cross_entropy(logits, targets[part], reduction="sum", ignore_index=IGNORE)[None]
+
+    return loss_of
+
+
+class Distill:
+    """L = (1 - a) tau^2 KL(p_original(tau) || p_retrofit(tau)) + a CE, full vocabulary, mean over targets.
+
+    The original is `teacher` (a second model), or with teacher=None the very same weights in attention mode
+    "original" with adapters off: right only while pretrained tensors are frozen.
+    Source: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network" (2015), eq. 1 and section 2.
+    """
+
+    metrics = ("kl", "cross_entropy")
+
+    def __init__(self, model: Any, stage: Stage, device: torch.device, teacher: Any = None):
+        self.teacher = teacher
+        self.temperature = stage.temperature or 1.0
+        self.ce_weight = stage.ce_weight or 0.0
+        self.rows = max(64, chunk_rows(causal_lm(model).config.vocab_size, device) // 4)
+        self.kind, self.reason = "chunked", "KL needs both distributions of a row"
+
+    def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        original = self.teacher if self.teacher is not None else model
+        with torch.no_grad(), original_form(original):
+            taught = hidden_states(original, batch).flatten(0, 1)
+        lm = causal_lm(original)
+        module = lm.get_output_embeddings()
+        device = taught.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else module.weight.dtype
+        targets = batch["targets"].flatten()
+        tau = self.temperature
+
+        def loss_of(logits: torch.Tensor, part: slice) -> torch.Tensor:
+            with torch.no_grad():
+                teacher = _Head(lm.config, module.weight.to(dtype), module.bias)
+                log_p = torch.log_softmax(teacher.logits(taught[part].to(dtype)).float() / tau, -1)
+            log_q = torch.log_softmax(logits / tau, -1)
+            valid = (targets[part] >= 0).float()
+            kl = tau * tau * ((log_p.exp() * (log_p - log_q)).sum(-1) * valid).sum()
+            ce = F.cross_entropy(logits, targets[part], reduction="sum", ignore_index=IGNORE)
+            return torch.stack(((1 - self.ce_weight) * kl + self.ce_weight * ce, kl, ce))
+
+        hidden = hidden_states(model, batch).flatten(0, 1)
+        return sum_over_rows(model, hidden, _AnyRows(loss_of), self.rows)
+
+
+class Align:
+    """L = mean over layers of |A_fox(x_l) - A(x_l)|^2 / |A(x_l)|^2, x_l the original's own input to layer l.
+
+    One pass of the original runs through all layers; in each, the retrofitted block is run beside it on the same
+    input. With teacher=None the original is the same module in mode "original": no second copy of anything.
+    Source: the alignment stages of RADLADS (arXiv 2505.03005) and PaTH (arXiv 2505.16381); the division by the
+    output's own power, so that all layers weigh the same, is ours.
+    """
+
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, model: Any, stage: Stage, device: torch.device, teacher: Any = None):
+        self.teacher = teacher
+        self.kind, self.reason = "none", "align computes no logits"
+
+    def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        lm = causal_lm(model)
+        original = lm if self.teacher is None else self.teacher
+        students = [module for _, module in attentions(lm)]
+        teachers = [module for _, module in attentions(original)]
+        errors: list[torch.Tensor] = []
+        hooks = [
+            module.register_forward_hook(_beside(student, errors), with_kwargs=True)
+            for module, student in zip(teachers, students, strict=True)
+        ]
+        try:
+            with torch.no_grad(), original_form(original):
+                hidden_states(original, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        # Summed like the other objectives' losses: one unit per target, so that packing does not change the weight.
+        count = (batch["targets"] >= 0).sum()
+        return torch.stack(errors).mean() * count, errors[0].new_zeros(0)
+
+
+def _beside(student: Any, errors: list[torch.Tensor]) -> Any:
+    """A forward hook that runs `student` in mode "fox" on the inputs its original just had."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        wanted = output[0].float()
+        before, student.mode = student.mode, "fox"
+        try:
+            with torch.enable_grad():
+                found = student.forward(*args, **kwargs)[0].float()
+                error = (found - wanted).square().sum() / wanted.square().sum().clamp_min(1e-20)
+        finally:
+            student.mode = before
+        errors.append(error)
+
+    return hook
+
+
+@contextlib.contextmanager
+def original_form(model: Any) -> Iterator[None]:
+    """The model as it was before its retrofit: attention mode "original", adapters off."""
+    adapters_off = model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
+    with adapters_off, attention_mode(causal_lm(model), "original"):
+        yield
+
+
+OBJECTIVES: dict[str, Any] = {"extend": Extend, "distill": Distill, "align": Align}

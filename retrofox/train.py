@@ -1,0 +1,352 @@
+"""`retrofox train`: a recipe from model to adapted model, stage by stage, resuming by itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from accelerate import PartialState
+from transformers import TrainingArguments
+
+import retrofox
+from retrofox import checkpoint
+from retrofox.config import Recipe, Stage, dump
+from retrofox.objectives import OBJECTIVES, causal_lm, is_converted
+from retrofox.plan import flops_per_token, peak_flops
+from retrofox.surgery import is_new_tensor, load_tokenizer
+from retrofox.train_callbacks import Clock
+from retrofox.train_data import StageData, prepare_tokens
+from retrofox.train_groups import accumulation, count_steps, role_of, set_trainable
+from retrofox.train_loop import FoxTrainer
+from retrofox.train_model import DTYPES, build_model, resolve_source, teacher_for
+from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute
+
+logger = logging.getLogger(__name__)
+FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers")
+FREE_IN_STAGE = ("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor")
+
+
+def train(recipe: Recipe) -> dict[str, Any]:
+    """Runs every stage of a recipe and writes OUTPUT/model, ready for `retrofox.load`.
+
+    OUTPUT holds recipe.yaml (resolved), log.jsonl, stage-N-OBJECTIVE/checkpoint-STEP, model. Run again after any
+    interruption, the same command goes on from the newest complete checkpoint and says so.
+
+    Returns:
+        What was done: per stage steps, tokens, losses, seconds and tokens per second; the path of the model.
+
+    Raises:
+        ValueError: the recipe can't run here, OUTPUT holds another run, the data changed, the loss diverged, a
+            checkpoint could not be written.
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM, the state saved.
+    """
+    started = time.perf_counter()
+    transformers.utils.logging.disable_progress_bar()
+    state: Any = PartialState() if torch.cuda.is_available() else PartialState(cpu=True)
+    refuse_parallelism()
+    refuse_precision(recipe)
+    out = Path(recipe.output)
+    batches = _claim(out, recipe, state)
+    if (out / "model" / checkpoint.MARKER).is_file():
+        say(state, f"{out / 'model'} is complete: nothing left to do")
+        return json.loads((out / "result.json").read_text(encoding="utf-8"))
+    source = resolve_source(recipe, out, state)
+    tokenizer = load_tokenizer(recipe.data.tokenizer or source)
+    tokens = prepare_tokens(recipe, tokenizer, state)
+    model: Any = None
+    rows: dict[int, int] = {}
+    reports = []
+    for number, stage in enumerate(recipe.stages):
+        first_row = rows.get(stage.sequence_length, 0)
+        steps = count_steps(stage, batches[number])
+        rows[stage.sequence_length] = first_row + steps * batches[number] // stage.sequence_length
+        root = out / f"stage-{number}-{stage.objective}"
+        if (root / "model" / checkpoint.MARKER).is_file():
+            reports.append(checkpoint.note_of(root / "model")["report"])
+            say(state, f"stage {number} ({stage.objective}) is complete")
+            continue
+        if model is None:
+            before = out / f"stage-{number - 1}-{recipe.stages[number - 1].objective}" / "model" if number else source
+            model = build_model(recipe, before, state)
+            _prepare_speed(recipe, model)
+        data = StageData(tokens, recipe, stage, tokenizer, state)
+        trainer = _trainer(recipe, number, model, source, root, data, first_row, batches[number], steps, state)
+        reports.append(_run_stage(trainer, root, steps, state))
+        model = trainer.release()
+        last = number == len(recipe.stages) - 1
+        note = {"report": reports[-1], "recipe": recipe.model_dump(mode="json")}
+        _export(trainer, model, (out if last else root) / "model", tokenizer, note, last)
+    result = {
+        "output": str(out),
+        "model": str(out / "model"),
+        "stages": reports,
+        "seconds": time.perf_counter() - started,
+        "version": retrofox.__version__,
+    }
+    if state.is_main_process:
+        checkpoint.write_json(out / "result.json", result)
+    state.wait_for_everyone()
+    return result
+
+
+def say(state: Any, text: str) -> None:
+    """Prints on the main process."""
+    if state.is_main_process:
+        print(text, file=sys.stderr, flush=True)
+
+
+def refuse_parallelism() -> None:
+    """Raises ValueError for parallelism that would move q, k, v and leave the gates behind."""
+    for variable, name in (("PARALLELISM_CONFIG_CP_SIZE", "context"), ("PARALLELISM_CONFIG_SP_SIZE", "sequence")):
+        if int(os.environ.get(variable, "1")) > 1:
+            raise ValueError(
+                f"{name} parallelism ({variable}={os.environ[variable]}) moves queries, keys and values but not the "
+                "forget gates, so attention would be wrong without a sign: use DDP, FSDP2 or ZeRO-3"
+            )
+
+
+def refuse_precision(recipe: Recipe) -> None:
+    """Raises ValueError for a precision the device can't run."""
+    if recipe.precision == "fp16" and not torch.cuda.is_available():
+        raise ValueError("precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+    if recipe.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        raise ValueError(f"{torch.cuda.get_device_name()} has no bfloat16: use precision fp16 or fp32")
+
+
+def _claim(out: Path, recipe: Recipe, state: Any) -> list[int]:
+    """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage."""
+    file = out / "recipe.yaml"
+    if file.is_file():
+        kept = yaml.safe_load(file.read_text(encoding="utf-8"))
+        changed = _changes(kept["recipe"], yaml.safe_load(dump(recipe)))
+        if changed:
+            raise ValueError(
+                f"{out} holds another run: {', '.join(changed)} differ from {file}. "
+                "Choose another `output`, or delete it"
+            )
+        batches = kept["batch_tokens"]
+    else:
+        batches = [
+            stage.batch_tokens or stage.sequence_length * stage.micro_batch * state.num_processes
+            for stage in recipe.stages
+        ]
+        checkpoint.check_writable(out, 0)
+    for stage, batch_tokens in zip(recipe.stages, batches, strict=True):
+        accumulation(stage, batch_tokens, state.num_processes)
+    state.wait_for_everyone()
+    if state.is_main_process and not file.is_file():
+        values = {"retrofox": retrofox.__version__, "batch_tokens": batches, "recipe": yaml.safe_load(dump(recipe))}
+        partial = out / ".recipe.yaml.partial"
+        partial.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        partial.replace(file)
+    state.wait_for_everyone()
+    return batches
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Keys whose change would make a resumed run another run."""
+    found = [key for key in new if key not in (*FREE_TO_CHANGE, "stages") and old.get(key) != new[key]]
+    if len(old["stages"]) != len(new["stages"]):
+        return [*found, "stages"]
+    for number, (before, after) in enumerate(zip(old["stages"], new["stages"], strict=True)):
+        found += [f"stages.{number}.{k}" for k in after if k not in FREE_IN_STAGE and before.get(k) != after[k]]
+    return found
+
+
+def _prepare_speed(recipe: Recipe, model: Any) -> None:
+    if recipe.precision != "fp32":
+        lower_precision_stream(model, DTYPES[recipe.precision])
+        fuse_norms(model)
+
+
+def _trainer(
+    recipe: Recipe,
+    number: int,
+    model: Any,
+    source: Path,
+    root: Path,
+    data: StageData,
+    first_row: int,
+    batch_tokens: int,
+    steps: int,
+    state: Any,
+) -> FoxTrainer:
+    stage = recipe.stages[number]
+    names = set_trainable(model, stage, adapters=recipe.lora is not None)
+    recompute(model, stage.gradient_checkpointing)
+    if stage.compile:
+        compile_parts(model)
+    objective = _objective(recipe, stage, model, source, state)
+    roles = sorted({role_of(name) for name in names})
+    say(
+        state,
+        f"stage {number}: {stage.objective}, {steps} steps of {batch_tokens:,} tokens at {stage.sequence_length}; "
+        f"training {', '.join(roles)}; cross-entropy {objective.kind} ({objective.reason})",
+    )
+    lm = causal_lm(model)
+    clock = Clock(batch_tokens, flops_per_token(lm, stage), peak_flops(state.device), state.device)
+    return FoxTrainer(
+        model,
+        arguments(recipe, stage, root, steps, accumulation(stage, batch_tokens, state.num_processes)),
+        recipe=recipe,
+        stage=stage,
+        number=number,
+        objective=objective,
+        batches=data.batches,
+        data_state=data.state,
+        first_row=first_row,
+        batch_tokens=batch_tokens,
+        clock=clock,
+        log_file=Path(recipe.output) / "log.jsonl",
+        evaluator=OBJECTIVES["extend"](model, Stage.model_construct(cross_entropy="chunked"), state.device),
+        eval_batches=data.eval_batches if data.has_eval else None,
+    )
+
+
+def _objective(recipe: Recipe, stage: Stage, model: Any, source: Path, state: Any) -> Any:
+    if stage.objective == "extend":
+        return OBJECTIVES["extend"](model, stage, state.device)
+    if not is_converted(model):
+        raise ValueError(
+            f"objective {stage.objective} compares a retrofit with its original: give `fox:` to the recipe"
+        )
+    return OBJECTIVES[stage.objective](model, stage, state.device, teacher_for(recipe, stage, model, source, state))
+
+
+def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated: int) -> TrainingArguments:
+    """The Trainer's settings for one stage."""
+    every = recipe.checkpoint.every_steps
+    if recipe.checkpoint.every_tokens is not None:
+        every = max(1, recipe.checkpoint.every_tokens * steps // stage.tokens)
+    return TrainingArguments(
+        output_dir=str(root),
+        max_steps=steps,
+        per_device_train_batch_size=stage.micro_batch,
+        gradient_accumulation_steps=accumulated,
+        learning_rate=stage.learning_rate,
+        weight_decay=stage.weight_decay,
+        adam_beta1=stage.betas[0],
+        adam_beta2=stage.betas[1],
+        max_grad_norm=stage.clip,
+        optim=recipe.optim,
+        bf16=recipe.precision == "bf16",
+        fp16=recipe.precision == "fp16",
+        use_cpu=not torch.cuda.is_available(),
+        seed=recipe.seed,
+        logging_steps=recipe.log.every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # it asks the GPU for the loss at every micro-batch, and hides what Guard wants
+        save_strategy="steps",
+        save_steps=every or max(1, steps // 10),
+        save_total_limit=None,  # checkpoint.rotate knows which ones are complete
+        report_to=list(recipe.log.report_to),
+        run_name=Path(recipe.output).name,
+        disable_tqdm=not sys.stderr.isatty(),
+        ignore_data_skip=True,
+        remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
+        log_level="error",
+    )
+
+
+def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[str, Any]:
+    """Trains one stage from its newest good checkpoint; exits with 128 + signal after an interruption."""
+    good, skipped = checkpoint.newest_good(root)
+    for reason in skipped:
+        say(state, f"passed over {reason}")
+    if good is not None:
+        note = checkpoint.note_of(good)
+        say(
+            state,
+            f"resumed stage {trainer.number} at step {note['step']} of {steps} ({note['tokens']:,} tokens) from {good}",
+        )
+    else:
+        checkpoint.check_writable(root, _checkpoint_bytes(trainer))
+    state.wait_for_everyone()
+    started = time.perf_counter()
+    first = trainer.evaluate_loss() if good is None else None
+    if good is None or checkpoint.note_of(good)["step"] < steps:
+        trainer.train(resume_from_checkpoint=None if good is None else str(good))
+    else:
+        trainer.restore(good)
+    if trainer.signals.caught is not None and trainer.state.global_step < steps:
+        say(
+            state,
+            f"signal {trainer.signals.caught}: saved at step {trainer.state.global_step}: run again to resume",
+        )
+        raise SystemExit(128 + trainer.signals.caught)
+    speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:])
+    return {
+        "objective": trainer.stage.objective,
+        "steps": steps,
+        "tokens": steps * trainer.batch_tokens,
+        "resumed_at": None if good is None else checkpoint.note_of(good)["step"],
+        "loss_first": trainer.history[0]["loss"] if trainer.history else None,
+        "loss_last": trainer.history[-1]["loss"] if trainer.history else None,
+        "eval_before": first,
+        "eval_after": trainer.evaluate_loss(),
+        "seconds": time.perf_counter() - started,
+        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
+    }
+
+
+def _checkpoint_bytes(trainer: FoxTrainer) -> int:
+    """Size of one checkpoint: all weights, and two moments of what is trained."""
+    parameters = list(trainer.model.parameters())  # type: ignore[union-attr]
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    return weights + sum(8 * p.numel() for p in parameters if p.requires_grad)
+
+
+def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:
+    """Writes model and tokenizer with a COMPLETE marker.
+
+    Between stages everything stays float32; the last model gets its pretrained tensors in the recipe's precision. Gates
+    and Pro parts are float32 in both.
+    """
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    weights: Any = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # type: ignore[arg-type]
+    dtype = DTYPES[trainer.recipe.precision] if last and trainer.recipe.lora is None else None
+    if trainer.args.should_save:
+        if directory.exists():
+            shutil.rmtree(directory)
+        if dtype is not None and weights is not None:
+            weights = _cast(weights, dtype)
+        elif dtype is not None:
+            for name, parameter in model.named_parameters():
+                if not is_new_tensor(name):
+                    parameter.data = parameter.data.to(dtype)
+        model.save_pretrained(str(directory), state_dict=weights)
+        if (directory / "config.json").is_file() and dtype is not None:
+            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            checkpoint.write_json(directory / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
+        trainer._after_save(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(directory))
+        for path in directory.rglob("*.safetensors"):
+            path.chmod(0o666 & ~_umask())  # safetensors writes 0600 whatever the umask
+        checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": retrofox.__version__})
+    trainer.accelerator.wait_for_everyone()
+
+
+def _cast(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Pretrained tensors in `dtype`; tensors that were one tensor (tied embeddings) stay one."""
+    done: dict[int, torch.Tensor] = {}
+    for name, value in weights.items():
+        if not is_new_tensor(name) and value.is_floating_point():
+            done.setdefault(value.data_ptr(), value.to(dtype))
+    return {name: done.get(value.data_ptr(), value) for name, value in weights.items()}
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

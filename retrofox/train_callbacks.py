@@ -1,0 +1,259 @@
+"""What happens beside the training loop: annealing, signals, the log line, the guard against divergence."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+from transformers.trainer_callback import ProgressCallback
+
+from retrofox.model.gates import ForgetGate, half_life_tokens
+
+SATURATED_SLOPE = 1e-6
+"""A gate value with f (1 - f) below it hardly moves in training; a head is saturated if 99 % of its values are so."""
+DEAD_DECAY = 1e-4
+"""Nats: a head that decays less over a whole row changes no attention weight by more than 0.01 %: it is dead."""
+
+
+class Diverged(ValueError):
+    """Training stopped because the loss is not a number or has jumped; the last good checkpoint stands."""
+
+
+class Guard:
+    """Stops a run whose loss turned NaN or jumped: loss > factor * running mean + 1 nat.
+
+    State: the running mean of logged losses (decay 0.9), saved with every checkpoint.
+    """
+
+    def __init__(self, factor: float, fp16: bool):
+        self.factor, self.fp16 = factor, fp16
+        self.mean: float | None = None
+
+    def check(self, loss: float, grad_norm: float | None, step: int, advice: str) -> None:
+        """Raises Diverged, with what to try; else takes the loss into the running mean."""
+        # fp16's loss scaler starts with overflowing gradients on purpose and skips those steps.
+        gradient_broken = grad_norm is not None and not math.isfinite(grad_norm) and not self.fp16
+        if not math.isfinite(loss) or gradient_broken:
+            raise Diverged(f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite. {advice}")
+        if self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
+            raise Diverged(f"step {step}: loss {loss:.3f} jumped from a running mean of {self.mean:.3f}. {advice}")
+        self.mean = loss if self.mean is None else 0.9 * self.mean + 0.1 * loss
+
+
+class Anneal(TrainerCallback):
+    """Moves the rotary dial with the tokens trained: a function of the step, so that it resumes by itself."""
+
+    def __init__(self, model: Any, start_tokens: int, batch_tokens: int):
+        self.model, self.start_tokens, self.batch_tokens = model, start_tokens, batch_tokens
+        self.limit = model.config.fox["anneal_tokens"]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._move(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save or control.should_training_stop:
+            self._move(state.global_step)
+
+    def _move(self, step: int) -> None:
+        tokens = min(self.limit, self.start_tokens + step * self.batch_tokens)
+        if tokens != self.model.config.fox["annealed_tokens"]:
+            self.model.set_annealed_tokens(tokens)
+
+
+class Signals(TrainerCallback):
+    """SIGTERM and Ctrl-C: finish the step, save, stop; a second Ctrl-C stops at once.
+
+    With several processes they agree every step, over gloo on the CPU, so that all stop at the same step and the GPU
+    is not waited for.
+    """
+
+    def __init__(self, world_size: int):
+        self.caught: int | None = None
+        self.group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
+
+    def __enter__(self) -> Signals:
+        self.before = {number: signal.signal(number, self._catch) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        if self.caught == signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.caught = number
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.group is not None:
+            flag = torch.tensor(self.caught or 0)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self.group)
+            self.caught = int(flag) or None
+        if self.caught is not None:
+            control.should_save = control.should_training_stop = True
+
+
+class LogWithSaves(TrainerCallback):
+    """Logs wherever it saves: windows of the loss then end alike in a run that was interrupted and one that was not."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save:
+            control.should_log = True
+
+
+class GateRecorder(TrainerCallback):
+    """Keeps the gates of the last micro-batch before each log line, and only of that."""
+
+    def __init__(self, model: torch.nn.Module, every: int, save_steps: int):
+        self.gates = [module for module in model.modules() if isinstance(module, ForgetGate)]
+        self.every, self.save_steps = every, save_steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step = state.global_step + 1
+        due = step == 1 or step % self.every == 0 or step % self.save_steps == 0 or step >= state.max_steps
+        for gate in self.gates:
+            gate.record = due
+
+    def statistics(self) -> dict[str, float]:
+        """Half-lives in tokens over all heads (geometric mean, percentiles) and shares of saturated and dead heads."""
+        recorded = [gate.last_log_f for gate in self.gates if gate.last_log_f is not None]
+        if not recorded:
+            return {}
+        found = torch.stack([_per_head(log_f) for log_f in recorded], 1).flatten(1).cpu()
+        length = recorded[0].shape[1]
+        for gate in self.gates:
+            gate.last_log_f = None
+        return half_life_statistics(found[0], found[1], length)
+
+
+def _per_head(log_f: torch.Tensor) -> torch.Tensor:
+    """(2, H): mean log f, and the share of values whose slope is below SATURATED_SLOPE, of log_f (B, T, H)."""
+    slope = log_f.exp() * -torch.expm1(log_f)
+    return torch.stack((log_f.mean((0, 1)), (slope < SATURATED_SLOPE).float().mean((0, 1))))
+
+
+def half_life_statistics(mean_log_f: torch.Tensor, saturated: torch.Tensor, length: int) -> dict[str, float]:
+    """Statistics over heads of half-lives ln 2 / mean(-log f) in tokens, and shares of saturated and dead heads.
+
+    Args:
+        mean_log_f: (heads,) float32.
+        saturated: (heads,) float32, each head's share of saturated gate values.
+        length: tokens of a row.
+    """
+    lives = half_life_tokens(mean_log_f.double().clamp_max(-1e-12))
+    p10, p50, p90 = torch.quantile(lives, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    return {
+        "half_life_mean": float(lives.log().mean().exp()),
+        "half_life_p10": p10,
+        "half_life_p50": p50,
+        "half_life_p90": p90,
+        "gates_saturated": float((saturated >= 0.99).double().mean()),
+        "gates_dead": float((-mean_log_f.double() * length < DEAD_DECAY).double().mean()),
+    }
+
+
+class Clock:
+    """Tokens per second, MFU, memory and time left, between log lines."""
+
+    def __init__(self, batch_tokens: int, flops_per_token: float, peak_flops: float | None, device: torch.device):
+        self.batch_tokens, self.flops_per_token, self.peak = batch_tokens, flops_per_token, peak_flops
+        self.device = device
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Starts a new window at a step."""
+        self.step, self.time = step, time.perf_counter()
+
+    def read(self, step: int, max_steps: int, world_size: int) -> dict[str, float]:
+        """Speed since the last reading; MFU only where the device's peak is known."""
+        elapsed = max(1e-9, time.perf_counter() - self.time)
+        speed = (step - self.step) * self.batch_tokens / elapsed
+        found = {"tokens_per_second": speed, "memory_gb": memory_gb(self.device)}
+        if speed > 0:
+            found["eta_seconds"] = (max_steps - step) * self.batch_tokens / speed
+        if self.peak is not None:
+            found["mfu"] = speed * self.flops_per_token / (self.peak * world_size)
+        self.restart(step)
+        return found
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak of allocated GPU memory, or the process's resident memory on a CPU, in 10^9 bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return psutil.Process().memory_info().rss / 1e9
+
+
+class Progress(ProgressCallback):
+    """The Trainer's progress bar; log lines in one fixed form."""
+
+    def __init__(self, show_bar: bool = True):
+        super().__init__()
+        self.show_bar = show_bar
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(
+                total=state.max_steps, initial=state.global_step, dynamic_ncols=True, disable=not self.show_bar
+            )
+        self.current_step = state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self.training_bar is not None and logs and "loss" in logs:
+            tqdm.write(log_line(logs, state.global_step, state.max_steps), file=sys.stderr)
+
+
+def log_line(logs: dict[str, Any], step: int, max_steps: int) -> str:
+    """One line: step, loss, gradient norm, rate, tokens, speed, MFU, memory, time left, half-lives."""
+    parts = [f"step {step}/{max_steps}", f"loss {logs['loss']:.4f}"]
+    forms: Sequence[tuple[str, str]] = (
+        ("grad_norm", "grad {:.3f}"),
+        ("learning_rate", "lr {:.2e}"),
+        ("tokens", "{:,} tokens"),
+        ("tokens_per_second", "{:,.0f} tok/s"),
+        ("mfu", "mfu {:.1%}"),
+        ("memory_gb", "{:.1f} GB"),
+        ("half_life_mean", "half-life {:.0f}"),
+    )
+    parts += [form.format(logs[key]) for key, form in forms if logs.get(key) is not None]
+    if "half_life_p10" in logs:
+        parts.append(f"p10-p90 {logs['half_life_p10']:.0f}-{logs['half_life_p90']:.3g}")
+    if "gates_saturated" in logs:
+        parts.append(f"saturated {logs['gates_saturated']:.0%} dead {logs['gates_dead']:.0%}")
+    if "eta_seconds" in logs:
+        seconds = int(logs["eta_seconds"])
+        parts.append(f"eta {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}")
+    return " | ".join(parts)
+
+
+class JsonLog:
+    """log.jsonl: one line per log entry; on resume, lines of steps that will be run again are dropped."""
+
+    def __init__(self, path: Path, stage: int, resumed_step: int):
+        self.path, self.stage = path, stage
+        kept = [line for line in self._lines() if (line["stage"], line["step"]) <= (stage, resumed_step)]
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        partial.replace(path)
+
+    def _lines(self) -> list[dict[str, Any]]:
+        if not self.path.is_file():
+            return []
+        lines = self.path.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Appends one line."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"stage": self.stage, **values}) + "\n")

@@ -1,0 +1,311 @@
+"""The Trainer subclass: own data loader, parameter groups by role, chunked objectives, checkpoints that count.
+
+transformers.Trainer underneath brings accelerate (DDP, FSDP2, DeepSpeed), its optimizers and its trackers. Inside the
+loop nothing waits for the GPU: losses, norms and gate statistics stay on the device until a log line is due.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from retrofox import checkpoint
+from retrofox.config import Recipe, Stage
+from retrofox.objectives import causal_lm
+from retrofox.surgery import is_new_tensor
+from retrofox.train_callbacks import Anneal, Clock, GateRecorder, Guard, JsonLog, LogWithSaves, Progress, Signals
+from retrofox.train_groups import group_schedules, parameter_groups
+
+ADVICE = (
+    "The last good checkpoint stands: run again to resume from it after lowering learning_rate (gate rates first), "
+    "raising warmup_tokens or lowering clip; a spike that you trust to pass: raise spike_factor"
+)
+
+
+class FoxTrainer(Trainer):
+    """Trains one stage.
+
+    Args:
+        objective: called as objective(model, batch) inside the model's own forward, so that DDP and FSDP see one
+            forward; returns (loss summed over targets, metrics summed over targets).
+        batches: batches(consumed rows) -> endless iterable of batches with `targets` and `num_targets`.
+        data_state: data_state(consumed rows) -> what identifies the data's order, kept in every checkpoint.
+        first_row: rows consumed by earlier stages.
+        evaluator: the objective that `evaluate_loss` reports, with eval_batches() -> this process's share of batches.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments,
+        *,
+        recipe: Recipe,
+        stage: Stage,
+        number: int,
+        objective: Callable[[Any, dict[str, Any]], tuple[torch.Tensor, torch.Tensor]],
+        batches: Callable[[int], Iterable[dict[str, Any]]],
+        data_state: Callable[[int], dict[str, Any]],
+        first_row: int,
+        batch_tokens: int,
+        clock: Clock,
+        log_file: Path,
+        evaluator: Any = None,
+        eval_batches: Callable[[], Iterable[dict[str, Any]]] | None = None,
+    ):
+        self.recipe, self.stage, self.number = recipe, stage, number
+        self.objective, self.batches, self.data_state = objective, batches, data_state
+        self.first_row, self.batch_tokens, self.clock, self.log_file = first_row, batch_tokens, clock, log_file
+        self.eval_batches = eval_batches
+        self.json_log: JsonLog | None = None
+        self.resumed_step = 0
+        self.guard = Guard(stage.spike_factor, fp16=recipe.precision == "fp16")
+        self.history: list[dict[str, float]] = []
+        super().__init__(model=model, args=args)
+        self.loss_is_scaled_for_ga = True
+        self.model_accepts_loss_kwargs = True  # the same, for transformers before loss_is_scaled_for_ga
+        for builtin in (PrinterCallback, ProgressCallback):
+            self.remove_callback(builtin)
+        lm = causal_lm(model)
+        self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps))
+        self.signals = Signals(args.world_size)
+        self.metric_sums = torch.zeros(len(getattr(objective, "metrics", ())), device=args.device)
+        self.steps_in_sums = 0
+        fox = getattr(lm.config, "fox", None)
+        if stage.anneal and fox is not None and fox["rope"] == "anneal":
+            self.add_callback(Anneal(lm, fox["annealed_tokens"], batch_tokens))
+        for callback in (self.gates, self.signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
+            self.add_callback(callback)
+        self.evaluator = evaluator
+        model.forward = types.MethodType(self._forward, model)
+
+    # data ------------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """Endless batches of this process from where the checkpoint stopped."""
+        return _Endless(self.batches(self.first_row + self.resumed_step * self.rows_per_step))
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_tokens // self.stage.sequence_length
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The micro-batches of one step and the number of targets in it over all processes."""
+        samples = [next(epoch_iterator) for _ in range(num_batches)]
+        count: Any = sum(sample["num_targets"] for sample in samples)
+        if self.args.world_size > 1:
+            here: Any = torch.tensor([count], device=device)
+            count = self.accelerator.reduce(here, "sum")
+        return samples, count
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        # Pinned host memory and non_blocking: the copy runs beside the step before it.
+        return {
+            key: value.to(self.args.device, non_blocking=True)
+            for key, value in inputs.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _forward(self, model: Any, **batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model's forward is during a stage: the objective."""
+        return self.objective(model, batch)
+
+    def evaluate_loss(self) -> float | None:
+        """Cross-entropy in nats per token over the held-out rows; None without them, or before FSDP has sharded."""
+        sharded_later = (self.is_fsdp_enabled or self.is_deepspeed_enabled) and self.model_wrapped is self.model
+        if self.eval_batches is None or (sharded_later and not isinstance(self.model, FSDPModule)):
+            return None
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        training, self.objective = self.objective, self.evaluator
+        model: Any = self.model_wrapped
+        model.eval()
+        try:
+            for batch in self.eval_batches():
+                with torch.no_grad(), self.accelerator.autocast():
+                    loss, _ = model(**self._prepare_inputs(batch))
+                sums += torch.stack((loss.double(), torch.full_like(loss, batch["num_targets"]).double()))
+        finally:
+            self.objective = training
+            model.train()
+        total = self.accelerator.reduce(sums, "sum")
+        return float(total[0] / total[1])  # type: ignore[index]
+
+    # loss, groups, schedule ------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Mean over the targets of the whole step: each process's sum, times their number because DDP averages."""
+        loss, metrics = model(**inputs)
+        scale = self.args.world_size / num_items_in_batch
+        self.metric_sums += metrics * scale
+        return loss * scale
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer named by the recipe over parameter groups by role."""
+        if self.optimizer is None:
+            target: Any = self.model if model is None else model
+            groups = parameter_groups(target, self.stage)
+            cls, options = self.get_optimizer_cls_and_kwargs(self.args, target)
+            own = [key for key in ("params", "model", "optimizer_dict") if key in options]
+            if own or not isinstance(cls, type):
+                raise ValueError(
+                    f"optim {self.args.optim} makes its own parameter groups, so rates by role would be lost: "
+                    "choose another, e.g. adamw_torch_fused"
+                )
+            self.optimizer = cls(groups, **options)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The stage's schedule in tokens, one factor per group."""
+        if self.lr_scheduler is None:
+            target = self.optimizer if optimizer is None else optimizer
+            factors = group_schedules(target.param_groups, self.stage, self.batch_tokens)
+            self.lr_scheduler = LambdaLR(target, factors)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _get_learning_rate(self) -> float:
+        return self.lr_scheduler.get_last_lr()[-1]  # type: ignore[union-attr]  # the pretrained weights', not a gate's
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0  # counted in closed form by Clock; the Trainer's own walks all parameters at every micro-batch
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if self.is_fsdp_enabled:
+            shard_new_modules(self.model)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    # log -------------------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds tokens, speed, MFU, memory, time left and gate statistics; checks the loss; writes the JSON line."""
+        if "loss" in logs:
+            step, args = self.state.global_step, self.args
+            logs["tokens"] = step * self.batch_tokens
+            logs.update(self.clock.read(step, self.state.max_steps, args.world_size))
+            logs.update(self.gates.statistics())
+            if len(self.metric_sums):
+                total: Any = self.accelerator.reduce(self.metric_sums.clone(), "mean")
+                means = (total / max(1, step - self.steps_in_sums)).tolist()
+                logs.update(zip(self.objective.metrics, means, strict=True))  # type: ignore[attr-defined]
+                self.metric_sums.zero_()
+            self.steps_in_sums = step
+            self.history.append({"step": step, "loss": logs["loss"], "tokens_per_second": logs["tokens_per_second"]})
+            if self.json_log is not None:
+                self.json_log.write({"step": step, **logs})
+            self.guard.check(logs["loss"], logs.get("grad_norm"), step, ADVICE)
+        super().log(logs, start_time)
+
+    # checkpoints -----------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Trains to the end of the stage, or until a signal; restores what is ours from the checkpoint first."""
+        if resume_from_checkpoint is not None:
+            note = checkpoint.note_of(Path(resume_from_checkpoint))
+            self.resumed_step = note["step"]
+            self.guard.mean = note["loss_mean"]
+            wanted = self.data_state(self.first_row + self.resumed_step * self.rows_per_step)
+            if note["data"] != wanted:
+                raise ValueError(
+                    f"the data under this run changed: {resume_from_checkpoint} was made with {note['data']}, now it "
+                    f"is {wanted}. Restore the data, or choose another `output`"
+                )
+        if self.args.should_save:
+            self.json_log = JsonLog(self.log_file, self.number, self.resumed_step)
+        self.clock.restart(self.resumed_step)
+        self.steps_in_sums = self.resumed_step
+        with self.signals:
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes checkpoint-N, then its COMPLETE marker, then rotates; says what failed and what still stands."""
+        root = Path(str(self.args.output_dir))
+        directory = root / f"checkpoint-{self.state.global_step}"
+        if (directory / checkpoint.MARKER).is_file():
+            return
+        if self.args.should_save and directory.exists():
+            checkpoint.discard(directory)  # what an interrupted save left
+        self.accelerator.wait_for_everyone()
+        try:
+            super()._save_checkpoint(model, trial)
+            self._after_save(directory)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                consumed = self.first_row + self.state.global_step * self.rows_per_step
+                checkpoint.commit(
+                    directory,
+                    {
+                        "step": self.state.global_step,
+                        "stage": self.number,
+                        "tokens": self.state.global_step * self.batch_tokens,
+                        "data": self.data_state(consumed),
+                        "loss_mean": self.guard.mean,
+                        "world_size": self.args.world_size,
+                    },
+                )
+                checkpoint.rotate(root, self.recipe.checkpoint.keep)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            stands, _ = checkpoint.newest_good(root)
+            raise ValueError(
+                f"could not write {directory}: {error}. "
+                + (f"{stands} is complete: " if stands else "There is no earlier checkpoint: ")
+                + "free some disk space or mend the directory, and run the same command again"
+            ) from error
+        self.accelerator.wait_for_everyone()
+        self.clock.restart(self.state.global_step)
+
+    def restore(self, directory: Path) -> None:
+        """Loads a stage's last checkpoint where nothing is left to train."""
+        self.state.global_step = checkpoint.note_of(directory)["step"]
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            self._prepare_for_training(self.args.max_steps, None, str(directory))
+        else:
+            self._load_from_checkpoint(str(directory))
+
+    def _after_save(self, directory: Path) -> None:
+        if self.args.should_save and (directory / "adapter_config.json").is_file():
+            from retrofox.lora import assert_gates_saved
+
+            assert_gates_saved(directory, causal_lm(self.model))
+
+    def release(self) -> Any:
+        """The model with its own forward again, for what comes after the stage."""
+        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        model.__dict__.pop("forward", None)
+        return model
+
+
+class _Endless:
+    """An iterable without length, as the Trainer wants it for training by steps."""
+
+    def __init__(self, batches: Iterable[dict[str, Any]]):
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def shard_new_modules(model: Any) -> None:
+    """Gives gates and Pro parts FSDP2 groups of their own, float32: the layers' bfloat16 groups would cast them.
+
+    Raises:
+        ValueError: FSDP1, or rank-0-only loading, neither of which can keep them apart.
+    """
+    if int(os.environ.get("FSDP_VERSION", "1")) != 2:
+        raise ValueError("FSDP version 1 can't keep the forget gates in float32: set fsdp_version: 2")
+    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true":
+        raise ValueError("set fsdp_cpu_ram_efficient_loading: false: it would build the forget gates on no device")
+    for name, module in list(model.named_modules()):
+        holds = any(True for _ in module.parameters(recurse=False))
+        if holds and is_new_tensor(f"{name}.weight") and not isinstance(module, FSDPModule):
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))

@@ -1,0 +1,110 @@
+"""What is done to a model so that it trains fast: a bfloat16 residual stream, fused norms, recomputation, compilation.
+
+Weights stay float32 (they are the master copy; gradients accumulate in float32) and autocast runs the products in
+bfloat16. Left alone, autocast keeps embeddings and norms, hence the whole residual stream, in float32: on a 576-wide
+model the elementwise kernels then move twice the bytes. Here the embedding hands on bfloat16 and each norm is one
+fused kernel in the stream's dtype with its statistics in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from retrofox.objectives import causal_lm
+
+
+def lower_precision_stream(model: Any, dtype: torch.dtype) -> None:
+    """Makes the token embedding hand on `dtype`, so that residual additions run in it."""
+
+    def cast(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.to(dtype)
+
+    causal_lm(model).get_input_embeddings().register_forward_hook(cast)
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Runs every RMSNorm y = w x / sqrt(mean(x^2) + eps) as one kernel; returns how many.
+
+    A module is one if torch's rms_norm agrees with it on random numbers, whatever its class is called; those that
+    differ (Gemma's 1 + w) are left as they are.
+    """
+    fused, verdicts = 0, {}
+    for module in model.modules():
+        weight, eps = getattr(module, "weight", None), _epsilon(module)
+        if eps is None or not isinstance(weight, torch.Tensor) or weight.ndim != 1 or weight.is_meta:
+            continue
+        if type(module) not in verdicts:
+            verdicts[type(module)] = _is_rms_norm(module, eps)
+        if verdicts[type(module)]:
+            module.forward = functools.partial(_rms_norm, module, eps)
+            fused += 1
+    return fused
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    if "RMSNorm" not in type(module).__name__:
+        return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+def _is_rms_norm(module: nn.Module, eps: float) -> bool:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    # Its own generator: looking at a norm must not move the random numbers of the run.
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, weight.shape[0], generator=generator).to(weight.device)
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(torch.randn(weight.shape, generator=generator))
+        try:
+            return torch.allclose(module(x).float(), F.rms_norm(x, x.shape[-1:], weight.float(), eps), atol=1e-5)
+        finally:
+            weight.copy_(kept)
+
+
+def _rms_norm(module: Any, eps: float, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, x.shape[-1:], module.weight.to(x.dtype), eps)
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of a transformers causal language model."""
+    lm = causal_lm(model)
+    return getattr(lm, lm.base_model_prefix).layers
+
+
+def recompute(model: Any, which: str | int) -> int:
+    """Turns on activation recomputation: "none", "full", or every n-th layer; returns how many layers recompute."""
+    layers: Any = decoder_layers(model)
+    every = {"none": 0, "full": 1}.get(which, which) if isinstance(which, str) else which
+    assert isinstance(every, int)
+    function = functools.partial(checkpoint, use_reentrant=False)
+    count = 0
+    for index, layer in enumerate(layers):
+        on = every > 0 and index % every == 0
+        if on and not hasattr(type(layer), "gradient_checkpointing"):
+            raise ValueError(f"{type(layer).__name__} has no gradient checkpointing: set gradient_checkpointing: none")
+        layer.gradient_checkpointing = on
+        layer._gradient_checkpointing_func = function
+        count += on
+    return count
+
+
+def compile_parts(model: Any) -> int:
+    """torch.compile of every MLP in place, parameters and names unchanged; returns how many."""
+    count = 0
+    for layer in decoder_layers(model):
+        mlp = getattr(layer, "mlp", None)
+        if isinstance(mlp, nn.Module):
+            mlp.compile(dynamic=False)
+            count += 1
+    if not count:
+        raise ValueError("compile: this model's layers have no `mlp` to compile: set compile: false")
+    return count
