@@ -1,0 +1,134 @@
+"""The Triton implementations as one torch operator: registered with a fake and a gradient, so torch.compile sees no graph break.
+
+    fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo     (backend "triton" or "gluon")
+    fox_kernels::attention_backward   -> dq, dk, dv, dlog_f
+
+No value is read back to the host, so both can be captured in a CUDA graph.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import cumsum, decode
+from .backward import launch_backward
+from .forward import launch_forward
+
+LN_2 = math.log(2)
+
+
+def _launchers(backend: str):
+    if backend == "gluon":
+        from . import hopper_backward, hopper_forward
+
+        return hopper_forward.launch_forward, hopper_backward.launch_backward
+    return launch_forward, launch_backward
+
+
+@torch.library.custom_op("fox_kernels::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    seq_start: Tensor | None,
+    window: int | None,
+    sink: int,
+    softcap: float | None,
+    prune: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    c_hi, c_lo = cumsum.cumulative(log_f)
+    options = {
+        "scale": scale,
+        "seq_start": seq_start,
+        "window": window,
+        "sink": sink,
+        "softcap": softcap,
+        "prune": prune,
+    }
+    if cu_seqlens is None and decode.pays(q, k):
+        return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo
+    launch, _ = _launchers(backend)
+    return *launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, **options), c_hi, c_lo
+
+
+@attention.register_fake
+def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend):
+    (B, T, H, D), S = q.shape, k.shape[1]
+    o = q.new_empty(B, T, H, D)
+    lse2, c_hi, c_lo = (q.new_empty(B, H, n, dtype=torch.float32) for n in (T, S, S))
+    return o, lse2, c_hi, c_lo
+
+
+@torch.library.custom_op("fox_kernels::attention_backward", mutates_args=())
+def attention_backward(
+    do: Tensor,
+    dlse2: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    o: Tensor,
+    lse2: Tensor,
+    c_hi: Tensor,
+    c_lo: Tensor,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    seq_start: Tensor | None,
+    window: int | None,
+    sink: int,
+    softcap: float | None,
+    prune: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, launch = _launchers(backend)
+    dq, dk, dv, dc = launch(
+        do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window,
+        sink=sink, softcap=softcap, prune=prune,
+    )  # fmt: skip
+    return dq, dk, dv, cumsum.gate_gradient(dc, log_f)
+
+
+@attention_backward.register_fake
+def _(
+    do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend
+):
+    def like(x):
+        return x.new_empty(x.shape)  # contiguous whatever x's strides are, as the kernels write it
+
+    return like(q), like(k), like(v), like(log_f)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend = inputs
+    ctx.save_for_backward(q, k, v, log_f, *output, cu_seqlens, seq_start)
+    ctx.options = (window, sink, softcap, prune, backend)
+    ctx.scale = scale
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, do, dlse2, _dc_hi, _dc_lo):
+    q, k, v, log_f, o, lse2, c_hi, c_lo, cu_seqlens, seq_start = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    grads = attention_backward(
+        do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, ctx.scale, cu_seqlens, seq_start, *ctx.options
+    )
+    return *grads, *[None] * 8
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def forgetting_attention(
+    q, k, v, log_f, *, scale, cu_seqlens, seq_start, window, sink, softcap, prune, return_lse, backend
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fox_kernels.forgetting_attention` by the Triton ("triton") or the Gluon ("gluon") kernels; arguments checked by it."""
+    o, lse2, _, _ = attention(
+        q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, None if softcap is None else float(softcap),
+        None if prune is None else float(prune), backend,
+    )  # fmt: skip
+    return (o, lse2.transpose(1, 2) * LN_2) if return_lse else o

@@ -1,0 +1,195 @@
+"""Decoding: one or a few queries against a long cache, the keys split over the GPU.
+
+One program per sequence, kv head and stretch of keys; the T * G queries of the head's group are the rows of its tile, so K and V
+are read once for all of them. Each program leaves its part's o and lse, a second kernel merges them. c is kept as two
+floats beside the cache (`cumsum.append` lengthens it) and every decay is the exact difference c_i - c_j.
+
+Where pruning is on, a program whose keys no query of the group needs leaves after reading one scalar: see `skip_before`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import prune as pruning
+from .forward import LOG2_E, soft_capped, unit_last, visible
+from .tiles import split_head_dim
+
+MAX_ROWS = 64  # T * H / Hkv that share a tile
+MIN_KEYS = 256
+
+
+def pays(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Return whether the problem is a decoding one: few query rows per kv head, many keys."""
+    (_, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
+    return q.numel() > 0 and T * (H // Hkv) <= MAX_ROWS and T <= 16 and S >= MIN_KEYS and S >= 16 * T
+
+
+@triton.jit(do_not_specialize=["S", "span", "window", "sink"])
+def split_kernel(
+    q_ptr, k_ptr, v_ptr, c_hi_ptr, c_lo_ptr, start_ptr, first_ptr, part_ptr, part_lse_ptr,
+    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sc_b, sc_h,
+    T, S, H, span, window, sink, scale2, softcap2, inverse_cap,
+    GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+    STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr, PRUNE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    split, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    splits = tl.num_programs(0)
+    heads = H // GROUP
+    b, h_kv = kv // heads, kv % heads
+    rows, offs_n = tl.arange(0, ROWS), tl.arange(0, BN)
+    offs_d0 = tl.arange(0, D0)
+    offs_d1 = D0 + tl.arange(0, D1 if D1 > 0 else D0)
+    real = rows < T * GROUP
+    t, h = tl.minimum(rows // GROUP, T - 1), h_kv * GROUP + rows % GROUP
+    pos = S - T + t
+
+    begin, end = split * span, tl.minimum((split + 1) * span, S)
+    least = split * 0
+    if STARTS:
+        least = tl.load(start_ptr + b)
+    low = least
+    if WINDOW:
+        low = tl.maximum(low, S - T - window + 1)
+    if PRUNE:
+        low = tl.maximum(low, tl.load(first_ptr + kv))
+    sinks_end = tl.minimum(least + sink, low)
+    begin = tl.where((begin < sinks_end) & (end > least), tl.maximum(begin, least), tl.maximum(begin, low))
+
+    q_rows = q_ptr + b * sq_b + t * sq_t + h * sq_h
+    q0 = tl.load(q_rows[:, None] + offs_d0[None, :], mask=real[:, None], other=0.0)
+    q1 = q0
+    acc0 = tl.zeros([ROWS, D0], tl.float32)
+    acc1 = acc0
+    if D1 > 0:
+        q1 = tl.load(q_rows[:, None] + offs_d1[None, :], mask=real[:, None], other=0.0)
+        acc1 = tl.zeros([ROWS, D1], tl.float32)
+    c_rows = b * sc_b + h * sc_h
+    c_i_hi, c_i_lo = tl.load(c_hi_ptr + c_rows + pos), tl.load(c_lo_ptr + c_rows + pos)
+    k_ptr += b * sk_b + h_kv * sk_h
+    v_ptr += b * sv_b + h_kv * sv_h
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+
+    for it in range(tl.cdiv(tl.maximum(end - begin, 0), BN)):
+        n0 = begin + it * BN
+        j = n0 + offs_n
+        inside = j < end
+        k_rows = k_ptr + n0.to(tl.int64) * sk_s + offs_n[:, None] * sk_s
+        v_rows = v_ptr + n0.to(tl.int64) * sv_s + offs_n[:, None] * sv_s
+        k0 = tl.load(k_rows + offs_d0[None, :], mask=inside[:, None], other=0.0)
+        v0 = tl.load(v_rows + offs_d0[None, :], mask=inside[:, None], other=0.0)
+        s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        if D1 > 0:
+            k1 = tl.load(k_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
+            v1 = tl.load(v_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
+            s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+        if CAP:
+            s, _t = soft_capped(s * scale2, softcap2, inverse_cap)
+        else:
+            s = s * scale2
+        gates = c_rows[:, None] + j[None, :]
+        known = real[:, None] & inside[None, :]
+        bias = c_i_hi[:, None] - tl.load(c_hi_ptr + gates, mask=known, other=0.0)
+        bias += c_i_lo[:, None] - tl.load(c_lo_ptr + gates, mask=known, other=0.0)
+        if SINK:
+            bias = tl.where((j < least + sink)[None, :], 0.0, bias)
+        seen = visible(pos[:, None], j[None, :], least, S, window, sink, True, STARTS, WINDOW) & known
+        s = tl.where(seen, s + bias, float("-inf"))
+        top = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(s - base[:, None])
+        alpha = tl.exp2(m - base)
+        l = l * alpha + tl.sum(p, 1)
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0 * alpha[:, None], input_precision=PRECISION)
+        if D1 > 0:
+            acc1 = tl.dot(p.to(v1.dtype), v1, acc1 * alpha[:, None], input_precision=PRECISION)
+        m = top
+
+    l_safe = tl.where(l > 0, l, 1.0)
+    out = (kv * splits + split) * T * GROUP + rows
+    tl.store(part_lse_ptr + out, tl.where(l > 0, m + tl.log2(l_safe), float("-inf")), mask=real)
+    if begin < end:  # a part without keys is never read
+        part = part_ptr + out[:, None] * (D0 + D1)
+        tl.store(part + offs_d0[None, :], acc0 / l_safe[:, None], mask=real[:, None])
+        if D1 > 0:
+            tl.store(part + offs_d1[None, :], acc1 / l_safe[:, None], mask=real[:, None])
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(
+    part_ptr, part_lse_ptr, o_ptr, lse_ptr, T, H, splits,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    row, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    rows = T * GROUP
+    offs_s, offs_d = tl.arange(0, SPLITS), tl.arange(0, DP)
+    index = (kv * splits + offs_s) * rows + row
+    lse = tl.load(part_lse_ptr + index, mask=offs_s < splits, other=float("-inf"))
+    top = tl.max(lse, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(lse - base)
+    total = tl.sum(weight, 0)
+    mask = (weight > 0)[:, None] & (offs_d < D)[None, :]
+    part = tl.load(part_ptr + index[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
+    safe = tl.where(total > 0, total, 1.0)
+    o = tl.sum(part * weight[:, None], 0) / safe
+    heads = H // GROUP
+    b, t = kv // heads, row // GROUP
+    h = (kv % heads) * GROUP + row % GROUP
+    tl.store(o_ptr + ((b * T + t) * H + h) * D + offs_d, o.to(o_ptr.dtype.element_ty), mask=offs_d < D)
+    tl.store(lse_ptr + (b * H + h) * T + t, tl.where(total > 0, base + tl.log2(safe), float("-inf")))
+
+
+def skip_before(q, k, c_hi, c_lo, scale, softcap, log_eps) -> torch.Tensor:
+    """Return first (B, Hkv) int32: the keys before it hold at most exp(log_eps) of the weight of every query of the group.
+
+    A gate never opens again (log f <= 0), so for norms that stay bounded they may leave the cache for good.
+    """
+    B, Hkv = k.shape[0], k.shape[2]
+    first = pruning.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps)
+    return first.view(B, Hkv, -1).amin(-1)
+
+
+def launch_decode(
+    q, k, v, c_hi, c_lo, *, scale, seq_start=None, window=None, sink=0, softcap=None, prune=None, splits=None
+):
+    """Return o (B, T, H, D) and lse2 (B, H, T) of the last T positions of a cache of S; T * H / Hkv <= MAX_ROWS.
+
+    q (B, T, H, D); k, v (B, S, Hkv, D), any strides with unit last; c_hi, c_lo (B, H, S) float32, unit last stride, any other,
+    so that a longer buffer can be sliced. Raises ValueError when the group's rows do not fit a tile.
+    """
+    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    group = H // Hkv
+    if T * group > MAX_ROWS:
+        raise ValueError(
+            f"decode packs T * H / Hkv <= {MAX_ROWS} rows into a tile, got {T} * {group}: use launch_forward"
+        )
+    q, k, v = unit_last(q), unit_last(k), unit_last(v)
+    first = None if prune is None else skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), scale, softcap, prune)
+    D0, D1 = split_head_dim(D)
+    block = 32 if D > 128 or q.dtype == torch.float32 else 64 if D > 64 else 128
+    if splits is None:
+        processors = 8 if q.device.type == "cpu" else torch.cuda.get_device_properties(q.device).multi_processor_count
+        splits = max(1, min(256, triton.cdiv(S, 4 * block), triton.cdiv(4 * processors, B * Hkv)))
+    span = triton.cdiv(triton.cdiv(S, splits), block) * block
+    splits = triton.cdiv(S, span)
+    part = torch.empty(B * Hkv, splits, T * group, D, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(B * Hkv, splits, T * group, dtype=torch.float32, device=q.device)
+    o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
+    lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    split_kernel[(splits, B * Hkv)](
+        q, k, v, c_hi, c_lo, seq_start, first, part, part_lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *c_hi.stride()[:2],
+        T, S, H, span, window or 0, sink, scale * LOG2_E, 0.0 if softcap is None else softcap * LOG2_E,
+        0.0 if softcap is None else 2.0 / softcap,
+        GROUP=group, D0=D0, D1=D1, ROWS=max(16, triton.next_power_of_2(T * group)), BN=block,
+        STARTS=seq_start is not None, WINDOW=window is not None, SINK=sink > 0, CAP=softcap is not None,
+        PRUNE=first is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+    )  # fmt: skip
+    merge_kernel[(T * group, B * Hkv)](
+        part, part_lse, o, lse2, T, H, splits,
+        GROUP=group, D=D, DP=triton.next_power_of_2(D), SPLITS=triton.next_power_of_2(splits), num_warps=4,
+    )  # fmt: skip
+    return o, lse2

@@ -1,0 +1,292 @@
+"""The forward in plain Triton: one program per tile of queries and head, keys walked from the diagonal outwards.
+
+Every kernel here works in base 2: scores, c and lse are natural units times log2(e). Two forms of the decay are used:
+
+    masked blocks    (diagonal, document and window edges, sinks)  the exact difference c_i - c_j of two-float values
+    interior blocks  a row vector c_ref - c_j <= 0, c_ref being the tile's first query: one fused multiply-add per score
+
+The running max moves from the first form to the second by c_i - c_ref, with its rounding error carried into the sums, so
+that saturated gates (c falling by thousands within a tile) cost no accuracy.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import prune as pruning
+from .chunked import document_starts
+from .tiles import Tile, split_head_dim, tile_for
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def visible(i, j, start, S, window, sink, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr):
+    """Which keys j queries i see; i, j and start broadcast to the block in either orientation."""
+    seen = j < S
+    if CAUSAL:
+        seen = seen & (j <= i)
+    if STARTS:
+        seen = seen & (j >= start)
+    if WINDOW:
+        seen = seen & ((i - j < window) | (j < start + sink))
+    return seen
+
+
+@triton.jit
+def soft_capped(s, softcap2, inverse_cap):
+    """softcap2 * tanh(s / softcap2), by exp2; returns the value and tanh."""
+    t = 1.0 - 2.0 / (tl.exp2(s * inverse_cap) + 1.0)
+    return softcap2 * t, t
+
+
+@triton.jit
+def load_rows(ptr, row, stride, offs_r, offs_d, limit, MASKED: tl.constexpr):
+    """Rows row + offs_r of a (rows, D) matrix with unit last stride; the block's base is 64 bit."""
+    ptrs = ptr + row.to(tl.int64) * stride + offs_r[:, None] * stride + offs_d[None, :]
+    if MASKED:
+        return tl.load(ptrs, mask=(row + offs_r < limit)[:, None], other=0.0)
+    return tl.load(ptrs)
+
+
+@triton.jit
+def query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS: tl.constexpr):
+    """Positions of a tile's queries, their document starts, and the least and greatest of these."""
+    pos = q_offset + m0 + offs_m
+    start = tl.zeros_like(pos)
+    if STARTS:
+        row = m0 + offs_m < T
+        start = tl.load(start_ptr + tl.minimum(pos, S - 1), mask=row, other=0)
+        least = tl.min(tl.where(row, start, S), 0)
+        greatest = tl.max(start, 0)
+    else:
+        least = m0 * 0
+        greatest = m0 * 0
+    return pos, start, least, greatest
+
+
+@triton.jit
+def key_range(
+    first_ptr, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRUNE: tl.constexpr,
+    PRUNE_M: tl.constexpr,
+):  # fmt: skip
+    """Key blocks of a query tile: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked, and
+    the sinks' own masked blocks [sink_low, sink_high) below low."""
+    first_pos = q_offset + m0
+    high = S
+    full = S
+    if CAUSAL:
+        high = tl.minimum(S, last_pos + 1)
+        full = tl.minimum(S, first_pos + 1)
+    low = least
+    ragged = tl.maximum(greatest, 0)
+    if WINDOW:
+        low = tl.maximum(low, first_pos - window + 1)
+        ragged = tl.maximum(ragged, last_pos - window + 1)
+    if PRUNE:
+        first = tl.load(first_ptr + m0 // PRUNE_M)
+        for extra in tl.static_range(1, BM // PRUNE_M):
+            if m0 + extra * PRUNE_M < T:
+                first = tl.minimum(first, tl.load(first_ptr + m0 // PRUNE_M + extra))
+        low = tl.maximum(low, first)
+    ragged = tl.where(sink > 0, tl.maximum(ragged, tl.minimum(greatest + sink, S)), ragged)
+    high = tl.cdiv(tl.maximum(high, 0), BN)
+    low = tl.minimum(low // BN, high)
+    mid_high = tl.maximum(tl.minimum(full // BN, high), low)
+    mid_low = tl.minimum(tl.maximum(tl.cdiv(ragged, BN), low), mid_high)
+    sink_low = tl.minimum(least // BN, low)
+    sink_high = tl.where(sink > 0, tl.maximum(tl.minimum(tl.cdiv(least + sink, BN), low), sink_low), sink_low)
+    return low, mid_low, mid_high, high, sink_low, sink_high
+
+
+@triton.jit
+def masked_block(it, low, mid_low, mid_high, high, sink_low):
+    """The it-th masked key block: from the diagonal down, then the low edge, then the sinks."""
+    diagonal = high - mid_high
+    edge = diagonal + mid_low - low
+    return tl.where(
+        it < diagonal, high - 1 - it, tl.where(it < edge, mid_low - 1 - (it - diagonal), sink_low + it - edge)
+    )
+
+
+@triton.jit
+def _attend(
+    n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr,
+    pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One key block of the online softmax. bias: c_ref (interior, scalars) or c_i (masked, one per row)."""
+    j = n0 + offs_n
+    k0 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d0, S, MASKED)
+    s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+    if D1 > 0:
+        k1 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d1, S, MASKED)
+        s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+    if CAP:
+        s, _t = soft_capped(s * scale2, softcap2, inverse_cap)
+    else:
+        s = s * scale2
+    if MASKED:
+        c_hi = tl.load(c_hi_ptr + j, mask=j < S, other=0.0)
+        c_lo = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
+        bias = (bias_hi[:, None] - c_hi[None, :]) + (bias_lo[:, None] - c_lo[None, :])
+        if SINK:
+            bias = tl.where(j[None, :] < start[:, None] + sink, sink_bias, bias)
+        seen = visible(pos[:, None], j[None, :], start[:, None], S, window, sink, CAUSAL, STARTS, WINDOW)
+        s = tl.where(seen, s + bias, float("-inf"))
+    else:
+        s += ((bias_hi - tl.load(c_hi_ptr + j)) + (bias_lo - tl.load(c_lo_ptr + j)))[None, :]
+    top = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
+    p = tl.exp2(s - base[:, None])
+    alpha = tl.exp2(m - base)
+    l = l * alpha + tl.sum(p, 1)
+    v0 = load_rows(v_ptr, n0, stride_v, offs_n, offs_d0, S, MASKED)
+    acc0 = tl.dot(p.to(v0.dtype), v0, acc0 * alpha[:, None], input_precision=PRECISION)
+    if D1 > 0:
+        v1 = load_rows(v_ptr, n0, stride_v, offs_n, offs_d1, S, MASKED)
+        acc1 = tl.dot(p.to(v1.dtype), v1, acc1 * alpha[:, None], input_precision=PRECISION)
+    return top, l, acc0, acc1
+
+
+@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, start_ptr, first_ptr, c_offset_ptr,
+    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h,
+    T, S, H, q_offset, window, sink, scale2, softcap2, inverse_cap,
+    GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
+    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # The longest rows first: tiles in falling order, the heads of a group side by side so that they share K and V in L2.
+    tiles = tl.cdiv(T, BM)
+    pairs = tl.num_programs(0) // tiles
+    m0 = (tiles - 1 - tl.program_id(0) // pairs) * BM
+    bh = (tl.program_id(0) % pairs).to(tl.int64)
+    b, h = bh // H, bh % H
+    q_ptr += b * sq_b + h * sq_h
+    k_ptr += b * sk_b + (h // GROUP) * sk_h
+    v_ptr += b * sv_b + (h // GROUP) * sv_h
+    c_hi_ptr += bh * S
+    c_lo_ptr += bh * S
+    if STARTS:
+        start_ptr += b * S
+    if PRUNE:
+        first_ptr += bh * tl.cdiv(T, PRUNE_M)
+
+    offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
+    offs_d0 = tl.arange(0, D0)
+    offs_d1 = D0 + tl.arange(0, D1 if D1 > 0 else D0)
+    pos, start, least, greatest = query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS)
+    last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
+    low, mid_low, mid_high, high, sink_low, sink_high = key_range(
+        first_ptr, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
+        BM, BN, CAUSAL, WINDOW, PRUNE, PRUNE_M)  # fmt: skip
+
+    q0 = load_rows(q_ptr, m0, sq_t, offs_m, offs_d0, T, True)
+    q1 = q0
+    acc0 = tl.zeros([BM, D0], tl.float32)
+    acc1 = acc0
+    if D1 > 0:
+        q1 = load_rows(q_ptr, m0, sq_t, offs_m, offs_d1, T, True)
+        acc1 = tl.zeros([BM, D1], tl.float32)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
+    c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
+    offset = 0.0  # c_offset is constant along a row: it enters the sinks (negated) and lse only
+    if SHIFT:
+        offset = tl.load(c_offset_ptr + bh)
+    sink_bias = 0.0 - offset
+    ref_hi = tl.load(c_hi_ptr + tl.minimum(q_offset + m0, S - 1))
+    ref_lo = tl.load(c_lo_ptr + tl.minimum(q_offset + m0, S - 1))
+
+    for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
+        n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
+        m, l, acc0, acc1 = _attend(
+            n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, c_hi_ptr, c_lo_ptr,
+            pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
+            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION)  # fmt: skip
+
+    # From exact units to units relative to c_ref; the rounding of the sum goes into l and acc.
+    shift = (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
+    finite = tl.where(m == float("-inf"), 0.0, m)
+    relative = finite - shift
+    repair = tl.exp2(finite - (relative + shift))
+    l *= repair
+    acc0 *= repair[:, None]
+    if D1 > 0:
+        acc1 *= repair[:, None]
+    m = tl.where(m == float("-inf"), m, relative)
+
+    for it in range(mid_high - mid_low):
+        n0 = (mid_high - 1 - it) * BN
+        m, l, acc0, acc1 = _attend(
+            n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo, c_hi_ptr, c_lo_ptr,
+            pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
+            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION)  # fmt: skip
+
+    seen = l > 0
+    l = tl.where(seen, l, 1.0)
+    lse = tl.where(seen, (m + shift) + tl.log2(l) + offset, float("-inf"))
+    rows = m0 + offs_m < T
+    tl.store(lse_ptr + bh * T + m0 + offs_m, lse, mask=rows)
+    o_rows = o_ptr + ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
+    tl.store(o_rows + offs_d0[None, :], (acc0 / l[:, None]).to(o_ptr.dtype.element_ty), mask=rows[:, None])
+    if D1 > 0:
+        tl.store(o_rows + offs_d1[None, :], (acc1 / l[:, None]).to(o_ptr.dtype.element_ty), mask=rows[:, None])
+
+
+def document_bounds(B, S, cu_seqlens, seq_start, device) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return (start, end), each (B, S) int32: the document of every position; None when every row is one document."""
+    if cu_seqlens is None and seq_start is None:
+        return None
+    start = document_starts(B, S, cu_seqlens, seq_start, device).to(torch.int32).contiguous()
+    if cu_seqlens is None:
+        return start, torch.full_like(start, S)
+    ends = torch.cat((cu_seqlens[1:].to(torch.int64), torch.full((1,), S, dtype=torch.int64, device=device)))
+    document = torch.searchsorted(ends[:-1].contiguous(), torch.arange(S, device=device), right=True)
+    return start, ends[document].to(torch.int32).expand(B, S).contiguous()
+
+
+def unit_last(x: torch.Tensor) -> torch.Tensor:
+    """Return x itself if its last stride is 1, else a contiguous copy: the only copy of an input that is ever made."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def launch_forward(
+    q, k, v, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None,
+    prune=None, q_offset=None, c_offset=None, causal=True, tile: Tile | None = None, bounds=None,
+):  # fmt: skip
+    """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside (-inf where nothing is seen).
+
+    q (B, T, H, D), k, v (B, S, Hkv, D); c_hi + c_lo (B, H, S) is c * log2(e) in two floats. Query t sits at position
+    q_offset + t (default S - T) and has c_i = c[min(position, S - 1)] + c_offset[b, h] (log2 units, default 0), so blocks
+    of other devices' keys need no new kernel: causal=False lets every query see every key, and lse2 merges the parts.
+    """
+    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    q, k, v = unit_last(q), unit_last(k), unit_last(v)
+    q_offset = S - T if q_offset is None else q_offset
+    o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
+    lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    if o.numel() == 0:
+        return o, lse2
+    if starts is None:
+        starts = document_bounds(B, S, cu_seqlens, seq_start, q.device)
+    if prune is not None and bounds is None:
+        bounds = pruning.loop_bounds(q, k, c_hi, c_lo, scale, softcap, prune, q_offset, causal)
+    tile = tile or tile_for("forward", D, q.dtype, q.device)
+    D0, D1 = split_head_dim(D)
+    cap2 = 0.0 if softcap is None else softcap * LOG2_E
+    forward_kernel[(triton.cdiv(T, tile.block_m) * B * H,)](
+        q, k, v, o, lse2, c_hi, c_lo, None if starts is None else starts[0], None if bounds is None else bounds,
+        c_offset, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        T, S, H, q_offset, window or 0, sink, scale * LOG2_E, cap2, 0.0 if softcap is None else 2.0 / softcap,
+        GROUP=H // Hkv, D0=D0, D1=D1, BM=tile.block_m, BN=tile.block_n,
+        CAUSAL=causal, STARTS=starts is not None, WINDOW=window is not None, SINK=sink > 0, CAP=softcap is not None,
+        PRUNE=bounds is not None, PRUNE_M=pruning.BLOCK_M, SHIFT=c_offset is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return o, lse2

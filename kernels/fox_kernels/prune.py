@@ -1,0 +1,162 @@
+"""Adaptive computation pruning as loop bounds: which keys a tile of queries may skip, found by one vectorised search.
+
+For queries i of a tile and a block of keys ending at j (base-2 units, c_ref = c at the tile's first query),
+
+    skip if  (c_ref - c_j) + max_i (c_i - c_ref - s_ii) + U + log2 S - log2 eps < 0,   U = |scale| max_i |q_i| max_{j' <= j} |k_j'|
+
+The denominator holds exp(s_ii), the query's own key (decay 0), and each of at most S skipped keys adds less than exp(U + c_i - c_j), so
+at most eps of the weight is lost. U and s_ii are soft-capped when the scores are. c falls, so both terms grow with j and what may be
+skipped is a prefix: its length is the number of blocks that pass the test. Where c alone forbids pruning, neither q nor k
+is read, which keeps the price of having nothing to prune at two launches of a few microseconds.
+
+Source: Lin et al. 2025, arXiv 2504.06949, with |q_i| |k_j| per tile and the query's own score in place of its bound.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = 64  # queries per bound; the tiles of the forward and of dq take the least of theirs
+BLOCK_N = 64  # keys per step of the bound
+LOG2_E = 1.4426950408889634
+NEVER = tl.constexpr(1e30)  # a norm, or a score to beat, that no query can
+
+
+@triton.jit
+def capped(s, softcap2, CAP: tl.constexpr):
+    if CAP:
+        s = softcap2 * (1.0 - 2.0 / (tl.exp2(s * (2.0 * 1.4426950408889634) / softcap2) + 1.0))
+    return s
+
+
+@triton.jit(do_not_specialize=["T", "S", "q_offset", "query_programs"])
+def norms_kernel(
+    q_ptr, k_ptr, c_hi_ptr, c_lo_ptr, q_norm_ptr, ahead_ptr, k_norm_ptr,
+    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, T, S, H, q_offset, query_programs, scale2, softcap2, never,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    offs_d = tl.arange(0, DP)
+    pid = tl.program_id(0)
+    if pid < query_programs:
+        # Per query tile: max |q_i| and max_i (c_i - c_ref - s_ii); NEVER where c alone forbids it.
+        tiles = tl.cdiv(T, BM)
+        bh = (pid // tiles).to(tl.int64)
+        b, h = bh // H, bh % H
+        m0 = (pid % tiles) * BM
+        offs_m = tl.arange(0, BM)
+        c_hi_ptr += bh * S
+        c_lo_ptr += bh * S
+        q_norm, ahead = 0.0, NEVER
+        ref_hi, ref_lo = tl.load(c_hi_ptr + q_offset + m0), tl.load(c_lo_ptr + q_offset + m0)
+        last = q_offset + tl.minimum(m0 + BM, T) - 1
+        if tl.load(c_hi_ptr + last) - tl.load(c_hi_ptr) < never:
+            rows = m0 + offs_m < T
+            mask = rows[:, None] & (offs_d < D)[None, :]
+            q_rows = q_ptr + b * sq_b + h * sq_h + m0.to(tl.int64) * sq_t
+            k_rows = k_ptr + b * sk_b + (h // GROUP) * sk_h + (q_offset + m0).to(tl.int64) * sk_s
+            q = tl.load(q_rows + offs_m[:, None] * sq_t + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+            k = tl.load(k_rows + offs_m[:, None] * sk_s + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+            q_norm = tl.sqrt(tl.max(tl.sum(q * q, 1), 0))
+            own = capped(tl.sum(q * k, 1) * scale2, softcap2, CAP)
+            pos = tl.minimum(q_offset + m0 + offs_m, S - 1)
+            fall = (tl.load(c_hi_ptr + pos) - ref_hi) + (tl.load(c_lo_ptr + pos) - ref_lo)
+            ahead = tl.max(tl.where(rows, fall - own, float("-inf")), 0)
+        tl.store(q_norm_ptr + pid, q_norm)
+        tl.store(ahead_ptr + pid, ahead)
+    else:
+        # Per key block: max |k_j| over the block; NEVER where no query of the group can prune it.
+        blocks = tl.cdiv(S, BN)
+        index = pid - query_programs
+        bh = (index // blocks).to(tl.int64)
+        heads = H // GROUP
+        b, h = bh // heads, bh % heads
+        n0 = (index % blocks) * BN
+        offs_n = tl.arange(0, BN)
+        end = tl.minimum(n0 + BN, S) - 1
+        fall = NEVER
+        for g in range(GROUP):
+            row = (b * H + h * GROUP + g) * S
+            fall = tl.minimum(fall, tl.load(c_hi_ptr + row + q_offset + T - 1) - tl.load(c_hi_ptr + row + end))
+        k_norm = NEVER
+        if fall < never:
+            mask = (n0 + offs_n < S)[:, None] & (offs_d < D)[None, :]
+            k_rows = k_ptr + b * sk_b + h * sk_h + n0.to(tl.int64) * sk_s
+            k = tl.load(k_rows + offs_n[:, None] * sk_s + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+            k_norm = tl.sqrt(tl.max(tl.sum(k * k, 1), 0))
+        tl.store(k_norm_ptr + index, k_norm)
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["T", "S", "q_offset"])
+def bounds_kernel(
+    c_hi_ptr, c_lo_ptr, q_norm_ptr, ahead_ptr, k_norm_ptr, first_ptr, T, S, H, q_offset, scale2, softcap2, never,
+    GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    tiles, blocks = tl.cdiv(T, BM), tl.cdiv(S, BN)
+    bh = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
+    real = tile < tiles
+    ref = tl.minimum(q_offset + tile * BM, S - 1)
+    ref_hi = tl.load(c_hi_ptr + bh * S + ref)
+    ref_lo = tl.load(c_lo_ptr + bh * S + ref)
+    q_norm = tl.load(q_norm_ptr + bh * tiles + tile, mask=real, other=0.0)
+    ahead = tl.load(ahead_ptr + bh * tiles + tile, mask=real, other=NEVER)
+    kv = (bh // H) * (H // GROUP) + (bh % H) // GROUP
+    skipped = tl.zeros([TILES], tl.int32)
+    k_norm = 0.0
+    last_tile = tl.minimum(tl.program_id(1) * TILES + TILES, tiles)
+    reach = tl.minimum(tl.cdiv(q_offset + last_tile * BM, BN), blocks)
+    reach = tl.where(tl.min(ahead, 0) == NEVER, 0, reach)
+    for n in range(0, reach, BLOCKS):
+        block = n + tl.arange(0, BLOCKS)
+        norms = tl.load(k_norm_ptr + kv * blocks + block, mask=block < blocks, other=NEVER)
+        norms = tl.maximum(tl.associative_scan(norms, 0, larger), k_norm)
+        k_norm = tl.max(norms, 0)
+        end = tl.minimum((block + 1) * BN, S) - 1
+        end_hi = tl.load(c_hi_ptr + bh * S + end)
+        end_lo = tl.load(c_lo_ptr + bh * S + end)
+        bound = tl.abs(scale2) * q_norm[:, None] * norms[None, :] * 1.0001
+        if CAP:
+            bound = tl.minimum(bound, softcap2)
+        bound = tl.where(norms[None, :] == NEVER, NEVER, bound)
+        fall = (ref_hi[:, None] - end_hi[None, :]) + (ref_lo[:, None] - end_lo[None, :])
+        before = ((block + 1) * BN)[None, :] <= (q_offset + tile * BM)[:, None]
+        skip = before & (fall + ahead[:, None] + bound < never)
+        skipped += tl.sum(skip.to(tl.int32), 1)
+    tl.store(first_ptr + bh * tiles + tile, skipped * BN, mask=real)
+
+
+def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal=True) -> torch.Tensor:
+    """Return first (B, H, ceil(T / BLOCK_M)) int32: for each tile of queries the first key that may not be skipped.
+
+    At most exp(log_eps) of any query's attention weight lies before it. Raises ValueError where a query may not see its own
+    key, which the bound rests on.
+    """
+    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    q_offset = S - T if q_offset is None else q_offset
+    if not causal or q_offset + T > S:
+        raise ValueError(
+            "prune needs causal=True and queries among the keys' positions: the bound rests on each one's own key"
+        )
+    tiles, blocks = triton.cdiv(T, BLOCK_M), triton.cdiv(S, BLOCK_N)
+    q_norm, ahead = torch.empty(2, B, H, tiles, dtype=torch.float32, device=q.device)
+    k_norm = torch.empty(B, Hkv, blocks, dtype=torch.float32, device=q.device)
+    first = torch.empty(B, H, tiles, dtype=torch.int32, device=q.device)
+    never = log_eps * LOG2_E - math.log2(S)  # a fall of c not below this keeps every key
+    cap2 = 0.0 if softcap is None else softcap * LOG2_E
+    norms_kernel[(B * H * tiles + B * Hkv * blocks,)](
+        q, k, c_hi, c_lo, q_norm, ahead, k_norm, *q.stride()[:3], *k.stride()[:3],
+        T, S, H, q_offset, B * H * tiles, scale * LOG2_E, cap2, never,
+        GROUP=H // Hkv, D=D, DP=triton.next_power_of_2(D), BM=BLOCK_M, BN=BLOCK_N, CAP=softcap is not None,
+    )  # fmt: skip
+    bounds_kernel[(B * H, triton.cdiv(tiles, 32))](
+        c_hi, c_lo, q_norm, ahead, k_norm, first, T, S, H, q_offset, scale * LOG2_E, cap2, never,
+        GROUP=H // Hkv, BM=BLOCK_M, BN=BLOCK_N, TILES=32, BLOCKS=64, CAP=softcap is not None,
+    )  # fmt: skip
+    return first

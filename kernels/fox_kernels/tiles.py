@@ -1,0 +1,85 @@
+"""Tile shapes of the plain Triton kernels: rows of a table, by kernel, head dim, width of the dtype and architecture."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """Queries x keys per step, warps and pipeline stages of one program."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+# (kernel, head dim) -> Tile for 16-bit inputs. Hopper has 227 KB of shared memory and 255 registers a thread; Ampere 163 KB;
+# consumer Ada and Blackwell 99 KB.
+HOPPER = {
+    ("forward", 64): Tile(128, 128, 8, 2),
+    ("forward", 128): Tile(128, 128, 8, 2),
+    ("forward", 256): Tile(128, 64, 8, 2),
+    ("dq", 64): Tile(128, 64, 8, 2),
+    ("dq", 128): Tile(128, 64, 8, 2),
+    ("dq", 256): Tile(64, 64, 8, 1),
+    ("dkdv", 64): Tile(64, 128, 8, 2),
+    ("dkdv", 128): Tile(64, 128, 8, 2),
+    ("dkdv", 256): Tile(64, 64, 8, 1),
+}
+AMPERE = {
+    ("forward", 64): Tile(128, 64, 4, 3),
+    ("forward", 128): Tile(128, 64, 8, 2),
+    ("forward", 256): Tile(64, 32, 8, 2),
+    ("dq", 64): Tile(64, 64, 4, 2),
+    ("dq", 128): Tile(64, 64, 8, 2),
+    ("dq", 256): Tile(32, 32, 8, 1),
+    ("dkdv", 64): Tile(64, 64, 4, 2),
+    ("dkdv", 128): Tile(64, 64, 8, 2),
+    ("dkdv", 256): Tile(32, 32, 8, 1),
+}
+SMALL_SHARED = {  # 99 KB
+    ("forward", 64): Tile(128, 64, 4, 2),
+    ("forward", 128): Tile(64, 64, 4, 2),
+    ("forward", 256): Tile(64, 32, 8, 1),
+    ("dq", 64): Tile(64, 64, 4, 2),
+    ("dq", 128): Tile(64, 32, 4, 2),
+    ("dq", 256): Tile(32, 32, 8, 1),
+    ("dkdv", 64): Tile(64, 64, 4, 2),
+    ("dkdv", 128): Tile(32, 64, 4, 2),
+    ("dkdv", 256): Tile(32, 32, 8, 1),
+}
+# float32 products run in full precision on the ordinary units, operands and sums in registers: small tiles.
+FULL_PRECISION = {
+    ("forward", 64): Tile(64, 32, 8, 1),
+    ("forward", 128): Tile(32, 32, 8, 1),
+    ("forward", 256): Tile(16, 32, 8, 1),
+    ("dq", 64): Tile(32, 32, 8, 1),
+    ("dq", 128): Tile(32, 16, 8, 1),
+    ("dq", 256): Tile(16, 16, 8, 1),
+    ("dkdv", 64): Tile(32, 32, 8, 1),
+    ("dkdv", 128): Tile(16, 32, 8, 1),
+    ("dkdv", 256): Tile(16, 16, 8, 1),
+}
+
+
+def split_head_dim(D: int) -> tuple[int, int]:
+    """Return D as a power of two plus a remainder that a dot can take: 80 = 64 + 16, 96 = 64 + 32, others D + 0."""
+    return (64, D - 64) if D in (80, 96) else (D, 0)
+
+
+def table_for(dtype: torch.dtype, capability: tuple[int, int]) -> dict:
+    """Return the table of tiles for a dtype on an architecture given by its compute capability."""
+    if dtype == torch.float32:
+        return FULL_PRECISION
+    if capability[0] == 9:
+        return HOPPER
+    return AMPERE if capability in ((8, 0), (10, 0), (10, 3)) else SMALL_SHARED
+
+
+def tile_for(kernel: str, D: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """Return the tile of a kernel ("forward", "dq" or "dkdv"); on a CPU (Triton's interpreter) a small one."""
+    if device.type == "cpu":
+        return Tile(32, 32, 4, 1)
+    row = 64 if D <= 64 else 128 if D <= 128 else 256
+    return table_for(dtype, torch.cuda.get_device_capability(device))[kernel, row]
