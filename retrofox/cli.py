@@ -234,7 +234,7 @@ def generate(
     """Continues a prompt, streaming."""
     from retrofox.generate import generate as run
 
-    run(
+    result = run(
         model,
         prompt,
         max_new_tokens=max_new_tokens,
@@ -248,6 +248,9 @@ def generate(
         use_cache=cache,
         chat_template=template,
     )
+    if not stream:
+        for text in result["texts"]:
+            typer.echo(text)
 
 
 @app.command()

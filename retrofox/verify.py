@@ -85,7 +85,7 @@ def compare(source: Any, out: Path) -> dict[str, Any]:
     device = base.device
     with torch.inference_mode():
         expected = base(tokens.to(device), use_cache=False).logits[0].float().cpu()
-        base.to(dtype=before[0]).train(before[1])
+        base.to(dtype=before[0]).train(before[1])  # type: ignore[call-arg]
         if base is not source:
             del base
         model = load(out, dtype=dtype).eval()

