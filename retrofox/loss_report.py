@@ -17,6 +17,8 @@ from retrofox.per_token_loss import PositionSums, Window, bucket_edges, curve_ed
 from retrofox.plots import loss_figure, save_csv, save_figure, tokens_label, write_atomic
 
 Losses = Mapping[str, Sequence[np.ndarray]]
+NO_CHANGE = 1e-4
+"""Nats: a change of the loss that is called none whatever its standard error."""
 
 
 def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict[str, Any]]:
@@ -131,7 +133,10 @@ def verdicts(result: dict[str, Any]) -> list[str]:
         if line["key"] not in ("open", "shuffled"):
             continue
         change, error = line["difference"]["mean"], line["difference"]["standard_error"]
-        verb = "forcing the gates open" if line["key"] == "open" else "shuffling the gates over heads"
+        if line["key"] == "open":
+            start, subject = "forcing the gates open", "gating"
+        else:
+            start, subject = "shuffling the gates over heads", "which head has which gate"
         name = f"{line['key']}-model"
         changes = {
             f"{tokens_label(row['from'])}-{tokens_label(row['to'])}": row["difference"][name]["mean"]
@@ -139,13 +144,12 @@ def verdicts(result: dict[str, Any]) -> list[str]:
             if row["tokens"]
         }
         where, most = max(changes.items(), key=lambda item: abs(item[1]))
-        noise = 2 * error if error is not None else 0.0
-        if abs(change) <= max(noise, 1e-4) and abs(most) < 0.01:
-            sentences.append(f"{verb} changes the loss by {change:+.4f}: the gates make no difference on this text")
+        amount = f"changes the loss by {_cell(line['difference'], signed=True)} (most at {where}: {most:+.4f})"
+        if abs(change) <= max(2 * (error or 0.0), NO_CHANGE):
+            verdict = "makes no clear difference"
         else:
-            effect = "the gates help" if change > 0 else "the gates hurt"
-            largest = f"most at {where}, {most:+.4f}"
-            sentences.append(f"{verb} changes the loss by {change:+.4f} ({largest}): {effect} on this text")
+            verdict = "helps" if change > 0 else "hurts"
+        sentences.append(f"{start} {amount}: {subject} {verdict} on this text")
     return sentences
 
 

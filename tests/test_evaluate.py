@@ -84,6 +84,17 @@ def documents(tmp_path_factory) -> list[str]:
     return paths
 
 
+@pytest.fixture(scope="module")
+def on_disk(tokenizer, tmp_path_factory) -> tuple[str, str]:
+    """(base, converted) directories; the conversion is exact: RoPE kept, gates open."""
+    folder = tmp_path_factory.mktemp("models")
+    make_llama().save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    spec = retrofox.FoxSpec(rope="keep", init="open", sink_tokens=0)
+    retrofox.convert(str(folder / "base"), str(folder / "fox"), fox=spec)
+    return str(folder / "base"), str(folder / "fox")
+
+
 def whole_losses(model, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits.float()
@@ -204,9 +215,9 @@ def test_controls_are_the_surgery_modes(tokenizer, documents):
 
 def test_gates_that_do_nothing_are_said_to_do_nothing(tokenizer, documents):
     closed = evaluate(make_fox(0.0, init="open"), None, documents, 128, tokenizer=tokenizer, progress=False)
-    assert all("make no difference" in sentence for sentence in verdicts(closed))
+    assert all("no clear difference" in sentence for sentence in verdicts(closed))
     working = evaluate(make_fox(), None, documents, 128, tokenizer=tokenizer, progress=False)
-    assert not any("make no difference" in sentence for sentence in verdicts(working))
+    assert not any("no clear difference" in sentence for sentence in verdicts(working))
 
 
 def test_several_bases_share_one_table(tokenizer, documents, capsys):
@@ -228,12 +239,9 @@ def test_windows_and_lengths_are_chosen_as_asked(tokenizer, documents):
     assert len(choose_windows(documents, tokenizer, 50, max_documents=2)) == 2
 
 
-def test_models_on_disk_open_through_their_own_loaders(tokenizer, documents, tmp_path):
-    base, fox = tmp_path / "base", tmp_path / "fox"
-    make_llama().save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    retrofox.convert(str(base), str(fox), fox=retrofox.FoxSpec(rope="keep", init="open", sink_tokens=0))
-    result = evaluate(str(fox), str(base), documents, 64, progress=False)
+def test_models_on_disk_open_through_their_own_loaders(on_disk, documents):
+    base, fox = on_disk
+    result = evaluate(fox, base, documents, 64, progress=False)
     assert [line["label"] for line in result["lines"]] == ["fox", "gates forced open", "gates shuffled", "base"]
     assert result["lines"][0]["difference"]["mean"] == pytest.approx(0, abs=1e-6)
 
@@ -282,17 +290,15 @@ def test_tasks_without_lm_eval_name_the_remedy(tokenizer, monkeypatch):
         evaluate(make_llama(), tasks=["lambada"], tokenizer=tokenizer)
 
 
-def test_opening_a_converted_directory_asks_no_question(tokenizer, tmp_path, monkeypatch):
-    make_llama().save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    retrofox.convert(str(tmp_path / "base"), str(tmp_path / "fox"), fox=retrofox.FoxSpec(rope="keep"))
+def test_opening_a_converted_directory_asks_no_question(tokenizer, on_disk, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"asked {prompt!r}"))
-    opened = open_model(str(tmp_path / "fox"))
+    fox = on_disk[1]
+    opened = open_model(fox)
     assert opened.fox is not None
     assert opened.tokenizer("the fox")["input_ids"] == tokenizer("the fox")["input_ids"]
     with pytest.raises(ValueError, match="dtype must be one of"):
-        open_model(str(tmp_path / "fox"), dtype="int3")
+        open_model(fox, dtype="int3")
     with pytest.raises(ValueError, match="device 'gpu' is unknown"):
-        open_model(str(tmp_path / "fox"), device="gpu")
+        open_model(fox, device="gpu")
     with pytest.raises(FileNotFoundError, match="no such model"):
         open_model("./nothing/here")
