@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import shutil
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from safetensors import safe_open
@@ -26,7 +28,7 @@ WEIGHTS = "adapter_model.safetensors"
 PROBE_TOKENS = 64
 
 
-def adapted(recipe: Recipe, source: Path, state: PartialState) -> Any:
+def adapted(recipe: Recipe, source: Path, state: Any) -> Any:
     """A converted model with adapters: a fresh one, or the one in `source` if that is an adapter directory.
 
     Raises:
@@ -35,7 +37,8 @@ def adapted(recipe: Recipe, source: Path, state: PartialState) -> Any:
     assert recipe.lora is not None
     if (source / "adapter_config.json").is_file():
         base = _base(recipe, base_of(source), state)
-        return _float32_parts(PeftModel.from_pretrained(base, str(source), is_trainable=True))
+        with _peft_is_behind():
+            return _float32_parts(PeftModel.from_pretrained(base, str(source), is_trainable=True))
     base = _base(recipe, str(source), state)
     config = PeftLoraConfig(
         task_type="CAUSAL_LM",
@@ -47,10 +50,19 @@ def adapted(recipe: Recipe, source: Path, state: PartialState) -> Any:
         modules_to_save=new_modules(base),
     )
     config.base_model_name_or_path = str(source)
-    return _float32_parts(get_peft_model(base, config))
+    with _peft_is_behind():
+        return _float32_parts(get_peft_model(base, config))
 
 
-def _base(recipe: Recipe, source: str, state: PartialState) -> Any:
+@contextlib.contextmanager
+def _peft_is_behind() -> Iterator[None]:
+    """peft 0.21 asks transformers 5.23 by a name that it deprecates: not the user's business."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        yield
+
+
+def _base(recipe: Recipe, source: str, state: Any) -> Any:
     refuse_plain_base(source)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[recipe.precision]
     assert recipe.lora is not None
@@ -63,7 +75,7 @@ def _base(recipe: Recipe, source: str, state: PartialState) -> Any:
     return model
 
 
-def _quantized(source: str, dtype: torch.dtype, state: PartialState) -> Any:
+def _quantized(source: str, dtype: torch.dtype, state: Any) -> Any:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError("lora.quantize: nf4 needs bitsandbytes: pip install bitsandbytes, or quantize: null")
     if state.device.type != "cuda":
@@ -178,7 +190,8 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
     base = base_of(adapter)
     refuse_plain_base(base)
     stored = getattr(torch, str(read_config(base).get("dtype") or "float32").removeprefix("torch."))
-    model = PeftModel.from_pretrained(load(base, dtype=torch.float32), str(adapter))
+    with _peft_is_behind():
+        model = PeftModel.from_pretrained(load(base, dtype=torch.float32), str(adapter))
     model = _float32_parts(model).eval()
     ids = torch.arange(PROBE_TOKENS)[None] * 7919 % model.get_base_model().config.vocab_size
     with torch.no_grad():

@@ -280,8 +280,9 @@ class FoxTrainer(Trainer):
 
     def release(self) -> Any:
         """The model with its own forward again, for what comes after the stage."""
-        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        model.__dict__.pop("forward", None)
+        model = self.accelerator.unwrap_model(self.model)
+        for ours in ("forward", "_original_forward", "_is_accelerate_prepared"):
+            model.__dict__.pop(ours, None)
         return model
 
 
