@@ -1,0 +1,167 @@
+"""Launches the Gluon forward on Hopper, and says when it can't run (then the plain Triton kernels do)."""
+
+import importlib.metadata
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .chunked import document_starts
+
+LOG2_E = math.log2(math.e)
+L2_BYTES = 24 << 20  # of the 50 MB: what one group of heads may keep there while its tiles are walked
+
+
+class Shape(NamedTuple):
+    """How the forward is cut: consumer warpgroups of 64 query rows, keys per step, stages, registers per consumer thread."""
+
+    columns: int  # of the head dim's first block
+    rest: int  # of its second: 80 = 64 + 16, 96 = 64 + 32
+    consumers: int
+    keys: int
+    stages: int
+    ping_pong: bool
+    registers: int
+
+
+SHAPES = {
+    64: Shape(64, 0, 3, 128, 2, False, 160),
+    80: Shape(64, 16, 2, 128, 2, False, 240),
+    96: Shape(64, 32, 2, 128, 2, False, 240),
+    128: Shape(128, 0, 2, 128, 2, False, 240),
+}
+
+
+def gluon_missing() -> str | None:
+    """Return why this installation has no Gluon that the Hopper kernels were written for, or None."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "triton is not installed"
+    major, minor = (int(x) for x in version.split(".")[:2])
+    if (major, minor) != (3, 6):
+        return f"triton {version} is not 3.6, whose Gluon the Hopper kernels are written for"
+    return None
+
+
+def unsupported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float = 1.0,
+    cu_seqlens: Tensor | None = None,
+    seq_start: Tensor | None = None,
+    window: int | None = None,
+    sink: int = 0,
+    softcap: float | None = None,
+    prune: float | None = None,
+    q_offset: int | None = None,
+    c_offset: Tensor | None = None,
+    causal: bool = True,
+) -> str | None:
+    """Return why the Hopper kernels can't run this problem, or None if they can."""
+    missing = gluon_missing()
+    if missing is not None:
+        return missing
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
+        return "the GPU is not a Hopper (compute capability 9.0)"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} is not bfloat16 or float16"
+    if q.shape[-1] not in SHAPES:
+        return f"head_dim {q.shape[-1]} is not one of {tuple(SHAPES)}"
+    if scale <= 0:
+        return f"scale {scale} is not positive"
+    if softcap is not None:
+        return "it has no softcap"
+    if window is not None and sink > 0:
+        return "it has no window together with sink tokens"
+    if sink > 64:
+        return f"sink {sink} is more than 64"
+    if not causal or c_offset is not None or q_offset not in (None, k.shape[1] - q.shape[1]):
+        return "it has causal attention with the queries last only"
+    if 0 in q.shape or 0 in k.shape:
+        return "a dimension is 0"
+    return None
+
+
+def copyable(x: Tensor) -> Tensor:
+    """Return x if TMA can read it (unit last stride, other strides and address multiples of 16 bytes), else a copy."""
+    unit = 16 // x.element_size()
+    strides_fit = all(n == 1 or s % unit == 0 and s > 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and strides_fit
+    return x if fits else x.contiguous()
+
+
+def descriptor(x: Tensor, rows: int, columns: int):
+    """Describe x (B, T, H, D) for TMA copies of blocks (1, rows, 1, columns)."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [1, rows, 1, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
+    # a dimension of size 1 may carry any stride; TMA wants a valid one
+    strides = [s if n > 1 else x.shape[-1] * x.shape[-2] for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+def visible_from(B: int, S: int, cu_seqlens, seq_start, window, device) -> Tensor | None:
+    """Return (B, S) int32, the first key that the query at each position sees, or None where that is 0 for all."""
+    if cu_seqlens is None and seq_start is None and window is None:
+        return None
+    start = document_starts(B, S, cu_seqlens, seq_start, device)
+    if window is not None:
+        start = torch.maximum(start, torch.arange(1 - window, S + 1 - window, device=device))
+    return start.to(torch.int32).contiguous()
+
+
+def heads_per_group(heads: int, bytes_per_head: int) -> int:
+    """How many heads' tiles to walk together, so that what they share stays in the L2 cache."""
+    return max(1, min(heads, L2_BYTES // max(1, bytes_per_head)))
+
+
+def launch_forward(
+    q, k, v, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None, prune=None,
+    q_offset=None, c_offset=None, causal=True, shape: Shape | None = None,
+):  # fmt: skip
+    """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside (-inf where nothing is seen).
+
+    q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others are
+    multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. Raises ValueError for what
+    `unsupported` names.
+    """
+    from .hopper_forward_kernel import fox_forward
+
+    reason = unsupported(
+        q, k, v, scale=scale, window=window, sink=sink, softcap=softcap, q_offset=q_offset, c_offset=c_offset, causal=causal
+    )
+    if reason is not None:
+        raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
+    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    shape = shape or SHAPES[D]
+    q, k, v = copyable(q), copyable(k), copyable(v)
+    o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
+    lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    start = visible_from(B, S, cu_seqlens, seq_start, window, q.device)
+    first = None
+    if prune is not None:
+        from .prune import loop_bounds
+
+        first = loop_bounds(q, k, c_hi, c_lo, scale, None, prune)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    tiles = -(-T // (64 * shape.consumers))
+    group = heads_per_group(B * Hkv, 2 * S * D * q.element_size()) * (H // Hkv)
+    sizes = [(64, shape.columns), (shape.keys, shape.columns), (shape.keys, shape.columns), (64, shape.columns)]
+    rest = [(rows, shape.rest or columns) for rows, columns in sizes]
+    described = [descriptor(x, *size) for x, size in zip((q, k, v, o), sizes, strict=True)]
+    described += [descriptor(x, *size) for x, size in zip((q, k, v, o), rest, strict=True)] if shape.rest else described
+    programs = min(tiles * B * H, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    with torch.cuda.device(q.device):
+        fox_forward[(programs,)](
+            *described, c_hi, c_lo, lse2, counter if start is None else start, counter if first is None else first, counter,
+            scale * LOG2_E, T, S, H, H // Hkv, tiles, B * H, group, HAS_START=start is not None, HAS_LO=first is not None,
+            SINK=sink, NC=shape.consumers, BN=shape.keys, D=shape.columns, DX=shape.rest, NB=shape.stages,
+            PING_PONG=shape.ping_pong, REGISTERS=shape.registers, num_warps=4,
+        )  # fmt: skip
+    return o, lse2

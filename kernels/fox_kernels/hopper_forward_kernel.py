@@ -1,0 +1,387 @@
+"""Forgetting Attention forward in Gluon for Hopper: one producer, NC consumer warpgroups of 64 query rows, persistent.
+
+The producer partition copies q, k, v by TMA and turns the two-float cumulative gates of each key block into one float32 bias row
+(c_ref - c_j, in log2 units); the consumers run FlashAttention-3's pipeline (the next scores while the last weights meet V).
+Tiles are handed out heaviest first by an atomic counter. A row sees the keys start_i <= j <= i + q_offset, which covers packed
+documents, left padding and windows with one vector; blocks inside that range for all rows skip the mask.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+PRODUCER_WARPS = gl.constexpr(4)
+PING_PONG_BARRIER = gl.constexpr(8)  # Gluon itself numbers its barriers from 0: one per partition and one to switch
+
+
+@gluon.jit
+def tile_of(index, num_m, num_bh, group):
+    """The index-th tile: groups of heads whose keys fit the L2 cache together, in each group the longest rows first."""
+    per_group = group * num_m
+    g = index // per_group
+    r = index - g * per_group
+    width = gl.minimum(group, num_bh - g * group)
+    return num_m - 1 - r // width, g * group + r % width
+
+
+@gluon.jit
+def difference(a_hi, a_lo, b_hi, b_lo):
+    """a - b of two-float numbers as a float and its remainder."""
+    high = a_hi - b_hi
+    back = high - a_hi
+    rest = (a_hi - (high - back)) - (b_hi + back) + (a_lo - b_lo)
+    total = high + rest
+    return total, rest - (total - high)
+
+
+@gluon.jit
+def _key_blocks(m, b, bh, START, LO, T, S, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
+                BM: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+    """Which key blocks query tile m visits: main ones downward from nb_hi - 1, then the sink's downward from sb_hi - 1."""
+    row0 = m * BM
+    last = gl.minimum(row0 + BM, T) - 1
+    first_end = row0 + S - T
+    nb_hi = (last + S - T) // BN + 1
+    start_first = 0
+    start_last = 0
+    if HAS_START:
+        start_first = gl.load(START + b * S + first_end)
+        start_last = gl.load(START + b * S + last + S - T)
+    lo = start_first
+    if HAS_LO:
+        bounds = (T + 63) // 64  # one per 64 queries
+        kept = gl.load(LO + bh * bounds + row0 // 64)
+        for w in gl.static_range(1, BM // 64):
+            kept = gl.minimum(kept, gl.load(LO + bh * bounds + gl.minimum(row0 // 64 + w, bounds - 1)))
+        lo = gl.maximum(lo, kept)
+    nb_lo = gl.minimum(lo // BN, nb_hi - 1)
+    n_main = nb_hi - nb_lo
+    sb_hi = 0
+    n_all = n_main
+    if SINK > 0:
+        sb_hi = gl.minimum((start_first + SINK + BN - 1) // BN, nb_lo)
+        n_all += gl.maximum(sb_hi - start_first // BN, 0)
+    return row0, first_end, nb_hi, n_main, sb_hi, n_all, start_last + SINK
+
+
+@gluon.jit
+def _producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
+              q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
+              T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
+              NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr):  # fmt: skip
+    BM: gl.constexpr = NC * 64
+    VEC: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    index = gl.program_id(0)
+    num_tiles = num_m * num_bh
+    it = 0
+    tiles = 0
+    while index < num_tiles:
+        m, bh = tile_of(index, num_m, num_bh, group)
+        b = bh // H
+        h = bh - b * H
+        hk = h // KV_GROUP
+        row0, first_end, nb_hi, n_main, sb_hi, n_all, clean_lo = _key_blocks(
+            m, b, bh, START, LO, T, S, HAS_START, HAS_LO, SINK, BM, BN
+        )
+        c_hi = C_HI + bh.to(gl.int64) * S
+        c_lo = C_LO + bh.to(gl.int64) * S
+        ref_hi = gl.load(c_hi + first_end)
+        ref_lo = gl.load(c_lo + first_end)
+        for w in gl.static_range(NC):
+            mbarrier.wait(q_empty.index(w), (tiles & 1) ^ 1)
+            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes + (qx_desc.block_type.nbytes if DX else 0))
+            tma.async_copy_global_to_shared(q_desc, [b, row0 + w * 64, h, 0], q_full.index(w), q_s.index(w))
+            if DX:
+                tma.async_copy_global_to_shared(qx_desc, [b, row0 + w * 64, h, D], q_full.index(w), qx_s.index(w))
+        for i in range(n_all):
+            n = nb_hi - 1 - i
+            if SINK > 0:
+                n = gl.where(i < n_main, n, sb_hi - 1 - (i - n_main))
+            s = it % NB
+            ph = ((it // NB) & 1) ^ 1
+            offs_n = n * BN + gl.arange(0, BN, layout=VEC)
+            hi = gl.load(c_hi + offs_n, mask=offs_n < S, other=0.0)
+            lo = gl.load(c_lo + offs_n, mask=offs_n < S, other=0.0)
+            mbarrier.wait(k_empty.index(s), ph)
+            mbarrier.expect(k_full.index(s), k_desc.block_type.nbytes + (kx_desc.block_type.nbytes if DX else 0))
+            tma.async_copy_global_to_shared(k_desc, [b, n * BN, hk, 0], k_full.index(s), k_s.index(s))
+            if DX:
+                tma.async_copy_global_to_shared(kx_desc, [b, n * BN, hk, D], k_full.index(s), kx_s.index(s))
+            bias, bias_lo = difference(ref_hi, ref_lo, hi, lo)
+            b_s.index(s).store(bias)
+            bl_s.index(s).store(bias_lo)
+            mbarrier.arrive(k_full.index(s), count=1)
+            mbarrier.wait(v_empty.index(s), ph)
+            mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes + (vx_desc.block_type.nbytes if DX else 0))
+            tma.async_copy_global_to_shared(v_desc, [b, n * BN, hk, 0], v_full.index(s), v_s.index(s))
+            if DX:
+                tma.async_copy_global_to_shared(vx_desc, [b, n * BN, hk, D], v_full.index(s), vx_s.index(s))
+            it += 1
+        index = gl.atomic_add(COUNTER, 1) + gl.num_programs(0)
+        mbarrier.wait(n_empty, (tiles & 1) ^ 1)
+        n_s.store(gl.full([1], 0, gl.int32, layout=VEC) + index)
+        mbarrier.arrive(n_full, count=1)
+        tiles += 1
+
+
+@gluon.jit
+def _scores(qk, b_s, bl_s, n, scale, ends, start, decay, decay_lo, first_end, clean_lo, HAS_START: gl.constexpr,
+            SINK: gl.constexpr, S_L: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+    """Scores of key block n in log2 units, -inf where invisible, and what is still to be added to each row.
+
+    Blocks that every row sees whole lie before the tile's first row, so both halves of the decay, c_first - c_j and
+    c_i - c_first, are <= 0 and add up without cancellation; elsewhere c_i - c_j is formed from two floats each.
+    """
+    if (n * BN < clean_lo) | (n * BN + BN - 1 > first_end):
+        bias = b_s.load(gl.SliceLayout(0, S_L))
+        bias_lo = bl_s.load(gl.SliceLayout(0, S_L))
+        offs_n = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, S_L))
+        total = (decay[:, None] + bias[None, :]) + (decay_lo[:, None] + bias_lo[None, :])
+        seen = offs_n[None, :] <= ends[:, None]
+        if HAS_START:
+            seen = seen & (offs_n[None, :] >= start[:, None])
+        if SINK > 0:  # the sink's keys don't decay
+            total = gl.where(offs_n[None, :] < (start + SINK)[:, None], 0.0, total)
+        s = gl.where(seen, qk * scale + total, -float("inf"))
+        rest = gl.zeros_like(decay)
+    else:
+        bias = b_s.load(gl.SliceLayout(0, S_L))
+        s = qk * scale + bias[None, :]
+        rest = decay
+    return s, rest
+
+
+@gluon.jit
+def _softmax(s, rest, m_i, l_i):
+    m = gl.maximum(m_i, gl.max(s, 1) + rest)
+    m_finite = gl.where(m == -float("inf"), 0.0, m)  # a row that has seen no key yet
+    p = gl.exp2(s - (m_finite - rest)[:, None])
+    alpha = gl.exp2(m_i - m_finite)
+    return p, alpha, m, l_i * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def _turn(w, NC: gl.constexpr, ARRIVE: gl.constexpr):
+    """Ping-pong: wait for this warpgroup's turn to issue its matrix products, or hand the turn to the next one."""
+    if ARRIVE:
+        turn = gl.to_tensor(PING_PONG_BARRIER + (w + 1) % NC)
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        turn = gl.to_tensor(PING_PONG_BARRIER + w)
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+              q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
+              HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr,
+              D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr, PING_PONG: gl.constexpr):  # fmt: skip
+    BM: gl.constexpr = NC * 64
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    X_L: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DX if DX else 8, 16]
+    )
+    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
+    PX_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=X_L, k_width=2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_L)
+    dtype: gl.constexpr = q_s.dtype
+    num_tiles = num_m * num_bh
+    zero = gl.zeros([64, BN], gl.float32, layout=S_L)
+    q = q_s.index(w).reshape([64, D])
+    o_buf = o_s.index(w).reshape([64, D])
+    if DX:
+        qx = qx_s.index(w).reshape([64, DX])
+        ox_buf = ox_s.index(w).reshape([64, DX])
+    if PING_PONG:
+        if w == NC - 1:
+            _turn(w, NC, True)
+    index = gl.program_id(0)
+    it = 0
+    tiles = 0
+    while index < num_tiles:
+        m, bh = tile_of(index, num_m, num_bh, group)
+        b = bh // H
+        h = bh - b * H
+        row0, first_end, nb_hi, n_main, sb_hi, n_all, clean_lo = _key_blocks(
+            m, b, bh, START, LO, T, S, HAS_START, HAS_LO, SINK, BM, BN
+        )
+        c_hi = C_HI + bh.to(gl.int64) * S
+        c_lo = C_LO + bh.to(gl.int64) * S
+        rows = row0 + w * 64 + gl.arange(0, 64, layout=ROW)
+        ends = rows + (S - T)
+        start = gl.zeros([64], gl.int32, layout=ROW)
+        if HAS_START:
+            start = gl.load(START + b * S + ends, mask=rows < T, other=0)
+        row_hi = gl.load(c_hi + ends, mask=rows < T, other=0.0)
+        row_lo = gl.load(c_lo + ends, mask=rows < T, other=0.0)
+        decay, decay_lo = difference(row_hi, row_lo, gl.load(c_hi + first_end), gl.load(c_lo + first_end))
+        m_i = gl.full([64], -float("inf"), gl.float32, layout=ROW)
+        l_i = gl.full([64], 0.0, gl.float32, layout=ROW)
+        acc = gl.zeros([64, D], gl.float32, layout=O_L)
+        acc_x = gl.zeros([64, DX if DX else 8], gl.float32, layout=X_L)
+
+        # the diagonal block: scores only
+        s = it % NB
+        mbarrier.wait(q_full.index(w), tiles & 1)
+        mbarrier.wait(k_full.index(s), (it // NB) & 1)
+        qk = warpgroup_mma(q, k_s.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if DX:
+            qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
+        qk = warpgroup_mma_wait(0, deps=(qk,))
+        x, rest = _scores(qk, b_s.index(s), bl_s.index(s), nb_hi - 1, scale, ends, start, decay, decay_lo, first_end, clean_lo,
+                          HAS_START, SINK, S_L, BN)  # fmt: skip
+        mbarrier.arrive(k_empty.index(s), count=1)
+        p, alpha, m_i, l_i = _softmax(x, rest, m_i, l_i)
+
+        # the next scores and the last weights times V in flight together
+        for i in range(1, n_all):
+            n = nb_hi - 1 - i
+            if SINK > 0:
+                n = gl.where(i < n_main, n, sb_hi - 1 - (i - n_main))
+            v_slot = it % NB
+            v_phase = (it // NB) & 1
+            it += 1
+            # an opaque zero keeps loop-invariant matrix descriptors from being hoisted into registers
+            z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [it], dtype=gl.int32, is_pure=False, pack=1)
+            s = it % NB + z
+            pr = gl.convert_layout(p.to(dtype), P_L)
+            mbarrier.wait(k_full.index(s), (it // NB) & 1)
+            if PING_PONG:
+                _turn(w, NC, False)
+            qk = warpgroup_mma(q_s.index(w + z).reshape([64, D]), k_s.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+            if DX:
+                qx = qx_s.index(w + z).reshape([64, DX])
+                qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
+            mbarrier.wait(v_full.index(v_slot), v_phase)
+            acc = warpgroup_mma(pr, v_s.index(v_slot).reshape([BN, D]), acc, is_async=True)
+            if DX:
+                pr_x = gl.convert_layout(pr, PX_L)
+                acc_x = warpgroup_mma(pr_x, vx_s.index(v_slot).reshape([BN, DX]), acc_x, is_async=True)
+            if PING_PONG:
+                _turn(w, NC, True)
+            qk = warpgroup_mma_wait(2 if DX else 1, deps=(qk,))
+            x, rest = _scores(qk, b_s.index(s), bl_s.index(s), n, scale, ends, start, decay, decay_lo, first_end, clean_lo,
+                              HAS_START, SINK, S_L, BN)  # fmt: skip
+            mbarrier.arrive(k_empty.index(s), count=1)
+            p, alpha, m_i, l_i = _softmax(x, rest, m_i, l_i)
+            if DX:
+                acc, acc_x = warpgroup_mma_wait(0, deps=(acc, acc_x))
+                acc_x = acc_x * gl.convert_layout(alpha, gl.SliceLayout(1, X_L))[:, None]
+            else:
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(v_empty.index(v_slot), count=1)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
+        mbarrier.arrive(q_empty.index(w), count=1)
+
+        # the last weights times V, then o = acc / l and lse
+        s = it % NB
+        pr = gl.convert_layout(p.to(dtype), P_L)
+        mbarrier.wait(v_full.index(s), (it // NB) & 1)
+        acc = warpgroup_mma(pr, v_s.index(s).reshape([BN, D]), acc, is_async=True)
+        if DX:
+            pr_x = gl.convert_layout(pr, PX_L)
+            acc_x = warpgroup_mma(pr_x, vx_s.index(s).reshape([BN, DX]), acc_x, is_async=True)
+            acc, acc_x = warpgroup_mma_wait(0, deps=(acc, acc_x))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(v_empty.index(s), count=1)
+        it += 1
+        inv = gl.where(l_i > 0, 1.0 / l_i, 0.0)
+        gl.store(L + bh.to(gl.int64) * T + rows, gl.where(l_i > 0, m_i + gl.log2(l_i), -float("inf")), mask=rows < T)
+        tma.store_wait(0)
+        o_buf.store((acc * gl.convert_layout(inv, gl.SliceLayout(1, O_L))[:, None]).to(dtype))
+        if DX:
+            ox_buf.store((acc_x * gl.convert_layout(inv, gl.SliceLayout(1, X_L))[:, None]).to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_desc, [b, row0 + w * 64, h, 0], o_s.index(w))
+        if DX:
+            tma.async_copy_shared_to_global(ox_desc, [b, row0 + w * 64, h, D], ox_s.index(w))
+
+        mbarrier.wait(n_full, tiles & 1)
+        index = gl.max(n_s.load(gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))), 0)
+        mbarrier.arrive(n_empty, count=1)
+        tiles += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T", "S", "H", "KV_GROUP", "num_m", "num_bh", "group"])
+def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_desc, C_HI, C_LO, L, START, LO, COUNTER, scale,
+                T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
+                NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
+                PING_PONG: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+    """o and lse of every tile. Head dim D, or D + DX as two blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, D], q_desc.layout)
+    o_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, D], o_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [NB, 1, BN, 1, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [NB, 1, BN, 1, D], v_desc.layout)
+    if DX:
+        qx_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, DX], qx_desc.layout)
+        ox_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, DX], ox_desc.layout)
+        kx_s = gl.allocate_shared_memory(k_desc.dtype, [NB, 1, BN, 1, DX], kx_desc.layout)
+        vx_s = gl.allocate_shared_memory(v_desc.dtype, [NB, 1, BN, 1, DX], vx_desc.layout)
+    else:
+        qx_s = q_s
+        ox_s = o_s
+        kx_s = k_s
+        vx_s = v_s
+    b_s = gl.allocate_shared_memory(gl.float32, [NB, BN], VECTOR)
+    bl_s = gl.allocate_shared_memory(gl.float32, [NB, BN], VECTOR)
+    n_s = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
+    q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [NB, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [NB, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [NB, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [NB, 1], BARRIER)
+    n_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    n_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    for i in gl.static_range(NC):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(NB):
+        mbarrier.init(k_full.index(i), count=2)  # the TMA copy and the bias row
+        mbarrier.init(k_empty.index(i), count=NC)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=NC)
+    mbarrier.init(n_full, count=1)
+    mbarrier.init(n_empty, count=NC)
+    if NC == 2:
+        gl.warp_specialize([
+        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG)),
+        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG)),
+        (_producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
+                     q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
+                     T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB)),
+        ], [4, PRODUCER_WARPS], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG)),
+        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG)),
+        (_consumer, (2, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG)),
+        (_producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
+                     q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
+                     T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB)),
+        ], [4, 4, PRODUCER_WARPS], [REGISTERS, REGISTERS, 24])  # fmt: skip
