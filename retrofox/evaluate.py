@@ -184,19 +184,17 @@ def _report(
     """Completes the result with its statistics, prints the tables and writes the files."""
     console = output_console()
     length: int = result["length"]
-    drawn: list[dict[str, Any]] = []
     if chosen:
         result["buckets"] = loss_report.buckets(losses, chosen, length)
         for line, summary in zip(result["lines"], loss_report.summarise(losses, chosen, length).values(), strict=True):
             line.update(summary)
-        drawn = loss_report.curves(result["lines"], losses, chosen, length)
         loss_report.print_table(result, console)
     if result["tasks"]:
         _print_tasks(result["tasks"], console)
     result["seconds"] = time.time() - started
     result["files"] = {}
     if out is not None:
-        result["files"] = loss_report.write_files(result, drawn, losses, chosen, Path(out))
+        result["files"] = loss_report.write_files(result, losses, chosen, Path(out))
         console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
 
 

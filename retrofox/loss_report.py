@@ -68,14 +68,20 @@ def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[st
 
 
 def curves(
-    lines: Sequence[dict[str, Any]], losses: Losses, windows: Sequence[Window], length: int
+    lines: Sequence[dict[str, Any]], losses: Losses, windows: Sequence[Window], length: int, less: str | None = None
 ) -> list[dict[str, Any]]:
-    """L(i) by line, smoothed over half an octave of positions: mean and standard error over documents."""
+    """L(i) by line, smoothed over half an octave of positions: mean and standard error over documents.
+
+    With `less`, the key of a line, the other lines' paired differences to it.
+    """
     edges = curve_edges(length)
     position = [math.sqrt(a * (b - 1)) for a, b in pairwise(edges)]
+    sums = {key: PositionSums(values, windows, edges).smoothed(edges) for key, values in losses.items()}
     result = []
     for line in lines:
-        rows = PositionSums(losses[line["key"]], windows, edges).smoothed(edges).statistics()
+        if line["key"] == less:
+            continue
+        rows = sums[line["key"]].statistics(sums[less] if less is not None else None)
         kept = [(p, r) for p, r in zip(position, rows, strict=True) if r["tokens"]]
         result.append(
             {
@@ -123,7 +129,7 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         table.add_row(f"slope {title}", "", *cells, *["" for _ in shown])
     console.print(table)
     for sentence in verdicts(result):
-        console.print(sentence, highlight=False)
+        console.print(sentence, highlight=False, soft_wrap=True)
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:
@@ -153,23 +159,26 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def write_files(
-    result: dict[str, Any], drawn: Sequence[dict[str, Any]], losses: Losses, windows: Sequence[Window], out: Path
-) -> dict[str, str]:
+def write_files(result: dict[str, Any], losses: Losses, windows: Sequence[Window], out: Path) -> dict[str, str]:
     """Writes the figures and tables, then eval.json, into `out`; returns their paths by name."""
     files: dict[str, str] = {}
-    if drawn:
+    drawn: list[dict[str, Any]] = []
+    if windows:
         keys = [line["key"] for line in result["lines"]]
+        reference = "base" if "base" in keys else "model"
+        drawn = curves(result["lines"], losses, windows, result["length"])
         files["buckets"] = save_csv(out / "buckets.csv", *_bucket_rows(result, keys))
         files["per_token_loss"] = save_csv(out / "per_token_loss.csv", *_position_rows(losses, windows, keys))
         figure = loss_figure(
             drawn,
+            curves(result["lines"], losses, windows, result["length"], less=reference),
+            reference=result["lines"][keys.index(reference)]["label"],
             trained_length=result.get("trained_length"),
             subtitle=f"{result['documents']} documents, band: standard error over documents",
         )
         files["png"], files["svg"] = save_figure(figure, out / "per_token_loss")
     files["json"] = str(out / "eval.json")
-    content = {**result, "curves": list(drawn), "files": files}
+    content = {**result, "curves": drawn, "files": files}
     write_atomic(files["json"], (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
     return files
 

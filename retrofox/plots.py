@@ -36,52 +36,62 @@ STYLE = {
 
 def loss_figure(
     curves: Sequence[dict[str, Any]],
+    differences: Sequence[dict[str, Any]] = (),
     *,
+    reference: str = "",
     trained_length: int | None = None,
     title: str = "Per-token loss",
     subtitle: str = "",
 ) -> Figure:
-    """L(i) against document position on a log axis, one line per model, its standard error over documents as a band.
+    """L(i) against document position on a log axis, one line per model; below it the paired differences to one of them.
+
+    Bands are standard errors over documents. Differences beyond 0.1 nats are drawn on a log axis, so that a base that
+    breaks beyond its trained length does not hide what happens within it.
 
     Args:
         curves: per model {"label", "position" (tokens), "mean" (nats), "standard_error" (nats or None each)}.
+        differences: the same, of loss less the reference's loss; a label found in `curves` keeps its colour.
+        reference: label of the model that differences are taken to.
         trained_length: drawn as a vertical line where it lies inside the positions shown.
     """
     if not curves:
         raise ValueError("nothing to draw: no curve was given")
+    looks = {curve["label"]: number for number, curve in enumerate(curves)}
+    last = max(float(np.asarray(c["position"])[-1]) for c in curves)
+    first = max(1.0, min(16.0, last / 16))
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(8.0, 4.8)
-        means = []
-        for number, curve in enumerate(curves):
-            x, mean = np.asarray(curve["position"], float), np.asarray(curve["mean"], float)
-            error = np.array([np.nan if e is None else e for e in curve["standard_error"]], float)
-            colour = COLOURS[number % len(COLOURS)]
-            axes.plot(x, mean, color=colour, linestyle=LINES[number % len(LINES)], lw=1.9, label=curve["label"])
-            axes.fill_between(x, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
-            means.append(mean)
-        last = max(float(np.asarray(c["position"])[-1]) for c in curves)
-        first = max(1.0, min(16.0, last / 16))
-        axes.set_xscale("log", base=2)
-        axes.set_xlim(first, last)
-        _limit_losses(axes, curves, first)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: tokens_label(v)))
-        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=14))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        if differences:
+            figure = Figure(figsize=(8.0, 6.6), layout="constrained")
+            FigureCanvasAgg(figure)
+            axes, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+            for curve in differences:
+                _line(lower, curve, looks[curve["label"]])
+            lower.axhline(0, color="black", lw=0.9)
+            _limit(lower, differences, first)
+            low, high = lower.get_ylim()
+            if max(-low, high) > 1.0:
+                lower.set_yscale("symlog", linthresh=0.1, linscale=0.6, base=10)
+                lower.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+g}" if v else "0"))
+            lower.set_ylabel(f"L(i) less that of\n{reference} (nats)")
+        else:
+            figure, axes = _figure(8.0, 4.8)
+            lower = axes
+        for curve in curves:
+            _line(axes, curve, looks[curve["label"]])
+        lower.set_xscale("log", base=2)
+        lower.set_xlim(first, last)
+        _limit(axes, curves, first)
+        lower.xaxis.set_major_formatter(FuncFormatter(lambda v, _: tokens_label(v)))
+        lower.xaxis.set_major_locator(LogLocator(base=2, numticks=14))
+        lower.xaxis.set_minor_formatter(NullFormatter())
         if trained_length is not None and first < trained_length < last:
-            axes.axvline(trained_length, color="#555555", lw=1.0, ls=(0, (4, 3)))
-            axes.annotate(
-                f"trained length {tokens_label(trained_length)}",
-                (trained_length, 1.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(-4, -3),
-                textcoords="offset points",
-                rotation=90,
-                ha="right",
-                va="top",
-                fontsize=9,
-                color="#555555",
-            )
-        axes.set_xlabel("Position i in the document (tokens, log scale)")
+            for panel in {axes, lower}:
+                panel.axvline(trained_length, color="#555555", lw=1.0, ls=(0, (4, 3)))
+            style = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "color": "#555555"}
+            text = f"trained length {tokens_label(trained_length)}"
+            place = {"xytext": (-4, -3), "rotation": 90, "ha": "right", "va": "top", "fontsize": 9}
+            axes.annotate(text, (trained_length, 1.0), **place, **style)
+        lower.set_xlabel("Position i in the document (tokens, log scale)")
         axes.set_ylabel("Loss L(i) (nats per token)")
         _titles(axes, title, subtitle)
         axes.legend(loc="best", fontsize=10, handlelength=2.6)
@@ -253,17 +263,23 @@ def _titles(axes: Any, title: str, subtitle: str) -> None:
         axes.annotate(subtitle, (0, 1), xytext=(0, 5), va="bottom", **style)
 
 
-def _limit_losses(axes: Any, curves: Sequence[dict[str, Any]], first: float) -> None:
-    """Leaves the first few positions' steep losses out of the vertical range."""
-    shown = [
-        np.asarray(c["mean"], float)[np.asarray(c["position"], float) >= first] for c in curves if len(c["position"])
-    ]
-    values = np.concatenate(shown) if shown else np.empty(0)
-    values = values[np.isfinite(values)]
+def _line(axes: Any, curve: dict[str, Any], number: int) -> None:
+    """A curve and the band of its standard error; the first curve lies on top."""
+    x, mean = np.asarray(curve["position"], float), np.asarray(curve["mean"], float)
+    error = np.array([np.nan if e is None else e for e in curve["standard_error"]], float)
+    colour, order = COLOURS[number % len(COLOURS)], 3.0 - 0.01 * number
+    style = LINES[number % len(LINES)]
+    axes.plot(x, mean, color=colour, linestyle=style, lw=1.9, label=curve["label"], zorder=order)
+    axes.fill_between(x, mean - error, mean + error, color=colour, alpha=0.12, linewidth=0)
+
+
+def _limit(axes: Any, curves: Sequence[dict[str, Any]], first: float) -> None:
+    """Fits the vertical range to the means at the positions shown."""
+    values = np.concatenate([np.asarray(c["mean"], float)[np.asarray(c["position"], float) >= first] for c in curves])
     if len(values) < 2:
         return
     low, high = float(values.min()), float(values.max())
-    margin = 0.06 * max(high - low, 0.05)
+    margin = 0.08 * max(high - low, 0.01)
     axes.set_ylim(low - margin, high + margin)
 
 

@@ -214,10 +214,13 @@ def test_controls_are_the_surgery_modes(tokenizer, documents):
 
 
 def test_gates_that_do_nothing_are_said_to_do_nothing(tokenizer, documents):
-    closed = evaluate(make_fox(0.0, init="open"), None, documents, 128, tokenizer=tokenizer, progress=False)
-    assert all("no clear difference" in sentence for sentence in verdicts(closed))
-    working = evaluate(make_fox(), None, documents, 128, tokenizer=tokenizer, progress=False)
-    assert not any("no clear difference" in sentence for sentence in verdicts(working))
+    idle = evaluate(make_fox(0.0, init="open"), None, documents, 128, tokenizer=tokenizer, progress=False)
+    assert all("no clear difference" in sentence for sentence in verdicts(idle))
+    for change, error, word in ((0.3, 0.01, "gating helps"), (-0.3, 0.01, "gating hurts"), (0.3, 0.2, "no clear")):
+        difference = {"mean": change, "standard_error": error}
+        row = {"from": 0, "to": 128, "tokens": 5, "difference": {"open-model": difference}}
+        [sentence] = verdicts({"lines": [{"key": "open", "difference": difference}], "buckets": [row]})
+        assert word in sentence
 
 
 def test_several_bases_share_one_table(tokenizer, documents, capsys):
