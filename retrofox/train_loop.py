@@ -103,7 +103,7 @@ class FoxTrainer(Trainer):
         samples = [next(epoch_iterator) for _ in range(num_batches)]
         count: Any = sum(sample["num_targets"] for sample in samples)
         if self.args.world_size > 1:
-            here: Any = torch.tensor([count], device=device)
+            here: Any = torch.tensor(count, device=device)
             count = self.accelerator.reduce(here, "sum")
         return samples, count
 
