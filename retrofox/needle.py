@@ -224,7 +224,7 @@ def _ask_all(opened: Opened, prompts: Sequence[_Prompt], batch: int, progress: b
             group = prompts[start : start + batch]
             longest = max(p.answer_tokens for p in group)
             for prompt, ids in zip(group, complete(opened, [p.token_ids for p in group], longest), strict=True):
-                answer = opened.tokenizer.decode(ids, skip_special_tokens=True)
+                answer = opened.tokenizer.decode(ids[: prompt.answer_tokens], skip_special_tokens=True)
                 answers.append(
                     {
                         "length": prompt.length,
@@ -267,7 +267,8 @@ def _report(result: dict[str, Any], out: str | os.PathLike | None) -> None:
     console = output_console()
     lengths, depths = result["lengths"], result["depths"]
     for name, values in result["models"].items():
-        table = Table(title=f"Needles found by {name}, {result['mode']} mode, {result['trials']} trials per cell")
+        console.print(f"Needles found by {name}, {result['mode']} mode, {result['trials']} trials per cell")
+        table = Table()
         table.add_column("depth", justify="right")
         for length in lengths:
             table.add_column(tokens_label(length), justify="right")
