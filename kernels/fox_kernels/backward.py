@@ -15,6 +15,7 @@ import triton.language as tl
 from . import prune as pruning
 from .forward import (
     LOG2_E,
+    decayed,
     document_bounds,
     key_range,
     load_rows,
@@ -35,6 +36,8 @@ def _dq_block(
     CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     j = n0 + offs_n
+    c_hi = tl.load(c_hi_ptr + j, mask=j < S, other=0.0) if MASKED else tl.load(c_hi_ptr + j)
+    c_lo = tl.load(c_lo_ptr + j, mask=j < S, other=0.0) if MASKED else tl.load(c_lo_ptr + j)
     k0 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d0, S, MASKED)
     v0 = load_rows(v_ptr, n0, stride_v, offs_n, offs_d0, S, MASKED)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
@@ -50,15 +53,12 @@ def _dq_block(
     else:
         s = s * scale2
     if MASKED:
-        c_hi = tl.load(c_hi_ptr + j, mask=j < S, other=0.0)
-        c_lo = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
-        bias = (bias_hi[:, None] - c_hi[None, :]) + (bias_lo[:, None] - c_lo[None, :])
-        if SINK:
-            bias = tl.where(j[None, :] < start[:, None] + sink, sink_bias, bias)
+        s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_hi[None, :], c_lo[None, :],
+                    j[None, :] < start[:, None] + sink, sink_bias, SINK)  # fmt: skip
         seen = visible(pos[:, None], j[None, :], start[:, None], S, window, sink, CAUSAL, STARTS, WINDOW)
-        p = tl.exp2(tl.where(seen, s + bias - lse[:, None], float("-inf")))
+        p = tl.exp2(tl.where(seen, s - lse[:, None], float("-inf")))
     else:
-        s += ((bias_hi - tl.load(c_hi_ptr + j)) + (bias_lo - tl.load(c_lo_ptr + j)))[None, :]
+        s += ((bias_hi - c_hi) + (bias_lo - c_lo))[None, :]
         p = tl.exp2(s - lse[:, None])
     ds = p * (dp - delta[:, None])
     if MASKED and SINK:
@@ -213,6 +213,10 @@ def _dkdv_block(
     """One query tile, transposed. bias: c_ref (interior, scalars, with key_bias = c_ref - c_j) or c_j (masked)."""
     t = m0 + offs_m
     pos = tl.minimum(q_offset + t, S - 1)
+    row_bias = scale2
+    if not MASKED:
+        row_bias = (tl.load(c_hi_ptr + pos) - bias_hi) + (tl.load(c_lo_ptr + pos) - bias_lo)
+        row_bias -= tl.load(lse_ptr + t) - offset
     q0 = load_rows(q_ptr, m0, stride_q, offs_m, offs_d0, T, MASKED)
     do0 = load_rows(do_ptr, m0, stride_do, offs_m, offs_d0, T, MASKED)
     s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
@@ -222,29 +226,26 @@ def _dkdv_block(
         do1 = load_rows(do_ptr, m0, stride_do, offs_m, offs_d1, T, MASKED)
         s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
         dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
-    c_hi = tl.load(c_hi_ptr + pos)
-    c_lo = tl.load(c_lo_ptr + pos)
     tanh = s
     if CAP:
         s, tanh = soft_capped(s * scale2, softcap2, inverse_cap)
     else:
         s = s * scale2
     if MASKED:
+        c_hi, c_lo = tl.load(c_hi_ptr + pos), tl.load(c_lo_ptr + pos)
         lse = tl.load(lse_ptr + t, mask=t < T, other=float("inf"))
-        lse = tl.where(lse == float("-inf"), float("inf"), lse - offset)
         delta = tl.load(delta_ptr + t, mask=t < T, other=0.0)
+        lse = tl.where(lse == float("-inf"), float("inf"), lse - offset)
         start = tl.zeros_like(t)
         if STARTS:
             start = tl.load(start_ptr + pos)
-        bias = (c_hi[None, :] - bias_hi[:, None]) + (c_lo[None, :] - bias_lo[:, None])
-        if SINK:
-            bias = tl.where(j[:, None] < start[None, :] + sink, 0.0 - offset, bias)
+        s = decayed(s, c_hi[None, :], c_lo[None, :], bias_hi[:, None], bias_lo[:, None],
+                    j[:, None] < start[None, :] + sink, 0.0 - offset, SINK)  # fmt: skip
         i = (q_offset + t)[None, :]
         seen = visible(i, j[:, None], start[None, :], S, window, sink, CAUSAL, STARTS, WINDOW)
-        p = tl.exp2(tl.where(seen, s + bias - lse[None, :], float("-inf")))
+        p = tl.exp2(tl.where(seen, s - lse[None, :], float("-inf")))
     else:
         delta = tl.load(delta_ptr + t)
-        row_bias = (c_hi - bias_hi) + (c_lo - bias_lo) - (tl.load(lse_ptr + t) - offset)
         p = tl.exp2(s + row_bias[None, :] + key_bias[:, None])
     ds = p * (dp - delta[None, :])
     column_sum += tl.sum(ds, 1)

@@ -34,6 +34,14 @@ def visible(i, j, start, S, window, sink, CAUSAL: tl.constexpr, STARTS: tl.const
 
 
 @triton.jit
+def decayed(s, ci_hi, ci_lo, cj_hi, cj_lo, is_sink, sink_bias, SINK: tl.constexpr):
+    """s + (c_i - c_j), exactly, or s + sink_bias at sinks."""
+    if SINK:
+        return s + tl.where(is_sink, sink_bias, (ci_hi - cj_hi) + (ci_lo - cj_lo))
+    return (s + (ci_lo - cj_lo)) + (ci_hi - cj_hi)
+
+
+@triton.jit
 def soft_capped(s, softcap2, inverse_cap):
     """softcap2 * tanh(s / softcap2), by exp2; returns the value and tanh."""
     t = 1.0 - 2.0 / (tl.exp2(s * inverse_cap) + 1.0)
@@ -119,6 +127,8 @@ def _attend(
 ):  # fmt: skip
     """One key block of the online softmax. bias: c_ref (interior, scalars) or c_i (masked, one per row)."""
     j = n0 + offs_n
+    c_hi = tl.load(c_hi_ptr + j, mask=j < S, other=0.0) if MASKED else tl.load(c_hi_ptr + j)
+    c_lo = tl.load(c_lo_ptr + j, mask=j < S, other=0.0) if MASKED else tl.load(c_lo_ptr + j)
     k0 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d0, S, MASKED)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     if D1 > 0:
@@ -129,15 +139,12 @@ def _attend(
     else:
         s = s * scale2
     if MASKED:
-        c_hi = tl.load(c_hi_ptr + j, mask=j < S, other=0.0)
-        c_lo = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
-        bias = (bias_hi[:, None] - c_hi[None, :]) + (bias_lo[:, None] - c_lo[None, :])
-        if SINK:
-            bias = tl.where(j[None, :] < start[:, None] + sink, sink_bias, bias)
+        s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_hi[None, :], c_lo[None, :],
+                    j[None, :] < start[:, None] + sink, sink_bias, SINK)  # fmt: skip
         seen = visible(pos[:, None], j[None, :], start[:, None], S, window, sink, CAUSAL, STARTS, WINDOW)
-        s = tl.where(seen, s + bias, float("-inf"))
+        s = tl.where(seen, s, float("-inf"))
     else:
-        s += ((bias_hi - tl.load(c_hi_ptr + j)) + (bias_lo - tl.load(c_lo_ptr + j)))[None, :]
+        s += ((bias_hi - c_hi) + (bias_lo - c_lo))[None, :]
     top = tl.maximum(m, tl.max(s, 1))
     base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
     p = tl.exp2(s - base[:, None])

@@ -1,0 +1,143 @@
+"""Problems for proving a kernel right, and the comparison that decides: error at most twice that of eager in the same dtype."""
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from fox_kernels import forgetting_attention, reference
+
+NAMES = ("o", "lse", "dq", "dk", "dv", "dlog_f")
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1e-3}  # floor where eager happens to be exact
+
+
+@dataclass
+class Case:
+    """One problem; `cuts` are document boundaries, `options` go to the operator as they are."""
+
+    T: int = 64
+    S: int | None = None
+    B: int = 2
+    H: int = 2
+    Hkv: int = 1
+    D: int = 32
+    dtype: torch.dtype = torch.float32
+    gate: str = "mixed"
+    layout: str = "plain"
+    cuts: list | None = None
+    starts: list | None = None
+    options: dict = field(default_factory=dict)
+
+    def name(self) -> str:
+        keys = "" if self.cuts is None else f" cu{self.cuts[:6]}"
+        keys += "" if self.starts is None else f" start{self.starts}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        shape = f"B{self.B} T{self.T} S{self.S or self.T} H{self.H}/{self.Hkv} D{self.D}"
+        return f"{shape} {dtype} {self.gate} {self.layout}{keys} {self.options or ''}".strip()
+
+
+def gates(kind: str, *shape, device="cpu") -> torch.Tensor:
+    """Return log f float32: open (no forgetting), mixed, short memories, saturated shut, or hard zeros among open ones."""
+    x = torch.randn(*shape, device=device)
+    if kind == "open":
+        return torch.zeros_like(x)
+    if kind == "zeros":
+        return torch.where(torch.rand(*shape, device=device) < 0.2, -float("inf"), -0.05)
+    shift, spread = {"mixed": (2.0, 2.0), "short": (4.0, 1.0), "shut": (-8.0, 1.0)}[kind]
+    return torch.nn.functional.logsigmoid(spread * x + shift)
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return a copy of x (B, T, H, D) with the same values and other strides."""
+    if layout == "heads":  # as (B, H, T, D) in memory
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "packed":  # a slice of a wider projection
+        return torch.cat((x, x), dim=2)[:, :, : x.shape[2]]
+    if layout == "last":  # the last stride is not 1
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    return x.contiguous()
+
+
+def draw(case: Case, device="cpu"):
+    """Return leaf inputs (q, k, v, log_f), the output gradients (do, dlse) and the operator's options."""
+    B, T, S, H, Hkv, D = case.B, case.T, case.S or case.T, case.H, case.Hkv, case.D
+    q, k, v, do = (
+        laid_out(torch.randn(B, n, h, D, device=device).to(case.dtype), case.layout)
+        for n, h in ((T, H), (S, Hkv), (S, Hkv), (T, H))
+    )
+    options = dict(case.options)
+    if case.cuts is not None:
+        options["cu_seqlens"] = torch.tensor([0, *case.cuts, S], dtype=torch.int32, device=device)
+    if case.starts is not None:
+        options["seq_start"] = torch.tensor(case.starts, dtype=torch.int32, device=device)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, gates(case.gate, B, S, H, device=device))]
+    return inputs, (do, torch.randn(B, T, H, device=device)), options
+
+
+def results(operator, inputs, gradients, options) -> list[torch.Tensor]:
+    """Return o, lse and the four gradients through both; lse of -inf counts as 0."""
+    o, lse = operator(*inputs, return_lse=True, **options)
+    lse = lse.masked_fill(lse == -float("inf"), 0)
+    do, dlse = gradients
+    loss = (o * do.to(o.dtype)).sum(dtype=lse.dtype) + (lse * dlse.to(lse.dtype)).sum()
+    return [o.detach(), lse.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+def errors(case: Case, device="cpu", backend="triton") -> list[tuple[str, float, float]]:
+    """Return (name, error of the backend, error of eager in the same dtype), relative to float64, per output.
+
+    The float64 result is never pruned: what pruning loses counts as error.
+    """
+    inputs, gradients, options = draw(case, device)
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    unpruned = {name: value for name, value in options.items() if name != "prune"}
+    exact = results(reference.forgetting_attention, exact_inputs, gradients, unpruned)
+    eager = results(reference.forgetting_attention, inputs, gradients, options)
+
+    def operator(*args, **kwargs):
+        return forgetting_attention(*args, backend=backend, **kwargs)
+
+    mine = results(operator, inputs, gradients, options)
+    rows = []
+    for name, x, y, z in zip(NAMES, mine, eager, exact, strict=True):
+        size = z.norm().clamp_min(1e-3 * z.numel() ** 0.5)  # of what is all but zero, only the absolute error means anything
+        rows.append((name, ((x.double() - z).norm() / size).item(), ((y.double() - z).norm() / size).item()))
+    return rows
+
+
+def failures(case: Case, device="cpu", backend="triton") -> list[str]:
+    """Return what breaks the rule for a case, empty if nothing does; NaN breaks it."""
+    lost = torch.tensor(case.options["prune"]).exp().item() if "prune" in case.options else 0.0
+    return [
+        f"{name}: error {mine:.2e}, eager {eager:.2e} ({case.name()})"
+        for name, mine, eager in errors(case, device, backend)
+        if not mine <= 2 * eager + ROUNDING[case.dtype] + 2 * lost
+    ]
+
+
+def random_case(seed: int, dtypes, head_dims=(16, 32, 80, 96), longest=140) -> Case:
+    """Return a random case over shapes and options, small enough for Triton's interpreter."""
+    r = random.Random(seed)
+    T, S = r.choice([(37, 37), (70, 131), (1, 50), (1, 1), (130, 130), (1, 300), (2, 299), (5, 8)])
+    S = max(T, min(S, max(longest, 300 if T < 3 else 0)))
+    H, Hkv = r.choice([(2, 1), (2, 2), (3, 1), (4, 2)])
+    options: dict = {}
+    for name, values in (
+        ("window", (None, 1, 9, 40)),
+        ("sink", (0, 1, 4, 40)),
+        ("softcap", (None, 5.0)),
+        ("prune", (None, -4.0)),
+        ("scale", (None, 0.4, -0.1)),
+    ):
+        options[name] = r.choice(values)
+    options = {name: value for name, value in options.items() if value is not None}
+    case = Case(
+        T=T, S=S, H=H, Hkv=Hkv, D=r.choice(head_dims), dtype=r.choice(dtypes), options=options,
+        gate=r.choice(["open", "mixed", "short", "shut", "zeros"]), layout=r.choice(["plain", "heads", "packed", "last"]),
+    )  # fmt: skip
+    kind = r.choice(["plain", "packed", "padded"])
+    if kind == "packed":
+        case.B = 1
+        case.cuts = sorted(r.randrange(S + 1) for _ in range(min(5, S)))
+    if kind == "padded":
+        case.starts = [r.randrange(S + 1) for _ in range(case.B)]
+    return case

@@ -1,0 +1,198 @@
+"""The proof list at real sizes, on a GPU: `pytest -m gpu tests/kernels/test_gpu.py`, or `python tests/kernels/test_gpu.py`."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from cases import Case, draw, errors, failures, gates
+from fox_kernels import chunked, forgetting_attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def proof_list() -> list[Case]:
+    """Every line of the proof list, one feature at a time and then mixed."""
+    r = random.Random(0)
+    documents = sorted({1, 2, 4, 700, 701, 1030, *(r.randrange(1100) for _ in range(6))})
+    cases = [Case(T=1025, H=4, Hkv=2, D=D, dtype=BF16) for D in (16, 32, 64, 80, 96, 128, 256)]
+    cases += [Case(T=513, H=4, Hkv=2, D=D, dtype=FP16) for D in (64, 96, 128)]
+    cases += [Case(T=257, H=4, Hkv=2, D=D, dtype=FP32) for D in (16, 32, 64, 80, 96, 128, 256)]
+    cases += [Case(T=777, D=D, dtype=BF16, gate=g) for g in ("open", "short", "shut", "zeros") for D in (64, 128)]
+    cases += [Case(T=300, D=64, dtype=FP32, gate=g) for g in ("open", "shut", "zeros")]
+    for H, Hkv in ((1, 1), (3, 1), (8, 1), (8, 8)):
+        cases.append(Case(T=400, H=H, Hkv=Hkv, D=64, dtype=BF16))
+    for T, S in ((1, 1), (2, 2), (333, 1500), (1, 4097), (3, 2049), (16, 1000), (129, 130)):
+        cases.append(Case(T=T, S=S, H=8, Hkv=2, D=128, dtype=BF16))
+        cases.append(Case(T=T, S=S, H=4, Hkv=1, D=80, dtype=BF16, starts=[0, S // 3], options={"sink": 2}))
+    extras = [{}, {"window": 100}, {"sink": 4}, {"softcap": 20.0}, {"window": 64, "sink": 4}, {"sink": 1, "prune": -10.0}]
+    for extra, D in itertools.product(extras, (64, 128)):
+        cases.append(Case(B=1, T=1100, D=D, dtype=BF16, cuts=documents, options=extra))
+        cases.append(Case(T=700, D=D, dtype=BF16, starts=[3, 700], options=extra))
+        cases.append(Case(T=900, D=D, dtype=BF16, options=extra))
+    for gate, D in itertools.product(("short", "open", "mixed"), (64, 128)):
+        cases.append(Case(T=2048, D=D, dtype=BF16, gate=gate, options={"prune": -10.0}))
+    cases.append(Case(T=2048, D=64, dtype=BF16, gate="short", options={"prune": -10.0, "softcap": 15.0, "sink": 4}))
+    cases += [Case(T=500, D=64, dtype=BF16, layout=layout) for layout in ("heads", "packed", "last")]
+    cases += [Case(T=500, D=64, dtype=BF16, options={"scale": s}) for s in (1.0, 0.0, -0.2)]
+    return cases
+
+
+@pytest.mark.parametrize("case", proof_list(), ids=Case.name)
+def test_error_at_most_twice_eager(case):
+    torch.manual_seed(0)
+    assert failures(case, "cuda") == []
+
+
+def gate_error(T: int, mean: float, D: int = 64, dtype=BF16, backend="triton") -> float:
+    """Return the RMS error of dlog_f relative to float64, for gates of a mean log f."""
+    H = 2
+    q, k, v, do = (torch.randn(1, T, H, D, device="cuda").to(dtype) for _ in range(4))
+    log_f = torch.zeros(1, T, H, device="cuda")
+    if mean < 0:
+        log_f = log_f.exponential_().mul_(mean)
+    results = []
+    for dt, kwargs in ((torch.float64, {"backend": "chunked"}), (dtype, {"backend": backend})):
+        inputs = [x.to(dt).requires_grad_() for x in (q, k, v)]
+        gate = log_f.clone().requires_grad_()
+        forgetting_attention(*inputs, gate, **kwargs).backward(do.to(dt))
+        assert gate.grad is not None
+        results.append(gate.grad.double())
+    return ((results[1] - results[0]).norm() / results[0].norm()).item()
+
+
+@pytest.mark.parametrize("mean", [0.0, -1.0, -3.0])
+@pytest.mark.parametrize("T", [4096, 32768])
+def test_gate_gradient_within_half_a_percent(T, mean):
+    torch.manual_seed(0)
+    assert gate_error(T, mean) <= 5e-3
+
+
+def test_deterministic_and_every_output_written():
+    torch.manual_seed(0)
+    case = Case(T=1300, H=6, Hkv=2, D=64, dtype=BF16, starts=[5, 1300], options={"sink": 3, "window": 500})
+    inputs, gradients, options = draw(case, "cuda")
+    runs = []
+    for fill in (0.0, float("nan")):  # what torch.empty hands out is poisoned in the second run
+        junk = [torch.full((1 << 22,), fill, device="cuda") for _ in range(16)]
+        del junk
+        o, lse = forgetting_attention(*inputs, return_lse=True, backend="triton", **options)
+        loss = (o * gradients[0]).sum(dtype=FP32) + lse.masked_fill(lse == -float("inf"), 0).sum()
+        runs.append([o, lse, *torch.autograd.grad(loss, inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_more_blocks_than_a_grid_dimension_holds():
+    torch.manual_seed(0)
+    assert failures(Case(B=70000, T=3, H=2, D=16, dtype=BF16, options={"prune": -10.0}), "cuda") == []
+
+
+def test_offsets_beyond_32_bits():
+    torch.manual_seed(0)
+    T, stride = 70000, 1 << 15  # the last row starts at element 2.3e9
+    wide = torch.empty(T, stride, dtype=BF16, device="cuda")
+    q, k, v = (wide[None, :, None, n * 16 : n * 16 + 16] for n in range(3))
+    for x in (q, k, v):
+        x.copy_(torch.randn(1, T, 1, 16, device="cuda"))
+    log_f = gates("short", 1, T, 1, device="cuda")
+    results = []
+    for tensors in ((q, k, v), (q.contiguous(), k.contiguous(), v.contiguous())):
+        inputs = [x.detach().requires_grad_() for x in tensors]
+        o = forgetting_attention(*inputs, log_f, window=3000, backend="triton")
+        results.append([o, *torch.autograd.grad(o.sum(dtype=FP32), inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_parts_of_the_keys_merge_by_lse():
+    """Context parallelism: two shards of keys, the first seen in full by later queries with an offset of c."""
+    from fox_kernels import cumsum
+    from fox_kernels.backward import launch_backward
+    from fox_kernels.forward import launch_forward
+
+    torch.manual_seed(0)
+    B, n, H, D = 2, 640, 4, 64
+    q, k, v, do = (torch.randn(B, 2 * n, H, D, device="cuda") for _ in range(4))
+    log_f = gates("mixed", B, 2 * n, H, device="cuda") * 0.05
+    hi, lo = cumsum.cumulative(log_f)
+    args = {"scale": D**-0.5}
+    o, lse = launch_forward(q, k, v, hi, lo, **args)
+    dq, dk, dv, dc = launch_backward(do, None, q, k, v, o, lse, hi, lo, **args)
+    late = slice(n, 2 * n)
+    hi0, lo0 = (x.contiguous() for x in cumsum.cumulative(log_f[:, :n]))
+    hi1, lo1 = (x.contiguous() for x in cumsum.cumulative(log_f[:, late]))
+    # Queries of the second half against the first half's keys: c_i = c[n - 1] + offset + their own c, which is added per row.
+    offset = torch.full((B, H), 0.25, device="cuda")
+    o0, lse0 = launch_forward(
+        q[:, late], k[:, :n], v[:, :n], hi0, lo0, q_offset=n, c_offset=offset, causal=False, **args
+    )
+    o1, lse1 = launch_forward(q[:, late], k[:, late], v[:, late], hi1, lo1, **args)
+    row = hi1 - 0.25
+    merged = torch.logaddexp2(lse0 + row, lse1)
+    weights = [torch.exp2(x - merged).transpose(1, 2)[..., None] for x in (lse0 + row, lse1)]
+    assert (merged - lse[:, :, late]).abs().max() < 1e-4
+    o_late = o0 * weights[0] + o1 * weights[1]
+    assert (o_late - o[:, late]).abs().max() < 1e-4
+    # The backward of the first part with the merged lse gives its share of every gradient.
+    part = launch_backward(
+        do[:, late], None, q[:, late], k[:, :n], v[:, :n], o_late, merged - row, hi0, lo0, q_offset=n, c_offset=offset,
+        causal=False, **args,
+    )  # fmt: skip
+    own = launch_backward(do[:, late], None, q[:, late], k[:, late], v[:, late], o_late, merged, hi1, lo1, **args)
+    assert ((part[0] + own[0]) - dq[:, late]).norm() < 1e-4 * dq.norm()
+    assert (own[1] - dk[:, late]).norm() < 1e-4 * dk.norm()
+    early = launch_backward(do[:, :n], None, q[:, :n], k[:, :n], v[:, :n], o[:, :n], lse[:, :, :n], hi0, lo0, **args)
+    assert ((part[1] + early[1]) - dk[:, :n]).norm() < 1e-4 * dk.norm()
+    assert ((part[2] + early[2]) - dv[:, :n]).norm() < 1e-4 * dv.norm()
+    assert ((part[3] + early[3])[..., : n - 1] - dc[..., : n - 1]).norm() < 1e-3 * dc.norm()
+
+
+def test_compiled_whole_and_captured_in_a_graph():
+    torch.manual_seed(0)
+    inputs, (do, _), options = draw(Case(T=600, D=64, dtype=BF16, options={"window": 200}), "cuda")
+
+    def step(q, k, v, log_f):
+        return forgetting_attention(q, k, v, log_f, backend="triton", **options) * 2
+
+    compiled = torch.compile(step, fullgraph=True)
+    expected, got = step(*inputs), compiled(*inputs)
+    assert torch.equal(expected, got)
+    for a, b in zip(torch.autograd.grad(expected, inputs, do), torch.autograd.grad(got, inputs, do), strict=True):
+        assert torch.equal(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = step(*inputs)
+    with torch.no_grad():
+        inputs[0].copy_(torch.randn_like(inputs[0]))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, step(*inputs))
+
+
+def test_decode_on_a_padded_batch_from_a_longer_cache():
+    """Decoding reads slices of buffers that are longer than the cache, with c appended rather than summed again."""
+    from fox_kernels import cumsum
+    from fox_kernels.decode import launch_decode
+
+    torch.manual_seed(0)
+    B, S, H, Hkv, D, room = 4, 5000, 16, 4, 128, 6000
+    k, v = (torch.randn(B, room, Hkv, D, device="cuda", dtype=BF16)[:, :S] for _ in range(2))
+    q = torch.randn(B, 1, H, D, device="cuda", dtype=BF16)
+    log_f = gates("short", B, S, H, device="cuda")
+    start = torch.tensor([0, 17, 4000, 4999], dtype=torch.int32, device="cuda")
+    hi, lo = cumsum.append(*cumsum.cumulative(log_f[:, :-1]), log_f[:, -1:])
+    padded = [torch.nn.functional.pad(x, (0, room - S)) for x in (hi, lo)]
+    exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f, seq_start=start, sink=4)
+    for prune in (None, -10.0):
+        o, _ = launch_decode(
+            q, k, v, padded[0][..., :S], padded[1][..., :S], scale=D**-0.5, seq_start=start, sink=4, prune=prune
+        )
+        assert (o - exact).norm() < 4e-3 * exact.norm()
+
+
+if __name__ == "__main__":
+    for proof in proof_list():
+        rows = errors(proof, "cuda")
+        verdict = "FAIL" if failures(proof, "cuda") else "ok"
+        print(verdict, proof.name(), " ".join(f"{name} {a:.1e}/{b:.1e}" for name, a, b in rows), flush=True)
