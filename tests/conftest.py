@@ -1,0 +1,121 @@
+"""Pico models, a few thousand parameters each, and a tokenizer for them: made here, downloaded never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PICO = {
+    "vocab_size": 288,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "initializer_range": 0.3,  # logits far enough apart that rounding never decides
+}
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Pico models run fastest on one thread, and the machine may be shared."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pico_llama() -> Callable[..., Any]:
+    """pico_llama(**config) -> a fresh LlamaForCausalLM in eval mode, the same weights every time."""
+
+    def build(**config: Any) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**{**PICO, **config})).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def stir() -> Callable[[Any], Any]:
+    """stir(model) gives every added tensor random values, so that no identity hides a mistake; returns the model."""
+
+    def stir(model: Any) -> Any:
+        from retrofox.surgery import is_new_tensor
+
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if is_new_tensor(name):
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        return model
+
+    return stir
+
+
+@pytest.fixture(scope="session")
+def pico_fox(pico_llama, stir) -> Callable[..., Any]:
+    """pico_fox(stirred=True, config={}, **spec) -> a converted pico Llama in eval mode.
+
+    The default spec: short half-lives, a partial rotary dial, one sink token; stirred gates depend on the data.
+    """
+
+    def build(*, stirred: bool = True, config: dict[str, Any] | None = None, **spec: Any) -> Any:
+        import retrofox
+
+        values = {"half_life": (2.0, 200.0), "max_wavelength": 40.0, **spec}
+        model = retrofox.convert(pico_llama(**(config or {})), fox=retrofox.FoxSpec(**values))
+        return (stir(model) if stirred else model).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def pico_tokenizer() -> Any:
+    """A byte-level tokenizer of 288 tokens with <s> (0) and </s> (1, also padding) and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=PICO["vocab_size"],
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the fox forgets the gate, the gate forgets the fox, and so on and on"] * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture
+def pico_checkpoint(pico_llama, pico_tokenizer, tmp_path) -> Path:
+    """A directory with an unconverted pico Llama and its tokenizer."""
+    directory = tmp_path / "pico-llama"
+    pico_llama().save_pretrained(directory)
+    pico_tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def pico_fox_checkpoint(pico_fox, pico_tokenizer, tmp_path) -> Path:
+    """A directory with a converted, stirred pico Llama and its tokenizer."""
+    directory = tmp_path / "pico-fox"
+    pico_fox().save_pretrained(directory)
+    pico_tokenizer.save_pretrained(directory)
+    return directory
