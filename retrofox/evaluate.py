@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from retrofox import loss_report
-from retrofox.harness import require_harness, run_tasks
+from retrofox.harness import find_tasks, run_tasks
 from retrofox.opening import Opened, open_model, open_tokenizer
 from retrofox.per_token_loss import Window, window_losses
 from retrofox.report import environment, output_console, peak_memory_bytes, progress_bar, reset_peak_memory
@@ -84,6 +84,7 @@ def evaluate(
     sources, others = [str(s) for s in data], _listed(against)
     _check(length, sources, tasks, windows, min_tokens, batch, max_documents, limit)
     started = time.time()
+    manager = find_tasks(tasks, include_path) if tasks else None
     tokenizer = tokenizer or _tokenizer_of(model)
     for other in others:
         _require_same_tokenizer(tokenizer, other)
@@ -121,8 +122,7 @@ def evaluate(
                 result["lines"].append(line)
                 losses[line["key"]] = values
         if tasks:
-            options = {"max_length": length, "include_path": include_path, "limit": limit, "batch": batch}
-            result["tasks"][key] = run_tasks(opened, tasks, **options)
+            result["tasks"][key] = run_tasks(opened, tasks, manager, max_length=length, limit=limit, batch=batch)
         opened = None  # frees the weights before the next model is loaded
         gc.collect()
         if torch.cuda.is_available():
@@ -219,8 +219,6 @@ def _check(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     _require_files(data)
-    if tasks:
-        require_harness()
 
 
 def _require_files(data: Sequence[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from retrofox.opening import Opened
@@ -11,9 +13,9 @@ from retrofox.opening import Opened
 def run_tasks(
     opened: Opened,
     tasks: Sequence[str],
+    manager: Any,
     *,
     max_length: int,
-    include_path: str | None = None,
     limit: int | None = None,
     batch: int = 1,
 ) -> dict[str, dict[str, Any]]:
@@ -23,24 +25,11 @@ def run_tasks(
     (tokens) is always passed.
 
     Args:
-        include_path: a directory with further task files.
+        manager: what `find_tasks` gave for these tasks.
         limit: examples per task, None = all.
-
-    Raises:
-        ValueError: lm-eval is not installed, or a task is unknown.
     """
-    require_harness()
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=include_path)
-    unknown = [t for t in tasks if not manager.match_tasks([t])]
-    if unknown:
-        raise ValueError(
-            f"unknown task {', '.join(unknown)}; `lm_eval ls tasks` lists lm-eval's own, include_path adds a directory"
-        )
-    lm = HFLM(
+    lm_eval = require_harness()
+    lm = import_module("lm_eval.models.huggingface").HFLM(
         pretrained=opened.model,
         tokenizer=opened.tokenizer,
         backend="causal",
@@ -48,17 +37,44 @@ def run_tasks(
         batch_size=batch,
         device=str(opened.device),
     )
-    output = simple_evaluate(model=lm, tasks=list(tasks), limit=limit, task_manager=manager, bootstrap_iters=1000)
-    assert output is not None, "only ranks other than 0 get None, and there is one rank"
+    output = lm_eval.simple_evaluate(
+        model=lm, tasks=list(tasks), limit=limit, task_manager=manager, bootstrap_iters=1000, log_samples=False
+    )
     return {
         task: {metric: value for metric, value in values.items() if metric not in ("alias", "name", "sample_len")}
         for task, values in output["results"].items()
     }
 
 
-def require_harness() -> None:
-    """Raises ValueError with the remedy if lm-eval is missing."""
+def find_tasks(tasks: Sequence[str], include_path: str | None = None) -> Any:
+    """An lm-eval TaskManager that knows all the tasks; lm-eval's own are indexed only where they are needed.
+
+    Args:
+        include_path: a directory with further task files.
+
+    Raises:
+        FileNotFoundError: `include_path` is not a directory.
+        ValueError: lm-eval is not installed, or a task is unknown.
+    """
+    require_harness()
+    if include_path is not None and not Path(include_path).is_dir():
+        raise FileNotFoundError(f"include_path is not a directory: {include_path}")
+    task_manager = import_module("lm_eval.tasks").TaskManager
+    unknown = list(tasks)
+    for defaults in (False, True):  # indexing all of lm-eval's own tasks takes seconds
+        if defaults or include_path is not None:
+            manager = task_manager(include_path=include_path, include_defaults=defaults)
+            unknown = [task for task in tasks if not manager.match_tasks([task])]
+            if not unknown:
+                return manager
+    raise ValueError(
+        f"unknown task {', '.join(unknown)}; `lm_eval ls tasks` lists lm-eval's own, include_path adds a directory"
+    )
+
+
+def require_harness() -> Any:
+    """The lm_eval module; raises ValueError with the remedy if it is not installed."""
     try:
-        import lm_eval  # noqa: F401  (only whether it is there matters)
+        return import_module("lm_eval")
     except ImportError as error:
         raise ValueError("tasks need lm-eval: pip install 'retrofox[eval]'") from error

@@ -47,9 +47,8 @@ def token_losses(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tenso
         (B, T - 1) float32 on the model's device; entry [:, i - 1] belongs to position i.
     """
     hidden = inner_model(model)(input_ids=token_ids, use_cache=False).last_hidden_state
-    head = model.get_output_embeddings()
     budget = LOGIT_BYTES.get(token_ids.device.type, LOGIT_BYTES["cpu"])
-    step = max(1, budget // (4 * head.weight.shape[0] * token_ids.shape[0]))
+    step = max(1, budget // (4 * vocabulary_size(model) * token_ids.shape[0]))
     losses = torch.empty(token_ids.shape[0], token_ids.shape[1] - 1, device=token_ids.device)
     for start in range(0, losses.shape[1], step):
         stop = min(start + step, losses.shape[1])
@@ -58,6 +57,12 @@ def token_losses(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tenso
         flat = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
         losses[:, start:stop] = flat.view(target.shape)
     return losses
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Rows of the language-model head: the number of tokens it scores."""
+    head: Any = model.get_output_embeddings()
+    return head.weight.shape[0]
 
 
 def window_losses(
@@ -77,7 +82,7 @@ def window_losses(
         ValueError: the device ran out of memory, or a token id lies outside the model's vocabulary.
     """
     device = next(model.parameters()).device
-    vocabulary = model.get_output_embeddings().weight.shape[0]
+    vocabulary = vocabulary_size(model)
     largest = max(int(w.token_ids.max()) for w in windows)
     if largest >= vocabulary:
         raise ValueError(

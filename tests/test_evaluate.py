@@ -8,6 +8,7 @@ import math
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def make_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
-def make_llama(seed: int = 0, vocab: int = 280, **options) -> LlamaForCausalLM:
+def make_llama(seed: int = 0, vocab: int = 280, **options) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -56,7 +57,7 @@ def make_llama(seed: int = 0, vocab: int = 280, **options) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def make_fox(gate_weight: float = 1.0, **spec) -> torch.nn.Module:
+def make_fox(gate_weight: float = 1.0, **spec) -> Any:
     model = retrofox.convert(make_llama(), fox=retrofox.FoxSpec(**{"half_life": (2.0, 400.0), **spec}))
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
@@ -285,6 +286,30 @@ def test_a_failed_run_leaves_earlier_results_alone(tokenizer, documents, tmp_pat
     with pytest.raises(ValueError, match="vocabulary"):
         evaluate(make_llama(), make_llama(vocab=60), documents, 64, out, tokenizer=tokenizer, progress=False)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.filterwarnings("ignore")  # lm-eval and its dependencies warn on import
+def test_lm_eval_tasks_run_with_the_length_asked_for(tokenizer, tmp_path):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "pico.yaml").write_text(
+        "task: pico_choice\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/pico.jsonl}}}}\n"
+        "doc_to_text: '{{q}}'\ndoc_to_choice: '{{choices}}'\ndoc_to_target: '{{gold}}'\n"
+        "metric_list: [{metric: acc}]\n"
+    )
+    rows = [{"q": "the fox " * 100, "choices": [" gate", " fox"], "gold": n % 2} for n in range(4)]
+    (tmp_path / "pico.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    seen = []
+    fox = make_fox()
+    fox.model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"].shape[1]), with_kwargs=True)
+    result = evaluate(
+        fox, make_llama(), length=300, tasks=["pico_choice"], include_path=str(tmp_path), limit=3, tokenizer=tokenizer
+    )
+    assert set(result["tasks"]) == {"model", "base"}
+    assert 0 <= result["tasks"]["model"]["pico_choice"]["acc,none"] <= 1
+    assert max(seen) > 128  # the model's max_position_embeddings, to which lm-eval would cut
+    with pytest.raises(ValueError, match="unknown task nonsense"):
+        evaluate(fox, length=300, tasks=["nonsense"], include_path=str(tmp_path), tokenizer=tokenizer)
 
 
 def test_tasks_without_lm_eval_name_the_remedy(tokenizer, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
-def make_llama() -> LlamaForCausalLM:
+def make_llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=280,
@@ -52,7 +53,7 @@ def make_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def make_fox() -> torch.nn.Module:
+def make_fox() -> Any:
     spec = retrofox.FoxSpec(half_life=(2.0, 200.0), max_wavelength=40.0, sink_tokens=1)
     model = retrofox.convert(make_llama(), fox=spec)
     torch.manual_seed(3)
@@ -195,7 +196,7 @@ def test_chat_keeps_its_cache_over_turns_and_answers_as_without_it(opened):
     session = ChatSession(Opened(opened.model, tokenizer, "pico", "pico"), system="be brief")
     for turn, text in enumerate(["the fox", "the gate", "again"]):
         messages = [*session.messages, {"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        rendered = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
         [fresh] = complete(Opened(opened.model, tokenizer, "pico", "pico"), [ids], 10)
         assert session.reply(text, 10) == tokenizer.decode(fresh, skip_special_tokens=True)

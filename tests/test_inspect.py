@@ -6,6 +6,7 @@ import csv
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
-def make_llama() -> LlamaForCausalLM:
+def make_llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=280,
@@ -52,7 +53,7 @@ def make_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def make_fox(**spec) -> torch.nn.Module:
+def make_fox(**spec) -> Any:
     return retrofox.convert(make_llama(), fox=retrofox.FoxSpec(**{"half_life": (4.0, 1000.0), **spec})).eval()
 
 
@@ -76,7 +77,7 @@ def test_half_lives_of_the_parameters_are_the_ladder_the_spec_asked_for(tokenize
 def test_measured_half_lives_are_ln2_over_the_mean_decay_of_the_gates(tokenizer, text):
     model = make_fox()
     torch.manual_seed(1)
-    gates = [attention.forget_gate for _, attention in attentions(model)]
+    gates: list[Any] = [attention.forget_gate for _, attention in attentions(model)]
     for gate in gates:
         gate.weight.data.normal_(0, 0.3)
         gate.record = True
@@ -100,7 +101,7 @@ def test_measured_half_lives_are_ln2_over_the_mean_decay_of_the_gates(tokenizer,
 
 def test_dead_and_saturated_gates_are_found_and_told_apart(tokenizer, text):
     model = make_fox()
-    gate = next(attentions(model))[1].forget_gate
+    gate: Any = next(attentions(model))[1].forget_gate
     gate.bias.data = torch.tensor([200.0, 20.0, -20.0, 3.0])  # exactly open, open in effect, shut, working
     for data in (None, text):
         heads = inspect(model, data, 64, tokenizer=tokenizer, progress=False)["heads"][:4]
@@ -139,7 +140,8 @@ def test_table_and_files(tokenizer, text, tmp_path, capsys):
 def test_inspection_leaves_no_hook_behind(tokenizer, text):
     model = make_fox()
     inspect(model, text, 64, tokenizer=tokenizer, progress=False)
-    assert all(not attention.forget_gate._forward_hooks for _, attention in attentions(model))
+    gates: list[Any] = [attention.forget_gate for _, attention in attentions(model)]
+    assert not any(gate._forward_hooks for gate in gates)
 
 
 def test_refusals(tokenizer):
