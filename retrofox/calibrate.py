@@ -1,0 +1,515 @@
+"""Calibrated conversion: gates and queries fitted, layer by layer, to where the original's attention looks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from retrofox import calibrate_capture as capture
+from retrofox import calibrate_fit as fitting
+from retrofox.calibrate_half_life import LONGEST, calibrate_half_lives, write_half_lives
+from retrofox.calibrate_state import State, fingerprint
+from retrofox.families import trained_length
+from retrofox.model.attention import FoxMixin
+from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
+from retrofox.plots import save_csv, write_atomic
+from retrofox.report import environment, progress_bar
+from retrofox.surgery import attentions, convert, load_base, load_tokenizer
+
+__all__ = ["Calibration", "apply_to", "calibrate", "calibrate_half_lives"]
+
+COLUMNS = ("layer", "kl_before", "kl_after", "loss_before", "loss_after", "heads_fitted", "seconds")
+
+
+@dataclass
+class Calibration:
+    """The outcome of a calibration.
+
+    Attributes:
+        values: name in the converted model -> tensor, for every tensor that differs from a plain conversion: gate
+            weights and biases (float32) and, after a refit, q_proj (or qkv_proj) weights and biases in the model's
+            dtype.
+        report: settings, per-layer table, KL and loss before and after, seconds.
+        files: what was written, by kind.
+    """
+
+    values: dict[str, torch.Tensor]
+    report: dict[str, Any]
+    files: dict[str, str]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name -> tensor of everything that a writer has to place instead of a plain conversion's tensor."""
+        return dict(self.values)
+
+    def rewritten(self) -> list[str]:
+        """Names of the base model's own tensors that the refit replaces; empty without a refit."""
+        return sorted(name for name in self.values if ".forget_gate." not in name)
+
+
+def apply_to(model: PreTrainedModel, result: Calibration) -> PreTrainedModel:
+    """Puts a calibration into a live converted model, in place, and returns it.
+
+    Gates are overwritten; a refitted projection becomes a parameter of its own, so a base model that shares its
+    tensors with `model` keeps what it has.
+
+    Raises:
+        ValueError: the model has no such tensors, or of another shape.
+    """
+    state = model.state_dict(keep_vars=True)
+    for name, value in result.tensors().items():
+        if name not in state:
+            raise ValueError(
+                f"the calibration has a tensor {name} that this {type(model).__name__} lacks: wrong model or spec"
+            )
+        if state[name].shape != value.shape:
+            raise ValueError(f"{name} has shape {tuple(state[name].shape)}, its calibration {tuple(value.shape)}")
+    for name, value in result.tensors().items():
+        _put(model, name, value)
+    return model
+
+
+def calibrate(
+    model_or_source: PreTrainedModel | str | os.PathLike,
+    spec: FoxSpec | None,
+    files: Sequence[str | os.PathLike] | torch.Tensor,
+    *,
+    out_dir: str | os.PathLike,
+    steps: int = 100,
+    refit_queries: bool = True,
+    progress: bool = True,
+    resume: bool = True,
+    tokenizer: Any = None,
+    length: int = 1024,
+    windows: int = 8,
+    held_out: int = 2,
+    layer_losses: bool = True,
+    revision: str | None = None,
+    seed: int = 0,
+) -> Calibration:
+    """Fits a conversion to its original: per head, least KL between the attention of the two, on the original's inputs.
+
+    For each layer, in order: hidden states of the original enter; with p_i the original's attention of query i and
+    p'_i that of the converted layer, its rotary pairs faded and its sinks exempt, minimise over the gate's weight W_f
+    and bias b_f and a matrix M per head
+
+        mean_i KL(p_i || p'_i),   s'_ij = scale * (q_i M) . k_j + c_i - c_j,   log f_t = logsigmoid(W_f x_t + b_f)
+
+    q before rotation; M folds into q_proj (W' = M^T W, b' = M^T b). A head keeps what it started with if the fit is no
+    better on held-out windows. One layer's inputs are in memory at a time; after each layer the run can be stopped
+    and gone on with. Into `out_dir` go calibration.json, calibration.csv and calibration.safetensors, and for
+    init="calibrated" half_lives.json, .csv, .png and .svg.
+
+    Args:
+        model_or_source: an unconverted live model, a Hub id, directory or .gguf file; or a live converted model, then
+            with `spec` None. Nothing of a live unconverted model is changed.
+        spec: what to convert to. init="calibrated" starts from half-lives measured at full context.
+        files: text or JSONL files; or (N, T) int64 tokens, the last `held_out` rows held out.
+        steps: Adam steps per layer; 0 stops after the half-lives of init="calibrated".
+        refit_queries: whether to fit M.
+        resume: go on with the work found in `out_dir`; False starts anew.
+        tokenizer: None = the one beside the source.
+        length: tokens per window; windows, held_out: how many to fit on, and to measure on.
+        layer_losses: also measure the loss with each layer alone converted, before and after.
+        seed: of the choice of windows and the order of fitting.
+
+    Raises:
+        FileNotFoundError: a file or source that is not there.
+        ValueError: too little text, nothing to fit, an unsupported family, a projection that a refit can't fold into,
+            or `out_dir` holds a run with other settings.
+    """
+    started, out = time.perf_counter(), Path(out_dir)
+    model, tokenizer = _converted(model_or_source, spec, tokenizer, isinstance(files, torch.Tensor), revision)
+    fox = FoxSpec.from_dict(model.config.fox)
+    _check(fox, steps, refit_queries, windows, held_out, length)
+    tokens = _windows(files, tokenizer, length, windows + held_out, seed)
+    if len(tokens) <= held_out:
+        raise ValueError(
+            f"{len(tokens)} windows of {tokens.shape[1]} tokens are too few to hold {held_out} out: give more text"
+        )
+    first = next(attentions(model))[1]
+    projection = capture.query_projection(first)
+    if refit_queries and projection is None:
+        raise ValueError(
+            f"the queries of {type(first).__name__} come from no plain linear layer (q_proj or qkv_proj), so a refit "
+            "can't fold into it: calibrate the unquantised model without adapters, or pass refit_queries=False"
+        )
+    settings = {
+        "spec": fox.to_dict(),
+        "steps": steps,
+        "refit_queries": refit_queries,
+        "held_out": held_out,
+        "layer_losses": layer_losses,
+        "seed": seed,
+        "tokens": fingerprint(tokens),
+        "model": fingerprint(*_samples(model)),
+    }
+    state = State(out / "layers", settings, resume)
+    written: dict[str, str] = {}
+    with _restored(model):
+        if fox.init == "calibrated":
+            written |= _start(model, files, tokenizer, state, out, progress)
+        run = _Run(model, fox, tokens, held_out, steps, refit_queries, layer_losses, seed)
+        rows = run.all_layers(state, progress) if steps else []
+        summary = run.summary(state, rows) if rows else {}
+        values = {name: value for name, value in model.state_dict().items() if ".forget_gate." in name}
+        if refit_queries and steps:
+            names = {f"{name}.{projection}.{part}" for name, _ in attentions(model) for part in ("weight", "bias")}
+            values |= {name: value for name, value in model.state_dict().items() if name in names}
+        values = {name: value.detach().clone() for name, value in values.items()}
+    report = {
+        "settings": settings,
+        "windows": {"fitted": len(tokens) - held_out, "held_out": held_out, "length_tokens": tokens.shape[1]},
+        "summary": summary,
+        "layers": rows,
+        "rewritten": [],
+        "seconds": round(time.perf_counter() - started, 1),
+        "environment": environment(),
+    }
+    result = Calibration(values, report, written)
+    report["rewritten"] = result.rewritten()
+    _write(result, out)
+    return result
+
+
+def _samples(model: PreTrainedModel) -> Iterator[torch.Tensor]:
+    """A few of the weights, by which a run on another model is told: the embeddings' start and the first attention."""
+    yield model.get_input_embeddings().weight[:256]  # type: ignore[index]
+    yield from next(attentions(model))[1].parameters()
+
+
+@contextlib.contextmanager
+def _restored(model: PreTrainedModel) -> Iterator[None]:
+    """Lets a block change gates, projections and training mode, and undoes it: the result is the tensors it read."""
+    training, kept = model.training, []
+    for name, attention in attentions(model):
+        projection = capture.query_projection(attention)
+        for part in (projection,) if projection else ():
+            kept += [(f"{name}.{part}.{leaf}", value) for leaf, value in getattr(attention, part).named_parameters()]
+        if attention.forget_gate is not None:
+            gate = attention.forget_gate.state_dict()
+            kept += [(f"{name}.forget_gate.{leaf}", value.clone()) for leaf, value in gate.items()]
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+        for name, value in kept:
+            if isinstance(value, nn.Parameter):
+                owner, leaf = name.rsplit(".", 1)
+                setattr(model.get_submodule(owner), leaf, value)
+            else:
+                _put(model, name, value)
+
+
+class _Run:
+    """The layer-by-layer fit: hidden states of the original, and of the variants whose loss will be measured."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        fox: FoxSpec,
+        tokens: torch.Tensor,
+        held_out: int,
+        steps: int,
+        refit: bool,
+        layer_losses: bool,
+        seed: int,
+    ):
+        self.model, self.fox, self.tokens, self.held_out = model, fox, tokens, held_out
+        self.steps, self.refit, self.layer_losses, self.seed = steps, refit, layer_losses, seed
+        self.layers = capture.decoder_layers(model)
+
+    def all_layers(self, state: State, progress: bool) -> list[dict[str, Any]]:
+        """Fits every layer that is not yet done; returns the measurements of all."""
+        entering, calls = capture.enter(self.model, self.tokens)
+        number = state.finished()
+        rows = []
+        for done in range(number):
+            tensors, row = state.read_layer(done)
+            self._install(done, tensors)
+            rows.append(row)
+        streams = state.read_inputs(number) if number else self._first_streams(entering)
+        with progress_bar("layers", progress) as bar:
+            task = bar.add_task("calibrating", total=len(self.layers), completed=number)
+            for number in range(len(rows), len(self.layers)):
+                tensors, row, streams = self._layer(number, calls[number], streams)
+                state.write_inputs(number + 1, streams)
+                state.write_layer(number, tensors, row)
+                state.drop_inputs(number)
+                rows.append(row)
+                bar.update(
+                    task, advance=1, description=f"calibrating (KL {row['kl_before']:.3f} -> {row['kl_after']:.3f})"
+                )
+        return rows
+
+    def _first_streams(self, entering: torch.Tensor) -> dict[str, torch.Tensor]:
+        held = entering[-self.held_out :]
+        single = held[:0]
+        return {"original": entering, "before": held, "after": held.clone(), "single": single}
+
+    def _layer(
+        self, number: int, call: capture.LayerCall, streams: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]:
+        started = time.perf_counter()
+        layer = self.layers[number]
+        attention: FoxMixin = layer.self_attn  # type: ignore[assignment]
+        held, nothing = streams["original"][-1:], streams["original"][:0]
+        with capture.mode(attention, "original"):
+            single = capture.through(layer, streams["single"], call) if len(streams["single"]) else nothing
+        before = capture.through(layer, streams["before"], call)
+        single_before = capture.through(layer, held, call) if self.layer_losses else nothing
+        original, captured = capture.run_original(layer, streams["original"], call)
+        tensors, row = self._fit(number, attention, captured)
+        self._install(number, tensors)
+        after = capture.through(layer, streams["after"], call)
+        single_after = capture.through(layer, held, call) if self.layer_losses else nothing
+        row["seconds"] = round(time.perf_counter() - started, 2)
+        single = torch.cat([single, single_before, single_after])
+        return tensors, row, {"original": original, "before": before, "after": after, "single": single}
+
+    def _fit(
+        self, number: int, attention: FoxMixin, captured: list[tuple[capture.Operands, dict[str, Any]]]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(the layer's new tensors by name below its attention, KL before and after)."""
+        windows = [self._window(attention, *entry) for entry in captured]
+        fitted, held = windows[: -self.held_out], windows[-self.held_out :]
+        start = self._student(attention, windows[0])
+        before = fitting.divergence(held, start)
+        student = start.clone()
+        if self.fox.init != "calibrated":
+            longest = float(LONGEST * self.tokens.shape[1])
+            fitting.best_constant_gates(fitted[:1], student, list(np.geomspace(4.0, longest, 10)))
+        generator = torch.Generator().manual_seed(1000 * self.seed + number)
+        fitting.fit(fitted, student, self.steps, generator)
+        after = fitting.divergence(held, student)
+        worse = after > before
+        student.take(worse, start)
+        after = torch.minimum(after, before)
+        row = {
+            "layer": number,
+            "kl_before": round(float(before.mean()), 5),
+            "kl_after": round(float(after.mean()), 5),
+            "kl_before_by_head": [round(x, 5) for x in before.tolist()],
+            "kl_after_by_head": [round(x, 5) for x in after.tolist()],
+            "heads_fitted": int((~worse).sum()),
+        }
+        return _folded(attention, student), row
+
+    def _window(self, attention: FoxMixin, original: capture.Operands, block: dict[str, Any]) -> fitting.Window:
+        converted = capture.converted_operands(attention, block)
+        finish = capture.query_finish(attention, converted, block) if self.refit else None
+        return fitting.Window(original, converted, finish, attention.sink_tokens, attention.log_n)
+
+    def _student(self, attention: FoxMixin, window: fitting.Window) -> fitting.Student:
+        gate, (heads, _, head_dim) = attention.forget_gate, window.original.query.shape
+        weight = None if gate is None or gate.weight is None else gate.weight.detach().float().clone()
+        return fitting.Student(
+            bias=None if gate is None else gate.bias.detach().float().clone(),
+            weight=weight,
+            refit=torch.eye(head_dim).repeat(heads, 1, 1) if self.refit else None,
+        )
+
+    def _install(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
+        for name, value in tensors.items():
+            _put(self.layers[number].self_attn, name, value)  # type: ignore[arg-type]
+
+    def summary(self, state: State, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """KL as a mean over layers, loss of the original and of the whole conversion before and after, held-out text;
+        fills each row's loss_before and loss_after."""
+        streams = state.read_inputs(len(self.layers))
+        ids = self.tokens[-self.held_out :]
+        losses = {
+            "original": capture.losses_from(self.model, ids, streams["original"][-self.held_out :]),
+            "before": capture.losses_from(self.model, ids, streams["before"]),
+            "after": capture.losses_from(self.model, ids, streams["after"]),
+        }
+        single = (
+            capture.losses_from(self.model, ids[-1:].expand(len(streams["single"]), -1), streams["single"])
+            if len(streams["single"])
+            else None
+        )
+        for number, row in enumerate(rows):
+            row["loss_before"] = None if single is None else round(float(single[2 * number].mean()), 4)
+            row["loss_after"] = None if single is None else round(float(single[2 * number + 1].mean()), 4)
+        return {
+            "kl_before": round(float(np.mean([row["kl_before"] for row in rows])), 5),
+            "kl_after": round(float(np.mean([row["kl_after"] for row in rows])), 5),
+            "loss_original": round(float(losses["original"].mean()), 4),
+            "loss_before": round(float(losses["before"].mean()), 4),
+            "loss_after": round(float(losses["after"].mean()), 4),
+            "loss_original_of_layer_rows": round(float(losses["original"][-1].mean()), 4),
+        }
+
+
+def _folded(attention: FoxMixin, student: fitting.Student) -> dict[str, torch.Tensor]:
+    """A student as tensors of the attention module: gate parameters, and the projection with the refit folded in."""
+    tensors = {}
+    if student.bias is not None:
+        tensors["forget_gate.bias"] = student.bias
+    if student.weight is not None:
+        tensors["forget_gate.weight"] = student.weight
+    if student.refit is not None:
+        name = capture.query_projection(attention)
+        assert name is not None
+        linear = getattr(attention, name)
+        for part in ("weight", "bias"):
+            value = getattr(linear, part)
+            if value is not None:
+                tensors[f"{name}.{part}"] = fold(value.detach(), student.refit)
+    return tensors
+
+
+def fold(projection: torch.Tensor, refit: torch.Tensor) -> torch.Tensor:
+    """A projection's weight (H D, hidden) or bias (H D,) with q' = q M folded in: per head M^T W; further rows (fused
+    keys and values) stay. refit: (H, D, D). The product is taken in float64 and rounded to the projection's dtype."""
+    heads, head_dim, _ = refit.shape
+    rows = projection[: heads * head_dim].double().reshape(heads, head_dim, -1)
+    folded = torch.bmm(refit.double().transpose(1, 2), rows).reshape(projection[: heads * head_dim].shape)
+    return torch.cat([folded.to(projection.dtype), projection[heads * head_dim :]])
+
+
+def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Gives a module's parameter or buffer new content: gates by overwriting, anything shared by replacing."""
+    *path, leaf = name.split(".")
+    owner = module.get_submodule(".".join(path))
+    old = getattr(owner, leaf)
+    value = value.to(old.device, old.dtype)
+    if path[-1] == "forget_gate":
+        with torch.no_grad():
+            old.copy_(value)
+    else:
+        setattr(owner, leaf, nn.Parameter(value.clone(), requires_grad=old.requires_grad))
+
+
+def _converted(
+    source: PreTrainedModel | str | os.PathLike,
+    spec: FoxSpec | None,
+    tokenizer: Any,
+    has_tokens: bool,
+    revision: str | None,
+) -> tuple[PreTrainedModel, Any]:
+    if isinstance(source, PreTrainedModel):
+        if source.config.model_type.startswith("fox_"):
+            if spec is not None:
+                raise ValueError("a converted model has its own spec: pass spec=None, or calibrate its base model")
+            model = source
+        else:
+            model = convert(source, fox=spec)
+        if tokenizer is None and not has_tokens:
+            tokenizer = load_tokenizer(source.config._name_or_path)
+        return model, tokenizer
+    base, found = load_base(
+        os.fspath(source), dtype=torch.float32 if not torch.cuda.is_available() else None, revision=revision
+    )
+    return convert(base, fox=spec), tokenizer or found
+
+
+def _check(fox: FoxSpec, steps: int, refit: bool, windows: int, held_out: int, length: int) -> None:
+    if steps < 0 or windows < 1 or held_out < 1 or length < 16:
+        raise ValueError(
+            f"steps must be >= 0, windows and held_out >= 1, length >= 16; got {steps}, {windows}, {held_out}, {length}"
+        )
+    if steps == 0 and fox.init != "calibrated":
+        raise ValueError(
+            "steps=0 fits nothing: give steps, or a spec with init='calibrated' to measure half-lives only"
+        )
+    if fox.gate == "none" and (not refit or not steps):
+        raise ValueError("gate='none' leaves only the queries to fit: pass refit_queries=True and steps > 0")
+
+
+def _windows(
+    files: Sequence[str | os.PathLike] | torch.Tensor, tokenizer: Any, length: int, count: int, seed: int
+) -> torch.Tensor:
+    """(count, length) int64 tokens: windows from all over the files, chosen by seed; each is read as a document."""
+    if isinstance(files, torch.Tensor):
+        if files.dim() != 2 or files.dtype != torch.int64:
+            raise ValueError(f"token windows must be (N, T) int64, got {tuple(files.shape)} {files.dtype}")
+        return files
+    from retrofox.evaluate import choose_windows
+
+    if tokenizer is None:
+        raise ValueError("no tokenizer beside the model: pass tokenizer=, or token windows instead of files")
+    found = choose_windows(list(files), tokenizer, length, windows=None, min_tokens=length)
+    whole = [w.token_ids for w in found if len(w.token_ids) == length]
+    if len(whole) < count:
+        raise ValueError(
+            f"the calibration files give {len(whole)} windows of {length} tokens, {count} are needed: give "
+            "more text or a smaller length"
+        )
+    order = np.random.default_rng(seed).permutation(len(whole))[:count]
+    begin = tokenizer.bos_token_id if whole[0][0] == tokenizer.bos_token_id else None
+    rows = [whole[i] if begin is None or whole[i][0] == begin else np.r_[begin, whole[i][:-1]] for i in order]
+    return torch.from_numpy(np.stack(rows))
+
+
+def _start(
+    model: PreTrainedModel,
+    files: Sequence[str | os.PathLike] | torch.Tensor,
+    tokenizer: Any,
+    state: State,
+    out: Path,
+    progress: bool,
+) -> dict[str, str]:
+    """Sets the gates to half-lives measured at full context, once per run; returns the files written."""
+    length = trained_length(model.config)
+    table_file = out / "half_lives.json"
+    if not (state.finished() and table_file.exists()):
+        if isinstance(files, torch.Tensor):
+            tokens = files
+        else:
+            tokens = _longest_windows(files, tokenizer, length)
+        with progress_bar("layers", progress) as bar:
+            task = bar.add_task("measuring half-lives", total=len(capture.decoder_layers(model)))
+            sink = FoxSpec.from_dict(model.config.fox).sink_tokens
+            _, table = calibrate_half_lives(model, tokens, sink, advance=lambda n: bar.update(task, advance=n))
+        write_half_lives(table, out, tokens.shape[1], length)
+    by_place = {(h["layer"], h["head"]): h["half_life_tokens"] for h in json.loads(table_file.read_text())["heads"]}
+    for number, (_, attention) in enumerate(attentions(model)):
+        if attention.forget_gate is not None:
+            heads = range(attention.num_fox_heads)
+            bias = torch.tensor([bias_from_half_life(by_place[number, head]) for head in heads])
+            attention.forget_gate.reset()
+            _put(attention, "forget_gate.bias", bias)
+    return {f"half_lives_{kind}": str(out / f"half_lives.{kind}") for kind in ("json", "csv", "png", "svg")}
+
+
+def _longest_windows(files: Sequence[str | os.PathLike], tokenizer: Any, length: int) -> torch.Tensor:
+    """One window of full context, or the longest the text allows."""
+    for tokens in _halvings(length):
+        try:
+            return _windows(files, tokenizer, tokens, 1, 0)
+        except ValueError:
+            if tokens < 256:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _halvings(length: int) -> Iterator[int]:
+    while length >= 128:
+        yield length
+        length //= 2
+
+
+def _write(result: Calibration, out: Path) -> None:
+    """calibration.json, .csv and .safetensors, each whole or not at all, the JSON last."""
+    partial = out / "calibration.partial"
+    save_file({k: v.contiguous() for k, v in result.values.items()}, partial, metadata={"format": "pt"})
+    os.replace(partial, out / "calibration.safetensors")
+    rows = result.report["layers"]
+    result.files["safetensors"] = str(out / "calibration.safetensors")
+    result.files["csv"] = save_csv(out / "calibration.csv", COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
+    result.files["json"] = write_atomic(
+        out / "calibration.json", (json.dumps({**result.report, "files": result.files}, indent=1) + "\n").encode()
+    )

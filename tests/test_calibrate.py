@@ -1,0 +1,271 @@
+"""Calibration: KL goes down, folding is exact, a run resumes to the same bits, planted decays are found."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import retrofox
+from retrofox import calibrate_capture as capture
+from retrofox import calibrate_fit as fitting
+from retrofox.calibrate import apply_to, calibrate, fold
+from retrofox.calibrate_half_life import MassByDistance, calibrate_half_lives
+from retrofox.model.configuration_fox import FoxSpec
+from retrofox.surgery import attention_mode, attentions
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
+}
+SPEC = FoxSpec(rope="partial", max_wavelength=20.0, sink_tokens=1)
+
+
+def sharp(family: str = "llama") -> Any:
+    """A pico model whose attention is far from uniform, so that there is something to fit."""
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    for name, parameter in model.named_parameters():
+        if "_proj" in name or "embed" in name:
+            torch.nn.init.normal_(parameter, std=0.25)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return torch.randint(SHAPE["vocab_size"], (6, 48), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kl_goes_down_in_every_layer(family, tokens, tmp_path):
+    result = calibrate(sharp(family), SPEC, tokens, out_dir=tmp_path, steps=40, progress=False)
+    rows = result.report["layers"]
+    assert [row["layer"] for row in rows] == [0, 1]
+    for row in rows:
+        assert row["kl_after"] < 0.9 * row["kl_before"]
+        assert all(a <= b for a, b in zip(row["kl_after_by_head"], row["kl_before_by_head"], strict=True))
+    assert {"loss_before", "loss_after"} <= rows[0].keys()
+    written = json.loads((tmp_path / "calibration.json").read_text())
+    assert written["summary"] == result.report["summary"]
+    assert (tmp_path / "calibration.csv").read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_reported_are_those_of_the_model_with_the_tensors_in_place(family, tokens, tmp_path):
+    base = sharp(family)
+    result = calibrate(base, SPEC, tokens, out_dir=tmp_path, steps=10, progress=False)
+    held = tokens[-2:]
+
+    def loss(model):
+        with torch.no_grad():
+            return float(model(input_ids=held, labels=held, use_cache=False).loss)
+
+    plain = retrofox.convert(base, fox=SPEC)
+    summary = result.report["summary"]
+    assert loss(base) == pytest.approx(summary["loss_original"], abs=2e-4)
+    assert loss(plain) == pytest.approx(summary["loss_before"], abs=2e-4)
+    assert loss(apply_to(plain, result)) == pytest.approx(summary["loss_after"], abs=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_refit_folded_equals_refit_applied(family, tokens):
+    model = retrofox.convert(sharp(family), fox=SPEC)
+    hidden, calls = capture.enter(model, tokens[:1])
+    layer = capture.decoder_layers(model)[0]
+    attention = layer.self_attn
+    _, [(_, block)] = capture.run_original(layer, hidden, calls[0])
+    operands = capture.converted_operands(attention, block)
+    finish = capture.query_finish(attention, operands, block)
+    heads, length, head_dim = operands.query.shape
+    refit = torch.eye(head_dim) + 0.2 * torch.randn(
+        heads, head_dim, head_dim, generator=torch.Generator().manual_seed(3)
+    )
+    assert operands.raw_queries is not None
+    applied = finish(torch.bmm(operands.raw_queries, refit), 0, length)
+    linear = attention.q_proj
+    for part in ("weight", "bias"):
+        if getattr(linear, part) is not None:
+            setattr(linear, part, torch.nn.Parameter(fold(getattr(linear, part).detach(), refit)))
+    folded = capture.converted_operands(attention, block).query
+    assert not torch.allclose(applied, operands.query, atol=0.1)
+    torch.testing.assert_close(folded, applied, rtol=1e-4, atol=1e-4)
+
+
+def test_folding_leaves_fused_keys_and_values_alone():
+    projection = torch.randn(3 * 8 + 5, 6)
+    folded = fold(projection, torch.eye(8).repeat(3, 1, 1) * 2)
+    assert torch.equal(folded, torch.cat([projection[:24] * 2, projection[24:]]))
+
+
+class Stop(Exception):
+    pass
+
+
+def test_resumed_run_equals_uninterrupted(tokens, tmp_path, monkeypatch):
+    base = sharp()
+    whole = calibrate(base, SPEC, tokens, out_dir=tmp_path / "whole", steps=8, progress=False)
+    real = fitting.fit
+    calls = []
+
+    def stops_in_second_layer(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(fitting, "fit", stops_in_second_layer)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(base, SPEC, tokens, out_dir=tmp_path / "cut", steps=8, progress=False)
+    assert not (tmp_path / "cut" / "calibration.json").exists()
+    resumed = calibrate(base, SPEC, tokens, out_dir=tmp_path / "cut", steps=8, progress=False)
+    assert len(calls) == 3  # layer 0 was not fitted again
+    assert resumed.tensors().keys() == whole.tensors().keys()
+    for name, value in whole.tensors().items():
+        assert torch.equal(resumed.tensors()[name], value), name
+    timeless = [{**row, "seconds": 0} for row in whole.report["layers"]]
+    assert [{**row, "seconds": 0} for row in resumed.report["layers"]] == timeless
+    assert resumed.report["summary"] == whole.report["summary"]
+
+
+def test_other_settings_in_the_same_directory_are_refused(tokens, tmp_path):
+    calibrate(sharp(), SPEC, tokens, out_dir=tmp_path, steps=2, progress=False)
+    with pytest.raises(ValueError, match=r"another steps.*resume=False"):
+        calibrate(sharp(), SPEC, tokens, out_dir=tmp_path, steps=3, progress=False)
+    calibrate(sharp(), SPEC, tokens, out_dir=tmp_path, steps=3, progress=False, resume=False)
+
+
+def test_base_and_converted_models_keep_their_tensors(tokens, tmp_path):
+    base = sharp()
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    plain = retrofox.convert(base, fox=SPEC)
+    gates = {name: value.clone() for name, value in plain.state_dict().items()}
+    result = calibrate(plain, None, tokens, out_dir=tmp_path, steps=4, progress=False)
+    for name, value in gates.items():
+        assert torch.equal(plain.state_dict()[name], value), name
+    apply_to(plain, result)
+    for name, value in before.items():
+        assert torch.equal(base.state_dict()[name], value), name
+    assert result.rewritten() == sorted(n for n in result.tensors() if "q_proj" in n)
+    assert len(result.rewritten()) == 4  # weight and bias of two layers
+    changed = {n for n, value in plain.state_dict().items() if not torch.equal(value, gates[n])}
+    assert changed == result.tensors().keys()
+
+
+def test_without_refit_only_gates_differ_and_bias_gates_stay_constant(tokens, tmp_path):
+    spec = FoxSpec(rope="partial", max_wavelength=20.0, gate="bias")
+    result = calibrate(sharp(), spec, tokens, out_dir=tmp_path, steps=5, refit_queries=False, progress=False)
+    assert result.rewritten() == []
+    assert {name.rsplit(".", 2)[1] + "." + name.rsplit(".", 2)[2] for name in result.tensors()} == {"forget_gate.bias"}
+
+
+def test_nothing_to_fit_is_refused(tokens, tmp_path):
+    with pytest.raises(ValueError, match="init='calibrated'"):
+        calibrate(sharp(), SPEC, tokens, out_dir=tmp_path, steps=0, progress=False)
+    with pytest.raises(ValueError, match="refit_queries=True"):
+        calibrate(sharp(), FoxSpec(gate="none"), tokens, out_dir=tmp_path, refit_queries=False, progress=False)
+    with pytest.raises(ValueError, match="hold 9 out"):
+        calibrate(sharp(), SPEC, tokens, out_dir=tmp_path, held_out=9, progress=False)
+
+
+def test_refit_of_a_projection_that_is_no_plain_linear_is_refused(tokens, tmp_path):
+    model = retrofox.convert(sharp(), fox=SPEC)
+    for _, attention in attentions(model):
+        attention.q_proj = torch.nn.Sequential(attention.q_proj)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"can't fold.*refit_queries=False"):
+        calibrate(model, None, tokens, out_dir=tmp_path, steps=2, progress=False)
+    calibrate(model, None, tokens, out_dir=tmp_path / "gates", steps=2, refit_queries=False, progress=False)
+
+
+def test_divergence_is_zero_for_the_same_attention(tokens):
+    model = retrofox.convert(sharp(), fox=FoxSpec(rope="keep", gate="data", init="open"))
+    hidden, calls = capture.enter(model, tokens[:1])
+    layer = capture.decoder_layers(model)[0]
+    left, [(original, block)] = capture.run_original(layer, hidden, calls[0])
+    converted = capture.converted_operands(layer.self_attn, block)
+    window = fitting.Window(original, converted, None, 1, None)
+    gate = layer.self_attn.forget_gate
+    kl = fitting.divergence([window], fitting.Student(gate.bias.detach(), gate.weight.detach()))
+    torch.testing.assert_close(kl, torch.zeros_like(kl), rtol=0, atol=1e-6)
+    with attention_mode(model, "original"):
+        torch.testing.assert_close(capture.through(layer, hidden, calls[0]), left, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_run_one_by_one_give_the_models_own_losses(tokens):
+    base = sharp("qwen3")
+    model = retrofox.convert(base, fox=SPEC)
+    hidden, calls = capture.enter(model, tokens)
+    for number, layer in enumerate(capture.decoder_layers(model)):
+        hidden, _ = capture.run_original(layer, hidden, calls[number])
+    losses = capture.losses_from(model, tokens, hidden)
+    with torch.no_grad():
+        expected = base(input_ids=tokens, labels=tokens).loss
+    assert float(losses.mean()) == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_exact_exponential_decays_are_recovered():
+    measured = MassByDistance(1)
+    length, planted = 512, (2.0, 30.0, 700.0)
+    measured.count = np.minimum(256.0, np.arange(length, 0, -1))
+    measured.mass = np.stack([measured.count * np.exp(-math.log(2) / h * np.arange(length)) for h in planted])
+    for head, half_life in enumerate(planted):
+        fitted, explained = measured.fit(head)
+        assert fitted == pytest.approx(half_life, rel=1e-4)
+        assert explained == pytest.approx(1.0)
+
+
+def test_planted_decay_is_recovered_from_queries_and_keys():
+    """Queries and keys made so that q_i.k_j = -slope (i - j), streamed block by block as a model's are."""
+    planted = [4.0 * 16 ** (h / 3) for h in range(4)]
+    length = 512
+    measured = MassByDistance(1)
+    distance = (torch.arange(length)[:, None] - torch.arange(length)).float()
+    slopes = math.log(2) / torch.tensor(planted)
+    position = torch.arange(length).float()
+    query = torch.stack([-slopes[:, None] * position, slopes[:, None].expand(-1, length)], -1)
+    key = torch.stack([torch.ones(length), position], -1)[None]
+    operands = capture.Operands(query, key, 1.0, None, None, torch.zeros(length, 8), None)
+    scores = fitting.scores(query, key, operands, 0)
+    torch.testing.assert_close(scores, -slopes[:, None, None] * distance, rtol=1e-4, atol=1e-3)
+    measured.add(operands, 128)
+    for head, half_life in enumerate(planted):
+        assert measured.fit(head)[0] == pytest.approx(half_life, rel=0.02)
+
+
+def test_half_lives_of_a_model_are_the_same_for_base_and_converted(tokens):
+    base = sharp()
+    from_base, table = calibrate_half_lives(base, tokens, 1)
+    from_converted, _ = calibrate_half_lives(retrofox.convert(base, fox=SPEC), tokens, 1)
+    assert from_base.shape == (2, 4)
+    assert torch.equal(from_base, from_converted)
+    assert [(row["layer"], row["head"]) for row in table] == [(layer, head) for layer in range(2) for head in range(4)]
+    with pytest.raises(ValueError, match="at least 17 tokens"):
+        calibrate_half_lives(base, tokens[:, :12], 1)
+
+
+def test_calibrated_init_sets_the_measured_half_lives(tokens, tmp_path):
+    spec = FoxSpec(rope="keep", init="calibrated")
+    base = sharp()
+    result = calibrate(base, spec, tokens, out_dir=tmp_path, steps=0, progress=False)
+    half_lives, _ = calibrate_half_lives(base, tokens, 1)
+    model = apply_to(retrofox.convert(base, fox=spec), result)
+    hidden = torch.randn(1, 3, SHAPE["hidden_size"])
+    for number, (_, attention) in enumerate(attentions(model)):
+        assert attention.forget_gate is not None
+        decay = -attention.forget_gate(hidden).double()
+        torch.testing.assert_close(math.log(2) / decay, half_lives[number].expand(1, 3, -1), rtol=1e-3, atol=0)
+    assert {p.suffix for p in tmp_path.glob("half_lives.*")} == {".json", ".csv", ".png", ".svg"}
+    heads = json.loads((tmp_path / "half_lives.json").read_text())["heads"]
+    assert len(heads) == 8
