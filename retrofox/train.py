@@ -85,6 +85,9 @@ def train(recipe: Recipe) -> dict[str, Any]:
         last = number == len(recipe.stages) - 1
         note = {"report": reports[-1], "recipe": recipe.model_dump(mode="json")}
         _export(trainer, model, (out if last else root) / "model", tokenizer, note, last)
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            model = None  # sharded for what this stage trained: the next one starts from the export
+            trainer.accelerator.free_memory()
     result = {
         "output": str(out),
         "model": str(out / "model"),
@@ -183,8 +186,7 @@ def _trainer(
     stage = recipe.stages[number]
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
     recompute(model, stage.gradient_checkpointing)
-    if stage.compile:
-        compile_parts(model)
+    compile_parts(model, stage.compile)
     objective = _objective(recipe, stage, model, source, state)
     roles = sorted({role_of(name) for name in names})
     say(

@@ -25,6 +25,7 @@ from retrofox.objectives import causal_lm
 from retrofox.surgery import is_new_tensor
 from retrofox.train_callbacks import Anneal, Clock, GateRecorder, Guard, JsonLog, LogWithSaves, Progress, Signals
 from retrofox.train_groups import group_schedules, parameter_groups
+from retrofox.train_speed import decoder_layers
 
 ADVICE = (
     "The last good checkpoint stands: run again to resume from it after lowering learning_rate (gate rates first), "
@@ -181,9 +182,15 @@ class FoxTrainer(Trainer):
         return 0  # counted in closed form by Clock; the Trainer's own walks all parameters at every micro-batch
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        if self.is_fsdp_enabled:
-            shard_new_modules(self.model)
-        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if not self.is_fsdp_enabled:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        shard_new_modules(self.model)
+        layers = decoder_layers(self.model)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        for layer in layers:
+            # align's backward enters layers whose own outputs carry no gradient: no hook would gather them again
+            layer.set_reshard_after_forward(self.stage.objective != "align")  # type: ignore[operator]
+        return prepared
 
     # log -------------------------------------------------------------------------------------------------------------
 

@@ -97,14 +97,18 @@ def recompute(model: Any, which: str | int) -> int:
     return count
 
 
-def compile_parts(model: Any) -> int:
-    """torch.compile of every MLP in place, parameters and names unchanged; returns how many."""
+def compile_parts(model: Any, on: bool) -> int:
+    """torch.compile of every MLP in place, parameters and names unchanged (or back to eager); returns how many."""
     count = 0
     for layer in decoder_layers(model):
         mlp = getattr(layer, "mlp", None)
-        if isinstance(mlp, nn.Module):
+        if not isinstance(mlp, nn.Module):
+            continue
+        if on:
             mlp.compile(dynamic=False)
             count += 1
-    if not count:
+        else:
+            mlp._compiled_call_impl = None
+    if on and not count:
         raise ValueError("compile: this model's layers have no `mlp` to compile: set compile: false")
     return count
