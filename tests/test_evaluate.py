@@ -8,14 +8,13 @@ import math
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, trainers
+from transformers import PreTrainedTokenizerFast
 
 import retrofox
 from retrofox import per_token_loss
@@ -25,52 +24,15 @@ from retrofox.opening import open_model
 from retrofox.per_token_loss import PositionSums, Window, bucket_edges, slope, token_losses, window_losses
 
 
-def make_tokenizer(extra: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the fox forgets the gate", *extra], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-
-
-def make_llama(seed: int = 0, vocab: int = 280, **options) -> Any:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        **options,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def make_fox(gate_weight: float = 1.0, **spec) -> Any:
-    model = retrofox.convert(make_llama(), fox=retrofox.FoxSpec(**{"half_life": (2.0, 400.0), **spec}))
-    torch.manual_seed(5)
-    for name, parameter in model.named_parameters():
-        if name.endswith("forget_gate.weight"):
-            parameter.data.normal_(0, gate_weight)
-        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):
-            parameter.data.normal_(0, 0.3)  # attention strong enough for the gates to show in the loss
-    return model.eval()
-
-
 @pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer()
+def tokenizer(pico_tokenizer):
+    return pico_tokenizer
+
+
+@pytest.fixture(params=["pico_llama", "pico_fox"])
+def build(request):
+    """Builds a plain and a converted pico model in turn."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +48,10 @@ def documents(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def on_disk(tokenizer, tmp_path_factory) -> tuple[str, str]:
+def on_disk(pico_llama, tokenizer, tmp_path_factory) -> tuple[str, str]:
     """(base, converted) directories; the conversion is exact: RoPE kept, gates open."""
     folder = tmp_path_factory.mktemp("models")
-    make_llama().save_pretrained(folder / "base")
+    pico_llama().save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     spec = retrofox.FoxSpec(rope="keep", init="open", sink_tokens=0)
     retrofox.convert(str(folder / "base"), str(folder / "fox"), fox=spec)
@@ -102,26 +64,24 @@ def whole_losses(model, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
 
 
-@pytest.mark.parametrize("build", [make_llama, make_fox])
 def test_token_losses_equal_the_models_own_cross_entropy(build, monkeypatch):
-    monkeypatch.setitem(per_token_loss.LOGIT_BYTES, "cpu", 280 * 4 * 7)  # three positions of a batch of two at a time
-    model, ids = build(), torch.randint(0, 280, (2, 50), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setitem(per_token_loss.LOGIT_BYTES, "cpu", 288 * 4 * 7)  # three positions of a batch of two at a time
+    model, ids = build(), torch.randint(0, 288, (2, 50), generator=torch.Generator().manual_seed(1))
     assert torch.allclose(token_losses(model, ids), whole_losses(model, ids), atol=1e-5)
 
 
-def test_logits_never_exist_for_the_whole_text(monkeypatch):
-    monkeypatch.setitem(per_token_loss.LOGIT_BYTES, "cpu", 280 * 4 * 5)
-    model, widths = make_llama(), []
+def test_logits_never_exist_for_the_whole_text(pico_llama, monkeypatch):
+    monkeypatch.setitem(per_token_loss.LOGIT_BYTES, "cpu", 288 * 4 * 5)
+    model, widths = pico_llama(), []
     model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
-    token_losses(model, torch.randint(0, 280, (1, 64)))
+    token_losses(model, torch.randint(0, 288, (1, 64)))
     assert max(widths) <= 5
     assert sum(widths) == 63
 
 
-@pytest.mark.parametrize("build", [make_llama, make_fox])
 def test_windows_of_unequal_length_in_a_batch_give_what_they_give_alone(build):
     draw = np.random.default_rng(0)
-    windows = [Window(n, draw.integers(0, 280, size)) for n, size in enumerate((30, 7, 64, 41))]
+    windows = [Window(n, draw.integers(0, 288, size)) for n, size in enumerate((30, 7, 64, 41))]
     model = build()
     for together, window in zip(window_losses(model, windows, batch=3), windows, strict=True):
         [alone] = window_losses(model, [window])
@@ -166,8 +126,10 @@ def test_slope_is_within_documents():
     assert found["standard_error"] == pytest.approx(0, abs=1e-9)
 
 
-def test_evaluate_reports_model_base_and_controls_and_writes_every_file(tokenizer, documents, tmp_path, capsys):
-    fox, base = make_fox(), make_llama()
+def test_evaluate_reports_every_line_and_writes_every_file(
+    pico_llama, pico_fox, tokenizer, documents, tmp_path, capsys
+):
+    fox, base = pico_fox(), pico_llama()
     result = evaluate(fox, base, documents, 128, tmp_path / "out", tokenizer=tokenizer, batch=2, progress=False)
     assert [line["key"] for line in result["lines"]] == ["model", "open", "shuffled", "base"]
     assert result["documents"] == 3
@@ -201,8 +163,8 @@ def test_evaluate_reports_model_base_and_controls_and_writes_every_file(tokenize
     assert "forcing the gates open changes the loss by" in printed
 
 
-def test_controls_are_the_surgery_modes(tokenizer, documents):
-    fox = make_fox()
+def test_controls_are_the_surgery_modes(pico_fox, tokenizer, documents):
+    fox = pico_fox()
     result = evaluate(fox, None, documents[:1], 128, tokenizer=tokenizer, progress=False)
     means = {line["key"]: line["mean"] for line in result["lines"]}
     assert abs(means["open"] - means["model"]) > 1e-4
@@ -214,8 +176,8 @@ def test_controls_are_the_surgery_modes(tokenizer, documents):
     assert [line["key"] for line in without["lines"]] == ["model"]
 
 
-def test_gates_that_do_nothing_are_said_to_do_nothing(tokenizer, documents):
-    idle = evaluate(make_fox(0.0, init="open"), None, documents, 128, tokenizer=tokenizer, progress=False)
+def test_gates_that_do_nothing_are_said_to_do_nothing(pico_fox, tokenizer, documents):
+    idle = evaluate(pico_fox(stirred=False, init="open"), None, documents, 128, tokenizer=tokenizer, progress=False)
     assert all("no clear difference" in sentence for sentence in verdicts(idle))
     for change, error, word in ((0.3, 0.01, "gating helps"), (-0.3, 0.01, "gating hurts"), (0.3, 0.2, "no clear")):
         difference = {"mean": change, "standard_error": error}
@@ -224,8 +186,15 @@ def test_gates_that_do_nothing_are_said_to_do_nothing(tokenizer, documents):
         assert word in sentence
 
 
-def test_several_bases_share_one_table(tokenizer, documents, capsys):
-    result = evaluate(make_llama(), [make_llama(1), make_llama(2)], documents, 64, tokenizer=tokenizer, progress=False)
+def test_several_bases_share_one_table(pico_llama, tokenizer, documents, capsys):
+    result = evaluate(
+        pico_llama(),
+        [pico_llama(initializer_range=0.2), pico_llama(initializer_range=0.1)],
+        documents,
+        64,
+        tokenizer=tokenizer,
+        progress=False,
+    )
     assert [line["key"] for line in result["lines"]] == ["model", "base", "base2"]
     assert len({line["label"] for line in result["lines"]}) == 3
     assert set(result["buckets"][0]["difference"]) == {"model-base", "base2-base"}
@@ -250,8 +219,8 @@ def test_models_on_disk_open_through_their_own_loaders(on_disk, documents):
     assert result["lines"][0]["difference"]["mean"] == pytest.approx(0, abs=1e-6)
 
 
-def test_refusals_say_what_was_given_and_what_to_do(tokenizer, documents, tmp_path):
-    model = make_llama()
+def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, documents, tmp_path):
+    model = pico_llama()
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
@@ -265,31 +234,34 @@ def test_refusals_say_what_was_given_and_what_to_do(tokenizer, documents, tmp_pa
     with pytest.raises(ValueError, match="length must be at least 2"):
         evaluate(model, None, documents, 1, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="vocabulary of 100"):
-        evaluate(make_llama(vocab=100), None, documents, 64, tokenizer=tokenizer, progress=False)
+        evaluate(pico_llama(vocab_size=100), None, documents, 64, tokenizer=tokenizer, progress=False)
     with pytest.raises(FileNotFoundError, match="/no/such/model"):
         evaluate("/no/such/model", None, documents)
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_base_with_another_tokenizer_is_refused(documents, tmp_path):
-    for name, extra in (("model", ()), ("base", ("quick brown quick brown jumps jumps", "lazy dog lazy dog") * 3)):
-        make_llama().save_pretrained(tmp_path / name)
-        make_tokenizer(extra).save_pretrained(tmp_path / name)
+def test_a_base_with_another_tokenizer_is_refused(pico_llama, tokenizer, documents, tmp_path):
+    for name in ("model", "base"):
+        pico_llama().save_pretrained(tmp_path / name)
+    tokenizer.save_pretrained(tmp_path / "model")
+    other = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    other.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, trainers.BpeTrainer(vocab_size=270))
+    PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="tokenizer mismatch"):
         evaluate(str(tmp_path / "model"), str(tmp_path / "base"), documents, 64, progress=False)
 
 
-def test_a_failed_run_leaves_earlier_results_alone(tokenizer, documents, tmp_path):
+def test_a_failed_run_leaves_earlier_results_alone(pico_llama, tokenizer, documents, tmp_path):
     out = tmp_path / "out"
-    evaluate(make_llama(), None, documents, 64, out, tokenizer=tokenizer, progress=False)
+    evaluate(pico_llama(), None, documents, 64, out, tokenizer=tokenizer, progress=False)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     with pytest.raises(ValueError, match="vocabulary"):
-        evaluate(make_llama(), make_llama(vocab=60), documents, 64, out, tokenizer=tokenizer, progress=False)
+        evaluate(pico_llama(), pico_llama(vocab_size=60), documents, 64, out, tokenizer=tokenizer, progress=False)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 @pytest.mark.filterwarnings("ignore")  # lm-eval and its dependencies warn on import
-def test_lm_eval_tasks_run_with_the_length_asked_for(tokenizer, tmp_path):
+def test_lm_eval_tasks_run_with_the_length_asked_for(pico_llama, pico_fox, tokenizer, tmp_path):
     pytest.importorskip("lm_eval")
     (tmp_path / "pico.yaml").write_text(
         "task: pico_choice\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
@@ -300,10 +272,10 @@ def test_lm_eval_tasks_run_with_the_length_asked_for(tokenizer, tmp_path):
     rows = [{"q": "the fox " * 100, "choices": [" gate", " fox"], "gold": n % 2} for n in range(4)]
     (tmp_path / "pico.jsonl").write_text("\n".join(map(json.dumps, rows)))
     seen = []
-    fox = make_fox()
+    fox = pico_fox()
     fox.model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"].shape[1]), with_kwargs=True)
     result = evaluate(
-        fox, make_llama(), length=300, tasks=["pico_choice"], include_path=str(tmp_path), limit=3, tokenizer=tokenizer
+        fox, pico_llama(), length=300, tasks=["pico_choice"], include_path=str(tmp_path), limit=3, tokenizer=tokenizer
     )
     assert set(result["tasks"]) == {"model", "base"}
     assert 0 <= result["tasks"]["model"]["pico_choice"]["acc,none"] <= 1
@@ -312,10 +284,10 @@ def test_lm_eval_tasks_run_with_the_length_asked_for(tokenizer, tmp_path):
         evaluate(fox, length=300, tasks=["nonsense"], include_path=str(tmp_path), tokenizer=tokenizer)
 
 
-def test_tasks_without_lm_eval_name_the_remedy(tokenizer, monkeypatch):
+def test_tasks_without_lm_eval_name_the_remedy(pico_llama, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ValueError, match=r"retrofox\[eval\]"):
-        evaluate(make_llama(), tasks=["lambada"], tokenizer=tokenizer)
+        evaluate(pico_llama(), tasks=["lambada"], tokenizer=tokenizer)
 
 
 def test_opening_a_converted_directory_asks_no_question(tokenizer, on_disk, monkeypatch):

@@ -2,73 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import io
-from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import retrofox
 from retrofox.generate import ChatSession, chat, complete, generate
 from retrofox.opening import Opened, open_model
 
 PROMPTS = ["the fox forgets", "a", "the gate is open and the fox forgets the gate"]
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
-)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the fox forgets the gate"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
-
-
-def make_llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=280,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-        initializer_range=0.3,  # logits far enough apart that rounding never decides
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def make_fox() -> Any:
-    spec = retrofox.FoxSpec(half_life=(2.0, 200.0), max_wavelength=40.0, sink_tokens=1)
-    model = retrofox.convert(make_llama(), fox=spec)
-    torch.manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if name.endswith("forget_gate.weight"):
-            parameter.data.normal_(0, 0.5)
-    return model.eval()
-
-
-BUILDS = {"llama": make_llama, "fox": make_fox}
-
-
-@pytest.fixture(scope="module", params=BUILDS)
-def opened(request) -> Opened:
-    return open_model(BUILDS[request.param](), tokenizer=make_tokenizer())
+@pytest.fixture(scope="module", params=["pico_llama", "pico_fox"])
+def opened(request, pico_tokenizer) -> Opened:
+    """A plain and a converted pico model in turn."""
+    return open_model(request.getfixturevalue(request.param)(), tokenizer=pico_tokenizer)
 
 
 def run(opened: Opened, prompts: list[str], new: int = 16, **options) -> dict:
@@ -106,8 +56,8 @@ def test_beam_search_with_cache_equals_beam_search_without(opened):
     assert cached != run(opened, PROMPTS)["token_ids"]  # else the beams never crossed and nothing was reordered
 
 
-def test_the_gates_take_part_in_decoding():
-    opened = open_model(make_fox(), tokenizer=make_tokenizer())
+def test_the_gates_take_part_in_decoding(pico_fox, pico_tokenizer):
+    opened = open_model(pico_fox(), tokenizer=pico_tokenizer)
     gated = run(opened, PROMPTS)["token_ids"]
     with retrofox.surgery.attention_mode(opened.model, "open"):
         assert run(opened, PROMPTS)["token_ids"] != gated
@@ -184,21 +134,19 @@ def test_bad_options_are_refused(opened):
         ({"top_p": 0.0, "temperature": 1.0}, "top_p"),
         ({"top_p": 0.5}, "no effect on greedy"),
         ({"num_beams": 0}, "num_beams"),
-        ({"chat_template": True}, "no chat template"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(opened.model, **{"prompts": ["a"], "tokenizer": opened.tokenizer, **options})
 
 
 def test_chat_keeps_its_cache_over_turns_and_answers_as_without_it(opened):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    session = ChatSession(Opened(opened.model, tokenizer, "pico", "pico"), system="be brief")
+    tokenizer = opened.tokenizer
+    session = ChatSession(opened, system="be brief")
     for turn, text in enumerate(["the fox", "the gate", "again"]):
         messages = [*session.messages, {"role": "user", "content": text}]
         rendered = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        [fresh] = complete(Opened(opened.model, tokenizer, "pico", "pico"), [ids], 10)
+        [fresh] = complete(opened, [ids], 10)
         assert session.reply(text, 10) == tokenizer.decode(fresh, skip_special_tokens=True)
         shared = len(tokenizer(TEMPLATE_START, add_special_tokens=False)["input_ids"])
         assert (session.reused_tokens >= shared) == (turn > 0)
@@ -211,8 +159,7 @@ TEMPLATE_START = "<s>system:be brief</s><s>user:the fox</s><s>assistant:"
 
 
 def test_chat_reads_until_exit_and_returns_the_conversation(opened, capsys):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = opened.tokenizer
     lines = iter(["the fox", "", "/reset", "the gate", "/exit"])
     output = io.StringIO()
     conversation = chat(
@@ -231,5 +178,9 @@ def test_chat_reads_until_exit_and_returns_the_conversation(opened, capsys):
 
 
 def test_chat_without_a_template_is_refused(opened):
+    plain = copy.deepcopy(opened.tokenizer)
+    plain.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
-        chat(opened.model, tokenizer=opened.tokenizer, read=lambda prompt: "/exit")
+        chat(opened.model, tokenizer=plain, read=lambda prompt: "/exit")
+    with pytest.raises(ValueError, match="no chat template"):
+        generate(opened.model, ["a"], tokenizer=plain, chat_template=True)

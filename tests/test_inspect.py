@@ -11,50 +11,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import retrofox
 from retrofox.inspect import inspect
 from retrofox.surgery import attentions
 
-TEXT = "the fox forgets the gate and the gate forgets the fox, often. " * 3
+TEXT = "the fox forgets the gate and the gate forgets the fox, often. " * 5
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the fox forgets the gate"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+def tokenizer(pico_tokenizer):
+    return pico_tokenizer
 
 
-def make_llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=280,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
-    return LlamaForCausalLM(config).eval()
+@pytest.fixture(scope="module")
+def make_fox(pico_fox):
+    """A converted pico model of trained length 256, gates as the spec asks."""
 
+    def build(**spec) -> Any:
+        config = {"max_position_embeddings": 256}
+        return pico_fox(stirred=False, config=config, **{"half_life": (4.0, 1000.0), **spec})
 
-def make_fox(**spec) -> Any:
-    return retrofox.convert(make_llama(), fox=retrofox.FoxSpec(**{"half_life": (4.0, 1000.0), **spec})).eval()
+    return build
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +41,7 @@ def text(tmp_path_factory) -> list[str]:
     return [str(path)]
 
 
-def test_half_lives_of_the_parameters_are_the_ladder_the_spec_asked_for(tokenizer):
+def test_half_lives_of_the_parameters_are_the_ladder_the_spec_asked_for(make_fox, tokenizer):
     result = inspect(make_fox(), tokenizer=tokenizer)
     expected = [4.0 * 250.0 ** (h / 3) for h in range(4)] * 2
     assert [head["half_life"] for head in result["heads"]] == pytest.approx(expected, rel=1e-4)
@@ -74,7 +51,7 @@ def test_half_lives_of_the_parameters_are_the_ladder_the_spec_asked_for(tokenize
     }  # fmt: skip
 
 
-def test_measured_half_lives_are_ln2_over_the_mean_decay_of_the_gates(tokenizer, text):
+def test_measured_half_lives_are_ln2_over_the_mean_decay_of_the_gates(make_fox, tokenizer, text):
     model = make_fox()
     torch.manual_seed(1)
     gates: list[Any] = [attention.forget_gate for _, attention in attentions(model)]
@@ -99,7 +76,7 @@ def test_measured_half_lives_are_ln2_over_the_mean_decay_of_the_gates(tokenizer,
     assert result["tokens"] == 64
 
 
-def test_dead_and_saturated_gates_are_found_and_told_apart(tokenizer, text):
+def test_dead_and_saturated_gates_are_found_and_told_apart(make_fox, tokenizer, text):
     model = make_fox()
     gate: Any = next(attentions(model))[1].forget_gate
     gate.bias.data = torch.tensor([200.0, 20.0, -20.0, 3.0])  # exactly open, open in effect, shut, working
@@ -111,7 +88,7 @@ def test_dead_and_saturated_gates_are_found_and_told_apart(tokenizer, text):
         assert heads[0]["half_life"] is None or heads[0]["half_life"] > 1e30
 
 
-def test_kept_rotary_pairs_and_sinks_are_reported(tokenizer):
+def test_kept_rotary_pairs_and_sinks_are_reported(make_fox, tokenizer):
     for spec, kept in (({"rope": "keep"}, 4), ({"rope": "drop"}, 0), ({"max_wavelength": 100.0}, 2)):
         result = inspect(make_fox(**spec, sink_tokens=3), tokenizer=tokenizer)
         for layer in result["layers"]:
@@ -119,7 +96,7 @@ def test_kept_rotary_pairs_and_sinks_are_reported(tokenizer):
     assert result["layers"][0]["longest_wavelength"] == pytest.approx(2 * math.pi * 10000 ** (1 / 4), rel=1e-4)
 
 
-def test_data_independent_and_absent_gates_are_inspected_too(tokenizer, text):
+def test_data_independent_and_absent_gates_are_inspected_too(make_fox, tokenizer, text):
     fixed = inspect(make_fox(gate="fixed"), text, 64, tokenizer=tokenizer, progress=False)
     assert all(head["weight_norm"] == 0 and head["logit_std"] < 1e-4 for head in fixed["heads"])
     none = inspect(make_fox(gate="none", rope="partial"), text, 64, tokenizer=tokenizer, progress=False)
@@ -127,7 +104,7 @@ def test_data_independent_and_absent_gates_are_inspected_too(tokenizer, text):
     assert len(none["layers"]) == 2
 
 
-def test_table_and_files(tokenizer, text, tmp_path, capsys):
+def test_table_and_files(make_fox, tokenizer, text, tmp_path, capsys):
     result = inspect(make_fox(), text, 64, tmp_path, tokenizer=tokenizer, progress=False)
     assert "8 heads: 2 local" in capsys.readouterr().out
     assert json.loads((tmp_path / "gates.json").read_text())["heads"] == result["heads"]
@@ -137,16 +114,16 @@ def test_table_and_files(tokenizer, text, tmp_path, capsys):
     assert Path(result["files"]["png"]).read_bytes().startswith(b"\x89PNG")
 
 
-def test_inspection_leaves_no_hook_behind(tokenizer, text):
+def test_inspection_leaves_no_hook_behind(make_fox, tokenizer, text):
     model = make_fox()
     inspect(model, text, 64, tokenizer=tokenizer, progress=False)
     gates: list[Any] = [attention.forget_gate for _, attention in attentions(model)]
     assert not any(gate._forward_hooks for gate in gates)
 
 
-def test_refusals(tokenizer):
+def test_refusals(pico_llama, make_fox, tokenizer):
     with pytest.raises(ValueError, match="no forget gates to inspect: run `retrofox convert"):
-        inspect(make_llama(), tokenizer=tokenizer)
+        inspect(pico_llama(), tokenizer=tokenizer)
     with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
         inspect(make_fox(), ["nowhere.txt"], tokenizer=tokenizer)
     with pytest.raises(ValueError, match="length must be at least 2"):

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import retrofox.needle as module
 from retrofox.needle import Needle, found, make_prompt, needle
@@ -40,21 +39,8 @@ def haystack(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=400,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
-    return LlamaForCausalLM(config).eval()
+def llama(pico_llama) -> Any:
+    return pico_llama(vocab_size=400, max_position_embeddings=4096)
 
 
 @pytest.mark.parametrize("mode", ["easy", "standard"])
