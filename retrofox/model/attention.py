@@ -28,6 +28,8 @@ except ImportError:
 logger = logging.getLogger(__name__)
 SHORT_SCORES = 1 << 25  # elements of one layer's score matrix: 9 heads x 1900 tokens, 128 MB in float32
 MODES = ("fox", "open", "shuffled", "original")
+NEW_MODULES = ("forget_gate",)
+"""Names of the modules a conversion adds to an attention layer; each has reset(), and all stay float32."""
 _warned_slow = False
 
 
@@ -81,6 +83,10 @@ class FoxMixin(nn.Module):
             **kwargs,
         )
 
+    def new_modules(self) -> list[tuple[str, Any]]:
+        """(name, module) of everything the conversion added to this layer and that a checkpoint holds."""
+        return [(name, module) for name, module in self.named_children() if name in NEW_MODULES]
+
     def log_f(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """log f (B, T, H) float32 in the current mode."""
         if self.forget_gate is None or self.mode in ("open", "original"):
@@ -129,6 +135,8 @@ def fox_attention(
         raise ValueError("attention sinks as parameters (s_aux) are not supported; use fox.sink_tokens")
     _say_slow_once()
     log_f = gates.log_f
+    # Under autocast the rotary's float32 (cos, sin) widen q and k but not v.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     if module.log_n is not None and module.mode != "original":
         query = _log_n(query, module.log_n, position_ids, key.shape[2])
     # A windowed layer drops its first keys from the cache, so it can exempt none of them.

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from . import configuration_fox
-from .attention import FoxMixin
+from .attention import NEW_MODULES, FoxMixin
 from .configuration_fox import SUPPORTED, FoxSpec
 from .gates import ForgetGate
 from .rope import rotary_constants
@@ -32,10 +32,6 @@ REMOTE_FILES = (
     "gates.py",
     "rope.py",
 )
-
-NEW_MODULES = ("forget_gate",)
-"""Names of the modules a conversion adds to an attention layer; all of them stay float32."""
-
 
 class FoxPreTrained:
     """What every Fox class adds to its base's PreTrainedModel: float32 gates, one attention, its own code on disk."""
