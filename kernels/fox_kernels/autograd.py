@@ -1,4 +1,4 @@
-"""The Triton implementations as one torch operator: registered with a fake and a gradient, so torch.compile sees no graph break.
+"""The Triton implementations as one torch operator, with a fake and a gradient: torch.compile sees no graph break.
 
     fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo     (backend "triton" or "gluon")
     fox_kernels::attention_backward   -> dq, dk, dv, dlog_f
@@ -126,7 +126,7 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 def forgetting_attention(
     q, k, v, log_f, *, scale, cu_seqlens, seq_start, window, sink, softcap, prune, return_lse, backend
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fox_kernels.forgetting_attention` by the Triton ("triton") or the Gluon ("gluon") kernels; arguments checked by it."""
+    """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels."""
     o, lse2, _, _ = attention(
         q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, None if softcap is None else float(softcap),
         None if prune is None else float(prune), backend,

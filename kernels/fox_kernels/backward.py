@@ -1,12 +1,17 @@
 """The backward in plain Triton, deterministic: dq with its row sums, then dk and dv with the column sums.
 
     p_ij = exp2(s_ij - lse_i)      ds_ij = p_ij (do_i.v_j - delta_i)      delta_i = do_i.o_i - dL/dlse_i
-    dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i   dv_j = sum_i p_ij do_i   dc_t = sum_j ds_tj - sum_i ds_it
+    dq_i = scale sum_j ds_ij k_j   dk_j = scale sum_i ds_ij q_i
+    dv_j = sum_i p_ij do_i         dc_t = sum_j ds_tj - sum_i ds_it
 
-dk and dv are accumulated over the queries in transposed form, S^T = K Q^T, so that no dot takes a transposed dot result: Triton
-3.4 to 3.7.0 can miscompile that on Hopper. The query heads of a group are looped inside the program of their kv head.
+dk and dv are accumulated over the queries in transposed form, S^T = K Q^T, so that no dot takes a transposed dot
+result: Triton 3.4 to 3.7.0 can miscompile that on Hopper. A group's query heads are looped inside their kv head's program.
 The row and column sums come from the same float32 ds: with either left out, or rounded, dlog_f is off by 1 to 11 %.
 """
+
+# Kernels are launched with plain values and a grid in brackets, which their annotations don't show:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnbound=false
 
 import torch
 import triton
@@ -17,11 +22,16 @@ from .forward import (
     LOG2_E,
     decayed,
     document_bounds,
+    gap_between,
     key_range,
     load_rows,
+    load_two_floats,
     masked_block,
     query_facts,
+    row_of,
+    rows_per_load,
     soft_capped,
+    two_floats_minus,
     unit_last,
     visible,
 )
@@ -31,13 +41,12 @@ from .tiles import Tile, split_head_dim, tile_for
 @triton.jit
 def _dq_block(
     n0, q0, q1, do0, do1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, lse, delta,
-    c_hi_ptr, c_lo_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, row_sum, dq0, dq1,
+    c_ptr, gap, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, row_sum, dq0, dq1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     j = n0 + offs_n
-    c_hi = tl.load(c_hi_ptr + j, mask=j < S, other=0.0) if MASKED else tl.load(c_hi_ptr + j)
-    c_lo = tl.load(c_lo_ptr + j, mask=j < S, other=0.0) if MASKED else tl.load(c_lo_ptr + j)
+    c = load_two_floats(c_ptr, gap, j, j < S, R, MASKED)
     k0 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d0, S, MASKED)
     v0 = load_rows(v_ptr, n0, stride_v, offs_n, offs_d0, S, MASKED)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
@@ -53,16 +62,21 @@ def _dq_block(
     else:
         s = s * scale2
     if MASKED:
+        c_hi, c_lo = row_of(c, 0, R), row_of(c, 1, R)
         s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_hi[None, :], c_lo[None, :],
                     j[None, :] < start[:, None] + sink, sink_bias, SINK)  # fmt: skip
         seen = visible(pos[:, None], j[None, :], start[:, None], S, window, sink, CAUSAL, STARTS, WINDOW)
         p = tl.exp2(tl.where(seen, s - lse[:, None], float("-inf")))
     else:
-        s += ((bias_hi - c_hi) + (bias_lo - c_lo))[None, :]
+        s += two_floats_minus(bias_hi, bias_lo, c, R)[None, :]
         p = tl.exp2(s - lse[:, None])
     ds = p * (dp - delta[:, None])
-    if MASKED and SINK:
-        row_sum += tl.sum(tl.where(j[None, :] < start[:, None] + sink, 0.0, ds), 1)
+    if MASKED:
+        # The own key's ds would cancel in dc, but for rounding: with gates shut it is nearly all of the sum.
+        still = j[None, :] == pos[:, None]
+        if SINK:
+            still = still | (j[None, :] < start[:, None] + sink)
+        row_sum += tl.sum(tl.where(still, 0.0, ds), 1)
     else:
         row_sum += tl.sum(ds, 1)
     if CAP:
@@ -74,15 +88,16 @@ def _dq_block(
     return row_sum, dq0, dq1
 
 
-@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink"])
+@triton.jit(do_not_specialize=["gap", "T", "S", "q_offset", "window", "sink"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, start_ptr, first_ptr, c_offset_ptr,
-    dq_ptr, delta_ptr, row_sum_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dlse_ptr, lse_ptr, c_ptr, gap, start_ptr, first_ptr, c_offset_ptr,
+    dq_ptr, facts_ptr, row_sum_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
     T, S, H, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, PRECISION: tl.constexpr,
+    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, R: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM)
     pairs = tl.num_programs(0) // tiles
@@ -94,8 +109,7 @@ def dq_kernel(
     v_ptr += b * sv_b + (h // GROUP) * sv_h
     o_ptr += b * so_b + h * so_h
     do_ptr += b * sdo_b + h * sdo_h
-    c_hi_ptr += bh * S
-    c_lo_ptr += bh * S
+    c_ptr += bh * S
     if STARTS:
         start_ptr += b * S
     if PRUNE:
@@ -110,7 +124,6 @@ def dq_kernel(
         first_ptr, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
         BM, BN, CAUSAL, WINDOW, PRUNE, PRUNE_M)  # fmt: skip
 
-    # delta, for this kernel and for the next
     rows = m0 + offs_m < T
     do0 = load_rows(do_ptr, m0, sdo_t, offs_m, offs_d0, T, True)
     o0 = load_rows(o_ptr, m0, so_t, offs_m, offs_d0, T, True)
@@ -120,12 +133,11 @@ def dq_kernel(
         do1 = load_rows(do_ptr, m0, sdo_t, offs_m, offs_d1, T, True)
         o1 = load_rows(o_ptr, m0, so_t, offs_m, offs_d1, T, True)
         delta += tl.sum(do1.to(tl.float32) * o1.to(tl.float32), 1)
-    lse = tl.load(lse_ptr + bh * T + m0 + offs_m, mask=rows, other=float("inf"))
+    lse = tl.load(lse_ptr + bh * T + m0 + offs_m, mask=rows, other=float("-inf"))
     empty = lse == float("-inf")
     if DLSE:
-        dlse = tl.load(dlse_ptr + bh * T + m0 + offs_m, mask=rows & (lse > float("-inf")), other=0.0)
+        dlse = tl.load(dlse_ptr + bh * T + m0 + offs_m, mask=lse > float("-inf"), other=0.0)
         delta -= dlse * 1.4426950408889634
-    tl.store(delta_ptr + bh * T + m0 + offs_m, delta, mask=rows)
 
     q0 = load_rows(q_ptr, m0, sq_t, offs_m, offs_d0, T, True)
     q1 = q0
@@ -135,29 +147,42 @@ def dq_kernel(
         q1 = load_rows(q_ptr, m0, sq_t, offs_m, offs_d1, T, True)
         dq1 = tl.zeros([BM, D1], tl.float32)
     row_sum = tl.zeros([BM], tl.float32)
-    c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
-    c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
-    ref_hi = tl.load(c_hi_ptr + tl.minimum(q_offset + m0, S - 1))
-    ref_lo = tl.load(c_lo_ptr + tl.minimum(q_offset + m0, S - 1))
+    c_i_hi = tl.load(c_ptr + tl.minimum(pos, S - 1))
+    c_i_lo = tl.load(c_ptr + gap + tl.minimum(pos, S - 1))
+    ref_hi = tl.load(c_ptr + tl.minimum(q_offset + m0, S - 1))
+    ref_lo = tl.load(c_ptr + gap + tl.minimum(q_offset + m0, S - 1))
     offset = 0.0
     if SHIFT:
         offset = tl.load(c_offset_ptr + bh)
-    lse = tl.where(empty, float("inf"), lse - offset)
+    lse = tl.where(empty, 0.0, lse) - offset
     sink_bias = 0.0 - offset
+
+    # What the next kernel needs of a query, [4, T] per head: c_i - lse_i in two floats, delta, lse.
+    difference = c_i_hi - lse
+    virtual = difference - c_i_hi
+    lost = (c_i_hi - (difference - virtual)) - (lse + virtual)
+    facts = facts_ptr + bh * 4 * T + m0 + offs_m
+    tl.store(facts, tl.where(empty, float("-inf"), difference), mask=rows)
+    tl.store(facts + T, lost + c_i_lo, mask=rows)
+    tl.store(facts + 2 * T, delta, mask=rows)
+    lse = tl.where(empty, float("inf"), lse)
+    tl.store(facts + 3 * T, lse, mask=rows)
 
     for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
         row_sum, dq0, dq1 = _dq_block(
             n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lse, delta,
-            c_hi_ptr, c_lo_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, row_sum, dq0, dq1,
-            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION)  # fmt: skip
+            c_ptr, gap, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+            row_sum, dq0, dq1,
+            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, R, PRECISION)  # fmt: skip
     lse -= (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
     for it in range(mid_high - mid_low):
         n0 = (mid_high - 1 - it) * BN
         row_sum, dq0, dq1 = _dq_block(
             n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo, lse, delta,
-            c_hi_ptr, c_lo_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, row_sum, dq0, dq1,
-            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION)  # fmt: skip
+            c_ptr, gap, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+            row_sum, dq0, dq1,
+            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, R, PRECISION)  # fmt: skip
 
     tl.store(row_sum_ptr + bh * T + m0 + offs_m, row_sum, mask=rows)
     dq_rows = dq_ptr + ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
@@ -204,19 +229,17 @@ def query_range(
 
 @triton.jit
 def _dkdv_block(
-    m0, k0, k1, v0, v1, q_ptr, do_ptr, lse_ptr, delta_ptr, c_hi_ptr, c_lo_ptr, start_ptr, stride_q, stride_do,
+    m0, k0, k1, v0, v1, q_ptr, do_ptr, facts_ptr, start_ptr, stride_q, stride_do,
     offs_m, offs_d0, offs_d1, j, bias_hi, bias_lo, key_bias, offset, T, S, q_offset, window, sink,
     scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, RF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile, transposed. bias: c_ref (interior, scalars, with key_bias = c_ref - c_j) or c_j (masked)."""
     t = m0 + offs_m
     pos = tl.minimum(q_offset + t, S - 1)
-    row_bias = scale2
-    if not MASKED:
-        row_bias = (tl.load(c_hi_ptr + pos) - bias_hi) + (tl.load(c_lo_ptr + pos) - bias_lo)
-        row_bias -= tl.load(lse_ptr + t) - offset
+    fact_ptrs = facts_ptr + (tl.arange(0, RF) % 4)[:, None].to(tl.int64) * T + t[None, :]
+    facts = tl.load(fact_ptrs, mask=(t < T)[None, :], other=0.0) if MASKED else tl.load(fact_ptrs)
     q0 = load_rows(q_ptr, m0, stride_q, offs_m, offs_d0, T, MASKED)
     do0 = load_rows(do_ptr, m0, stride_do, offs_m, offs_d0, T, MASKED)
     s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
@@ -232,23 +255,26 @@ def _dkdv_block(
     else:
         s = s * scale2
     if MASKED:
-        c_hi, c_lo = tl.load(c_hi_ptr + pos), tl.load(c_lo_ptr + pos)
-        lse = tl.load(lse_ptr + t, mask=t < T, other=float("inf"))
-        delta = tl.load(delta_ptr + t, mask=t < T, other=0.0)
-        lse = tl.where(lse == float("-inf"), float("inf"), lse - offset)
         start = tl.zeros_like(t)
         if STARTS:
             start = tl.load(start_ptr + pos)
-        s = decayed(s, c_hi[None, :], c_lo[None, :], bias_hi[:, None], bias_lo[:, None],
-                    j[:, None] < start[None, :] + sink, 0.0 - offset, SINK)  # fmt: skip
+        if SINK:
+            sink_bias = (0.0 - offset - row_of(facts, 3, RF))[None, :]
+        else:
+            sink_bias = 0.0
+        s = decayed(s, row_of(facts, 0, RF)[None, :], row_of(facts, 1, RF)[None, :], bias_hi[:, None], bias_lo[:, None],
+                    j[:, None] < start[None, :] + sink, sink_bias, SINK)  # fmt: skip
         i = (q_offset + t)[None, :]
         seen = visible(i, j[:, None], start[None, :], S, window, sink, CAUSAL, STARTS, WINDOW)
-        p = tl.exp2(tl.where(seen, s - lse[None, :], float("-inf")))
+        p = tl.exp2(tl.where(seen & (t < T)[None, :], s, float("-inf")))
     else:
-        delta = tl.load(delta_ptr + t)
+        row_bias = 0.0 - two_floats_minus(bias_hi, bias_lo, facts, RF)
         p = tl.exp2(s + row_bias[None, :] + key_bias[:, None])
-    ds = p * (dp - delta[None, :])
-    column_sum += tl.sum(ds, 1)
+    ds = p * (dp - row_of(facts, 2, RF)[None, :])
+    if MASKED:
+        column_sum += tl.sum(tl.where(j[:, None] == (q_offset + t)[None, :], 0.0, ds), 1)
+    else:
+        column_sum += tl.sum(ds, 1)
     if CAP:
         ds = ds * (1.0 - tanh * tanh)
     p = p.to(do0.dtype)
@@ -261,15 +287,16 @@ def _dkdv_block(
     return column_sum, dk0, dk1, dv0, dv1
 
 
-@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink"])
+@triton.jit(do_not_specialize=["gap", "T", "S", "q_offset", "window", "sink"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr, end_ptr, first_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, facts_ptr, row_sum_ptr, c_ptr, gap, start_ptr, end_ptr, first_ptr,
     c_offset_ptr, dk_ptr, dv_ptr, dc_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sdo_b, sdo_t, sdo_h,
     T, S, H, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr,
+    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, RF: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The first key blocks have the most queries: they go first.
     pairs = tl.num_programs(0) // tl.cdiv(S, BN)
@@ -312,8 +339,8 @@ def dkdv_kernel(
         bh = b * H + h
         q_head = q_ptr + b * sq_b + h * sq_h
         do_head = do_ptr + b * sdo_b + h * sdo_h
-        lse_head, delta_head = lse_ptr + bh * T, delta_ptr + bh * T
-        c_hi_head, c_lo_head = c_hi_ptr + bh * S, c_lo_ptr + bh * S
+        facts_head = facts_ptr + bh * 4 * T
+        c_hi_head, c_lo_head = c_ptr + bh * S, c_ptr + gap + bh * S
         first_head = first_ptr
         if PRUNE:
             first_head = first_ptr + bh * tl.cdiv(T, PRUNE_M)
@@ -332,16 +359,16 @@ def dkdv_kernel(
         for it in range(mid_low - low + high - mid_high):
             m0 = tl.where(it < mid_low - low, low + it, mid_high + it - (mid_low - low)) * BM
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                m0, k0, k1, v0, v1, q_head, do_head, lse_head, delta_head, c_hi_head, c_lo_head, start_ptr, sq_t, sdo_t,
+                m0, k0, k1, v0, v1, q_head, do_head, facts_head, start_ptr, sq_t, sdo_t,
                 offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, offset, T, S, q_offset, window, sink,
                 scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION)  # fmt: skip
+                True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, RF, PRECISION)  # fmt: skip
         for it in range(mid_high - mid_low):
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                (mid_low + it) * BM, k0, k1, v0, v1, q_head, do_head, lse_head, delta_head, c_hi_head, c_lo_head, start_ptr, sq_t, sdo_t,
-                offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset, T, S, q_offset, window, sink,
+                (mid_low + it) * BM, k0, k1, v0, v1, q_head, do_head, facts_head,
+                start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset, T, S, q_offset, window, sink,
                 scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION)  # fmt: skip
+                False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, RF, PRECISION)  # fmt: skip
         if SINK:
             column_sum = tl.where(is_sink, 0.0, column_sum)
         t = j - q_offset
@@ -359,23 +386,26 @@ def dkdv_kernel(
 
 
 def launch_backward(
-    do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None, sink=0,
-    softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, tiles: tuple[Tile, Tile] | None = None,
+    do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None,
+    sink=0, softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, tiles: tuple[Tile, Tile] | None = None,
     bounds=None,
 ):  # fmt: skip
-    """Return dq, dk, dv in their inputs' dtype and dc (B, H, S) float32, dL/dc in natural units; arguments as the forward's.
+    """Return dq, dk, dv in the inputs' dtype and dc (B, H, S) float32, dL/dc in natural units; arguments as forward's.
 
     dlse2 (B, H, T) or None is dL/dlse2. The order of every sum is fixed, so two runs give the same bits.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q, k, v, o, do = (unit_last(x) for x in (q, k, v, o, do))
+    lse2, c_hi, c_lo = lse2.contiguous(), c_hi.contiguous(), c_lo.contiguous()
+    gap = gap_between(c_hi, c_lo)
     q_offset = S - T if q_offset is None else q_offset
     dq = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(B, S, Hkv, D, dtype=k.dtype, device=q.device) for _ in range(2))
     dc = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_(), dc.zero_()
-    delta, row_sum = torch.empty(2, B, H, T, dtype=torch.float32, device=q.device)
+    facts = torch.empty(B, H, 4, T, dtype=torch.float32, device=q.device)
+    row_sum = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if starts is None:
         starts = document_bounds(B, S, cu_seqlens, seq_start, q.device)
     if prune is not None and bounds is None:
@@ -392,15 +422,18 @@ def launch_backward(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     dq_kernel[(triton.cdiv(T, rows.block_m) * B * H,)](
-        q, k, v, o, do, None if dlse2 is None else dlse2.contiguous(), lse2, c_hi, c_lo, start, bounds, c_offset,
-        dq, delta, row_sum,
+        q, k, v, o, do, None if dlse2 is None else dlse2.contiguous(), lse2, c_hi, gap, start, bounds, c_offset,
+        dq, facts, row_sum,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *sizes, *caps,
-        **flags, BM=rows.block_m, BN=rows.block_n, DLSE=dlse2 is not None, num_warps=rows.warps, num_stages=rows.stages,
+        **flags, BM=rows.block_m, BN=rows.block_n, DLSE=dlse2 is not None,
+        R=rows_per_load(rows.warps, rows.block_n), num_warps=rows.warps, num_stages=rows.stages,
     )  # fmt: skip
     dkdv_kernel[(triton.cdiv(S, columns.block_n) * B * Hkv,)](
-        q, k, v, do, lse2, delta, row_sum, c_hi, c_lo, start, end, bounds, c_offset, dk, dv, dc,
+        q, k, v, do, facts, row_sum, c_hi, gap, start, end, bounds, c_offset, dk, dv, dc,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *sizes, *caps,
-        **flags, BM=columns.block_m, BN=columns.block_n, num_warps=columns.warps, num_stages=columns.stages,
+        **flags, BM=columns.block_m, BN=columns.block_n,
+        RF=rows_per_load(columns.warps, columns.block_m, 4),
+        num_warps=columns.warps, num_stages=columns.stages,
     )  # fmt: skip
     if q_offset + T > S:  # queries past the keys share c[S - 1]
         dc[..., S - 1] += row_sum[..., max(0, S - q_offset) :].sum(-1)

@@ -2,9 +2,13 @@
 
     c_t = log2(e) * sum_{l <= t} max(log f_l, -1e4) = hi_t + lo_t        dlog_f_t = sum_{s >= t} dc_s
 
-Both are summed in float64. Rounded to one float32, c_i - c_j would be off by 2.6e-3 at 32768 tokens of mean log f = -1; with
-two by 1e-5. Each kernel has a twin in plain torch, which says what it computes.
+Both are summed in float64. Rounded to one float32, c_i - c_j would be off by 2.6e-3 at 32768 tokens of mean log f = -1;
+with two by 1e-5. Each kernel has a twin in plain torch, which says what it computes.
 """
+
+# Kernels are launched with plain values and a grid in brackets, which their annotations don't show:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnbound=false
 
 import torch
 import triton
@@ -56,7 +60,7 @@ def cumulative_torch(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cumulative(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (hi, lo), each (B, H, S) float32, with hi + lo = log2(e) * cumsum of log_f (B, S, H) over its positions."""
+    """Return (hi, lo), each (B, H, S) float32, with hi + lo = log2(e) * cumsum of log_f (B, S, H) over S."""
     B, S, H = log_f.shape
     hi, lo = (torch.empty(B, H, S, dtype=torch.float32, device=log_f.device) for _ in range(2))
     if log_f.numel():
@@ -65,7 +69,7 @@ def cumulative(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def append(hi: torch.Tensor, lo: torch.Tensor, log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (hi, lo) of a cache (B, H, S) lengthened by new gates log_f (B, T, H), without summing the old ones again."""
+    """Return (hi, lo) of a cache (B, H, S) lengthened by new gates log_f (B, T, H), without summing the old again."""
     new = (log_f.transpose(1, 2).to(torch.float64).clamp_min(LOG_F_MIN) * LOG2_E).cumsum(-1)
     if hi.shape[-1]:
         new = new + (hi[..., -1:].to(torch.float64) + lo[..., -1:].to(torch.float64))

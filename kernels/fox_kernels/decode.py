@@ -1,11 +1,15 @@
 """Decoding: one or a few queries against a long cache, the keys split over the GPU.
 
-One program per sequence, kv head and stretch of keys; the T * G queries of the head's group are the rows of its tile, so K and V
-are read once for all of them. Each program leaves its part's o and lse, a second kernel merges them. c is kept as two
-floats beside the cache (`cumsum.append` lengthens it) and every decay is the exact difference c_i - c_j.
+One program per sequence, kv head and stretch of keys; the T * G queries of the head's group are the rows of its tile,
+so K and V are read once for all of them. Each program leaves its part's o and lse, a second kernel merges them. c is
+kept as two floats beside the cache (`cumsum.append` lengthens it) and every decay is the exact difference c_i - c_j.
 
-Where pruning is on, a program whose keys no query of the group needs leaves after reading one scalar: see `skip_before`.
+With pruning on, a program whose keys no query of the group needs leaves after reading one scalar: see `skip_before`.
 """
+
+# Kernels are launched with plain values and a grid in brackets, which their annotations don't show:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnbound=false
 
 import torch
 import triton
@@ -143,7 +147,7 @@ def merge_kernel(
 
 
 def skip_before(q, k, c_hi, c_lo, scale, softcap, log_eps) -> torch.Tensor:
-    """Return first (B, Hkv) int32: the keys before it hold at most exp(log_eps) of the weight of every query of the group.
+    """Return first (B, Hkv) int32: keys before it hold at most exp(log_eps) of the weight of every query of the group.
 
     A gate never opens again (log f <= 0), so for norms that stay bounded they may leave the cache for good.
     """
@@ -157,8 +161,8 @@ def launch_decode(
 ):
     """Return o (B, T, H, D) and lse2 (B, H, T) of the last T positions of a cache of S; T * H / Hkv <= MAX_ROWS.
 
-    q (B, T, H, D); k, v (B, S, Hkv, D), any strides with unit last; c_hi, c_lo (B, H, S) float32, unit last stride, any other,
-    so that a longer buffer can be sliced. Raises ValueError when the group's rows do not fit a tile.
+    q (B, T, H, D); k, v (B, S, Hkv, D), any strides with unit last; c_hi, c_lo (B, H, S) float32, any strides with unit
+    last, so that a longer buffer can be sliced. Raises ValueError when the group's rows do not fit a tile.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     group = H // Hkv

@@ -2,15 +2,20 @@
 
 For queries i of a tile and a block of keys ending at j (base-2 units, c_ref = c at the tile's first query),
 
-    skip if  (c_ref - c_j) + max_i (c_i - c_ref - s_ii) + U + log2 S - log2 eps < 0,   U = |scale| max_i |q_i| max_{j' <= j} |k_j'|
+    skip if  (c_ref - c_j) + max_i (c_i - c_ref - s_ii) + U + log2 S - log2 eps < 0
+    U = |scale| max_i |q_i| max_{j' <= j} |k_j'|
 
-The denominator holds exp(s_ii), the query's own key (decay 0), and each of at most S skipped keys adds less than exp(U + c_i - c_j), so
-at most eps of the weight is lost. U and s_ii are soft-capped when the scores are. c falls, so both terms grow with j and what may be
-skipped is a prefix: its length is the number of blocks that pass the test. Where c alone forbids pruning, neither q nor k
-is read, which keeps the price of having nothing to prune at two launches of a few microseconds.
+The denominator holds exp(s_ii), the query's own key (decay 0), and each of at most S skipped keys adds less than
+exp(U + c_i - c_j), so at most eps of the weight is lost. U and s_ii are soft-capped when the scores are. c falls, so both
+terms grow with j and what may be skipped is a prefix: its length is the number of blocks that pass the test. Where c
+alone forbids pruning, neither q nor k is read, which keeps the price of having nothing to prune at two launches of a few microseconds.
 
 Source: Lin et al. 2025, arXiv 2504.06949, with |q_i| |k_j| per tile and the query's own score in place of its bound.
 """
+
+# Kernels are launched with plain values and a grid in brackets, which their annotations don't show:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnbound=false
 
 import math
 
@@ -96,7 +101,8 @@ def larger(a, b):
 @triton.jit(do_not_specialize=["T", "S", "q_offset"])
 def bounds_kernel(
     c_hi_ptr, c_lo_ptr, q_norm_ptr, ahead_ptr, k_norm_ptr, first_ptr, T, S, H, q_offset, scale2, softcap2, never,
-    GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, CAP: tl.constexpr,
+    GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     tiles, blocks = tl.cdiv(T, BM), tl.cdiv(S, BN)
     bh = tl.program_id(0).to(tl.int64)
@@ -135,15 +141,13 @@ def bounds_kernel(
 def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal=True) -> torch.Tensor:
     """Return first (B, H, ceil(T / BLOCK_M)) int32: for each tile of queries the first key that may not be skipped.
 
-    At most exp(log_eps) of any query's attention weight lies before it. Raises ValueError where a query may not see its own
-    key, which the bound rests on.
+    At most exp(log_eps) of any query's attention weight lies before it. Raises ValueError where a query may not see its
+    own key, which the bound rests on.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q_offset = S - T if q_offset is None else q_offset
     if not causal or q_offset + T > S:
-        raise ValueError(
-            "prune needs causal=True and queries among the keys' positions: the bound rests on each one's own key"
-        )
+        raise ValueError("prune needs causal=True and q_offset + T <= S: the bound rests on each query's own key")
     tiles, blocks = triton.cdiv(T, BLOCK_M), triton.cdiv(S, BLOCK_N)
     q_norm, ahead = torch.empty(2, B, H, tiles, dtype=torch.float32, device=q.device)
     k_norm = torch.empty(B, Hkv, blocks, dtype=torch.float32, device=q.device)

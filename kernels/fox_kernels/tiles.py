@@ -1,4 +1,4 @@
-"""Tile shapes of the plain Triton kernels: rows of a table, by kernel, head dim, width of the dtype and architecture."""
+"""Tile shapes of the plain Triton kernels: rows of a table, by kernel, head dim, dtype and architecture."""
 
 from typing import NamedTuple
 
@@ -14,8 +14,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# (kernel, head dim) -> Tile for 16-bit inputs. Hopper has 227 KB of shared memory and 255 registers a thread; Ampere 163 KB;
-# consumer Ada and Blackwell 99 KB.
+# (kernel, head dim) -> Tile for 16-bit inputs. Shared memory: Hopper 227 KB, Ampere 163 KB, Ada and small Blackwell 99 KB.
 HOPPER = {
     ("forward", 64): Tile(128, 128, 8, 2),
     ("forward", 128): Tile(128, 128, 8, 2),

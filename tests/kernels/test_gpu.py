@@ -27,7 +27,14 @@ def proof_list() -> list[Case]:
     for T, S in ((1, 1), (2, 2), (333, 1500), (1, 4097), (3, 2049), (16, 1000), (129, 130)):
         cases.append(Case(T=T, S=S, H=8, Hkv=2, D=128, dtype=BF16))
         cases.append(Case(T=T, S=S, H=4, Hkv=1, D=80, dtype=BF16, starts=[0, S // 3], options={"sink": 2}))
-    extras = [{}, {"window": 100}, {"sink": 4}, {"softcap": 20.0}, {"window": 64, "sink": 4}, {"sink": 1, "prune": -10.0}]
+    extras = [
+        {},
+        {"window": 100},
+        {"sink": 4},
+        {"softcap": 20.0},
+        {"window": 64, "sink": 4},
+        {"sink": 1, "prune": -10.0},
+    ]
     for extra, D in itertools.product(extras, (64, 128)):
         cases.append(Case(B=1, T=1100, D=D, dtype=BF16, cuts=documents, options=extra))
         cases.append(Case(T=700, D=D, dtype=BF16, starts=[3, 700], options=extra))
