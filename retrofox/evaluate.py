@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from retrofox import loss_report
+from retrofox.data import documents
+from retrofox.data_sources import DataSource, resolve
 from retrofox.harness import find_tasks, run_tasks
 from retrofox.opening import Opened, open_model, open_tokenizer
 from retrofox.per_token_loss import Window, window_losses
@@ -60,7 +62,8 @@ def evaluate(
     Args:
         model: Hub id, directory, .gguf file, adapter directory or a live model.
         against: the same, one or several; differences are taken to the first.
-        data: files or directories of documents (text, JSONL, compressed; see `retrofox.data.documents`).
+        data: files, directories, globs or hf:org/name, as `retrofox.data.documents` reads them (a document ends with
+            the tokenizer's end-of-text token, as in training).
         length: tokens per window; a shorter document contributes the positions it has.
         out: directory for the results; None = only print and return them.
         max_documents: take the first so many documents that are long enough; None = all.
@@ -106,6 +109,8 @@ def evaluate(
         "data": sources,
         "documents": len({w.document for w in chosen}),
         "tokens": sum(len(w.token_ids) for w in chosen),
+        "document_names": list(dict.fromkeys(w.name for w in chosen)),
+        "longest": max((len(w.token_ids) for w in chosen), default=0),
         "tokens_sha256": _fingerprint(chosen),
         "lines": [],
         "tasks": {},
@@ -152,7 +157,7 @@ def choose_windows(
     _require_files(sources)
     longest = taken = 0
     chosen: list[Window] = []
-    for ids in _documents(sources, tokenizer, text_field):
+    for name, ids in documents(sources, tokenizer, text_field=text_field):
         longest = max(longest, len(ids))
         if len(ids) < min_tokens:
             continue
@@ -160,7 +165,7 @@ def choose_windows(
         for start in range(0, stop, length):
             piece = np.asarray(ids[start : min(start + length, stop)], np.int64)
             if len(piece) >= min_tokens:
-                chosen.append(Window(taken, piece))
+                chosen.append(Window(taken, piece, name))
         taken += 1
         if taken == max_documents:
             break
@@ -222,9 +227,10 @@ def _check(
 
 
 def _require_files(data: Sequence[str]) -> None:
-    missing = [path for path in data if not Path(path).exists()]
-    if missing:
-        raise FileNotFoundError(f"no such data file: {', '.join(missing)}")
+    """Finds every file before any model is loaded; what lies elsewhere is looked for when it is read."""
+    for path in data:
+        if not path.startswith(("hf:", "longcrawl64:")):
+            resolve(DataSource(path))
 
 
 def _listed(against: Any) -> list[Any]:
@@ -318,20 +324,3 @@ def _print_tasks(tasks: dict[str, dict[str, dict[str, Any]]], console: Console) 
                 cells.append(f"{results[task][metric]:.4f}{spread}")
             table.add_row(task, metric, *cells)
     console.print(table)
-
-
-def _documents(data: Sequence[str], tokenizer: Any, text_field: str) -> Iterator[Sequence[int]]:
-    """Token ids of each document, special tokens at the start as the tokenizer puts them, none at the end."""
-    import json
-
-    for source in data:
-        path = Path(source)
-        if path.suffix == ".jsonl":
-            texts = [
-                json.loads(line)[text_field] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
-            ]
-        else:
-            texts = [path.read_text(encoding="utf-8")]
-        for text in texts:
-            if text.strip():
-                yield tokenizer(text)["input_ids"]

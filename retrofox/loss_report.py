@@ -26,7 +26,7 @@ def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict
 
     Differences are of the other lines to "base" (and of the controls to "model"), paired by document.
     """
-    edges = bucket_edges(length)
+    edges = bucket_edges(length, reach(windows))
     sums = {key: PositionSums(values, windows, edges) for key, values in losses.items()}
     loss = {key: s.statistics() for key, s in sums.items()}
     difference = {
@@ -51,18 +51,24 @@ def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict
     return table
 
 
+def reach(windows: Sequence[Window]) -> int:
+    """Tokens of the longest window."""
+    return max(len(w.token_ids) for w in windows)
+
+
 def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[str, dict[str, Any]]:
     """By line: overall mean and difference, slope per doubling of the position, slope over the second half."""
     sums = {key: PositionSums(values, windows, [0, length]) for key, values in losses.items()}
-    start = max(8, length // 64)
+    end = reach(windows)
+    start = max(8, end // 64)
     summary = {}
     for key, values in losses.items():
         to = _compared_to(key)
         summary[key] = {
             **_mean(sums[key].total()),
             "difference": _mean(sums[key].total(sums[to])) if to in sums else None,
-            "slope_per_doubling": slope(values, windows, start, length, np.log2),
-            "late_slope_per_1k": slope(values, windows, length // 2, length, lambda i: i / 1000),
+            "slope_per_doubling": slope(values, windows, start, end, np.log2),
+            "late_slope_per_1k": slope(values, windows, end // 2, end, lambda i: i / 1000),
         }
     return summary
 
@@ -74,7 +80,7 @@ def curves(
 
     With `less`, the key of a line, the other lines' paired differences to it.
     """
-    edges = curve_edges(length)
+    edges = curve_edges(min(length, reach(windows)))
     position = [math.sqrt(a * (b - 1)) for a, b in pairwise(edges)]
     sums = {key: PositionSums(values, windows, edges).smoothed(edges) for key, values in losses.items()}
     result = []
@@ -128,6 +134,10 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         cells = [_cell({"mean": line[field]["slope"], **line[field]}, signed=True) for line in lines]
         table.add_row(f"slope {title}", "", *cells, *["" for _ in shown])
     console.print(table)
+    if result["longest"] < result["length"]:
+        console.print(
+            f"no document reaches {result['length']} tokens: the longest has {result['longest']}", highlight=False
+        )
     for sentence in verdicts(result):
         console.print(sentence, highlight=False, soft_wrap=True)
 
@@ -202,7 +212,7 @@ def _bucket_rows(result: dict[str, Any], keys: list[str]) -> tuple[list[str], li
 
 def _position_rows(losses: Losses, windows: Sequence[Window], keys: list[str]) -> tuple[list[str], list[list[object]]]:
     """Mean L(i) at every single position i, with the number of windows behind it."""
-    longest = max(len(w.token_ids) for w in windows)
+    longest = reach(windows)
     count = np.zeros(longest - 1, np.int64)
     sums = {key: np.zeros(longest - 1) for key in keys}
     for w, window in enumerate(windows):

@@ -32,6 +32,7 @@ class Window:
 
     document: int
     token_ids: np.ndarray
+    name: str = ""
 
 
 @torch.no_grad()
@@ -111,10 +112,11 @@ def window_losses(
     return result
 
 
-def bucket_edges(length: int) -> list[int]:
+def bucket_edges(length: int, reach: int | None = None) -> list[int]:
     """Edges of the position buckets: 0, 512, 2k, 4k, 8k, 16k, 24k, 32k, 48k, 64k, 96k ... up to `length`.
 
-    Under 4096 tokens the same structure scaled: length x (0, 1/64, 1/16, 1/8, 1/4, 1/2, 3/4, 1).
+    Under 4096 tokens the same structure scaled: length x (0, 1/64, 1/16, 1/8, 1/4, 1/2, 3/4, 1). They end at `reach`
+    where no document has more tokens than that.
     """
     if length < SCALE_BELOW:
         edges = [length * e // STANDARD_EDGES[-1] for e in STANDARD_EDGES]
@@ -122,7 +124,8 @@ def bucket_edges(length: int) -> list[int]:
         edges = list(STANDARD_EDGES)
         while edges[-1] < length:
             edges += [edges[-1] * 3 // 2, edges[-1] * 2]
-    return sorted({e for e in edges if e < length} | {length})
+    end = length if reach is None else min(length, reach)
+    return sorted({e for e in edges if e < end} | {end})
 
 
 def curve_edges(length: int, per_octave: int = 12) -> list[int]:

@@ -58,6 +58,11 @@ def on_disk(pico_llama, tokenizer, tmp_path_factory) -> tuple[str, str]:
     return str(folder / "base"), str(folder / "fox")
 
 
+def tokens_of(tokenizer, path: str) -> list[int]:
+    """A document's tokens as training sees them."""
+    return [*tokenizer(Path(path).read_text())["input_ids"], tokenizer.eos_token_id]
+
+
 def whole_losses(model, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits.float()
@@ -97,6 +102,15 @@ def test_bucket_edges_are_standard_from_4k_and_scaled_below():
     assert bucket_edges(5000) == [0, 512, 2048, 4096, 5000]
     assert bucket_edges(1024) == [0, 16, 64, 128, 256, 512, 768, 1024]
     assert bucket_edges(2) == [0, 1, 2]
+    assert bucket_edges(4096, reach=1000) == [0, 512, 1000]
+
+
+def test_documents_shorter_than_the_length_give_the_positions_they_have(pico_llama, tokenizer, documents, capsys):
+    result = evaluate(pico_llama(), None, documents, 4096, tokenizer=tokenizer, progress=False)
+    assert result["buckets"][-1]["to"] == result["longest"] < 4096
+    assert result["buckets"][-1]["documents"] < result["buckets"][0]["documents"] + 1
+    assert sum(row["tokens"] for row in result["buckets"]) == result["tokens"] - 3
+    assert "no document reaches 4096 tokens" in capsys.readouterr().out
 
 
 def test_bucket_statistics_take_documents_as_the_sample():
@@ -136,7 +150,7 @@ def test_evaluate_reports_every_line_and_writes_every_file(
     losses = {key: [] for key in ("model", "base")}
     for key, model in (("model", fox), ("base", base)):
         for path in documents:
-            ids = torch.tensor([tokenizer(Path(path).read_text())["input_ids"][:128]])
+            ids = torch.tensor([tokens_of(tokenizer, path)[:128]])
             losses[key].append(whole_losses(model, ids)[0])
     for line in result["lines"]:
         if line["key"] in losses:
@@ -169,7 +183,7 @@ def test_controls_are_the_surgery_modes(pico_fox, tokenizer, documents):
     means = {line["key"]: line["mean"] for line in result["lines"]}
     assert abs(means["open"] - means["model"]) > 1e-4
     assert abs(means["shuffled"] - means["model"]) > 1e-4
-    ids = torch.tensor([tokenizer(Path(documents[0]).read_text())["input_ids"][:128]])
+    ids = torch.tensor([tokens_of(tokenizer, documents[0])[:128]])
     with retrofox.surgery.attention_mode(fox, "open"):
         assert means["open"] == pytest.approx(whole_losses(fox, ids).mean().item(), abs=1e-5)
     without = evaluate(fox, None, documents[:1], 128, tokenizer=tokenizer, controls=False, progress=False)
@@ -201,7 +215,7 @@ def test_several_bases_share_one_table(pico_llama, tokenizer, documents, capsys)
 
 
 def test_windows_and_lengths_are_chosen_as_asked(tokenizer, documents):
-    sizes = [len(tokenizer(Path(p).read_text())["input_ids"]) for p in documents]
+    sizes = [len(tokens_of(tokenizer, path)) for path in documents]
     first = choose_windows(documents, tokenizer, 50)
     assert [len(w.token_ids) for w in first] == [min(50, n) for n in sizes]
     every = choose_windows(documents, tokenizer, 50, windows=None)
