@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedModel
 
@@ -21,6 +22,9 @@ import retrofox
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.modeling_fox import write_remote_code
 from retrofox.surgery import Plan, apply, attentions, base_config, lm_class, load_base, load_tokenizer, make_plan
+
+if TYPE_CHECKING:
+    from retrofox.calibrate import Calibration
 
 GATES_SHARD = "model-retrofox.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -62,8 +66,16 @@ def write(
     revision: str | None = None,
     progress: Progress | None = None,
     calibrate: Sequence[str] = (),
+    calibrate_steps: int = 100,
+    refit_queries: bool = True,
 ) -> dict[str, Any]:
     """Converts `source` into the directory `out`, which appears whole or not at all; returns the report.
+
+    Args:
+        calibrate: text files to fit gates (and queries) on, see `retrofox.calibrate`; the work is kept beside `out`
+            while it lasts, so an interrupted conversion goes on where it stopped.
+        calibrate_steps: Adam steps per layer; 0 takes only the half-lives of init="calibrated".
+        refit_queries: whether calibration may rewrite the query projections.
 
     Raises:
         ValueError: `out` exists, `source` can't be converted, the parity proof failed, or linking is impossible.
@@ -71,17 +83,25 @@ def write(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists: remove it or choose another OUT")
-    if calibrate or spec.init == "calibrated":
-        raise ValueError("calibration is not available in this version: drop --calibrate and --init calibrated")
+    if spec.init == "calibrated" and not calibrate:
+        raise ValueError("init 'calibrated' measures the base on text: name files with --calibrate FILES")
     started = time.perf_counter()
     plan = plan_for(source, spec, revision)
+    calibration, work = None, out.parent / f".{out.name}.calibration"
+    if calibrate:
+        from retrofox.calibrate import calibrate as run
+
+        options = {"steps": calibrate_steps, "refit_queries": refit_queries, "revision": revision}
+        calibration = run(source, spec, calibrate, out_dir=work, **options)
     with _appearing(out) as partial:
         if isinstance(source, PreTrainedModel) or str(source).endswith(".gguf"):
-            how = _write_live(source, plan, partial)
+            how = _write_live(source, plan, partial, calibration)
         else:
             directory, commit = _fetch(source, revision)
             plan.config.fox["base_revision"] = plan.spec.base_revision = commit
             how = _write_directory(directory, plan, partial, link, progress)
+            if calibration is not None:
+                _place(calibration.tensors(), partial)
         report: dict[str, Any] = {
             "retrofox": retrofox.__version__,
             "plan": plan.to_dict(),
@@ -90,15 +110,19 @@ def write(
             "peak_memory_mib": peak_memory_mib(),
             "parity": "skipped (--no-verify)",
         }
+        if calibration is not None:
+            report["calibration"] = {**calibration.report, "rewritten": calibration.rewritten()}
+            shutil.copytree(work, partial / "calibration", ignore=shutil.ignore_patterns("*.safetensors"))
         if verify:
             from retrofox.verify import prove
 
-            report["parity"] = prove(source, partial)
+            report["parity"] = prove(source, partial, exact=calibration is None or not calibration.rewritten())
         (partial / "retrofox.json").write_text(json.dumps(report, indent=2) + "\n")
         (partial / "README.md").write_text(_card(plan, report))
         for file in partial.iterdir():
             if not file.is_symlink() and not (link and file.stat().st_nlink > 1):
                 file.chmod(0o644)  # safetensors writes 0600 whatever the umask says
+    shutil.rmtree(work, ignore_errors=True)
     return report
 
 
@@ -119,13 +143,20 @@ def _appearing(out: Path) -> Iterator[Path]:
         raise
 
 
-def _write_live(source: str | Path | PreTrainedModel, plan: Plan, partial: Path) -> str:
+def _write_live(
+    source: str | Path | PreTrainedModel, plan: Plan, partial: Path, calibration: Calibration | None
+) -> str:
     """Saves the converted form of a model in memory, or of a .gguf file after dequantising it."""
     if isinstance(source, PreTrainedModel):
         base, tokenizer, how = source, None, "saved from memory"
     else:
         (base, tokenizer), how = load_base(source), "dequantised from GGUF"
-    apply(base, plan).save_pretrained(partial)
+    model = apply(base, plan)
+    if calibration is not None:
+        from retrofox.calibrate import apply_to
+
+        apply_to(model, calibration)
+    model.save_pretrained(partial)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
     return how
@@ -185,6 +216,17 @@ def _write_directory(directory: Path, plan: Plan, partial: Path, link: bool, pro
         shutil.copytree(directory / "additional_chat_templates", partial / "additional_chat_templates")
     write_remote_code(partial)
     return "converted from .bin" if any(f.suffix == ".bin" for f in shards.values()) else "linked" if link else "copied"
+
+
+def _place(tensors: dict[str, torch.Tensor], partial: Path) -> None:
+    """Puts calibrated tensors where the plain ones are, rewriting the shards that hold them, one at a time."""
+    weight_map = json.loads((partial / INDEX).read_text())["weight_map"]
+    for file in sorted({weight_map[name] for name in tensors}):
+        with safe_open(partial / file, "pt") as shard:
+            state = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 not a dict
+        state |= {name: t.to(state[name].dtype).contiguous() for name, t in tensors.items() if weight_map[name] == file}
+        (partial / file).unlink()  # it may be a hard link to the source
+        save_file(state, partial / file, metadata={"format": "pt"})
 
 
 def _shards(directory: Path) -> tuple[dict[str, Path], dict[str, str]]:

@@ -76,8 +76,12 @@ def convert(
         int | None, typer.Option(help="Scale logits by ln(position)/ln(N) beyond N trained tokens.")
     ] = None,
     calibrate: Annotated[
-        list[Path] | None, typer.Option(help="Text files: fit gates and queries to the base's attention on them.")
+        list[Path] | None, typer.Option(help="Text file (repeatable): fit gates and queries to the base's attention.")
     ] = None,
+    calibrate_steps: Annotated[
+        int, typer.Option(help="Steps per layer; 0: only --init calibrated's half-lives.")
+    ] = 100,
+    refit_queries: Annotated[bool, typer.Option(help="Let calibration rewrite the query projections.")] = True,
     link: Annotated[bool, typer.Option("--link", help="Hard-link the weight files instead of copying them.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the parity proof (and say so in OUT).")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
@@ -111,7 +115,16 @@ def convert(
         return
     with report.copying(quiet=as_json) as progress:
         result = artefact.write(
-            source, out, spec, link=link, verify=not no_verify, revision=revision, progress=progress, calibrate=files
+            source,
+            out,
+            spec,
+            link=link,
+            verify=not no_verify,
+            revision=revision,
+            progress=progress,
+            calibrate=files,
+            calibrate_steps=calibrate_steps,
+            refit_queries=refit_queries,
         )
     print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)
 

@@ -36,12 +36,18 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
     console.print(
         f"parity proof ({parity['tokens']} tokens, {parity['dtype']}, gates open + RoPE kept against the base): "
         f"logits differ by at most {parity['max_difference']:.1e}, mean {parity['mean_difference']:.1e} "
-        f"(allowed {parity['tolerance']:.1e}): [bold green]equal[/]"
+        f"(allowed {parity['tolerance']:.1e}): {_judgement(parity)}"
     )
     console.print(
         f"loss on that text: base {parity['loss_base']:.4f}, parity form {parity['loss_gates_open_rope_kept']:.4f}, "
         f"as converted {parity['loss_converted']:.4f} (training brings this back)"
     )
+
+
+def _judgement(parity: dict[str, Any]) -> str:
+    if not parity["judged"]:
+        return "not judged, calibration rewrote the query projections"
+    return "[bold green]equal[/]"
 
 
 def _table(title: str, plan: dict[str, Any]) -> None:

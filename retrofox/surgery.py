@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
 
 
 def _starting_half_lives(biases: list[float]) -> list[float]:
-    log_f = torch.nn.functional.logsigmoid(torch.tensor(biases, dtype=torch.float64))
+    log_f = torch.nn.functional.logsigmoid(torch.tensor(biases, dtype=torch.float64, device="cpu"))
     return half_life_tokens(log_f).tolist()
 
 
@@ -196,6 +196,7 @@ def convert(
     link: bool = False,
     verify: bool = True,
     revision: str | None = None,
+    calibrate: Sequence[str] = (),
 ) -> Any:
     """Retrofits forget gates into a pretrained model.
 
@@ -207,6 +208,7 @@ def convert(
         link: hard-link the weight files instead of copying them (same file system).
         verify: prove on the written artefact, in a fresh process, that gates open + RoPE kept is the base model.
         revision: Hub revision of `source`.
+        calibrate: text files to fit gates and query projections on (needs `out`; see `retrofox.calibrate`).
 
     Returns:
         The converted model, sharing the tensors of a live `source` (out is None), or the report that is also written
@@ -220,7 +222,9 @@ def convert(
     if out is not None:
         from retrofox.artefact import write
 
-        return write(source, Path(out), spec, link=link, verify=verify, revision=revision)
+        return write(source, Path(out), spec, link=link, verify=verify, revision=revision, calibrate=calibrate)
+    if calibrate:
+        raise ValueError("calibration writes a checkpoint: give OUT, or use retrofox.calibrate on the live model")
     if isinstance(source, PreTrainedModel):
         if source.config.model_type.startswith("fox_"):
             raise ValueError("this model is already converted; start from its base model")

@@ -25,7 +25,7 @@ LARGEST_IN_FLOAT32 = 4_000_000_000
 """Parameters up to which the proof runs in float32; larger models are compared in their own dtype."""
 
 
-def prove(source: Any, out: Path) -> dict[str, Any]:
+def prove(source: Any, out: Path, exact: bool = True) -> dict[str, Any]:
     """Runs the proof in a fresh process and returns its numbers.
 
     The base and the converted model (gates open, RoPE kept) read one fixed text; their logits must agree to
@@ -34,6 +34,7 @@ def prove(source: Any, out: Path) -> dict[str, Any]:
     Args:
         source: Hub id, directory, .gguf file, or a live model (which is compared in this process).
         out: the converted checkpoint directory.
+        exact: False when calibration rewrote query projections: the difference is then reported, not judged.
 
     Raises:
         ValueError: the logits differ, or the process failed.
@@ -50,7 +51,8 @@ def prove(source: Any, out: Path) -> dict[str, Any]:
             if run.returncode:
                 raise ValueError(f"the parity proof of {out} failed to run:\n{run.stderr[-2000:]}")
             result = json.loads(answer.read_text())
-    if not result["equal"]:
+    result["judged"] = exact
+    if exact and not result["equal"]:
         raise ValueError(
             f"parity proof failed: with gates open and RoPE kept the logits differ by {result['max_difference']:.2e} "
             f"(allowed {result['tolerance']:.2e}); nothing was written. Please report the model."

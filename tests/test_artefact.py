@@ -214,3 +214,25 @@ def test_interruption_leaves_no_half_written_out(source, tmp_path, how):
     retrofox.convert(source, out, verify=False)  # starts clean
     assert retrofox.load(out).config.model_type == "fox_llama"
     assert not (out.parent / ".out.partial").exists()
+
+
+def test_calibration_lands_in_the_checkpoint(pico_checkpoint, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a fox forgets what it need not keep, and keeps what it must not forget. " * 400)
+    before = (pico_checkpoint / "model.safetensors").read_bytes()
+    spec = FoxSpec(rope="partial", init="calibrated", half_life=(4, 64))
+    report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=spec, link=True, calibrate=[str(text)])
+    assert report["calibration"]["rewritten"]
+    assert report["parity"]["judged"] is False
+    assert (tmp_path / "out" / "calibration" / "calibration.json").is_file()
+    assert (pico_checkpoint / "model.safetensors").read_bytes() == before  # a linked shard is not written through
+    original, state = load_file(pico_checkpoint / "model.safetensors"), stored(tmp_path / "out")
+    changed = {name for name in original if not torch.equal(original[name], state[name])}
+    assert changed == set(report["calibration"]["rewritten"])
+    assert all(name.endswith("q_proj.weight") for name in changed)
+    assert not (tmp_path / ".out.calibration").exists()
+    assert retrofox.load(tmp_path / "out").config.fox["init"] == "calibrated"
+
+
+def test_calibrated_init_without_text_is_refused(source, tmp_path):
+    refused("--calibrate FILES", source, tmp_path / "out", fox=FoxSpec(init="calibrated"))
