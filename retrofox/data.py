@@ -1,0 +1,295 @@
+"""Data for training and evaluation: sources -> token shards -> packed windows in an order that resumes exactly.
+
+    manifest = prepare_sources([DataSource("books/")], tokenizer, "cache")
+    dataset = PackedDataset(manifest, sequence_length=4096, seed=0)
+    sampler = StepSampler(dataset.order, batch_size=2, consumed=0)
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+
+The whole state of a run's data is {consumed, seed, fingerprint}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from retrofox.data_encode import Encoder
+from retrofox.data_order import Mixture, Order, StepSampler
+from retrofox.data_pack import PACKING, Plan, cached_plan
+from retrofox.data_shards import Manifest, PreparedSource, prepare_sources
+from retrofox.data_sources import DataSource, SourceLike, resolve
+
+if TYPE_CHECKING:
+    from retrofox.config import Recipe
+
+__all__ = [
+    "DataSource",
+    "Manifest",
+    "Mixture",
+    "Order",
+    "PackedDataset",
+    "StepSampler",
+    "Tokens",
+    "collate",
+    "documents",
+    "open_tokens",
+    "prepare",
+    "prepare_sources",
+]
+
+IGNORE = -100
+OPEN_MAPS = 128
+
+
+def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
+    """Tokenises a recipe's training and evaluation data into shards in `data.cache`; what is there is reused.
+
+    Returns:
+        Counts: {"cache", "tokenizer", "train": {...}, "eval": {...} or None}, each part with its manifest's path,
+        tokens, documents, shards written and reused, and the same per source; "train" also has, per sequence length
+        of the stages, the number of windows and their fill ratio.
+
+    Raises:
+        FileNotFoundError, ValueError: see `prepare_sources`; or the model has no tokenizer.
+    """
+    from retrofox.surgery import load_tokenizer
+
+    name = recipe.data.tokenizer or recipe.model
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer: set data.tokenizer to a Hub id or a directory that has one")
+    report: dict[str, Any] = {"cache": str(recipe.data.cache_dir), "tokenizer": name}
+    for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+        report[part] = None
+        if sources:
+            manifest = prepare_sources(
+                sources,
+                tokenizer,
+                recipe.data.cache_dir,
+                workers=recipe.data.workers,
+                progress=progress,
+                text_field=recipe.data.text_field,
+            )
+            report[part] = manifest.summary()
+            if part == "train":
+                packed = [PackedDataset(manifest, length) for length in sorted(_lengths(recipe))]
+                report[part]["windows"] = {
+                    str(data.sequence_length): {"windows": len(data), "fill": round(data.fill, 6)} for data in packed
+                }
+    return report
+
+
+def _lengths(recipe: Recipe) -> set[int]:
+    return {stage.sequence_length for stage in recipe.stages}
+
+
+class Tokens:
+    """One prepared source, its shards as one stream of documents; documents never cross shards.
+
+    Shards are mapped when first read, and the least recently read are unmapped: a map holds a file descriptor.
+    """
+
+    def __init__(self, source: PreparedSource, folder: Path):
+        self.source, self.folder = source, folder
+        self.shards = [shard for shard in source.shards if shard.tokens]
+        self.firsts = np.concatenate([[0], np.cumsum([shard.tokens for shard in self.shards], dtype=np.int64)])
+        begins = [shard.bounds(folder)[:-1] + first for shard, first in zip(self.shards, self.firsts, strict=False)]
+        self.bounds = np.concatenate([*begins, self.firsts[-1:]])
+        self.maps: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "maps": OrderedDict()}  # a pickled map would be a copy of the tokens
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def slice(self, start: int, length: int) -> np.ndarray:
+        """Tokens start .. start + length of the stream, within one shard."""
+        part = int(np.searchsorted(self.firsts, start, side="right")) - 1
+        inside = start - int(self.firsts[part])
+        if part in self.maps:
+            self.maps.move_to_end(part)
+        else:
+            self.maps[part] = self.shards[part].map(self.folder)
+            if len(self.maps) > OPEN_MAPS:
+                self.maps.popitem(last=False)
+        return self.maps[part][inside : inside + length]
+
+    def document(self, number: int) -> np.ndarray:
+        """The tokens of a document."""
+        start, stop = self.bounds[number : number + 2].tolist()
+        return self.slice(start, stop - start)
+
+
+def open_tokens(manifest: Manifest | str | os.PathLike[str]) -> list[Tokens]:
+    """The sources of a manifest (or of its file), memory-mapped.
+
+    Raises:
+        ValueError: a shard is missing or damaged.
+    """
+    if not isinstance(manifest, Manifest):
+        manifest = Manifest.load(manifest)
+    return [Tokens(source, manifest.folder) for source in manifest.sources]
+
+
+class PackedDataset(torch.utils.data.Dataset):
+    """Windows of `sequence_length` tokens, packed from whole documents; each window is of one source.
+
+    An item has, with T = sequence_length:
+
+        input_ids     (T,) int64
+        labels        (T,) int64, equal to input_ids (the model shifts), -100 at the first token of each segment, which
+                      would be predicted across a boundary, and on padding
+        position_ids  (T,) int64, restarting at 0 at each segment
+        doc_lengths   (segments,) int64, summing to T; the unfilled tail, if any, is the last segment (EOS, label -100)
+
+    A segment is a document, or a part of one longer than T. `order` maps global sample numbers to items, such that
+    `weights` (default: those of the sources) are the shares of tokens drawn; see `data_order.Mixture`.
+
+    Raises:
+        ValueError: no tokens, a weight that is not positive, shards that are missing.
+    """
+
+    def __init__(
+        self,
+        manifests: Manifest | Sequence[Manifest],
+        sequence_length: int,
+        weights: Sequence[float] | None = None,
+        seed: int = 0,
+    ):
+        manifests = [manifests] if isinstance(manifests, Manifest) else list(manifests)
+        if len({manifest.tokenizer for manifest in manifests}) != 1:
+            raise ValueError(f"all manifests must come from one tokenizer, got {len(manifests)} with different ones")
+        self.sequence_length, self.seed = sequence_length, seed
+        self.filler = manifests[0].eos or 0
+        self.tokens = [tokens for manifest in manifests for tokens in open_tokens(manifest)]
+        folders = [manifest.folder for manifest in manifests for _ in manifest.sources]
+        self.plans: list[Plan] = [
+            cached_plan(folder, tokens.source.fingerprint, tokens.bounds, sequence_length)
+            for folder, tokens in zip(folders, self.tokens, strict=True)
+        ]
+        if weights is None:
+            weights = [tokens.source.weight for tokens in self.tokens]
+        if len(weights) != len(self.tokens):
+            raise ValueError(f"one weight per source: {len(self.tokens)} sources, {len(weights)} weights")
+        self.weights = [float(weight) for weight in weights]
+        counts = [len(plan) for plan in self.plans]
+        self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        if len(counts) == 1:
+            self.order: Order | Mixture = Order(counts[0], seed)
+        else:
+            # Weights are shares of tokens, windows of a source that fills them less must come more often.
+            self.order = Mixture(
+                counts, [w * n / plan.tokens for w, n, plan in zip(self.weights, counts, self.plans, strict=True)], seed
+            )
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def fill(self) -> float:
+        """Share of the windows' positions that hold tokens, not padding."""
+        return sum(plan.tokens for plan in self.plans) / (len(self) * self.sequence_length)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (32 digits) of tokens, boundaries, packing, window and weights: equal means the same `order`."""
+        content = [PACKING, self.sequence_length, self.weights, self.filler]
+        content += [tokens.source.fingerprint for tokens in self.tokens]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """All that a checkpoint needs to go on with the data: {consumed, seed, fingerprint}."""
+        return {"consumed": consumed, "seed": self.seed, "fingerprint": self.fingerprint}
+
+    def check(self, state: dict[str, Any]) -> int:
+        """The `consumed` of a state made by `state`.
+
+        Raises:
+            ValueError: it was made with other data, another packing or another seed.
+        """
+        for key, now in (("fingerprint", self.fingerprint), ("seed", self.seed)):
+            if state[key] != now:
+                raise ValueError(
+                    f"the data under this run changed: its {key} was {state[key]}, now it is {now}. Restore the "
+                    "sources, weights, tokenizer, sequence_length and seed of the run, or start a new one"
+                )
+        return int(state["consumed"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        source = int(np.searchsorted(self.offsets, index, side="right")) - 1
+        tokens, plan, row = self.tokens[source], self.plans[source], index - int(self.offsets[source])
+        first, last = plan.rows[row : row + 2].tolist()
+        length = self.sequence_length
+        ids = np.full(length, self.filler, dtype=np.int64)
+        positions = np.arange(length, dtype=np.int64)
+        at, begins = 0, []
+        for start, count in zip(plan.start[first:last].tolist(), plan.length[first:last].tolist(), strict=True):
+            ids[at : at + count] = tokens.slice(start, count)
+            positions[at : at + count] -= at
+            begins.append(at)
+            at += count
+        labels = ids.copy()
+        labels[begins] = IGNORE
+        labels[at:] = IGNORE
+        if at < length:
+            positions[at:] -= at
+            begins.append(at)
+        lengths = np.diff([*begins, length])
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(labels),
+            "position_ids": torch.from_numpy(positions),
+            "doc_lengths": torch.from_numpy(lengths),
+        }
+
+
+def collate(batch: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stacks windows: input_ids, labels, position_ids (B, T) int64, and cu_seqlens (N + 1,) int32 over B * T tokens.
+
+    cu_seqlens (segment ends, rows included) is left out where every row is one segment: plain causal attention.
+    """
+    result = {key: torch.stack([item[key] for item in batch]) for key in ("input_ids", "labels", "position_ids")}
+    if any(len(item["doc_lengths"]) > 1 for item in batch):
+        lengths = torch.cat([torch.zeros(1, dtype=torch.int64), *(item["doc_lengths"] for item in batch)])
+        result["cu_seqlens"] = lengths.cumsum(0).to(torch.int32)
+    return result
+
+
+def documents(
+    sources: Sequence[SourceLike | str | os.PathLike[str]],
+    tokenizer: Any,
+    min_tokens: int = 0,
+    *,
+    text_field: str = "text",
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Whole documents for evaluation, one after the other: (name, tokens int32), as training sees them (EOS last).
+
+    Args:
+        sources: paths as in `data_sources.resolve`, or sources.
+        min_tokens: shorter documents are skipped.
+
+    Raises:
+        FileNotFoundError, ValueError: as `prepare_sources`.
+    """
+    for source in sources:
+        given = DataSource(os.fspath(source)) if isinstance(source, str | os.PathLike) else source
+        name = given.text_field or text_field
+        encode = Encoder(tokenizer, name)
+        for unit in resolve(given):
+            for batch in unit.batches(name):
+                encoded = encode(batch)
+                ends = np.cumsum(encoded.lengths)[:-1]
+                for label, tokens in zip(encoded.names, np.split(encoded.tokens, ends), strict=False):
+                    if len(tokens) >= max(1, min_tokens):
+                        yield label, tokens.astype(np.int32)

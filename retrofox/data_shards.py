@@ -1,0 +1,380 @@
+"""Token shards on disk: written once per unit of a source, whole or not at all, opened as memory maps.
+
+A shard is KEY.tokens (little-endian uint16 or uint32, documents in a row), KEY.bounds (int64, where each begins, and
+the end) and KEY.json (counts, checksum), renamed into place last: a shard without it does not exist.
+KEY covers the contents read, the text field, the tokenizer and the format, so a changed file gets another shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from retrofox.data_encode import Encoder, Pool, fingerprint
+from retrofox.data_sources import Digests, SourceLike, Unit, resolve
+
+FORMAT = 1
+IN_PROCESS_BYTES = 4 << 20
+"""Below this starting processes costs more than it gains."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One unit's tokens: file stem, counts and checksum."""
+
+    key: str
+    name: str
+    documents: int
+    tokens: int
+    empty: int
+    dtype: str
+    sha256: str
+
+    def check(self, folder: Path) -> None:
+        """Raises ValueError if a file is missing or has another size than the manifest says."""
+        sizes = {"tokens": self.tokens * np.dtype(self.dtype).itemsize, "bounds": (self.documents + 1) * 8}
+        for suffix, size in sizes.items():
+            path = folder / f"{self.key}.{suffix}"
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                state = "is missing" if found is None else f"has {found} bytes instead of {size}"
+                raise ValueError(f"{path} {state}: run `retrofox prepare` again")
+
+    def bounds(self, folder: Path) -> np.ndarray:
+        """Where each document begins, and the end: (documents + 1,) int64; files checked."""
+        self.check(folder)
+        return np.fromfile(folder / f"{self.key}.bounds", dtype="<i8")
+
+    def map(self, folder: Path) -> np.ndarray:
+        """The tokens as a read-only memory map, (tokens,) uint16 or uint32."""
+        return np.memmap(folder / f"{self.key}.tokens", dtype=self.dtype, mode="r")
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """The shards of one source, in order."""
+
+    path: str
+    weight: float
+    text_field: str
+    files: list[dict[str, Any]]
+    shards: list[Shard]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        """Documents of all shards."""
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the tokens and boundaries, wherever the files lie."""
+        content = [[shard.sha256, shard.documents, shard.tokens] for shard in self.shards if shard.tokens]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@dataclass
+class Manifest:
+    """What was prepared: the sources with their shards, the tokenizer's fingerprint, what this call did."""
+
+    folder: Path
+    tokenizer: str
+    eos: int | None
+    sources: list[PreparedSource]
+    made: int = 0
+    reused: int = 0
+    seconds: float = 0.0
+    path: Path = field(default_factory=Path)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sources."""
+        return sum(source.tokens for source in self.sources)
+
+    @property
+    def documents(self) -> int:
+        """Documents of all sources."""
+        return sum(source.documents for source in self.sources)
+
+    def summary(self) -> dict[str, Any]:
+        """Counts for a report, plain values."""
+        return {
+            "manifest": str(self.path),
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "shards_written": self.made,
+            "shards_reused": self.reused,
+            "seconds": round(self.seconds, 3),
+            "sources": [
+                {
+                    "path": source.path,
+                    "weight": source.weight,
+                    "documents": source.documents,
+                    "empty_documents": sum(shard.empty for shard in source.shards),
+                    "tokens": source.tokens,
+                }
+                for source in self.sources
+            ],
+        }
+
+    def save(self) -> None:
+        """Writes manifest-KEY.json into the folder; KEY depends on its content."""
+        content = {
+            "format": FORMAT,
+            "tokenizer": self.tokenizer,
+            "eos": self.eos,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "sources": [asdict(source) for source in self.sources],
+        }
+        text = json.dumps(content, indent=1)
+        self.path = self.folder / f"manifest-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        write_whole(self.path, text.encode() + b"\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Manifest:
+        """Reads a manifest written by `save`.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: not a manifest, or of another format.
+        """
+        path = Path(path)
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError(f"{path}: not a manifest of token shards of format {FORMAT}: run `retrofox prepare` again")
+        sources = [
+            PreparedSource(**{**source, "shards": [Shard(**shard) for shard in source["shards"]]})
+            for source in values["sources"]
+        ]
+        return cls(path.parent, values["tokenizer"], values["eos"], sources, path=path)
+
+
+def prepare_sources(
+    sources: Sequence[SourceLike],
+    tokenizer: Any,
+    out_dir: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    progress: bool = True,
+    text_field: str = "text",
+) -> Manifest:
+    """Tokenises sources into shards, keeping those that exist; interrupted, the next call goes on.
+
+    Every document is what `tokenizer(text)` gives, with the tokenizer's EOS (if it has one) as last token.
+
+    Args:
+        sources: see `retrofox.data_sources.resolve`; a source's own text_field goes before `text_field`.
+        out_dir: where shards are kept; several recipes may share it.
+        workers: tokenising processes; None = one per core.
+        progress: a bar with tokens per second and the remaining time, on stderr.
+
+    Raises:
+        FileNotFoundError: nothing at a source's path.
+        ValueError: a source can't be read, holds no text, or the disk is full; the text says which and what to do.
+    """
+    started = time.perf_counter()
+    folder = Path(out_dir).expanduser()
+    workers = workers or _cores()
+    with _clear_disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        memory = folder / "digests.json"
+        digests = Digests(json.loads(memory.read_text()) if memory.is_file() else {})
+        made_from = fingerprint(tokenizer)
+        plan = [(source, source.text_field or text_field, resolve(source)) for source in sources]
+        keys = {id(unit): _key(unit, name, made_from, digests) for _, name, units in plan for unit in units}
+        write_whole(memory, json.dumps(digests.known).encode())
+        missing = [
+            (unit, name, keys[id(unit)])
+            for _, name, units in plan
+            for unit in units
+            if not _complete(folder, keys[id(unit)])
+        ]
+        _tokenise(missing, tokenizer, folder, workers, progress)
+        prepared = [
+            PreparedSource(
+                source.path,
+                source.weight,
+                name,
+                [file for unit in units for file in _files(unit, digests)],
+                [_read(folder, keys[id(unit)]) for unit in units],
+            )
+            for source, name, units in plan
+        ]
+        for source in prepared:
+            if not source.tokens:
+                raise ValueError(f"{source.path}: no text in it, {sum(s.empty for s in source.shards)} empty documents")
+        total = sum(len(units) for *_, units in plan)
+        manifest = Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(missing), total - len(missing))
+        manifest.save()
+    manifest.seconds = time.perf_counter() - started
+    return manifest
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _key(unit: Unit, text_field: str, tokenizer: str, digests: Digests) -> str:
+    content = json.dumps([FORMAT, unit.identity(digests), text_field, tokenizer])
+    return hashlib.sha256(content.encode()).hexdigest()[:24]
+
+
+def _files(unit: Unit, digests: Digests) -> list[dict[str, Any]]:
+    """What a unit was read from: path, bytes, sha256 (of what identifies it, where it is no file)."""
+    paths: list[Path] = getattr(unit, "paths", [])
+    if not paths:
+        digest = hashlib.sha256(unit.identity(digests).encode()).hexdigest()
+        return [{"path": unit.name, "bytes": unit.size, "sha256": digest}]
+    return [{"path": str(path), "bytes": path.stat().st_size, "sha256": digests.of(path)} for path in paths]
+
+
+def _complete(folder: Path, key: str) -> bool:
+    if not (folder / f"{key}.json").is_file():
+        return False
+    try:
+        _read(folder, key).check(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def _read(folder: Path, key: str) -> Shard:
+    return Shard(**json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))["shard"])
+
+
+def _tokenise(units: list[tuple[Unit, str, str]], tokenizer: Any, folder: Path, workers: int, progress: bool) -> None:
+    """Writes the shards that are missing; those of one text field share a pool of processes."""
+    units = list({key: (unit, name, key) for unit, name, key in units}.values())  # the same content twice: once
+    total = sum(unit.size for unit, *_ in units)
+    with _bar(total, progress and bool(units)) as advance:
+        for name in dict.fromkeys(name for _, name, _ in units):
+            mine = [(unit, key) for unit, field_name, key in units if field_name == name]
+            small = sum(unit.size for unit, _ in mine) < IN_PROCESS_BYTES
+            with Pool(Encoder(tokenizer, name), 1 if small else workers) as pool:
+                for unit, key in mine:
+                    _write(unit, name, key, pool, folder, advance)
+
+
+def _write(unit: Unit, text_field: str, key: str, pool: Pool, folder: Path, advance: Any) -> None:
+    """One shard, under temporary names until it is complete and on disk."""
+    digest = hashlib.sha256()
+    lengths: list[np.ndarray] = []
+    empty = 0
+    with _temporary(folder, f"{key}.tokens") as tokens, _temporary(folder, f"{key}.bounds") as bounds:
+        with open(tokens, "wb") as stream:
+            for part in pool.map(unit.batches(text_field)):
+                data = part.tokens.tobytes()
+                stream.write(data)
+                digest.update(data)
+                lengths.append(part.lengths)
+                empty += part.empty
+                advance(part.size, len(part.tokens))
+            _to_disk(stream)
+        ends = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]), dtype="<i8")
+        digest.update(ends.tobytes())
+        with open(bounds, "wb") as stream:
+            stream.write(ends.tobytes())
+            _to_disk(stream)
+        shard = Shard(
+            key, unit.name, len(ends) - 1, int(ends[-1]), empty, pool.encoder.dtype.str, digest.hexdigest()
+        )  # fmt: skip
+        os.replace(tokens, folder / f"{key}.tokens")
+        os.replace(bounds, folder / f"{key}.bounds")
+    note = {"format": FORMAT, "shard": asdict(shard)}
+    write_whole(folder / f"{key}.json", json.dumps(note, indent=1).encode() + b"\n")
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path, name: str) -> Iterator[Path]:
+    path = folder / f".{name}.{socket.gethostname()}.{os.getpid()}.tmp"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _to_disk(stream: Any) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that it is there whole or not at all."""
+    with _temporary(path.parent, path.name) as temporary:
+        with open(temporary, "wb") as stream:
+            stream.write(content)
+            _to_disk(stream)
+        os.replace(temporary, path)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes temporary files of processes of this machine that are gone."""
+    for path in folder.glob(f".*.{socket.gethostname()}.*.tmp"):
+        pid = int(path.name.split(".")[-2])
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            path.unlink(missing_ok=True)
+        except PermissionError:
+            continue
+
+
+@contextlib.contextmanager
+def _clear_disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.filename is not None and not Path(error.filename).is_relative_to(folder):
+            raise ValueError(f"{error.filename} can't be read: {reason}") from error
+        raise ValueError(
+            f"token shards can't be written to {folder}: {reason}. Free space there or set data.cache to another "
+            "directory; finished shards are kept"
+        ) from error
+
+
+@contextlib.contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Any]:
+    """Yields advance(source bytes, tokens)."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("tokenising"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[counts]}"),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    started, tokens = time.perf_counter(), 0
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task("tokenising", total=total, counts="")
+
+        def advance(size: int, count: int) -> None:
+            nonlocal tokens
+            tokens += count
+            rate = tokens / (time.perf_counter() - started)
+            progress.update(task, advance=size, counts=f"{tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M/s")
+
+        yield advance
+        progress.update(task, completed=total)
