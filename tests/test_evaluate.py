@@ -48,13 +48,13 @@ def documents(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def on_disk(pico_llama, tokenizer, tmp_path_factory) -> tuple[str, str]:
+def on_disk(pico_llama, pico_fox, tokenizer, tmp_path_factory) -> tuple[str, str]:
     """(base, converted) directories; the conversion is exact: RoPE kept, gates open."""
     folder = tmp_path_factory.mktemp("models")
-    pico_llama().save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    spec = retrofox.FoxSpec(rope="keep", init="open", sink_tokens=0)
-    retrofox.convert(str(folder / "base"), str(folder / "fox"), fox=spec)
+    exact = pico_fox(stirred=False, rope="keep", init="open", sink_tokens=0)
+    for name, model in (("base", pico_llama()), ("fox", exact)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     return str(folder / "base"), str(folder / "fox")
 
 
