@@ -215,13 +215,18 @@ def _forward_as(module: nn.Module, function: Any) -> Iterator[None]:
 
 
 def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """The last hidden state (B, T, hidden) of packed documents; plain models learn boundaries from position_ids."""
+    """The last hidden state (B, T, hidden_size) of a batch of packed documents.
+
+    A batch without cu_seqlens has one document a row and needs no positions; with them, converted models take the
+    boundaries as they are and plain ones find them where position_ids restart.
+    """
     lm = causal_lm(model)
-    packed = {"cu_seqlens": batch["cu_seqlens"]} if is_converted(lm) and batch.get("cu_seqlens") is not None else {}
-    out = inner_model(lm)(
-        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, return_dict=True, **packed
-    )
-    return out.last_hidden_state
+    packed = {}
+    if batch.get("cu_seqlens") is not None:
+        packed["position_ids"] = batch["position_ids"]
+        if is_converted(lm):
+            packed["cu_seqlens"] = batch["cu_seqlens"]
+    return inner_model(lm)(input_ids=batch["input_ids"], use_cache=False, return_dict=True, **packed).last_hidden_state
 
 
 def is_converted(model: Any) -> bool:

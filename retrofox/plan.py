@@ -1,13 +1,262 @@
-"""`retrofox plan`"""
+"""`retrofox plan`: what a recipe will train, need and take, and why it would be refused, before anything runs."""
+
 from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
+
+import psutil
 import torch
-from retrofox.config import Stage
+from transformers import AutoConfig, AutoModelForCausalLM
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12}
+from retrofox.config import Recipe, Stage
+from retrofox.objectives import OBJECTIVES
+from retrofox.surgery import lm_class, make_plan, read_config
+from retrofox.train_callbacks import Clock
+from retrofox.train_flops import flops_per_token, peak_flops
+from retrofox.train_groups import accumulation, count_steps, parameter_groups, set_trainable
+from retrofox.train_memory import STATE_BYTES, memory
 
-def flops_per_token(model: Any, stage: Stage) -> float:
-    return 6.0 * sum(p.numel() for p in model.parameters())
+MFU = {"H100": 0.15, "H200": 0.15}
+"""Share of the peak to expect where nothing was measured: what an unoptimised script reached with SmolLM2-135M."""
 
-def peak_flops(device: torch.device) -> float | None:
-    return None
+
+def plan(recipe: Recipe, measure: bool = False) -> dict[str, Any]:
+    """Everything about a run that can be known before it: parameters, memory, time, disk, refusals.
+
+    Args:
+        measure: run two real steps of every stage on this machine (random tokens) for time and peak memory.
+
+    Returns:
+        parameters, per stage {groups, steps, memory_gb by component, longest_sequence, hours, ...}, disk_gb, refusals
+        (an empty list where the recipe can run here).
+
+    Raises:
+        FileNotFoundError: no such model.
+    """
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    refusals = _refusals(recipe, devices)
+    config, retrofit = _configs(recipe, refusals)
+    if config is None:
+        return {"model": recipe.model, "refusals": refusals}
+    stages = []
+    for stage in recipe.stages:
+        model = _empty(config, recipe)
+        try:
+            set_trainable(model, stage, adapters=False)
+        except ValueError as error:
+            refusals.append(str(error))
+            continue
+        stages.append(_stage_plan(recipe, stage, model, devices, sharded, device))
+    total = _count(_empty(config, recipe))
+    report = {
+        "model": recipe.model,
+        "output": recipe.output,
+        "parameters": total,
+        "parameters_added": 0 if retrofit is None else retrofit.parameters,
+        "devices": devices,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "device_memory_gb": _device_memory(device) / 1e9,
+        "stages": stages,
+        "disk_gb": _disk(recipe, total, stages),
+        "refusals": refusals,
+    }
+    if measure and not refusals:
+        for stage, entry in zip(recipe.stages, stages, strict=True):
+            entry["measured"] = _measure(recipe, stage, config, device)
+            entry["hours"] = stage.tokens / entry["measured"]["tokens_per_second"] / 3600
+            entry["hours_from"] = "two steps measured here"
+    return report
+
+
+def _refusals(recipe: Recipe, devices: int) -> list[str]:
+    from retrofox.train import refuse_parallelism, refuse_precision
+
+    found = []
+    checks: list[Any] = [refuse_parallelism, lambda: refuse_precision(recipe)]
+    for stage in recipe.stages:
+        whole = stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices
+        checks.append(lambda stage=stage, whole=whole: accumulation(stage, whole, devices))
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def _configs(recipe: Recipe, refusals: list[str]) -> tuple[Any, Any]:
+    """(config of the model to train, conversion plan or None); (None, None) after a refusal."""
+    try:
+        if recipe.model.endswith(".gguf"):
+            path = Path(recipe.model)
+            if not path.is_file():
+                raise FileNotFoundError(f"{recipe.model}: no such file")
+            config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        else:
+            values = read_config(recipe.model)
+            if values.get("model_type", "").startswith("fox_"):
+                if recipe.fox is not None:
+                    raise ValueError(f"{recipe.model} is already converted: remove `fox:` from the recipe")
+                return lm_class(values["model_type"].removeprefix("fox_")).config_class.from_pretrained(
+                    recipe.model
+                ), None
+            config = AutoConfig.from_pretrained(recipe.model)
+        if recipe.fox is None:
+            if recipe.lora is not None:
+                raise ValueError("lora needs a converted model: give the recipe a `fox:` section")
+            if any(stage.objective != "extend" for stage in recipe.stages):
+                raise ValueError("align and distill compare a retrofit with its original: give `fox:` to the recipe")
+            return config, None
+        retrofit = make_plan(config, recipe.fox, base=recipe.model)
+        return retrofit.config, retrofit
+    except ValueError as error:
+        refusals.append(str(error))
+        return None, None
+
+
+def _empty(config: Any, recipe: Recipe) -> Any:
+    """The model without memory: parameters on the meta device."""
+    with torch.device("meta"):
+        if config.model_type.startswith("fox_"):
+            return lm_class(config.model_type.removeprefix("fox_"))(config)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _stage_plan(
+    recipe: Recipe, stage: Stage, model: Any, devices: int, sharded: bool, device: torch.device
+) -> dict[str, Any]:
+    batch_tokens = stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices
+    used = memory(recipe, stage, model, devices if sharded else 1, device)
+    room = _device_memory(device)
+    peak = peak_flops(device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
+    share = next((value for key, value in MFU.items() if key in name), None)
+    flops = flops_per_token(model, stage)
+    hours = None
+    if peak is not None and share is not None:
+        hours = stage.tokens * flops / (peak * share * devices) / 3600
+    groups: dict[str, dict[str, Any]] = {}
+    for group in parameter_groups(model, stage):
+        entry = groups.setdefault(group["role"], {"role": group["role"], "learning_rate": group["lr"], "parameters": 0})
+        entry["parameters"] += sum(parameter.numel() for parameter in group["params"])
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    return {
+        "objective": stage.objective,
+        "tokens": stage.tokens,
+        "batch_tokens": batch_tokens,
+        "steps": count_steps(stage, batch_tokens),
+        "groups": list(groups.values()),
+        "frozen_parameters": frozen,
+        "memory_gb": {key: value / 1e9 for key, value in used.items()},
+        "fits": sum(used.values()) <= room,
+        "longest_sequence": _longest(recipe, stage, model, devices if sharded else 1, device, room),
+        "flops_per_token": flops,
+        "hours": hours,
+        "hours_from": None
+        if hours is None
+        else f"{share:.0%} of the peak, assumed: give --measure for this machine's own",
+    }
+
+
+def _longest(recipe: Recipe, stage: Stage, model: Any, shards: int, device: torch.device, room: float) -> int:
+    """Longest row in tokens, one to a micro-batch, whose memory fits; a multiple of 256, 0 if none does."""
+    slope_low = memory(
+        recipe, stage.model_copy(update={"sequence_length": 1024, "micro_batch": 1}), model, shards, device
+    )
+    slope_high = memory(
+        recipe, stage.model_copy(update={"sequence_length": 2048, "micro_batch": 1}), model, shards, device
+    )
+    per_token = (sum(slope_high.values()) - sum(slope_low.values())) / 1024
+    constant = sum(slope_low.values()) - 1024 * per_token
+    if room <= constant:
+        return 0
+    return int((room - constant) / per_token) // 256 * 256
+
+
+def _device_memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total
+
+
+def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict[str, float]:
+    """Bytes / 1e9: checkpoints that exist at once (kept and the one being written), the converted model, the result."""
+    per_state = STATE_BYTES.get(recipe.optim, 8)
+    weight = 4 if recipe.lora is None else 0
+    trained = max((sum(group["parameters"] for group in stage["groups"]) for stage in stages), default=0)
+    one = weight * parameters + per_state * trained
+    stored = 4 if recipe.precision == "fp32" else 2
+    parts = {
+        "checkpoints": one * (recipe.checkpoint.keep + 1) / 1e9,
+        "converted": (4 * parameters / 1e9) if recipe.fox is not None else 0.0,
+        "models": (stored * parameters + 4 * parameters * (len(stages) - 1)) / 1e9,
+    }
+    return {**parts, "total": math.fsum(parts.values())}
+
+
+def _measure(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -> dict[str, float]:
+    """Seconds, tokens per second and peak memory of real optimizer steps on random tokens, after one to warm up."""
+    from retrofox.train import arguments
+    from retrofox.train_loop import FoxTrainer
+    from retrofox.train_model import DTYPES
+    from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute
+
+    torch.manual_seed(recipe.seed)
+    if config.model_type.startswith("fox_"):
+        model: Any = lm_class(config.model_type.removeprefix("fox_"))(config)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.use_cache = False
+    if recipe.precision != "fp32":
+        lower_precision_stream(model, DTYPES[recipe.precision])
+        fuse_norms(model)
+    set_trainable(model, stage)
+    recompute(model, stage.gradient_checkpointing)
+    compile_parts(model, stage.compile)
+    objective = OBJECTIVES[stage.objective](model, stage, device)
+    batch_tokens = stage.batch_tokens or stage.sequence_length * stage.micro_batch
+    steps = 3
+    with tempfile.TemporaryDirectory() as folder:
+        settings = arguments(recipe, stage, Path(folder), steps, accumulation(stage, batch_tokens, 1))
+        settings.save_strategy = type(settings.save_strategy)("no")
+        trainer = FoxTrainer(
+            model,
+            settings,
+            recipe=recipe.model_copy(update={"log": recipe.log.model_copy(update={"every": 1})}),
+            stage=stage.model_copy(update={"spike_factor": 0.0}),
+            number=0,
+            objective=objective,
+            batches=lambda first: _random_batches(stage, config.vocab_size),
+            data_state=lambda consumed: {},
+            first_row=0,
+            batch_tokens=batch_tokens,
+            clock=Clock(batch_tokens, flops_per_token(model, stage), peak_flops(device), device),
+            log_file=Path(folder) / "log.jsonl",
+        )
+        settings.logging_steps = 1
+        trainer.train()
+        speeds = [entry["tokens_per_second"] for entry in trainer.history[1:]]
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else psutil.Process().memory_info().rss
+    speed = len(speeds) / sum(1 / value for value in speeds)
+    return {"tokens_per_second": speed, "seconds_per_step": batch_tokens / speed, "peak_memory_gb": peak / 1e9}
+
+
+def _random_batches(stage: Stage, vocabulary: int) -> Any:
+    """Endless micro-batches of whole rows of random tokens."""
+    rows, length = stage.micro_batch, stage.sequence_length
+    while True:
+        ids = torch.randint(0, vocabulary, (rows, length))
+        targets = torch.full_like(ids, -100)
+        targets[:, :-1] = ids[:, 1:]
+        positions = torch.arange(length).expand(rows, -1)
+        yield {"input_ids": ids, "position_ids": positions, "targets": targets, "num_targets": rows * (length - 1)}

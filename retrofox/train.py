@@ -21,10 +21,10 @@ import retrofox
 from retrofox import checkpoint
 from retrofox.config import Recipe, Stage, dump
 from retrofox.objectives import OBJECTIVES, causal_lm, is_converted
-from retrofox.plan import flops_per_token, peak_flops
 from retrofox.surgery import is_new_tensor, load_tokenizer
 from retrofox.train_callbacks import Clock
 from retrofox.train_data import StageData, prepare_tokens
+from retrofox.train_flops import flops_per_token, peak_flops
 from retrofox.train_groups import accumulation, count_steps, role_of, set_trainable
 from retrofox.train_loop import FoxTrainer
 from retrofox.train_model import DTYPES, build_model, resolve_source, teacher_for
@@ -77,8 +77,14 @@ def train(recipe: Recipe) -> dict[str, Any]:
         if model is None:
             before = out / f"stage-{number - 1}-{recipe.stages[number - 1].objective}" / "model" if number else source
             model = build_model(recipe, before, state)
+            rows_of_embedding = causal_lm(model).config.vocab_size
+            if len(tokenizer) > rows_of_embedding:
+                raise ValueError(
+                    f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows_of_embedding}: "
+                    "set data.tokenizer to the model's own"
+                )
             _prepare_speed(recipe, model)
-        data = StageData(tokens, recipe, stage, tokenizer, state)
+        data = StageData(tokens, recipe, stage, state)
         trainer = _trainer(recipe, number, model, source, root, data, first_row, batches[number], steps, state)
         reports.append(_run_stage(trainer, root, steps, state))
         model = trainer.release()
@@ -210,7 +216,7 @@ def _trainer(
         clock=clock,
         log_file=Path(recipe.output) / "log.jsonl",
         evaluator=OBJECTIVES["extend"](model, Stage.model_construct(cross_entropy="chunked"), state.device),
-        eval_batches=data.eval_batches if data.has_eval else None,
+        eval_batches=None if data.held_out is None else data.eval_batches,
     )
 
 
