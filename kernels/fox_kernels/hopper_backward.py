@@ -2,20 +2,13 @@
 
 import torch
 
-from .hopper_forward import copyable, descriptor, heads_per_group, unsupported, visible_from
+from .hopper_forward import Blocks, blocks_of, copyable, heads_per_group, launch, unsupported, visible_from
 
 QUERIES = 64  # rows per step
 KEYS = 128  # per program
 HEAD_DIMS = (64, 128)
-
-
-def accumulator(x: torch.Tensor, columns: int):
-    """Describe a float32 x (rows, D) for TMA additions of blocks (QUERIES, columns)."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    block = [QUERIES, columns]
-    return TensorDescriptor.from_tensor(x, block, gl.NVMMASharedLayout.get_default_for(block, gl.float32))
+STAGES = 2  # of q and do
+REGISTERS = 240  # per consumer thread
 
 
 def launch_backward(
@@ -74,14 +67,15 @@ def launch_backward(
         if group is None:
             group = heads_per_group(B * Hkv, 8 * T * D * (H // Hkv))
         none = ticket
-        fox_backward[(num_n * B * Hkv,)](
-            descriptor(q, QUERIES, D), descriptor(k, 64, D), descriptor(v, 64, D), descriptor(do, QUERIES, D),
-            accumulator(sums, D // 2), descriptor(dk, 64, D), descriptor(dv, 64, D), c_hi, c_lo, lse2, delta, dc, row_sum,
-            ticket, none if start is None else start, none if end is None else end, none if tile_hi is None else tile_hi,
-            none if tile_lo is None else tile_lo, scale, T, rows, S, H, H // Hkv, num_n, B * Hkv, group,
-            HAS_START=start is not None, HAS_PRUNE=prune is not None, SINK=sink, D=D, NB=2, DETERMINISTIC=deterministic,
-            REGISTERS=240, num_warps=4,
-        )  # fmt: skip
+        arguments = [
+            blocks_of(q, QUERIES, D), blocks_of(k, 64, D), blocks_of(v, 64, D), blocks_of(do, QUERIES, D),
+            Blocks(sums, [B * H * rows, D], [D, 1], [QUERIES, D // 2]), blocks_of(dk, 64, D), blocks_of(dv, 64, D),
+            c_hi, c_lo, lse2, delta, dc, row_sum, ticket, none if start is None else start, none if end is None else end,
+            none if tile_hi is None else tile_hi, none if tile_lo is None else tile_lo,
+            scale, T, rows, S, H, H // Hkv, num_n, B * Hkv, group,
+        ]  # fmt: skip
+        constants = (start is not None, prune is not None, sink, D, STAGES, deterministic, REGISTERS)
+        launch(fox_backward, num_n * B * Hkv, arguments, constants)
         finish_kernel[(tiles * B * H,)](
             sums, dq, row_sum, dc, *dq.stride()[:3], scale, T, S, H, rows, D=D, BM=QUERIES, num_warps=4
         )

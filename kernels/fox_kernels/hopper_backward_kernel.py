@@ -405,6 +405,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, 
     kv_s.index(w).reshape([64, D]).store((dk * sm_scale).to(dtype))
     kv_s.index(2 + w).reshape([64, D]).store(dv.to(dtype))
     fence_async_shared()
+    mbarrier.wait(bars.index(DQ_EMPTY), (messages & 1) ^ 1)
     mbarrier.arrive(bars.index(DQ_FULL), count=1)
 
 

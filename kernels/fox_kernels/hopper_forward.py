@@ -1,5 +1,6 @@
 """Launches the Gluon forward on Hopper, and says when it can't run (then the plain Triton kernels do)."""
 
+import functools
 import importlib.metadata
 import math
 from typing import NamedTuple
@@ -22,17 +23,19 @@ class Shape(NamedTuple):
     keys: int
     stages: int
     ping_pong: bool
+    bias_by_mma: bool  # the gates' bias as 16 more columns of k
     registers: int
 
 
 SHAPES = {
-    64: Shape(64, 0, 3, 128, 2, False, 160),
-    80: Shape(64, 16, 2, 128, 2, False, 240),
-    96: Shape(64, 32, 2, 128, 2, False, 240),
-    128: Shape(128, 0, 2, 128, 2, False, 240),
+    64: Shape(64, 0, 3, 128, 2, False, False, 160),
+    80: Shape(64, 16, 2, 128, 2, True, False, 240),
+    96: Shape(64, 32, 2, 128, 2, True, False, 240),
+    128: Shape(128, 0, 2, 128, 2, True, False, 240),
 }
 
 
+@functools.cache
 def gluon_missing() -> str | None:
     """Return why this installation has no Gluon that the Hopper kernels were written for, or None."""
     try:
@@ -94,16 +97,53 @@ def copyable(x: Tensor) -> Tensor:
     return x if fits else x.contiguous()
 
 
-def descriptor(x: Tensor, rows: int, columns: int):
-    """Describe x (B, T, H, D) for TMA copies of blocks (1, rows, 1, columns)."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+class Blocks(NamedTuple):
+    """A tensor to be copied by TMA in blocks; what a compiled kernel's launcher reads of a Gluon TensorDescriptor."""
 
-    block = [1, rows, 1, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+    padding: str = "zero"
+
+    def descriptor(self):
+        """Return the Gluon TensorDescriptor, which carries the shared memory layout that compiling needs."""
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[self.base.dtype]
+        layout = gl.NVMMASharedLayout.get_default_for(self.block, dtype)
+        return TensorDescriptor(self.base, self.shape, self.strides, self.block, layout)
+
+
+def blocks_of(x: Tensor, rows: int, columns: int) -> Blocks:
+    """Describe x (B, T, H, D) for TMA copies of blocks (1, rows, 1, columns)."""
     # a dimension of size 1 may carry any stride; TMA wants a valid one
     strides = [s if n > 1 else x.shape[-1] * x.shape[-2] for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    return Blocks(x, list(x.shape), [*strides, 1], [1, rows, 1, columns])
+
+
+_compiled: dict = {}
+
+
+def launch(kernel, programs: int, arguments: list, constants: tuple) -> None:
+    """Run a Gluon kernel on `programs` programs, arguments in order, constants last.
+
+    Triton's own launcher spends 0.1 ms and more on recognising descriptors; here a kernel is recognised by what it was
+    specialised on: its constants, its blocks and the alignment of its pointers.
+    """
+    kinds = tuple(
+        (x.base.dtype, *x.block) if isinstance(x, Blocks) else (x.dtype, x.data_ptr() % 16 == 0)
+        for x in arguments
+        if not isinstance(x, (int, float))
+    )
+    key = (kernel, torch.cuda.current_device(), kinds, constants)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        described = [x.descriptor() if isinstance(x, Blocks) else x for x in arguments]
+        _compiled[key] = kernel[(programs,)](*described, *constants)
+    else:
+        compiled[(programs, 1, 1)](*arguments, *constants)
 
 
 def visible_from(B: int, S: int, cu_seqlens, seq_start, window, device) -> Tensor | None:
@@ -134,7 +174,16 @@ def launch_forward(
     from .hopper_forward_kernel import fox_forward
 
     reason = unsupported(
-        q, k, v, scale=scale, window=window, sink=sink, softcap=softcap, q_offset=q_offset, c_offset=c_offset, causal=causal
+        q,
+        k,
+        v,
+        scale=scale,
+        window=window,
+        sink=sink,
+        softcap=softcap,
+        q_offset=q_offset,
+        c_offset=c_offset,
+        causal=causal,
     )
     if reason is not None:
         raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
@@ -152,16 +201,18 @@ def launch_forward(
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     tiles = -(-T // (64 * shape.consumers))
     group = heads_per_group(B * Hkv, 2 * S * D * q.element_size()) * (H // Hkv)
-    sizes = [(64, shape.columns), (shape.keys, shape.columns), (shape.keys, shape.columns), (64, shape.columns)]
-    rest = [(rows, shape.rest or columns) for rows, columns in sizes]
-    described = [descriptor(x, *size) for x, size in zip((q, k, v, o), sizes, strict=True)]
-    described += [descriptor(x, *size) for x, size in zip((q, k, v, o), rest, strict=True)] if shape.rest else described
+    rows = (64, shape.keys, shape.keys, 64)
+    described = [blocks_of(x, n, shape.columns) for x, n in zip((q, k, v, o), rows, strict=True)]
+    rest = [blocks_of(x, n, shape.rest) if shape.rest else counter for x, n in zip((q, k, v, o), rows, strict=True)]
     programs = min(tiles * B * H, torch.cuda.get_device_properties(q.device).multi_processor_count)
     with torch.cuda.device(q.device):
-        fox_forward[(programs,)](
-            *described, c_hi, c_lo, lse2, counter if start is None else start, counter if first is None else first, counter,
-            scale * LOG2_E, T, S, H, H // Hkv, tiles, B * H, group, HAS_START=start is not None, HAS_LO=first is not None,
-            SINK=sink, NC=shape.consumers, BN=shape.keys, D=shape.columns, DX=shape.rest, NB=shape.stages,
-            PING_PONG=shape.ping_pong, REGISTERS=shape.registers, num_warps=4,
+        arguments = [
+            *described, *rest, c_hi, c_lo, lse2, counter if start is None else start, counter if first is None else first,
+            counter, scale * LOG2_E, T, S, H, H // Hkv, tiles, B * H, group,
+        ]  # fmt: skip
+        constants = (
+            start is not None, first is not None, sink, shape.consumers, shape.keys, shape.columns, shape.rest, shape.stages,
+            shape.ping_pong, shape.bias_by_mma, shape.registers,
         )  # fmt: skip
+        launch(fox_forward, programs, arguments, constants)
     return o, lse2

@@ -41,6 +41,28 @@ def difference(a_hi, a_lo, b_hi, b_lo):
 
 
 @gluon.jit
+def over(high, low, scale):
+    """A two-float number divided by a float, in two floats."""
+    quotient = high / scale
+    rest = gl.fma(-quotient, scale, high) + low
+    return quotient, rest / scale
+
+
+@gluon.jit
+def _store_parts(parts_s, bias, BN: gl.constexpr):
+    """Three bfloat16 that add up to each key's bias, as 16 more columns of k: q's are ones there."""
+    L: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [4, 1], [1, 0])
+    bias = gl.convert_layout(bias, gl.SliceLayout(1, L))
+    high = bias.to(gl.bfloat16)
+    middle = (bias - high.to(gl.float32)).to(gl.bfloat16)
+    low = (bias - high.to(gl.float32) - middle.to(gl.float32)).to(gl.bfloat16)
+    column = gl.arange(0, 16, layout=gl.SliceLayout(0, L))[None, :]
+    parts = gl.where(column == 0, high[:, None], gl.where(column == 1, middle[:, None], low[:, None]))
+    parts_s.store(gl.where(column < 3, parts, gl.zeros_like(parts)))
+    fence_async_shared()
+
+
+@gluon.jit
 def _key_blocks(m, b, bh, START, LO, T, S, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
                 BM: gl.constexpr, BN: gl.constexpr):  # fmt: skip
     """Which key blocks query tile m visits: main ones downward from nb_hi - 1, then the sink's downward from sb_hi - 1."""
@@ -72,9 +94,10 @@ def _key_blocks(m, b, bh, START, LO, T, S, HAS_START: gl.constexpr, HAS_LO: gl.c
 
 @gluon.jit
 def _producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
-              q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
-              T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
-              NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr):  # fmt: skip
+              q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
+              scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
+              SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
+              BIAS_BY_MMA: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     index = gl.program_id(0)
@@ -114,8 +137,11 @@ def _producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STA
             if DX:
                 tma.async_copy_global_to_shared(kx_desc, [b, n * BN, hk, D], k_full.index(s), kx_s.index(s))
             bias, bias_lo = difference(ref_hi, ref_lo, hi, lo)
+            bias, bias_lo = over(bias, bias_lo, scale)
             b_s.index(s).store(bias)
             bl_s.index(s).store(bias_lo)
+            if BIAS_BY_MMA:
+                _store_parts(kb_s.index(s), bias, BN)
             mbarrier.arrive(k_full.index(s), count=1)
             mbarrier.wait(v_empty.index(s), ph)
             mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes + (vx_desc.block_type.nbytes if DX else 0))
@@ -131,14 +157,24 @@ def _producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STA
 
 
 @gluon.jit
-def _scores(qk, b_s, bl_s, n, scale, ends, start, decay, decay_lo, first_end, clean_lo, HAS_START: gl.constexpr,
-            SINK: gl.constexpr, S_L: gl.constexpr, BN: gl.constexpr):  # fmt: skip
-    """Scores of key block n in log2 units, -inf where invisible, and what is still to be added to each row.
+def _whole(n, first_end, clean_lo, BN: gl.constexpr):
+    """Whether every row of the tile sees all of key block n, and none of its keys is a sink."""
+    return (n * BN >= clean_lo) & (n * BN + BN - 1 <= first_end)
+
+
+@gluon.jit
+def _scores(qk, b_s, bl_s, n, ends, start, decay, decay_lo, whole, HAS_START: gl.constexpr, SINK: gl.constexpr,
+            S_L: gl.constexpr, BN: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
+    """Scores of key block n over `scale`, -inf where invisible, and what is still to be added to each row.
 
     Blocks that every row sees whole lie before the tile's first row, so both halves of the decay, c_first - c_j and
     c_i - c_first, are <= 0 and add up without cancellation; elsewhere c_i - c_j is formed from two floats each.
     """
-    if (n * BN < clean_lo) | (n * BN + BN - 1 > first_end):
+    if whole:
+        if not BIAS_BY_MMA:
+            qk = qk + b_s.load(gl.SliceLayout(0, S_L))[None, :]
+        rest = decay
+    else:
         bias = b_s.load(gl.SliceLayout(0, S_L))
         bias_lo = bl_s.load(gl.SliceLayout(0, S_L))
         offs_n = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, S_L))
@@ -148,20 +184,16 @@ def _scores(qk, b_s, bl_s, n, scale, ends, start, decay, decay_lo, first_end, cl
             seen = seen & (offs_n[None, :] >= start[:, None])
         if SINK > 0:  # the sink's keys don't decay
             total = gl.where(offs_n[None, :] < (start + SINK)[:, None], 0.0, total)
-        s = gl.where(seen, qk * scale + total, -float("inf"))
+        qk = gl.where(seen, qk + total, -float("inf"))
         rest = gl.zeros_like(decay)
-    else:
-        bias = b_s.load(gl.SliceLayout(0, S_L))
-        s = qk * scale + bias[None, :]
-        rest = decay
-    return s, rest
+    return qk, rest
 
 
 @gluon.jit
-def _softmax(s, rest, m_i, l_i):
-    m = gl.maximum(m_i, gl.max(s, 1) + rest)
+def _softmax(s, scale, rest, m_i, l_i):
+    m = gl.maximum(m_i, (gl.max(s, 1) + rest) * scale)
     m_finite = gl.where(m == -float("inf"), 0.0, m)  # a row that has seen no key yet
-    p = gl.exp2(s - (m_finite - rest)[:, None])
+    p = gl.exp2(s * scale - (m_finite - rest * scale)[:, None])
     alpha = gl.exp2(m_i - m_finite)
     return p, alpha, m, l_i * alpha + gl.sum(p, 1)
 
@@ -182,10 +214,11 @@ def _turn(w, NC: gl.constexpr, ARRIVE: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
               q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
               HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr,
-              D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr, PING_PONG: gl.constexpr):  # fmt: skip
+              D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr, PING_PONG: gl.constexpr,
+              BIAS_BY_MMA: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -226,6 +259,7 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
         row_hi = gl.load(c_hi + ends, mask=rows < T, other=0.0)
         row_lo = gl.load(c_lo + ends, mask=rows < T, other=0.0)
         decay, decay_lo = difference(row_hi, row_lo, gl.load(c_hi + first_end), gl.load(c_lo + first_end))
+        decay, decay_lo = over(decay, decay_lo, scale)
         m_i = gl.full([64], -float("inf"), gl.float32, layout=ROW)
         l_i = gl.full([64], 0.0, gl.float32, layout=ROW)
         acc = gl.zeros([64, D], gl.float32, layout=O_L)
@@ -239,10 +273,10 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
         if DX:
             qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
         qk = warpgroup_mma_wait(0, deps=(qk,))
-        x, rest = _scores(qk, b_s.index(s), bl_s.index(s), nb_hi - 1, scale, ends, start, decay, decay_lo, first_end, clean_lo,
-                          HAS_START, SINK, S_L, BN)  # fmt: skip
+        x, rest = _scores(qk, b_s.index(s), bl_s.index(s), nb_hi - 1, ends, start, decay, decay_lo, False, HAS_START, SINK, S_L,
+                          BN, BIAS_BY_MMA)  # fmt: skip
         mbarrier.arrive(k_empty.index(s), count=1)
-        p, alpha, m_i, l_i = _softmax(x, rest, m_i, l_i)
+        p, alpha, m_i, l_i = _softmax(x, scale, rest, m_i, l_i)
 
         # the next scores and the last weights times V in flight together
         for i in range(1, n_all):
@@ -263,6 +297,10 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
             if DX:
                 qx = qx_s.index(w + z).reshape([64, DX])
                 qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
+            whole = _whole(n, first_end, clean_lo, BN)
+            if BIAS_BY_MMA:  # zeros for a block whose bias is added exactly
+                ones = qb_s.index(whole.to(gl.int32))
+                qk = warpgroup_mma(ones, kb_s.index(s).permute((1, 0)), qk, is_async=True)
             mbarrier.wait(v_full.index(v_slot), v_phase)
             acc = warpgroup_mma(pr, v_s.index(v_slot).reshape([BN, D]), acc, is_async=True)
             if DX:
@@ -271,10 +309,10 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
             if PING_PONG:
                 _turn(w, NC, True)
             qk = warpgroup_mma_wait(2 if DX else 1, deps=(qk,))
-            x, rest = _scores(qk, b_s.index(s), bl_s.index(s), n, scale, ends, start, decay, decay_lo, first_end, clean_lo,
-                              HAS_START, SINK, S_L, BN)  # fmt: skip
+            x, rest = _scores(qk, b_s.index(s), bl_s.index(s), n, ends, start, decay, decay_lo, whole, HAS_START, SINK, S_L, BN,
+                              BIAS_BY_MMA)  # fmt: skip
             mbarrier.arrive(k_empty.index(s), count=1)
-            p, alpha, m_i, l_i = _softmax(x, rest, m_i, l_i)
+            p, alpha, m_i, l_i = _softmax(x, scale, rest, m_i, l_i)
             if DX:
                 acc, acc_x = warpgroup_mma_wait(0, deps=(acc, acc_x))
                 acc_x = acc_x * gl.convert_layout(alpha, gl.SliceLayout(1, X_L))[:, None]
@@ -319,7 +357,7 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
 def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_desc, C_HI, C_LO, L, START, LO, COUNTER, scale,
                 T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
                 NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
-                PING_PONG: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """o and lse of every tile. Head dim D, or D + DX as two blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -339,6 +377,18 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_de
         vx_s = v_s
     b_s = gl.allocate_shared_memory(gl.float32, [NB, BN], VECTOR)
     bl_s = gl.allocate_shared_memory(gl.float32, [NB, BN], VECTOR)
+    if BIAS_BY_MMA:
+        PARTS_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, 16], gl.bfloat16)
+        PARTS_Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16)
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        kb_s = gl.allocate_shared_memory(gl.bfloat16, [NB, BN, 16], PARTS_K)
+        qb_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 16], PARTS_Q)
+        qb_s.index(0).store(gl.full([64, 16], 0.0, gl.bfloat16, layout=ROWS))
+        qb_s.index(1).store(gl.full([64, 16], 1.0, gl.bfloat16, layout=ROWS))
+        fence_async_shared()
+    else:
+        kb_s = b_s
+        qb_s = b_s
     n_s = gl.allocate_shared_memory(gl.int32, [1], VECTOR)
     q_full = gl.allocate_shared_memory(gl.int64, [NC, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [NC, 1], BARRIER)
@@ -360,28 +410,30 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_de
     mbarrier.init(n_empty, count=NC)
     if NC == 2:
         gl.warp_specialize([
-        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG)),
-        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
+        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
         (_producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
-                     q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
-                     T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB)),
-        ], [4, PRODUCER_WARPS], [REGISTERS, 24])  # fmt: skip
+                     q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
+                     scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB,
+                     BIAS_BY_MMA)),
+        ], [4, PRODUCER_WARPS], [REGISTERS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG)),
-        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
+        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG)),
-        (_consumer, (2, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, n_s,
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
+        (_consumer, (2, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
         (_producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
-                     q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
-                     T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB)),
-        ], [4, 4, PRODUCER_WARPS], [REGISTERS, REGISTERS, 24])  # fmt: skip
+                     q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
+                     scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB,
+                     BIAS_BY_MMA)),
+        ], [4, 4, PRODUCER_WARPS], [REGISTERS, REGISTERS, 32])  # fmt: skip
