@@ -18,20 +18,17 @@ import triton
 import triton.language as tl
 
 from . import prune as pruning
+from .cumsum import C_GROUP, block_relative
 from .forward import (
     LOG2_E,
+    block_scalars,
     decayed,
     document_bounds,
-    gap_between,
     key_range,
     load_rows,
-    load_two_floats,
     masked_block,
     query_facts,
-    row_of,
-    rows_per_load,
     soft_capped,
-    two_floats_minus,
     unit_last,
     visible,
 )
@@ -41,12 +38,18 @@ from .tiles import Tile, split_head_dim, tile_for
 @triton.jit
 def _dq_block(
     n0, q0, q1, do0, do1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, lse, delta,
-    c_ptr, gap, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, row_sum, dq0, dq1,
+    c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, row_sum, dq0, dq1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, GROUP_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     j = n0 + offs_n
-    c = load_two_floats(c_ptr, gap, j, j < S, R, MASKED)
+    if MASKED:
+        c_hi = tl.load(c_hi_ptr + j, mask=j < S, other=0.0)
+        c_lo = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
+    else:
+        rel = tl.load(c_rel_ptr + j)
+        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 // GROUP_C * GROUP_C + GROUP_C - 1, S)
+        lift = (bias_hi - last_hi) + (bias_lo - last_lo)
     k0 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d0, S, MASKED)
     v0 = load_rows(v_ptr, n0, stride_v, offs_n, offs_d0, S, MASKED)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
@@ -62,14 +65,12 @@ def _dq_block(
     else:
         s = s * scale2
     if MASKED:
-        c_hi, c_lo = row_of(c, 0, R), row_of(c, 1, R)
         s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_hi[None, :], c_lo[None, :],
                     j[None, :] < start[:, None] + sink, sink_bias, SINK)  # fmt: skip
         seen = visible(pos[:, None], j[None, :], start[:, None], S, window, sink, CAUSAL, STARTS, WINDOW)
         p = tl.exp2(tl.where(seen, s - lse[:, None], float("-inf")))
     else:
-        s += two_floats_minus(bias_hi, bias_lo, c, R)[None, :]
-        p = tl.exp2(s - lse[:, None])
+        p = tl.exp2(s + rel[None, :] - (lse - lift)[:, None])
     ds = p * (dp - delta[:, None])
     if MASKED:
         # The own key's ds would cancel in dc, but for rounding: with gates shut it is nearly all of the sum.
@@ -88,15 +89,15 @@ def _dq_block(
     return row_sum, dq0, dq1
 
 
-@triton.jit(do_not_specialize=["gap", "T", "S", "q_offset", "window", "sink"])
+@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dlse_ptr, lse_ptr, c_ptr, gap, start_ptr, first_ptr, c_offset_ptr,
-    dq_ptr, facts_ptr, row_sum_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
+    c_offset_ptr, dq_ptr, facts_ptr, row_sum_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
     T, S, H, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, R: tl.constexpr,
+    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, GROUP_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM)
@@ -109,7 +110,9 @@ def dq_kernel(
     v_ptr += b * sv_b + (h // GROUP) * sv_h
     o_ptr += b * so_b + h * so_h
     do_ptr += b * sdo_b + h * sdo_h
-    c_ptr += bh * S
+    c_hi_ptr += bh * S
+    c_lo_ptr += bh * S
+    c_rel_ptr += bh * S
     if STARTS:
         start_ptr += b * S
     if PRUNE:
@@ -147,23 +150,26 @@ def dq_kernel(
         q1 = load_rows(q_ptr, m0, sq_t, offs_m, offs_d1, T, True)
         dq1 = tl.zeros([BM, D1], tl.float32)
     row_sum = tl.zeros([BM], tl.float32)
-    c_i_hi = tl.load(c_ptr + tl.minimum(pos, S - 1))
-    c_i_lo = tl.load(c_ptr + gap + tl.minimum(pos, S - 1))
-    ref_hi = tl.load(c_ptr + tl.minimum(q_offset + m0, S - 1))
-    ref_lo = tl.load(c_ptr + gap + tl.minimum(q_offset + m0, S - 1))
+    c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
+    c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
+    ref_hi, ref_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0, S)
     offset = 0.0
     if SHIFT:
         offset = tl.load(c_offset_ptr + bh)
     lse = tl.where(empty, 0.0, lse) - offset
     sink_bias = 0.0 - offset
 
-    # What the next kernel needs of a query, [4, T] per head: c_i - lse_i in two floats, delta, lse.
+    # What the next kernel needs of a query, [5, T] per head: c_i - lse_i in two floats and relative to the first query of
+    # its group, delta, lse.
     difference = c_i_hi - lse
     virtual = difference - c_i_hi
     lost = (c_i_hi - (difference - virtual)) - (lse + virtual)
-    facts = facts_ptr + bh * 4 * T + m0 + offs_m
+    facts = facts_ptr + bh * 5 * T + m0 + offs_m
     tl.store(facts, tl.where(empty, float("-inf"), difference), mask=rows)
     tl.store(facts + T, lost + c_i_lo, mask=rows)
+    first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0 // GROUP_C * GROUP_C, S)
+    relative = (c_i_hi - first_hi) + (c_i_lo - first_lo) - lse
+    tl.store(facts + 4 * T, tl.where(empty, float("-inf"), relative), mask=rows)
     tl.store(facts + 2 * T, delta, mask=rows)
     lse = tl.where(empty, float("inf"), lse)
     tl.store(facts + 3 * T, lse, mask=rows)
@@ -172,17 +178,17 @@ def dq_kernel(
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
         row_sum, dq0, dq1 = _dq_block(
             n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lse, delta,
-            c_ptr, gap, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
             row_sum, dq0, dq1,
-            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, R, PRECISION)  # fmt: skip
+            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
     lse -= (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
     for it in range(mid_high - mid_low):
         n0 = (mid_high - 1 - it) * BN
         row_sum, dq0, dq1 = _dq_block(
             n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo, lse, delta,
-            c_ptr, gap, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
             row_sum, dq0, dq1,
-            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, R, PRECISION)  # fmt: skip
+            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
 
     tl.store(row_sum_ptr + bh * T + m0 + offs_m, row_sum, mask=rows)
     dq_rows = dq_ptr + ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
@@ -229,17 +235,25 @@ def query_range(
 
 @triton.jit
 def _dkdv_block(
-    m0, k0, k1, v0, v1, q_ptr, do_ptr, facts_ptr, start_ptr, stride_q, stride_do,
+    m0, k0, k1, v0, v1, q_ptr, do_ptr, facts_ptr, c_hi_ptr, c_lo_ptr, start_ptr, stride_q, stride_do,
     offs_m, offs_d0, offs_d1, j, bias_hi, bias_lo, key_bias, offset, T, S, q_offset, window, sink,
     scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, RF: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, GROUP_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile, transposed. bias: c_ref (interior, scalars, with key_bias = c_ref - c_j) or c_j (masked)."""
     t = m0 + offs_m
     pos = tl.minimum(q_offset + t, S - 1)
-    fact_ptrs = facts_ptr + (tl.arange(0, RF) % 4)[:, None].to(tl.int64) * T + t[None, :]
-    facts = tl.load(fact_ptrs, mask=(t < T)[None, :], other=0.0) if MASKED else tl.load(fact_ptrs)
+    facts = facts_ptr + t
+    if MASKED:
+        e_hi = tl.load(facts, mask=t < T, other=0.0)
+        e_lo = tl.load(facts + T, mask=t < T, other=0.0)
+        delta = tl.load(facts + 2 * T, mask=t < T, other=0.0)
+    else:
+        relative = tl.load(facts + 4 * T)
+        delta = tl.load(facts + 2 * T)
+        first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0 // GROUP_C * GROUP_C, S)
+        lift = (first_hi - bias_hi) + (first_lo - bias_lo)
     q0 = load_rows(q_ptr, m0, stride_q, offs_m, offs_d0, T, MASKED)
     do0 = load_rows(do_ptr, m0, stride_do, offs_m, offs_d0, T, MASKED)
     s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
@@ -259,18 +273,17 @@ def _dkdv_block(
         if STARTS:
             start = tl.load(start_ptr + pos)
         if SINK:
-            sink_bias = (0.0 - offset - row_of(facts, 3, RF))[None, :]
+            sink_bias = (0.0 - offset - tl.load(facts + 3 * T, mask=t < T, other=0.0))[None, :]
         else:
             sink_bias = 0.0
-        s = decayed(s, row_of(facts, 0, RF)[None, :], row_of(facts, 1, RF)[None, :], bias_hi[:, None], bias_lo[:, None],
+        s = decayed(s, e_hi[None, :], e_lo[None, :], bias_hi[:, None], bias_lo[:, None],
                     j[:, None] < start[None, :] + sink, sink_bias, SINK)  # fmt: skip
         i = (q_offset + t)[None, :]
         seen = visible(i, j[:, None], start[None, :], S, window, sink, CAUSAL, STARTS, WINDOW)
         p = tl.exp2(tl.where(seen & (t < T)[None, :], s, float("-inf")))
     else:
-        row_bias = 0.0 - two_floats_minus(bias_hi, bias_lo, facts, RF)
-        p = tl.exp2(s + row_bias[None, :] + key_bias[:, None])
-    ds = p * (dp - row_of(facts, 2, RF)[None, :])
+        p = tl.exp2(s + relative[None, :] + (key_bias + lift)[:, None])
+    ds = p * (dp - delta[None, :])
     if MASKED:
         column_sum += tl.sum(tl.where(j[:, None] == (q_offset + t)[None, :], 0.0, ds), 1)
     else:
@@ -287,15 +300,15 @@ def _dkdv_block(
     return column_sum, dk0, dk1, dv0, dv1
 
 
-@triton.jit(do_not_specialize=["gap", "T", "S", "q_offset", "window", "sink"])
+@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, facts_ptr, row_sum_ptr, c_ptr, gap, start_ptr, end_ptr, first_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, facts_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr, end_ptr, first_ptr,
     c_offset_ptr, dk_ptr, dv_ptr, dc_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sdo_b, sdo_t, sdo_h,
     T, S, H, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, RF: tl.constexpr,
+    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, GROUP_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The first key blocks have the most queries: they go first.
@@ -339,8 +352,8 @@ def dkdv_kernel(
         bh = b * H + h
         q_head = q_ptr + b * sq_b + h * sq_h
         do_head = do_ptr + b * sdo_b + h * sdo_h
-        facts_head = facts_ptr + bh * 4 * T
-        c_hi_head, c_lo_head = c_ptr + bh * S, c_ptr + gap + bh * S
+        facts_head = facts_ptr + bh * 5 * T
+        c_hi_head, c_lo_head = c_hi_ptr + bh * S, c_lo_ptr + bh * S
         first_head = first_ptr
         if PRUNE:
             first_head = first_ptr + bh * tl.cdiv(T, PRUNE_M)
@@ -359,16 +372,16 @@ def dkdv_kernel(
         for it in range(mid_low - low + high - mid_high):
             m0 = tl.where(it < mid_low - low, low + it, mid_high + it - (mid_low - low)) * BM
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                m0, k0, k1, v0, v1, q_head, do_head, facts_head, start_ptr, sq_t, sdo_t,
+                m0, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head, c_lo_head, start_ptr, sq_t, sdo_t,
                 offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, offset, T, S, q_offset, window, sink,
                 scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, RF, PRECISION)  # fmt: skip
+                True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
         for it in range(mid_high - mid_low):
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                (mid_low + it) * BM, k0, k1, v0, v1, q_head, do_head, facts_head,
+                (mid_low + it) * BM, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head, c_lo_head,
                 start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset, T, S, q_offset, window, sink,
                 scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, RF, PRECISION)  # fmt: skip
+                False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
         if SINK:
             column_sum = tl.where(is_sink, 0.0, column_sum)
         t = j - q_offset
@@ -397,14 +410,13 @@ def launch_backward(
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q, k, v, o, do = (unit_last(x) for x in (q, k, v, o, do))
     lse2, c_hi, c_lo = lse2.contiguous(), c_hi.contiguous(), c_lo.contiguous()
-    gap = gap_between(c_hi, c_lo)
     q_offset = S - T if q_offset is None else q_offset
     dq = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(B, S, Hkv, D, dtype=k.dtype, device=q.device) for _ in range(2))
     dc = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_(), dc.zero_()
-    facts = torch.empty(B, H, 4, T, dtype=torch.float32, device=q.device)
+    facts = torch.empty(B, H, 5, T, dtype=torch.float32, device=q.device)
     row_sum = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if starts is None:
         starts = document_bounds(B, S, cu_seqlens, seq_start, q.device)
@@ -418,21 +430,20 @@ def launch_backward(
     flags = {
         "GROUP": H // Hkv, "D0": D0, "D1": D1, "CAUSAL": causal, "STARTS": starts is not None,
         "WINDOW": window is not None, "SINK": sink > 0, "CAP": softcap is not None, "PRUNE": bounds is not None,
-        "PRUNE_M": pruning.BLOCK_M, "SHIFT": c_offset is not None,
+        "PRUNE_M": pruning.BLOCK_M, "GROUP_C": C_GROUP, "SHIFT": c_offset is not None,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     dq_kernel[(triton.cdiv(T, rows.block_m) * B * H,)](
-        q, k, v, o, do, None if dlse2 is None else dlse2.contiguous(), lse2, c_hi, gap, start, bounds, c_offset,
-        dq, facts, row_sum,
+        q, k, v, o, do, None if dlse2 is None else dlse2.contiguous(), lse2, c_hi, c_lo, block_relative(c_hi, c_lo), start, bounds,
+        c_offset, dq, facts, row_sum,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *sizes, *caps,
         **flags, BM=rows.block_m, BN=rows.block_n, DLSE=dlse2 is not None,
-        R=rows_per_load(rows.warps, rows.block_n), num_warps=rows.warps, num_stages=rows.stages,
+        num_warps=rows.warps, num_stages=rows.stages,
     )  # fmt: skip
     dkdv_kernel[(triton.cdiv(S, columns.block_n) * B * Hkv,)](
-        q, k, v, do, facts, row_sum, c_hi, gap, start, end, bounds, c_offset, dk, dv, dc,
+        q, k, v, do, facts, row_sum, c_hi, c_lo, start, end, bounds, c_offset, dk, dv, dc,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *sizes, *caps,
         **flags, BM=columns.block_m, BN=columns.block_n,
-        RF=rows_per_load(columns.warps, columns.block_m, 4),
         num_warps=columns.warps, num_stages=columns.stages,
     )  # fmt: skip
     if q_offset + T > S:  # queries past the keys share c[S - 1]

@@ -18,6 +18,7 @@ from .chunked import LOG_F_MIN
 
 LOG2_E = 1.4426950408889634
 BLOCK = 1024
+C_GROUP = 128  # keys that share the reference of `block_relative`; the tiles' key blocks divide it
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -50,6 +51,29 @@ def suffix_kernel(dc_ptr, x_ptr, out_ptr, sx_b, sx_s, sx_h, S, H, floor, BLOCK: 
         total += tl.sum(dc, 0)
         d = tl.where(x.to(tl.float64) < floor, 0.0, d)
         tl.store(out_ptr + s.to(tl.int64) * H, d.to(out_ptr.dtype.element_ty), mask=s >= 0)
+
+
+@triton.jit(do_not_specialize=["S"])
+def relative_kernel(hi_ptr, lo_ptr, out_ptr, S, GROUP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) // tl.cdiv(S, GROUP) * S
+    first = tl.program_id(0) % tl.cdiv(S, GROUP) * GROUP
+    last = row + tl.minimum(first + GROUP, S) - 1
+    s = first + tl.arange(0, GROUP)
+    hi = tl.load(hi_ptr + row + s, mask=s < S, other=0.0)
+    lo = tl.load(lo_ptr + row + s, mask=s < S, other=0.0)
+    out = (tl.load(hi_ptr + last) - hi) + (tl.load(lo_ptr + last) - lo)
+    tl.store(out_ptr + row + s, out, mask=s < S)
+
+
+def block_relative(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
+    """Return c_last - c_j (B, H, S) float32, c_last being the last value of j's group of C_GROUP keys.
+
+    One float is enough: where the difference is large, the gates between have cut j off from every later query.
+    """
+    B, H, S = hi.shape
+    out = torch.empty_like(hi)
+    relative_kernel[(B * H * triton.cdiv(S, C_GROUP),)](hi, lo, out, S, GROUP=C_GROUP, num_warps=1)
+    return out
 
 
 def cumulative_torch(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

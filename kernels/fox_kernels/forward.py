@@ -3,7 +3,8 @@
 Every kernel here works in base 2: scores, c and lse are natural units times log2(e). Two forms of the decay are used:
 
     masked blocks    (diagonal, document and window edges, sinks)  the exact difference c_i - c_j of two-float values
-    interior blocks  a row vector c_ref - c_j <= 0, c_ref being the tile's first query: one fused multiply-add per score
+    interior blocks  a row vector c_last - c_j <= 0, c_last being the last of a group of 128 keys: one fused multiply-add per
+                     score; the scalar c_ref - c_last, c_ref being the tile's first query, goes into the running max
 
 The running max moves from the first form to the second by c_i - c_ref, its rounding error being carried into the sums,
 so that saturated gates (c falling by thousands within a tile) cost no accuracy.
@@ -19,6 +20,7 @@ import triton.language as tl
 
 from . import prune as pruning
 from .chunked import document_starts
+from .cumsum import C_GROUP, block_relative
 from .tiles import Tile, split_head_dim, tile_for
 
 LOG2_E = 1.4426950408889634
@@ -38,26 +40,9 @@ def visible(i, j, start, S, window, sink, CAUSAL: tl.constexpr, STARTS: tl.const
 
 
 @triton.jit
-def load_two_floats(ptr, gap, index, mask, R: tl.constexpr, MASKED: tl.constexpr):
-    """Rows 0 and 1 (hi and lo, `gap` apart) of an [R, N] tile. R * N is at least the number of threads: a smaller load
-    would be repeated by every thread in the layout of the scores."""
-    ptrs = ptr + (tl.arange(0, R) % 2).to(tl.int64)[:, None] * gap + index[None, :]
-    if MASKED:
-        return tl.load(ptrs, mask=mask[None, :], other=0.0)
-    return tl.load(ptrs)
-
-
-@triton.jit
-def row_of(x, row: tl.constexpr, R: tl.constexpr):
-    """One row of an [R, N] tile."""
-    return tl.sum(tl.where((tl.arange(0, R) == row)[:, None], x, 0.0), 0)
-
-
-@triton.jit
-def two_floats_minus(hi, lo, x, R: tl.constexpr):
-    """(hi - x[0]) + (lo - x[1]) for an [R, N] tile and scalars."""
-    r = tl.arange(0, R)[:, None]
-    return tl.sum(tl.where(r == 0, hi - x, tl.where(r == 1, lo - x, 0.0)), 0)
+def block_scalars(c_hi_ptr, c_lo_ptr, position, S):
+    """c, in two floats, at a position clamped to the last."""
+    return tl.load(c_hi_ptr + tl.minimum(position, S - 1)), tl.load(c_lo_ptr + tl.minimum(position, S - 1))
 
 
 @triton.jit
@@ -147,14 +132,21 @@ def masked_block(it, low, mid_low, mid_high, high, sink_low):
 
 @triton.jit
 def _attend(
-    n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, c_ptr, gap,
-    pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
+    n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr,
+    c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, GROUP_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One key block of the online softmax. bias: c_ref (interior, scalars) or c_i (masked, one per row)."""
     j = n0 + offs_n
-    c = load_two_floats(c_ptr, gap, j, j < S, R, MASKED)
+    if MASKED:
+        c_hi = tl.load(c_hi_ptr + j, mask=j < S, other=0.0)
+        c_lo = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
+        lift = 0.0
+    else:
+        rel = tl.load(c_rel_ptr + j)
+        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 // GROUP_C * GROUP_C + GROUP_C - 1, S)
+        lift = (bias_hi - last_hi) + (bias_lo - last_lo)
     k0 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d0, S, MASKED)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     if D1 > 0:
@@ -165,16 +157,15 @@ def _attend(
     else:
         s = s * scale2
     if MASKED:
-        c_hi, c_lo = row_of(c, 0, R), row_of(c, 1, R)
         s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_hi[None, :], c_lo[None, :],
                     j[None, :] < start[:, None] + sink, sink_bias, SINK)  # fmt: skip
         seen = visible(pos[:, None], j[None, :], start[:, None], S, window, sink, CAUSAL, STARTS, WINDOW)
         s = tl.where(seen, s, float("-inf"))
     else:
-        s += two_floats_minus(bias_hi, bias_lo, c, R)[None, :]
-    top = tl.maximum(m, tl.max(s, 1))
+        s += rel[None, :]
+    top = tl.maximum(m, tl.max(s, 1) + lift)
     base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
-    p = tl.exp2(s - base[:, None])
+    p = tl.exp2(s - (base - lift)[:, None])
     alpha = tl.exp2(m - base)
     l = l * alpha + tl.sum(p, 1)
     v0 = load_rows(v_ptr, n0, stride_v, offs_n, offs_d0, S, MASKED)
@@ -185,14 +176,16 @@ def _attend(
     return top, l, acc0, acc1
 
 
-@triton.jit(do_not_specialize=["gap", "T", "S", "q_offset", "window", "sink"])
+@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, c_ptr, gap, start_ptr, first_ptr, c_offset_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
+    c_offset_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h,
     T, S, H, q_offset, window, sink, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, GROUP_C: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The longest rows first: tiles in falling order; a group's heads are side by side and share K and V in L2.
     tiles = tl.cdiv(T, BM)
@@ -203,7 +196,9 @@ def forward_kernel(
     q_ptr += b * sq_b + h * sq_h
     k_ptr += b * sk_b + (h // GROUP) * sk_h
     v_ptr += b * sv_b + (h // GROUP) * sv_h
-    c_ptr += bh * S
+    c_hi_ptr += bh * S
+    c_lo_ptr += bh * S
+    c_rel_ptr += bh * S
     if STARTS:
         start_ptr += b * S
     if PRUNE:
@@ -227,21 +222,20 @@ def forward_kernel(
         acc1 = tl.zeros([BM, D1], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
-    c_i_hi = tl.load(c_ptr + tl.minimum(pos, S - 1))
-    c_i_lo = tl.load(c_ptr + gap + tl.minimum(pos, S - 1))
+    c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
+    c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
     offset = 0.0  # c_offset is constant along a row: it enters the sinks (negated) and lse only
     if SHIFT:
         offset = tl.load(c_offset_ptr + bh)
     sink_bias = 0.0 - offset
-    ref_hi = tl.load(c_ptr + tl.minimum(q_offset + m0, S - 1))
-    ref_lo = tl.load(c_ptr + gap + tl.minimum(q_offset + m0, S - 1))
+    ref_hi, ref_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0, S)
 
     for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
         m, l, acc0, acc1 = _attend(
-            n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, c_ptr, gap,
-            pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
-            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, R, PRECISION)  # fmt: skip
+            n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, c_hi_ptr, c_lo_ptr,
+            c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
+            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
 
     # From exact units to units relative to c_ref; the rounding of the sum goes into l and acc.
     shift = (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
@@ -257,9 +251,9 @@ def forward_kernel(
     for it in range(mid_high - mid_low):
         n0 = (mid_high - 1 - it) * BN
         m, l, acc0, acc1 = _attend(
-            n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo, c_ptr, gap,
-            pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
-            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, R, PRECISION)  # fmt: skip
+            n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo, c_hi_ptr, c_lo_ptr,
+            c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
+            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
 
     seen = l > 0
     l = tl.where(seen, l, 1.0)
@@ -282,16 +276,6 @@ def document_bounds(B, S, cu_seqlens, seq_start, device) -> tuple[torch.Tensor, 
     ends = torch.cat((cu_seqlens[1:].to(torch.int64), torch.full((1,), S, dtype=torch.int64, device=device)))
     document = torch.searchsorted(ends[:-1].contiguous(), torch.arange(S, device=device), right=True)
     return start, ends[document].to(torch.int32).expand(B, S).contiguous()
-
-
-def gap_between(c_hi: torch.Tensor, c_lo: torch.Tensor) -> int:
-    """Return the distance in elements from c_hi to c_lo, so that one tile of pointers can load both."""
-    return (c_lo.data_ptr() - c_hi.data_ptr()) // c_hi.element_size()
-
-
-def rows_per_load(warps: int, block: int, rows: int = 2) -> int:
-    """Return the rows that `rows` vectors of a block are loaded as, so that no thread repeats another's load."""
-    return max(rows, 32 * warps // block)
 
 
 def unit_last(x: torch.Tensor) -> torch.Tensor:
@@ -324,12 +308,12 @@ def launch_forward(
     D0, D1 = split_head_dim(D)
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
     forward_kernel[(triton.cdiv(T, tile.block_m) * B * H,)](
-        q, k, v, o, lse2, c_hi, gap_between(c_hi, c_lo), None if starts is None else starts[0], None if bounds is None else bounds,
+        q, k, v, o, lse2, c_hi, c_lo, block_relative(c_hi, c_lo), None if starts is None else starts[0], None if bounds is None else bounds,
         c_offset, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         T, S, H, q_offset, window or 0, sink, scale * LOG2_E, cap2, 0.0 if softcap is None else 2.0 / softcap,
         GROUP=H // Hkv, D0=D0, D1=D1, BM=tile.block_m, BN=tile.block_n,
         CAUSAL=causal, STARTS=starts is not None, WINDOW=window is not None, SINK=sink > 0, CAP=softcap is not None,
-        PRUNE=bounds is not None, PRUNE_M=pruning.BLOCK_M, SHIFT=c_offset is not None, R=rows_per_load(tile.warps, tile.block_n),
+        PRUNE=bounds is not None, PRUNE_M=pruning.BLOCK_M, SHIFT=c_offset is not None, GROUP_C=C_GROUP,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return o, lse2
