@@ -1,1 +1,1 @@
-"""The files of a converted model: exactly these travel to the Hub as remote code (flat, torch and transformers only)."""
+"""A converted model's files: exactly these travel to the Hub as remote code (flat, torch and transformers only)."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import GateCache
 from .configuration_fox import FoxSpec
 from .gates import ForgetGate
+from .pro import PRO_MODULES, ProjectedAttention, add_pro
 from .rope import RotaryFade
 
 try:
@@ -28,8 +32,9 @@ except ImportError:
 logger = logging.getLogger(__name__)
 SHORT_SCORES = 1 << 25  # elements of one layer's score matrix: 9 heads x 1900 tokens, 128 MB in float32
 MODES = ("fox", "open", "shuffled", "original")
-NEW_MODULES = ("forget_gate",)
+NEW_MODULES = ("forget_gate", *PRO_MODULES)
 """Names of the modules a conversion adds to an attention layer; each has reset(), and all stay float32."""
+ROTARY = "apply_rotary_pos_emb"
 _warned_slow = False
 
 
@@ -44,19 +49,23 @@ class FoxMixin(nn.Module):
     "original" (no gates, all rotary pairs, no added parts: the base model's attention through the same operator).
     """
 
-    def add_fox(self, config: Any, rotary: tuple[list[float], float] | None) -> None:
-        """Adds the new modules; `rotary` = (inverse frequencies, attention scaling), None for a layer without RoPE."""
+    native_forward: Callable[..., Any]
+    unrotated_forward: Callable[..., Any] | None
+
+    def add_fox(self, config: Any, fade: RotaryFade | None) -> None:
+        """Adds the new modules to a freshly built native attention; `fade` is None for a layer without RoPE."""
+        if not getattr(self, "is_causal", True):
+            raise ValueError("bidirectional attention can't forget: gates need a causal model")
         spec = FoxSpec.from_dict(config.fox)
         heads = config.num_attention_heads
         self.mode = "fox"
         self.log_n = spec.log_n
         self.sink_tokens = spec.sink_tokens
         self.num_fox_heads = heads
-        if spec.gate != "none":
-            self.forget_gate = ForgetGate(config.hidden_size, heads, spec)
-        else:
-            self.forget_gate = None
-        self.rotary_fade = None if rotary is None else RotaryFade(*rotary, spec, self.layer_idx)  # type: ignore[arg-type]
+        self.forget_gate = None if spec.gate == "none" else ForgetGate(config.hidden_size, heads, spec)
+        add_pro(self, config, spec.pro)
+        self.projects = any(x is not None for x in (self.q_norm_fox, self.k_norm_fox, self.k_shift, self.v_shift))
+        self.rotary_fade = fade
 
     def forward(
         self,
@@ -66,15 +75,18 @@ class FoxMixin(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ):
-        if self.config._attn_implementation != "fox":  # type: ignore[union-attr]
-            raise ValueError(
-                f"attn_implementation={self.config._attn_implementation!r} would silently ignore the forget gates; "  # type: ignore[union-attr]
-                'load the model with attn_implementation="fox" (the default)'
-            )
-        gates = GateCache(past_key_values, self.log_f(hidden_states))
-        if position_embeddings is not None and self.rotary_fade is not None and self.mode != "original":
-            position_embeddings = self.rotary_fade(*position_embeddings, kwargs.get("position_ids"))
-        return super().forward(
+        _refuse_other_attention(self.config, kwargs)
+        gates = GateCache(past_key_values, self.log_f(hidden_states), hidden_states)
+        forward, seen_as = self.native_forward.__func__, self  # type: ignore[attr-defined]
+        if self.mode != "original":
+            if position_embeddings is not None and self.rotary_fade is not None:
+                position_embeddings = self.rotary_fade(*position_embeddings, kwargs.get("position_ids"))
+                if self.rotary_fade.skippable and self.unrotated_forward is not None:
+                    forward = self.unrotated_forward.__func__  # type: ignore[attr-defined]
+            if self.projects:
+                seen_as = ProjectedAttention(self, gates, attention_mask, kwargs.get("cu_seqlens"))
+        return forward(
+            seen_as,
             hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
@@ -82,6 +94,14 @@ class FoxMixin(nn.Module):
             gates=gates,
             **kwargs,
         )
+
+    def finish(self, output: torch.Tensor, hidden_states: torch.Tensor | None) -> torch.Tensor:
+        """Output norm and output gate on the attention's output (B, T, H, D), where the spec has them."""
+        if self.mode == "original":
+            return output
+        if self.output_norm is not None:
+            output = self.output_norm(output)
+        return output if self.output_gate is None else self.output_gate(output, hidden_states)
 
     def new_modules(self) -> list[tuple[str, Any]]:
         """(name, module) of everything the conversion added to this layer and that a checkpoint holds."""
@@ -134,15 +154,33 @@ def fox_attention(
     if s_aux is not None:
         raise ValueError("attention sinks as parameters (s_aux) are not supported; use fox.sink_tokens")
     _say_slow_once()
-    log_f = gates.log_f
     # Under autocast the rotary's float32 (cos, sin) widen q and k but not v.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if module.log_n is not None and module.mode != "original":
         query = _log_n(query, module.log_n, position_ids, key.shape[2])
-    # A windowed layer drops its first keys from the cache, so it can exempt none of them.
-    sink = module.sink_tokens if sliding_window is None else 0
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "window": sliding_window,
+        # A windowed layer drops its first keys from the cache, so it can exempt none of them.
+        "sink": module.sink_tokens if sliding_window is None else 0,
+        "softcap": softcap,
+    }
+    output = _attend(query, key, value, gates.log_f, attention_mask, cu_seqlens, options)
+    return module.finish(output, gates.hidden_states), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_f: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Takes the masked path or the operator; shapes as in `fox_attention`, log_f (B, S, H)."""
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
-        return _masked(query, key, value, log_f, attention_mask, scaling, softcap, sink), None
+        return _masked(query, key, value, log_f, attention_mask, options)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     seq_start = None
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -151,16 +189,14 @@ def fox_attention(
             k, v, log_f = k[:, :length], v[:, :length], log_f[:, :length]
         seq_start = _first_visible(attention_mask)
     if cu_seqlens is None and _short_on_cpu(query, key):
-        visible = _visible(q.shape[1], k.shape[1], seq_start, sliding_window, q.device)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        return _masked(query, k, v, log_f, visible, scaling, softcap, sink), None
-    options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "sink": sink, "softcap": softcap}
+        visible = _visible(q.shape[1], k.shape[1], seq_start, options["window"], q.device)
+        return _masked(query, k.transpose(1, 2), v.transpose(1, 2), log_f, visible, options)
     if cu_seqlens is None:
-        return forgetting_attention(q, k, v, log_f, seq_start=seq_start, **options), None
+        return forgetting_attention(q, k, v, log_f, seq_start=seq_start, **options)
     batch, length = q.shape[:2]
     q, k, v, log_f = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, log_f))
     out = forgetting_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, **options)
-    return out.view(batch, length, *out.shape[2:]), None
+    return out.view(batch, length, *out.shape[2:])
 
 
 def fox_mask(
@@ -235,15 +271,14 @@ def _masked(
     value: torch.Tensor,
     log_f: torch.Tensor,
     mask: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    sink: int,
+    options: dict[str, Any],
 ) -> torch.Tensor:
     """Forgetting Attention under any boolean mask (B, 1, T, S): torch's SDPA with the decay as an additive bias.
 
     A query's own position is the last key it may see; sinks are the first keys it may see. With open gates the bias
     is 0 and the result is bit for bit what SDPA gives the base model.
     """
+    scaling, softcap, sink = options["scale"], options["softcap"], options["sink"]
     if mask.dtype != torch.bool:
         mask = mask >= 0  # an additive mask: 0 lets through, a large negative number does not
     c = log_f.double().clamp_min(-1e4).cumsum(1).transpose(1, 2)  # (B, H, S)
@@ -265,7 +300,7 @@ def _masked(
 
 def _short_on_cpu(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether to take SDPA with a bias: inference on a CPU, where the whole score matrix is small."""
-    if query.device.type != "cpu" or torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+    if query.device.type != "cpu" or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
         return False
     return query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= SHORT_SCORES
 
@@ -284,7 +319,46 @@ def _say_slow_once() -> None:
     global _warned_slow
     if SLOW_PATH and not _warned_slow:
         _warned_slow = True
-        logger.warning("fox_kernels is not installed: Forgetting Attention runs on its slow path (pip install retrofox)")
+        logger.warning("fox_kernels is not installed: Forgetting Attention takes its slow path (pip install retrofox)")
+
+
+def _refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for everything that would run this layer with an attention that has no gates."""
+    if config._attn_implementation != "fox":
+        raise ValueError(
+            f"attn_implementation={config._attn_implementation!r} would silently ignore the forget gates; "
+            'load the model with attn_implementation="fox" (the default)'
+        )
+    if "is_causal" in kwargs:
+        raise ValueError(
+            "accelerate's context parallelism (is_causal was set and the mask dropped) splits the sequence without "
+            "the forget gates: train without context parallelism (cp_size=1), with FSDP or DDP"
+        )
+    registered = ALL_ATTENTION_FUNCTIONS["fox"]
+    if getattr(getattr(registered, "__code__", None), "co_name", None) != fox_attention.__name__:
+        raise ValueError(
+            "the attention function 'fox' was replaced (DeepSpeed sequence parallelism does that): it would move "
+            "queries, keys and values between processes without the forget gates; train without sequence parallelism"
+        )
+
+
+def without_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A copy of a native attention forward in which apply_rotary_pos_emb is the identity; None if it isn't called.
+
+    The copy has globals of its own, so nothing else sees the change. They carry no __name__: torch.compile would
+    look names up in the module of that name and find the real function.
+    """
+    if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
+        return None
+    names = {**forward.__globals__, ROTARY: _unrotated}
+    names.pop("__name__", None)
+    copy = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def _unrotated(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return query, key
 
 
 AttentionInterface.register("fox", fox_attention)

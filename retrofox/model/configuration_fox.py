@@ -70,7 +70,9 @@ class FoxSpec:
         _one_of("gate", self.gate, GATE_KINDS)
         _one_of("init", self.init, GATE_INITS)
         if isinstance(self.pro, str):
-            self.pro = {"all": PRO_PARTS, "none": ()}.get(self.pro) or tuple(p for p in self.pro.split(",") if p != "none")
+            self.pro = {"all": PRO_PARTS, "none": ()}.get(self.pro) or tuple(
+                p for p in self.pro.split(",") if p != "none"
+            )
         self.pro = tuple(self.pro)
         for part in self.pro:
             _one_of("pro", part, PRO_PARTS)
@@ -84,7 +86,9 @@ class FoxSpec:
                 raise ValueError(f"half_life takes two numbers, (shortest, longest) in tokens, got {self.half_life}")
             low, high = (float(x) for x in self.half_life)
             if not (0 < low <= high and math.isfinite(high)):
-                raise ValueError(f"half_life must be 0 < shortest <= longest, finite, in tokens, got ({low:g}, {high:g})")
+                raise ValueError(
+                    f"half_life must be 0 < shortest <= longest, finite, in tokens, got ({low:g}, {high:g})"
+                )
             self.half_life = (low, high)
         if isinstance(self.sink_tokens, bool) or not isinstance(self.sink_tokens, int) or self.sink_tokens < 0:
             raise ValueError(f"sink_tokens must be an integer >= 0, got {self.sink_tokens!r}")
@@ -137,7 +141,12 @@ def make_config_class(model_type: str) -> type:
 
     base = CONFIG_MAPPING[model_type]
     name = f"Fox{SUPPORTED[model_type]}Config"
-    body = {"model_type": f"fox_{model_type}", "__annotations__": {"fox": dict | None}, "fox": None, "__module__": __name__}
+    body = {
+        "model_type": f"fox_{model_type}",
+        "__annotations__": {"fox": dict | None},
+        "fox": None,
+        "__module__": __name__,
+    }
     return type(name, (base,), body)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,29 @@ from torch import nn
 from .configuration_fox import OPEN_BIAS, FoxSpec, bias_from_half_life, half_life_ladder
 
 
-class ForgetGate(nn.Module):
+class AddedModule(nn.Module):
+    """What a conversion adds to an attention layer: float32 under every cast of the model, with known first values."""
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """Name of each of this module's tensors -> its value right after a conversion."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Puts every tensor where a conversion starts it."""
+        for name, value in self.initial_values().items():
+            getattr(self, name).copy_(value)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AddedModule:
+        # model.to(bfloat16) and model.half() move these tensors but leave their dtype alone
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+
+class ForgetGate(AddedModule):
     """log f_t = logsigmoid(W x_t + b), x_t the hidden state that enters the attention block.
 
     A module of its own, not an nn.Linear: the base model's initialisation, bitsandbytes and peft's "all-linear" would
@@ -42,12 +65,12 @@ class ForgetGate(nn.Module):
         self.record = False
         self.last_log_f: torch.Tensor | None = None
 
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Puts the gate where its spec starts: weight 0, bias at the open or ladder value."""
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """Weight 0, bias at the open or ladder value."""
+        values = {"bias": torch.tensor(self.initial_bias)}
         if self.weight is not None:
-            self.weight.zero_()
-        self.bias.copy_(torch.tensor(self.initial_bias))
+            values["weight"] = torch.zeros(self.weight.shape)
+        return values
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         with torch.autocast(hidden_states.device.type, enabled=False):

@@ -8,20 +8,26 @@ untouched, the gates are added. `FoxLlamaForCausalLM.from_pretrained(directory)`
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from . import configuration_fox
-from .attention import NEW_MODULES, FoxMixin
+from .attention import NEW_MODULES, FoxMixin, without_rotary
 from .configuration_fox import SUPPORTED, FoxSpec
-from .gates import ForgetGate
-from .rope import rotary_constants
+from .gates import AddedModule
+from .pro import calibrate_norms
+from .rope import RotaryFade
 
 REMOTE_FILES = (
     "configuration_fox.py",
@@ -30,8 +36,13 @@ REMOTE_FILES = (
     "cache.py",
     "forgetting_eager.py",
     "gates.py",
+    "pro.py",
     "rope.py",
 )
+
+ROTATES_IF = {"smollm3": "use_rope", "cohere2": "sliding_window"}
+"""Families in which some layers have no RoPE: the attribute of a native attention that is true where it has."""
+
 
 class FoxPreTrained:
     """What every Fox class adds to its base's PreTrainedModel: float32 gates, one attention, its own code on disk."""
@@ -40,6 +51,7 @@ class FoxPreTrained:
     _supports_attention_backend = False  # vLLM and SGLang would swap the attention function and drop the gates
     _supports_flash_attn = False
     _supports_flex_attn = False
+    _can_compile_fullgraph = False  # the documents of a batch and a static cache's length are read on the host
     config: Any
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
@@ -52,10 +64,9 @@ class FoxPreTrained:
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ForgetGate):
-            if module.weight is not None:
-                init.zeros_(module.weight)
-            init.copy_(module.bias, torch.tensor(module.initial_bias))  # leaves loaded tensors alone
+        if isinstance(module, AddedModule):
+            for name, value in module.initial_values().items():
+                init.copy_(getattr(module, name), value)  # leaves loaded tensors alone
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
@@ -66,6 +77,10 @@ class FoxPreTrained:
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, FoxMixin) and module.rotary_fade is not None:
                 module.rotary_fade.set(spec)
+
+    def calibrate_norms(self, batches: Iterable[torch.Tensor]) -> dict[str, list[float]]:
+        """Sets the gains of added QK-norms and output norms from a text; see `pro.calibrate_norms`."""
+        return calibrate_norms(self, batches)  # type: ignore[arg-type]
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """As in transformers, and the remote code beside the weights."""
@@ -95,14 +110,15 @@ def _install(model: Any, config: Any) -> None:
     """Puts a Fox attention of the native class in each decoder layer of a freshly built inner model."""
     if config.fox is None:
         raise ValueError("config.fox is missing: this is not a converted checkpoint (run `retrofox convert` first)")
-    rotary = {}
+    spec = FoxSpec.from_dict(config.fox)
+    rotates_if = ROTATES_IF.get(config.model_type.removeprefix("fox_"))
     for layer in model.layers:
         native = layer.self_attn
-        layer_type = getattr(native, "layer_type", None)
-        if layer_type not in rotary:
-            rotary[layer_type] = rotary_constants(type(model.rotary_emb), config, layer_type)
         attention = _attention_class(type(native))(config=config, layer_idx=native.layer_idx)
-        attention.add_fox(config, rotary[layer_type] if getattr(native, "use_rope", True) else None)
+        fade = None
+        if rotates_if is None or getattr(native, rotates_if):
+            fade = RotaryFade(model.rotary_emb, config, getattr(native, "layer_type", None), spec, native.layer_idx)
+        attention.add_fox(config, fade)
         layer.self_attn = attention
 
 
@@ -111,7 +127,12 @@ _attention_classes: dict[type, type] = {}
 
 def _attention_class(native: type) -> type:
     if native not in _attention_classes:
-        _attention_classes[native] = type(f"Fox{native.__name__}", (FoxMixin, native), {"__module__": __name__})
+        body = {
+            "__module__": __name__,
+            "native_forward": native.forward,  # type: ignore[attr-defined]
+            "unrotated_forward": without_rotary(native.forward),  # type: ignore[attr-defined]
+        }
+        _attention_classes[native] = type(f"Fox{native.__name__}", (FoxMixin, native), body)
     return _attention_classes[native]
 
 
@@ -138,6 +159,8 @@ class FoxModelMixin(FoxPreTrained):
         Raises:
             ValueError: cu_seqlens together with an attention mask or a filled cache.
         """
+        if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
+            raise ValueError("Forgetting Attention never forms attention weights: output_attentions must be False")
         cached = past_key_values is not None and past_key_values.get_seq_length() > 0
         if cu_seqlens is not None and (cached or attention_mask is not None):
             raise ValueError("cu_seqlens (packed documents) excludes attention_mask and a filled key/value cache")
@@ -175,6 +198,9 @@ def make_classes(model_type: str) -> tuple[type, type]:
     native_lm, native = MODEL_FOR_CAUSAL_LM_MAPPING[base_config], MODEL_MAPPING[base_config]
     prefix = SUPPORTED[model_type]
     config_class = getattr(configuration_fox, f"Fox{prefix}Config")
+    checkpoint_names = get_checkpoint_conversion_mapping(model_type)
+    if checkpoint_names is not None:  # how the base's checkpoints fit its modules (fused experts) holds here too
+        register_checkpoint_conversion_mapping(config_class.model_type, checkpoint_names, overwrite=True)
 
     def init_model(self: Any, config: Any) -> None:
         native.__init__(self, config)

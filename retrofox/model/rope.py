@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,13 +48,13 @@ def _partial(inv_freq: list[float], max_wavelength: float) -> list[float]:
     return [1.0 if 2 * math.pi / w <= max_wavelength * (1 + 1e-6) else 0.0 for w in inv_freq]
 
 
-def rotary_constants(rotary_class: type[nn.Module], config: object, layer_type: str | None) -> tuple[list[float], float]:
-    """(inverse frequencies, attention scaling) of a family's rotary module for one layer type, as plain numbers."""
-    with torch.device("cpu"):  # models are built on the meta device by from_pretrained
-        rotary = rotary_class(config)  # type: ignore[call-arg]
-    prefix = "" if layer_type is None or hasattr(rotary, "inv_freq") else f"{layer_type}_"
-    scaling = getattr(rotary, f"{prefix}attention_scaling", 1.0)
-    return getattr(rotary, f"{prefix}inv_freq").tolist(), float(scaling)
+def layer_frequencies(rotary: Any, layer_type: str | None) -> tuple[torch.Tensor, float]:
+    """(inverse frequencies, attention scaling) that a family's rotary module uses now for one layer type.
+
+    Read at each use: dynamic and longrope RoPE change them with the length of the text.
+    """
+    prefix = "" if hasattr(rotary, "inv_freq") else f"{layer_type}_"
+    return getattr(rotary, f"{prefix}inv_freq"), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
 
 
 class RotaryFade(nn.Module):
@@ -62,13 +63,29 @@ class RotaryFade(nn.Module):
     cos'_p = cos(fade_p * position * w_p), so a pair stays a rotation at every step of an annealing schedule. Gone
     pairs keep the attention scaling that yarn and longrope put on cos, which is a temperature of the logits.
 
-    Shapes: cos, sin (B, T, 2 P) for P pairs, halves stacked (the transformers layout); position_ids (B, T) int.
+    Args:
+        rotary: the family's rotary module of the running model, where current frequencies are read.
+        config: to build the same module on the CPU, for the frequencies that fades are decided by (models are built
+            on the meta device by from_pretrained).
+
+    Shapes: cos, sin (B, T, 2 P) for P pairs, halves stacked or interleaved as the family has it; position_ids (B, T).
     Raises: ValueError when pairs are part-faded and position_ids are missing.
     """
 
-    def __init__(self, inv_freq: list[float], attention_scaling: float, spec: FoxSpec, layer_idx: int):
+    def __init__(self, rotary: nn.Module, config: Any, layer_type: str | None, spec: FoxSpec, layer_idx: int):
         super().__init__()
-        self.inv_freq, self.attention_scaling, self.layer_idx = inv_freq, attention_scaling, layer_idx
+        self.layer_type, self.layer_idx = layer_type, layer_idx
+        self._rotary = [rotary]  # in a list: the module belongs to the model, not to each layer
+        with torch.device("cpu"):
+            twin = type(rotary)(config)
+            inv_freq, self.attention_scaling = layer_frequencies(twin, layer_type)
+            cos, _ = twin(torch.zeros(1), torch.tensor([[1]]), *([] if hasattr(twin, "inv_freq") else [layer_type]))
+            halves = torch.arange(len(inv_freq)).repeat(2)
+            interleaved = torch.arange(len(inv_freq)).repeat_interleave(2)
+            expected = (inv_freq.cos() * self.attention_scaling).to(cos.dtype)
+            stacked = torch.allclose(cos[0, 0], expected[halves])
+            self.channel_pair = (halves if stacked else interleaved).tolist()
+        self.inv_freq = inv_freq.tolist()
         self.set(spec)
 
     def set(self, spec: FoxSpec) -> None:
@@ -76,26 +93,34 @@ class RotaryFade(nn.Module):
         self.fade = fades(self.inv_freq, spec, self.layer_idx)
         self.kept = all(f == 1.0 for f in self.fade)
         self.gone = all(f == 0.0 for f in self.fade)
-        self._tensors: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._tensors: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def skippable(self) -> bool:
+        """Whether applying the rotary would multiply by one: every pair is gone and no scaling is left on cos."""
+        return self.gone and self.attention_scaling == 1.0
 
     def forward(
         self, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.kept:
             return cos, sin
-        whole, part, angular = self._on(cos.device)
+        if self.skippable:
+            return cos.new_ones(1).expand_as(cos), sin.new_zeros(1).expand_as(sin)
+        fade, pair = self._on(cos.device)
+        inv_freq, scaling = layer_frequencies(self._rotary[0], self.layer_type)
         if any(0.0 < f < 1.0 for f in self.fade):
             if position_ids is None:
                 raise ValueError("annealing rotary pairs needs position_ids to reach the attention layer")
-            angle = position_ids[..., None].float() * angular
-            cos = torch.where(part, (angle.cos() * self.attention_scaling).to(cos.dtype), cos)
-            sin = torch.where(part, (angle.sin() * self.attention_scaling).to(sin.dtype), sin)
-        stays = whole | part
-        return cos.masked_fill(~stays, self.attention_scaling), sin.masked_fill(~stays, 0.0)
+            part = (fade > 0.0) & (fade < 1.0)
+            angle = position_ids[..., None].float() * (inv_freq.to(cos.device).float()[pair] * fade)
+            cos = torch.where(part, (angle.cos() * scaling).to(cos.dtype), cos)
+            sin = torch.where(part, (angle.sin() * scaling).to(sin.dtype), sin)
+        gone = fade == 0.0
+        return cos.masked_fill(gone, scaling), sin.masked_fill(gone, 0.0)
 
-    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if device not in self._tensors:
-            fade = torch.tensor(self.fade * 2, device=device)
-            angular = torch.tensor(self.inv_freq * 2, device=device) * fade
-            self._tensors[device] = (fade == 1.0, (fade > 0.0) & (fade < 1.0), angular)
+            pair = torch.tensor(self.channel_pair, device=device)
+            self._tensors[device] = (torch.tensor(self.fade, device=device)[pair], pair)
         return self._tensors[device]
