@@ -89,6 +89,8 @@ def open_tokenizer(source: str) -> Any:
     problem = "no tokenizer files there"
     try:
         tokenizer = _load_tokenizer(source)
+    except FileNotFoundError:
+        raise  # no model there at all
     except (OSError, ValueError) as error:
         tokenizer, problem = None, str(error).strip().split("\n")[0]
     adapter = Path(source) / "adapter_config.json"
