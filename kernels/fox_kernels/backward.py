@@ -27,6 +27,7 @@ from .forward import (
     key_range,
     load_rows,
     masked_block,
+    no_bounds,
     query_facts,
     soft_capped,
     unit_last,
@@ -89,15 +90,15 @@ def _dq_block(
     return row_sum, dq0, dq1
 
 
-@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink"])
+@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink", "prune"])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
     c_offset_ptr, dq_ptr, facts_ptr, row_sum_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
-    T, S, H, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
+    T, S, H, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, GROUP_C: tl.constexpr,
+    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, GROUP_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM)
@@ -115,8 +116,7 @@ def dq_kernel(
     c_rel_ptr += bh * S
     if STARTS:
         start_ptr += b * S
-    if PRUNE:
-        first_ptr += bh * tl.cdiv(T, PRUNE_M)
+    first_ptr += bh * tl.cdiv(T, PRUNE_M)
 
     offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
     offs_d0 = tl.arange(0, D0)
@@ -124,8 +124,8 @@ def dq_kernel(
     pos, start, least, greatest = query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
     low, mid_low, mid_high, high, sink_low, sink_high = key_range(
-        first_ptr, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
-        BM, BN, CAUSAL, WINDOW, PRUNE, PRUNE_M)  # fmt: skip
+        first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
+        BM, BN, CAUSAL, WINDOW, PRUNE_M)  # fmt: skip
 
     rows = m0 + offs_m < T
     do0 = load_rows(do_ptr, m0, sdo_t, offs_m, offs_d0, T, True)
@@ -199,9 +199,8 @@ def dq_kernel(
 
 @triton.jit
 def query_range(
-    first_ptr, start_ptr, end_ptr, n0, last_key, sinky, T, S, q_offset, window,
-    BM: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, PRUNE: tl.constexpr,
-    PRUNE_M: tl.constexpr,
+    first_ptr, prune, start_ptr, end_ptr, n0, last_key, sinky, T, S, q_offset, window,
+    BM: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, PRUNE_M: tl.constexpr,
 ):  # fmt: skip
     """Query tiles of a key block: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked."""
     low, full_low = n0 * 0, n0 * 0
@@ -217,14 +216,13 @@ def query_range(
     if WINDOW:
         high = tl.where(sinky, high, tl.minimum(high, last_key + window - q_offset))
         full_high = tl.minimum(full_high, n0 + window - q_offset)
-    if PRUNE:
-        kept = n0 * 0
-        tiles = tl.cdiv(T, PRUNE_M)
-        for g0 in range(0, tiles, 512):
-            g = g0 + tl.arange(0, 512)
-            first = tl.load(first_ptr + g, mask=g < tiles, other=S)
-            kept = tl.maximum(kept, tl.max(tl.where(first <= last_key, (g + 1) * PRUNE_M, 0), 0))
-        high = tl.where(sinky, high, tl.minimum(high, kept))
+    kept = n0 * 0
+    tiles = tl.cdiv(T, PRUNE_M)
+    for block in range(tl.cdiv(tiles * prune, 512)):
+        g = block * 512 + tl.arange(0, 512)
+        first = tl.load(first_ptr + g, mask=g < tiles, other=S)
+        kept = tl.maximum(kept, tl.max(tl.where(first <= last_key, (g + 1) * PRUNE_M, 0), 0))
+    high = tl.where(sinky | (prune == 0), high, tl.minimum(high, kept))
     full_high = tl.where(sinky, 0, full_high)
     low = low // BM
     high = tl.maximum(tl.cdiv(tl.maximum(high, 0), BM), low)
@@ -300,15 +298,15 @@ def _dkdv_block(
     return column_sum, dk0, dk1, dv0, dv1
 
 
-@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink"])
+@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink", "prune"])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, facts_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr, end_ptr, first_ptr,
     c_offset_ptr, dk_ptr, dv_ptr, dc_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sdo_b, sdo_t, sdo_h,
-    T, S, H, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
+    T, S, H, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, GROUP_C: tl.constexpr,
+    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, GROUP_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The first key blocks have the most queries: they go first.
@@ -354,12 +352,10 @@ def dkdv_kernel(
         do_head = do_ptr + b * sdo_b + h * sdo_h
         facts_head = facts_ptr + bh * 5 * T
         c_hi_head, c_lo_head = c_hi_ptr + bh * S, c_lo_ptr + bh * S
-        first_head = first_ptr
-        if PRUNE:
-            first_head = first_ptr + bh * tl.cdiv(T, PRUNE_M)
+        first_head = first_ptr + bh * tl.cdiv(T, PRUNE_M)
         low, mid_low, mid_high, high = query_range(
-            first_head, start_ptr, end_ptr, n0, last_key, sinky, T, S, q_offset, window,
-            BM, CAUSAL, STARTS, WINDOW, PRUNE, PRUNE_M)  # fmt: skip
+            first_head, prune, start_ptr, end_ptr, n0, last_key, sinky, T, S, q_offset, window,
+            BM, CAUSAL, STARTS, WINDOW, PRUNE_M)  # fmt: skip
         c_j_hi = tl.load(c_hi_head + j, mask=j < S, other=0.0)
         c_j_lo = tl.load(c_lo_head + j, mask=j < S, other=0.0)
         ref_hi = tl.load(c_hi_head + last_key)
@@ -422,26 +418,27 @@ def launch_backward(
         starts = document_bounds(B, S, cu_seqlens, seq_start, q.device)
     if prune is not None and bounds is None:
         bounds = pruning.loop_bounds(q, k, c_hi, c_lo, scale, softcap, prune, q_offset, causal)
+    bounds_or_none = no_bounds(q.device) if bounds is None else bounds
     start, end = (None, None) if starts is None else starts
     rows, columns = tiles or tuple(tile_for(kernel, D, q.dtype, q.device) for kernel in ("dq", "dkdv"))
     D0, D1 = split_head_dim(D)
-    sizes = (T, S, H, q_offset, window or 0, sink, scale, scale * LOG2_E)
+    sizes = (T, S, H, q_offset, window or 0, sink, int(bounds is not None), scale, scale * LOG2_E)
     caps = (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
     flags = {
         "GROUP": H // Hkv, "D0": D0, "D1": D1, "CAUSAL": causal, "STARTS": starts is not None,
-        "WINDOW": window is not None, "SINK": sink > 0, "CAP": softcap is not None, "PRUNE": bounds is not None,
+        "WINDOW": window is not None, "SINK": sink > 0, "CAP": softcap is not None,
         "PRUNE_M": pruning.BLOCK_M, "GROUP_C": C_GROUP, "SHIFT": c_offset is not None,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     dq_kernel[(triton.cdiv(T, rows.block_m) * B * H,)](
-        q, k, v, o, do, None if dlse2 is None else dlse2.contiguous(), lse2, c_hi, c_lo, block_relative(c_hi, c_lo), start, bounds,
+        q, k, v, o, do, None if dlse2 is None else dlse2.contiguous(), lse2, c_hi, c_lo, block_relative(c_hi, c_lo), start, bounds_or_none,
         c_offset, dq, facts, row_sum,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *sizes, *caps,
         **flags, BM=rows.block_m, BN=rows.block_n, DLSE=dlse2 is not None,
         num_warps=rows.warps, num_stages=rows.stages,
     )  # fmt: skip
     dkdv_kernel[(triton.cdiv(S, columns.block_n) * B * Hkv,)](
-        q, k, v, do, facts, row_sum, c_hi, c_lo, start, end, bounds, c_offset, dk, dv, dc,
+        q, k, v, do, facts, row_sum, c_hi, c_lo, start, end, bounds_or_none, c_offset, dk, dv, dc,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *sizes, *caps,
         **flags, BM=columns.block_m, BN=columns.block_n,
         num_warps=columns.warps, num_stages=columns.stages,

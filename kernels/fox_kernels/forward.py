@@ -87,9 +87,8 @@ def query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS: tl.constexpr):
 
 @triton.jit
 def key_range(
-    first_ptr, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRUNE: tl.constexpr,
-    PRUNE_M: tl.constexpr,
+    first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRUNE_M: tl.constexpr,
 ):  # fmt: skip
     """Key blocks of a query tile: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked, and
     the sinks' own masked blocks [sink_low, sink_high) below low."""
@@ -104,12 +103,12 @@ def key_range(
     if WINDOW:
         low = tl.maximum(low, first_pos - window + 1)
         ragged = tl.maximum(ragged, last_pos - window + 1)
-    if PRUNE:
-        first = tl.load(first_ptr + m0 // PRUNE_M)
-        for extra in tl.static_range(1, BM // PRUNE_M):
-            if m0 + extra * PRUNE_M < T:
-                first = tl.minimum(first, tl.load(first_ptr + m0 // PRUNE_M + extra))
-        low = tl.maximum(low, first)
+    # Pruning is a run-time flag: with one program for both, having it on can't cost registers.
+    first = tl.load(first_ptr + m0 // PRUNE_M, mask=prune > 0, other=0)
+    if BM > PRUNE_M:
+        second = tl.load(first_ptr + m0 // PRUNE_M + 1, mask=(prune > 0) & (m0 + PRUNE_M < T), other=S)
+        first = tl.minimum(first, second)
+    low = tl.maximum(low, first)
     ragged = tl.where(sink > 0, tl.maximum(ragged, tl.minimum(greatest + sink, S)), ragged)
     high = tl.cdiv(tl.maximum(high, 0), BN)
     low = tl.minimum(low // BN, high)
@@ -176,15 +175,15 @@ def _attend(
     return top, l, acc0, acc1
 
 
-@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink"])
+@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink", "prune"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
     c_offset_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h,
-    T, S, H, q_offset, window, sink, scale2, softcap2, inverse_cap,
+    T, S, H, q_offset, window, sink, prune, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE: tl.constexpr, PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, GROUP_C: tl.constexpr,
+    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, GROUP_C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The longest rows first: tiles in falling order; a group's heads are side by side and share K and V in L2.
@@ -201,8 +200,7 @@ def forward_kernel(
     c_rel_ptr += bh * S
     if STARTS:
         start_ptr += b * S
-    if PRUNE:
-        first_ptr += bh * tl.cdiv(T, PRUNE_M)
+    first_ptr += bh * tl.cdiv(T, PRUNE_M)
 
     offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
     offs_d0 = tl.arange(0, D0)
@@ -210,8 +208,8 @@ def forward_kernel(
     pos, start, least, greatest = query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
     low, mid_low, mid_high, high, sink_low, sink_high = key_range(
-        first_ptr, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
-        BM, BN, CAUSAL, WINDOW, PRUNE, PRUNE_M)  # fmt: skip
+        first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
+        BM, BN, CAUSAL, WINDOW, PRUNE_M)  # fmt: skip
 
     q0 = load_rows(q_ptr, m0, sq_t, offs_m, offs_d0, T, True)
     q1 = q0
@@ -278,6 +276,11 @@ def document_bounds(B, S, cu_seqlens, seq_start, device) -> tuple[torch.Tensor, 
     return start, ends[document].to(torch.int32).expand(B, S).contiguous()
 
 
+def no_bounds(device: torch.device) -> torch.Tensor:
+    """Return what stands in for the pruning bounds when there are none; it is never read."""
+    return torch.empty(1, dtype=torch.int32, device=device)
+
+
 def unit_last(x: torch.Tensor) -> torch.Tensor:
     """Return x itself if its last stride is 1, else a contiguous copy: the only copy of an input that is ever made."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -308,12 +311,12 @@ def launch_forward(
     D0, D1 = split_head_dim(D)
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
     forward_kernel[(triton.cdiv(T, tile.block_m) * B * H,)](
-        q, k, v, o, lse2, c_hi, c_lo, block_relative(c_hi, c_lo), None if starts is None else starts[0], None if bounds is None else bounds,
-        c_offset, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        T, S, H, q_offset, window or 0, sink, scale * LOG2_E, cap2, 0.0 if softcap is None else 2.0 / softcap,
+        q, k, v, o, lse2, c_hi, c_lo, block_relative(c_hi, c_lo), None if starts is None else starts[0],
+        no_bounds(q.device) if bounds is None else bounds,        c_offset, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        T, S, H, q_offset, window or 0, sink, int(bounds is not None), scale * LOG2_E, cap2, 0.0 if softcap is None else 2.0 / softcap,
         GROUP=H // Hkv, D0=D0, D1=D1, BM=tile.block_m, BN=tile.block_n,
         CAUSAL=causal, STARTS=starts is not None, WINDOW=window is not None, SINK=sink > 0, CAP=softcap is not None,
-        PRUNE=bounds is not None, PRUNE_M=pruning.BLOCK_M, SHIFT=c_offset is not None, GROUP_C=C_GROUP,
+        PRUNE_M=pruning.BLOCK_M, SHIFT=c_offset is not None, GROUP_C=C_GROUP,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return o, lse2
