@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 from retrofox import calibrate_capture as capture
 from retrofox import calibrate_fit as fitting
 from retrofox.calibrate_half_life import LONGEST, calibrate_half_lives, write_half_lives
+from retrofox.calibrate_source import Source, open_source
 from retrofox.calibrate_state import State, fingerprint
 from retrofox.families import trained_length
 from retrofox.model.attention import FoxMixin
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
 from retrofox.plots import save_csv, write_atomic
 from retrofox.report import environment, progress_bar
-from retrofox.surgery import attentions, convert, load_base, load_tokenizer
+from retrofox.surgery import attentions, load_tokenizer
 
 __all__ = ["Calibration", "apply_to", "calibrate", "calibrate_half_lives"]
 
@@ -95,6 +96,7 @@ def calibrate(
     windows: int = 8,
     held_out: int = 2,
     layer_losses: bool = True,
+    layers_on_disk: bool | None = None,
     revision: str | None = None,
     seed: int = 0,
 ) -> Calibration:
@@ -122,6 +124,8 @@ def calibrate(
         tokenizer: None = the one beside the source.
         length: tokens per window; windows, held_out: how many to fit on, and to measure on.
         layer_losses: also measure the loss with each layer alone converted, before and after.
+        layers_on_disk: read a directory's weights a layer at a time (True), load it whole (False), or None: a layer
+            at a time where its files allow it.
         seed: of the choice of windows and the order of fitting.
 
     Raises:
@@ -130,7 +134,10 @@ def calibrate(
             or `out_dir` holds a run with other settings.
     """
     started, out = time.perf_counter(), Path(out_dir)
-    model, tokenizer = _converted(model_or_source, spec, tokenizer, isinstance(files, torch.Tensor), revision)
+    source = open_source(model_or_source, spec, revision, layers_on_disk)
+    model = source.model
+    if tokenizer is None and not isinstance(files, torch.Tensor):
+        tokenizer = source.tokenizer or load_tokenizer(model.config._name_or_path)
     fox = FoxSpec.from_dict(model.config.fox)
     _check(fox, steps, refit_queries, windows, held_out, length)
     tokens = _windows(files, tokenizer, length, windows + held_out, seed)
@@ -153,21 +160,17 @@ def calibrate(
         "layer_losses": layer_losses,
         "seed": seed,
         "tokens": fingerprint(tokens),
-        "model": fingerprint(*_samples(model)),
+        "model": fingerprint(*source.samples()),
     }
     state = State(out / "layers", settings, resume)
     written: dict[str, str] = {}
     with _restored(model):
         if fox.init == "calibrated":
-            written |= _start(model, files, tokenizer, state, out, progress)
-        run = _Run(model, fox, tokens, held_out, steps, refit_queries, layer_losses, seed)
+            written |= _start(source, files, tokenizer, state, out, progress)
+        run = _Run(source, fox, tokens, held_out, steps, refit_queries, layer_losses, seed)
         rows = run.all_layers(state, progress) if steps else []
         summary = run.summary(state, rows) if rows else {}
-        values = {name: value for name, value in model.state_dict().items() if ".forget_gate." in name}
-        if refit_queries and steps:
-            names = {f"{name}.{projection}.{part}" for name, _ in attentions(model) for part in ("weight", "bias")}
-            values |= {name: value for name, value in model.state_dict().items() if name in names}
-        values = {name: value.detach().clone() for name, value in values.items()}
+        values = _values(source, state) if rows else _gates(model)
     report = {
         "settings": settings,
         "windows": {"fitted": len(tokens) - held_out, "held_out": held_out, "length_tokens": tokens.shape[1]},
@@ -181,12 +184,6 @@ def calibrate(
     report["rewritten"] = result.rewritten()
     _write(result, out)
     return result
-
-
-def _samples(model: PreTrainedModel) -> Iterator[torch.Tensor]:
-    """A few of the weights, by which a run on another model is told: the embeddings' start and the first attention."""
-    yield model.get_input_embeddings().weight[:256]  # type: ignore[index]
-    yield from next(attentions(model))[1].parameters()
 
 
 @contextlib.contextmanager
@@ -218,7 +215,7 @@ class _Run:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        source: Source,
         fox: FoxSpec,
         tokens: torch.Tensor,
         held_out: int,
@@ -227,24 +224,22 @@ class _Run:
         layer_losses: bool,
         seed: int,
     ):
-        self.model, self.fox, self.tokens, self.held_out = model, fox, tokens, held_out
+        self.source, self.model, self.fox = source, source.model, fox
+        self.tokens, self.held_out = tokens, held_out
         self.steps, self.refit, self.layer_losses, self.seed = steps, refit, layer_losses, seed
-        self.layers = capture.decoder_layers(model)
+        self.num_layers = len(capture.decoder_layers(self.model))
 
     def all_layers(self, state: State, progress: bool) -> list[dict[str, Any]]:
         """Fits every layer that is not yet done; returns the measurements of all."""
         entering, calls = capture.enter(self.model, self.tokens)
         number = state.finished()
-        rows = []
-        for done in range(number):
-            tensors, row = state.read_layer(done)
-            self._install(done, tensors)
-            rows.append(row)
+        rows = [state.read_layer(done)[1] for done in range(number)]
         streams = state.read_inputs(number) if number else self._first_streams(entering)
         with progress_bar("layers", progress) as bar:
-            task = bar.add_task("calibrating", total=len(self.layers), completed=number)
-            for number in range(len(rows), len(self.layers)):
-                tensors, row, streams = self._layer(number, calls[number], streams)
+            task = bar.add_task("calibrating", total=self.num_layers, completed=number)
+            for number in range(len(rows), self.num_layers):
+                with self.source.layer(number) as layer:
+                    tensors, row, streams = self._layer(number, layer, calls[number], streams)
                 state.write_inputs(number + 1, streams)
                 state.write_layer(number, tensors, row)
                 state.drop_inputs(number)
@@ -260,10 +255,9 @@ class _Run:
         return {"original": entering, "before": held, "after": held.clone(), "single": single}
 
     def _layer(
-        self, number: int, call: capture.LayerCall, streams: dict[str, torch.Tensor]
+        self, number: int, layer: nn.Module, call: capture.LayerCall, streams: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]:
         started = time.perf_counter()
-        layer = self.layers[number]
         attention: FoxMixin = layer.self_attn  # type: ignore[assignment]
         held, nothing = streams["original"][-1:], streams["original"][:0]
         with capture.mode(attention, "original"):
@@ -272,7 +266,8 @@ class _Run:
         single_before = capture.through(layer, held, call) if self.layer_losses else nothing
         original, captured = capture.run_original(layer, streams["original"], call)
         tensors, row = self._fit(number, attention, captured)
-        self._install(number, tensors)
+        for name, value in tensors.items():
+            _put(attention, name, value)
         after = capture.through(layer, streams["after"], call)
         single_after = capture.through(layer, held, call) if self.layer_losses else nothing
         row["seconds"] = round(time.perf_counter() - started, 2)
@@ -288,7 +283,8 @@ class _Run:
         start = self._student(attention, windows[0])
         before = fitting.divergence(held, start)
         student = start.clone()
-        if self.fox.init != "calibrated":
+        constant = student.bias is not None and (student.weight is None or not student.weight.any())
+        if constant and self.fox.init != "calibrated":
             longest = float(LONGEST * self.tokens.shape[1])
             fitting.best_constant_gates(fitted[:1], student, list(np.geomspace(4.0, longest, 10)))
         generator = torch.Generator().manual_seed(1000 * self.seed + number)
@@ -318,17 +314,13 @@ class _Run:
         return fitting.Student(
             bias=None if gate is None else gate.bias.detach().float().clone(),
             weight=weight,
-            refit=torch.eye(head_dim).repeat(heads, 1, 1) if self.refit else None,
+            refit=torch.eye(head_dim, device=window.original.query.device).repeat(heads, 1, 1) if self.refit else None,
         )
-
-    def _install(self, number: int, tensors: dict[str, torch.Tensor]) -> None:
-        for name, value in tensors.items():
-            _put(self.layers[number].self_attn, name, value)  # type: ignore[arg-type]
 
     def summary(self, state: State, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """KL as a mean over layers, loss of the original and of the whole conversion before and after, held-out text;
         fills each row's loss_before and loss_after."""
-        streams = state.read_inputs(len(self.layers))
+        streams = state.read_inputs(self.num_layers)
         ids = self.tokens[-self.held_out :]
         losses = {
             "original": capture.losses_from(self.model, ids, streams["original"][-self.held_out :]),
@@ -380,6 +372,19 @@ def fold(projection: torch.Tensor, refit: torch.Tensor) -> torch.Tensor:
     return torch.cat([folded.to(projection.dtype), projection[heads * head_dim :]])
 
 
+def _gates(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items() if ".forget_gate." in name}
+
+
+def _values(source: Source, state: State) -> dict[str, torch.Tensor]:
+    """All layers' tensors by their names in the model; projections in the dtype of the checkpoint."""
+    values = {}
+    for number, (name, _) in enumerate(attentions(source.model)):
+        for part, value in state.read_layer(number)[0].items():
+            values[f"{name}.{part}"] = value if part.startswith("forget_gate.") else value.to(source.dtype)
+    return values
+
+
 def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Gives a module's parameter or buffer new content: gates by overwriting, anything shared by replacing."""
     *path, leaf = name.split(".")
@@ -391,29 +396,6 @@ def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
             old.copy_(value)
     else:
         setattr(owner, leaf, nn.Parameter(value.clone(), requires_grad=old.requires_grad))
-
-
-def _converted(
-    source: PreTrainedModel | str | os.PathLike,
-    spec: FoxSpec | None,
-    tokenizer: Any,
-    has_tokens: bool,
-    revision: str | None,
-) -> tuple[PreTrainedModel, Any]:
-    if isinstance(source, PreTrainedModel):
-        if source.config.model_type.startswith("fox_"):
-            if spec is not None:
-                raise ValueError("a converted model has its own spec: pass spec=None, or calibrate its base model")
-            model = source
-        else:
-            model = convert(source, fox=spec)
-        if tokenizer is None and not has_tokens:
-            tokenizer = load_tokenizer(source.config._name_or_path)
-        return model, tokenizer
-    base, found = load_base(
-        os.fspath(source), dtype=torch.float32 if not torch.cuda.is_available() else None, revision=revision
-    )
-    return convert(base, fox=spec), tokenizer or found
 
 
 def _check(fox: FoxSpec, steps: int, refit: bool, windows: int, held_out: int, length: int) -> None:
@@ -455,7 +437,7 @@ def _windows(
 
 
 def _start(
-    model: PreTrainedModel,
+    source: Source,
     files: Sequence[str | os.PathLike] | torch.Tensor,
     tokenizer: Any,
     state: State,
@@ -463,6 +445,7 @@ def _start(
     progress: bool,
 ) -> dict[str, str]:
     """Sets the gates to half-lives measured at full context, once per run; returns the files written."""
+    model = source.model
     length = trained_length(model.config)
     table_file = out / "half_lives.json"
     if not (state.finished() and table_file.exists()):
@@ -473,7 +456,7 @@ def _start(
         with progress_bar("layers", progress) as bar:
             task = bar.add_task("measuring half-lives", total=len(capture.decoder_layers(model)))
             sink = FoxSpec.from_dict(model.config.fox).sink_tokens
-            _, table = calibrate_half_lives(model, tokens, sink, advance=lambda n: bar.update(task, advance=n))
+            _, table = calibrate_half_lives(source, tokens, sink, advance=lambda n: bar.update(task, advance=n))
         write_half_lives(table, out, tokens.shape[1], length)
     by_place = {(h["layer"], h["head"]): h["half_life_tokens"] for h in json.loads(table_file.read_text())["heads"]}
     for number, (_, attention) in enumerate(attentions(model)):

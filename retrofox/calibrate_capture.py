@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retrofox.families import inner_model
-from retrofox.model.attention import FoxMixin, fox_attention
+from retrofox.model import attention as fox
+from retrofox.model.attention import FoxMixin
 from retrofox.per_token_loss import token_losses
 
 ROWS_AT_ONCE = 2
@@ -143,14 +144,15 @@ def _watch(attention: FoxMixin, compute: bool) -> Iterator[_Seen]:
     """Notes what enters `attention` and its operator. With `compute` False the operator returns zeros."""
     seen = _Seen()
 
-    def operator(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any):
+    # Named as what it stands in for: the mixin refuses to run with any other attention function.
+    def fox_attention(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any):
         seen.operator = {"query": query, "key": key, "mask": mask, **options}
         if compute and options.get("sliding_window") is None and options.get("softcap") is None and mask is None:
             scale = options.get("scaling")  # the base's attention: torch's own causal kernel is the fastest on a CPU
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
             return out.transpose(1, 2).contiguous(), None
         if compute:
-            return fox_attention(module, query, key, value, mask, **options)
+            return fox.fox_attention(module, query, key, value, mask, **options)
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     def block(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -165,7 +167,7 @@ def _watch(attention: FoxMixin, compute: bool) -> Iterator[_Seen]:
     if found is not None:
         hooks.append(getattr(attention, found).register_forward_hook(projected))
     # The interface's own way to override a function for a while; every family looks it up at each call.
-    ALL_ATTENTION_FUNCTIONS["fox"] = operator
+    ALL_ATTENTION_FUNCTIONS["fox"] = fox_attention
     try:
         yield seen
     finally:
@@ -271,7 +273,7 @@ def _roads(attention: FoxMixin, block: dict[str, Any]) -> Iterator[Finish]:
 
     ends = [rotate, as_is] if position is not None and rotate_pair is not None else [as_is]
     yield from ends
-    norm = getattr(attention, "q_norm", None)
+    norm: Any = getattr(attention, "q_norm", None) or attention.q_norm_fox
     if norm is None:
         return
 
@@ -283,6 +285,6 @@ def _roads(attention: FoxMixin, block: dict[str, Any]) -> Iterator[Finish]:
         return norm(query.transpose(0, 1).reshape(length, -1)).view(length, heads, head_dim).transpose(0, 1)
 
     width = getattr(norm, "weight", torch.empty(0)).shape[-1:]
-    normed = over_head if tuple(width) == (attention.head_dim,) else over_all
+    normed = over_head if norm is attention.q_norm_fox or tuple(width) == (attention.head_dim,) else over_all
     for end in ends:
         yield lambda query, start, stop, end=end: end(normed(query), start, stop)

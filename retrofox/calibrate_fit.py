@@ -72,9 +72,9 @@ def scores(query: torch.Tensor, key: torch.Tensor, operands: Operands, start: in
     return logits
 
 
-def hidden_keys(start: int, stop: int, window: int | None) -> torch.Tensor:
+def hidden_keys(start: int, stop: int, window: int | None, device: torch.device) -> torch.Tensor:
     """(n, stop) bool: keys a query may not see."""
-    distance = torch.arange(start, stop)[:, None] - torch.arange(stop)
+    distance = torch.arange(start, stop, device=device)[:, None] - torch.arange(stop, device=device)
     return (distance < 0) if window is None else (distance < 0) | (distance >= window)
 
 
@@ -88,7 +88,7 @@ def student_scores(window: Window, student: Student, start: int, stop: int) -> t
         assert window.finish is not None
         query = window.finish(torch.bmm(converted.raw_queries[:, start:stop], student.refit), start, stop)
     if window.log_n is not None:
-        factor = torch.log(torch.arange(start, stop) + 1.0) / math.log(window.log_n)
+        factor = torch.log(torch.arange(start, stop, device=query.device) + 1.0) / math.log(window.log_n)
         query = query * factor.clamp_min(1.0)[:, None]
     logits = scores(query, converted.key, converted, start)
     if student.bias is None:
@@ -119,7 +119,7 @@ def divergence(windows: list[Window], student: Student) -> torch.Tensor:
     total: torch.Tensor | None = None
     for window in windows:
         for start, stop in blocks(window.length):
-            hidden = hidden_keys(start, stop, window.original.window)
+            hidden = hidden_keys(start, stop, window.original.window, window.original.key.device)
             log_p = original_scores(window, start, stop).masked_fill_(hidden, -math.inf).log_softmax(-1)
             log_q = student_scores(window, student, start, stop).masked_fill_(hidden, -math.inf).log_softmax(-1)
             kl = (log_p.exp() * (log_p - log_q).masked_fill_(hidden, 0.0)).sum((1, 2), dtype=torch.float64)
@@ -128,18 +128,31 @@ def divergence(windows: list[Window], student: Student) -> torch.Tensor:
     return total / sum(window.length for window in windows)
 
 
+@torch.no_grad()
 def best_constant_gates(windows: list[Window], student: Student, half_lives: list[float]) -> None:
-    """Sets each head's bias to the half-life of the list whose KL is least, the gate's weight being as it is."""
-    if student.bias is None:
-        return
-    best = divergence(windows, student)
-    for half_life in half_lives:
-        trial = student.clone()
-        assert trial.bias is not None
-        trial.bias.fill_(bias_from_half_life(half_life))
-        kl = divergence(windows, trial)
-        student.take(kl < best, trial)
-        best = torch.minimum(best, kl)
+    """Sets each head's bias to the half-life, of those given, whose KL is least; for gates whose weight is zero.
+
+    KL = const + lse(s + decay) - sum_j p_j decay_j, and decay is a multiple of the distance, so the scores are computed
+    once for all half-lives.
+    """
+    assert student.bias is not None
+    slopes = math.log(2.0) / torch.tensor(half_lives, device=student.bias.device)
+    total = torch.zeros(len(half_lives), len(student.bias), dtype=torch.float64, device=student.bias.device)
+    plain = Student(bias=None)
+    for window in windows:
+        sink = window.sink_tokens if window.converted.window is None else 0
+        for start, stop in blocks(window.length):
+            hidden = hidden_keys(start, stop, window.original.window, student.bias.device)
+            weights = original_scores(window, start, stop).masked_fill_(hidden, -math.inf).softmax(-1)
+            logits = student_scores(window, plain, start, stop).masked_fill_(hidden, -math.inf)
+            rows, keys = (torch.arange(a, stop, device=student.bias.device) for a in (start, 0))
+            distance = (rows[:, None] - keys).masked_fill(hidden | (keys < sink), 0).float()
+            expected = (weights * distance).sum((1, 2), dtype=torch.float64)
+            for number, slope in enumerate(slopes):
+                lse = torch.logsumexp(logits - slope * distance, -1)
+                total[number] += lse.sum(1, dtype=torch.float64) + slope * expected
+    best = [bias_from_half_life(half_lives[i]) for i in total.argmin(0).tolist()]
+    student.bias.copy_(torch.tensor(best))
 
 
 def fit(windows: list[Window], student: Student, steps: int, generator: torch.Generator) -> None:
@@ -174,7 +187,7 @@ def _order(windows: list[Window], count: int, generator: torch.Generator) -> Ite
 
 
 def _accumulate(window: Window, student: Student, start: int, stop: int) -> None:
-    hidden = hidden_keys(start, stop, window.original.window)
+    hidden = hidden_keys(start, stop, window.original.window, window.original.key.device)
     with torch.no_grad():
         target = original_scores(window, start, stop).masked_fill_(hidden, -math.inf).softmax(-1)
     logits = student_scores(window, student, start, stop)

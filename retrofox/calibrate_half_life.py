@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from retrofox.calibrate_capture import Operands, decoder_layers, enter, run_original
+from retrofox.calibrate_capture import Operands, enter, run_original
 from retrofox.calibrate_fit import hidden_keys, scores
+from retrofox.calibrate_source import Source
 from retrofox.plots import half_life_figure, save_csv, save_figure, write_atomic
 from retrofox.surgery import convert
 
@@ -28,7 +29,7 @@ COLUMNS = ("layer", "head", "half_life_tokens", "fit_r2", "sink_mass", "median_d
 
 @torch.no_grad()
 def calibrate_half_lives(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Source,
     windows: torch.Tensor,
     sink_tokens: int,
     *,
@@ -65,12 +66,16 @@ def calibrate_half_lives(
         raise ValueError(
             f"windows must be (N, T) with T at least {sink_tokens + 16} tokens, got {tuple(windows.shape)}"
         )
-    if not model.config.model_type.startswith("fox_"):
-        model = convert(model)
-    hidden, calls = enter(model, windows)
+    if isinstance(model, Source):
+        source = model
+    else:
+        fox = model if model.config.model_type.startswith("fox_") else convert(model)
+        source = Source(fox, fox.dtype, None)
+    hidden, calls = enter(source.model, windows)
     half_lives, table = [], []
-    for number, layer in enumerate(decoder_layers(model)):
-        hidden, captured = run_original(layer, hidden, calls[number])
+    for number in range(len(calls)):
+        with source.layer(number) as layer:
+            hidden, captured = run_original(layer, hidden, calls[number])
         measured = MassByDistance(sink_tokens)
         for operands, _ in captured:
             measured.add(operands, queries)
@@ -109,12 +114,12 @@ class MassByDistance:
 
     def _add_block(self, operands: Operands, start: int, stop: int) -> None:
         logits = scores(operands.query[:, start:stop], operands.key, operands, start)
-        hidden = hidden_keys(start, stop, operands.window)
+        hidden = hidden_keys(start, stop, operands.window, logits.device)
         weights = logits.masked_fill_(hidden, -math.inf).softmax(-1)
-        self.sink += weights[..., : self.sink_tokens].sum((1, 2), dtype=torch.float64).numpy()
+        self.sink += weights[..., : self.sink_tokens].sum((1, 2), dtype=torch.float64).cpu().numpy()
         reach = operands.window or stop
         for row, query in enumerate(range(start, stop)):
-            keys = weights[:, row, self.sink_tokens : query + 1].flip(-1).double().numpy()
+            keys = weights[:, row, self.sink_tokens : query + 1].flip(-1).double().cpu().numpy()
             self.mass[:, : keys.shape[1]] += keys
             self.count[: min(keys.shape[1], reach)] += 1
         self.queries += stop - start

@@ -14,7 +14,8 @@ from retrofox import calibrate_capture as capture
 from retrofox import calibrate_fit as fitting
 from retrofox.calibrate import apply_to, calibrate, fold
 from retrofox.calibrate_half_life import MassByDistance, calibrate_half_lives
-from retrofox.model.configuration_fox import FoxSpec
+from retrofox.calibrate_source import Checkpoint
+from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
 from retrofox.surgery import attention_mode, attentions
 
 SHAPE: dict[str, Any] = {
@@ -260,7 +261,7 @@ def test_calibrated_init_sets_the_measured_half_lives(tokens, tmp_path):
     base = sharp()
     result = calibrate(base, spec, tokens, out_dir=tmp_path, steps=0, progress=False)
     half_lives, _ = calibrate_half_lives(base, tokens, 1)
-    model = apply_to(retrofox.convert(base, fox=spec), result)
+    model = apply_to(retrofox.convert(base, fox=FoxSpec(rope="keep")), result)
     hidden = torch.randn(1, 3, SHAPE["hidden_size"])
     for number, (_, attention) in enumerate(attentions(model)):
         assert attention.forget_gate is not None
@@ -269,3 +270,56 @@ def test_calibrated_init_sets_the_measured_half_lives(tokens, tmp_path):
     assert {p.suffix for p in tmp_path.glob("half_lives.*")} == {".json", ".csv", ".png", ".svg"}
     heads = json.loads((tmp_path / "half_lives.json").read_text())["heads"]
     assert len(heads) == 8
+
+
+def test_a_directory_is_read_a_layer_at_a_time_with_the_same_result(tokens, tmp_path, monkeypatch):
+    base = sharp("qwen3")
+    base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    loaded = []
+    real = Checkpoint._read
+
+    def counts(self, names):
+        loaded.append({name.split(".")[2] for name in names if ".layers." in name})
+        return real(self, names)
+
+    monkeypatch.setattr(Checkpoint, "_read", counts)
+    options = {"steps": 6, "progress": False}
+    layerwise = calibrate(tmp_path / "base", SPEC, tokens, out_dir=tmp_path / "a", **options)
+    assert all(len(layers) <= 1 for layers in loaded)
+    assert {"0", "1"} == set().union(*loaded)
+    whole = calibrate(tmp_path / "base", SPEC, tokens, out_dir=tmp_path / "b", layers_on_disk=False, **options)
+    live = calibrate(base, SPEC, tokens, out_dir=tmp_path / "c", **options)
+    for name, value in live.tensors().items():
+        assert torch.equal(layerwise.tensors()[name], value), name
+        assert torch.equal(whole.tensors()[name], value), name
+    assert layerwise.report["summary"] == live.report["summary"]
+    (tmp_path / "base" / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match="safetensors"):
+        calibrate(tmp_path / "base", SPEC, tokens, out_dir=tmp_path / "d", layers_on_disk=True, **options)
+
+
+def test_text_files_are_cut_into_windows_and_too_little_text_is_refused(pico_checkpoint, tmp_path):
+    text = str(tmp_path / "text.txt")
+    (tmp_path / "text.txt").write_text("".join(f"The fox forgets gate {n}. " for n in range(200)))
+    options = {"steps": 2, "progress": False, "length": 48}
+    result = calibrate(pico_checkpoint, SPEC, [text], out_dir=tmp_path / "out", windows=3, held_out=1, **options)
+    assert result.report["windows"] == {"fitted": 3, "held_out": 1, "length_tokens": 48}
+    with pytest.raises(ValueError, match="more text or a smaller length"):
+        calibrate(pico_checkpoint, SPEC, [text], out_dir=tmp_path / "more", windows=900, **options)
+    with pytest.raises(FileNotFoundError):
+        calibrate(pico_checkpoint, SPEC, [str(tmp_path / "nothing.txt")], out_dir=tmp_path / "none", **options)
+
+
+def test_best_constant_gates_are_those_of_least_divergence(tokens):
+    model = retrofox.convert(sharp(), fox=SPEC)
+    hidden, calls = capture.enter(model, tokens[:2])
+    layer = capture.decoder_layers(model)[0]
+    _, captured = capture.run_original(layer, hidden, calls[0])
+    attention = layer.self_attn
+    windows = [fitting.Window(o, capture.converted_operands(attention, b), None, 1, None) for o, b in captured]
+    choices = [3.0, 12.0, 50.0, 400.0]
+    student = fitting.Student(torch.zeros(4))
+    fitting.best_constant_gates(windows, student, choices)
+    each = [fitting.divergence(windows, fitting.Student(torch.full((4,), bias_from_half_life(h)))) for h in choices]
+    best = [bias_from_half_life(choices[i]) for i in torch.stack(each).argmin(0).tolist()]
+    torch.testing.assert_close(student.bias, torch.tensor(best))
