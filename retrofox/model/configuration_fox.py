@@ -131,6 +131,16 @@ SUPPORTED = {
     "mistral": "Mistral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3Text",
+    "olmo2": "Olmo2",
+    "phi3": "Phi3",
+    "granite": "Granite",
+    "cohere2": "Cohere2",
+    "ministral": "Ministral",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
 }
 """Base model_type -> prefix of its transformers classes; a converted model's type is `fox_` + the base's."""
 
