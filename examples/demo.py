@@ -130,9 +130,14 @@ def main() -> None:
     steps.run("train", recipe, run / "model", keep=True)  # an interrupted run resumes
     evaluate = ["retrofox", "eval", str(run / "model"), "--against", model, "--against", str(converted)]
     evaluate += ["--data", str(DATA / "heldout"), "--out", str(results), "--length", "256" if options.fast else "1024"]
-    evaluate += ["--windows", "2" if options.fast else "8"]
+    evaluate += ["--windows", "1" if options.fast else "3"]
     steps.run("eval", evaluate, results / "eval.json", keep=True)
-    steps.run("generate", ["retrofox", "generate", str(run / "model"), PROMPT, "--max-new-tokens", "80"], run / "model")
+    steps.run(
+        "generate",
+        ["retrofox", "generate", str(run / "model"), PROMPT, "--max-new-tokens", "80"],
+        run / "model",
+        keep=True,
+    )
     closing(steps, fetched, json.loads((results / "eval.json").read_text()), out, time.perf_counter() - started)
 
 
