@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -147,8 +146,12 @@ def _backend(tokenizer: Any) -> Any:
     inner = copy.deepcopy(inner)
     inner.no_truncation()
     inner.no_padding()
-    same = inner.encode(PROBE).ids == tokenizer(PROBE)["input_ids"]
+    same = inner.encode(PROBE).ids == _probe(tokenizer)
     return inner if same else None
+
+
+def _probe(tokenizer: Any) -> list[int]:
+    return tokenizer(PROBE, truncation=False, verbose=False)["input_ids"]
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -158,7 +161,7 @@ def fingerprint(tokenizer: Any) -> str:
         # Merges in a fixed order; the vocabulary is a map, and maps are written in no fixed order.
         content = json.dumps(json.loads(inner.to_str()), sort_keys=True)
     else:
-        probe = tokenizer(PROBE)["input_ids"]
+        probe = _probe(tokenizer)
         content = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), probe])
     return hashlib.sha256(f"{content}\n{tokenizer.eos_token_id}\n{len(tokenizer)}".encode()).hexdigest()[:32]
 
@@ -178,6 +181,7 @@ class Pool:
             environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths}
             command = [sys.executable, "-m", "retrofox.data_encode"]
             for _ in range(self.workers):
+                # A session of its own: Ctrl-C reaches the parent alone, and closing the pipe ends the worker.
                 process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
                 )
@@ -238,8 +242,7 @@ class Pool:
 
 
 def _serve() -> None:
-    """The loop of a worker: an encoder, then batches until the pipe closes. Ctrl-C is the parent's business."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The loop of a worker: an encoder, then batches until the pipe closes."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not land in the answers
     encoder: Encoder = pickle.load(sys.stdin.buffer)

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 ROUNDS = 8
+SMALL = 256
 _MASK = (1 << 64) - 1
 
 
@@ -31,10 +32,15 @@ def _mix(value: np.ndarray) -> np.ndarray:
 def permute(position: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
     """A permutation of 0..n-1 at the given positions, chosen by `key` (uint64, one per position).
 
-    A Feistel network over 2^(2h) >= n, walked until the value lies below n (Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains").
+    A Feistel network over 2^(2h) >= n, walked until the value lies below n: four times at most on average (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains"). Up to SMALL, where few bits would leave few permutations, the
+    order of n hashes.
     """
-    half = np.uint64(max(4, -(-max(1, (n - 1).bit_length()) // 2)))
+    if n <= SMALL:
+        keys, which = np.unique(key, return_inverse=True)
+        noise = _mix(_mix(keys)[:, None] + np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        return np.argsort(noise, axis=1, kind="stable")[which, position]
+    half = np.uint64(-(-(n - 1).bit_length() // 2))
     mask = np.uint64((1 << int(half)) - 1)
     value, todo = position.astype(np.uint64), np.arange(len(position))
     result = np.empty(len(position), dtype=np.int64)

@@ -126,7 +126,7 @@ def cached_plan(folder: Path, fingerprint: str, bounds: np.ndarray, window: int)
     path = folder / "plans" / f"{key}.npz"
     if path.is_file():
         try:
-            with np.load(path) as kept:
+            with open(path, "rb") as stream, np.load(stream) as kept:
                 return Plan(kept["start"], kept["length"], kept["rows"])
         except (zipfile.BadZipFile, KeyError, EOFError, ValueError):
             path.unlink(missing_ok=True)  # damaged: made again below

@@ -208,6 +208,10 @@ def prepare_sources(
             if not _complete(folder, keys[id(unit)])
         ]
         _tokenise(missing, tokenizer, folder, workers, progress)
+        for unit, name, key in missing:
+            if _key(unit, name, made_from, digests) != key:
+                (folder / f"{key}.json").unlink(missing_ok=True)
+                raise ValueError(f"{unit.name} changed while it was read: run it again when it is complete")
         prepared = [
             PreparedSource(
                 source.path,

@@ -1,0 +1,85 @@
+"""The order: a permutation each epoch, shares kept at every block, constant state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrofox.data_order import Mixture, Order, StepSampler
+
+
+@settings(deadline=None, max_examples=40)
+@given(n=st.integers(1, 5000), seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
+def test_every_epoch_is_a_permutation(n, seed, epoch):
+    drawn = Order(n, seed).take(np.arange(epoch * n, (epoch + 1) * n))
+    assert np.array_equal(np.sort(drawn), np.arange(n))
+
+
+def test_epochs_and_seeds_differ_and_look_shuffled():
+    n = 10_000
+    first, second = Order(n, 1).take(np.arange(n)), Order(n, 1).take(np.arange(n, 2 * n))
+    other = Order(n, 2).take(np.arange(n))
+    for a, b in ((first, second), (first, other), (first, np.arange(n))):
+        assert (a == b).mean() < 0.002
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.05
+    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.05
+    small = np.array([Order(4, seed).take(np.arange(4)) for seed in range(2400)])
+    assert len({tuple(row) for row in small.tolist()}) == 24
+    counts = np.unique(small, axis=0, return_counts=True)[1]
+    assert counts.min() > 60  # 100 expected
+
+
+def test_one_number_is_what_many_give():
+    for order in (Order(77, 5), Mixture([5, 70, 11], [1, 2, 0.25], 5)):
+        assert [order[g] for g in range(3000, 3100)] == order.take(np.arange(3000, 3100)).tolist()
+
+
+def test_huge_orders_need_no_memory():
+    order = Order(10**12, 3)
+    drawn = order.take(np.arange(10**15, 10**15 + 1000))
+    assert len(np.unique(drawn)) == 1000
+    assert drawn.min() >= 0
+    assert drawn.max() < 10**12
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    parts=st.lists(st.tuples(st.integers(1, 400), st.floats(0.1, 10)), min_size=2, max_size=5),
+    seed=st.integers(0, 2**40),
+)
+def test_shares_hold_and_each_source_is_permuted(parts, seed):
+    counts, shares = zip(*parts, strict=True)
+    order = Mixture(counts, shares, seed)
+    n = 4 * order.block
+    drawn = order.take(np.arange(n))
+    source = np.searchsorted(order.offsets, drawn, side="right") - 1
+    share = np.array(shares) / sum(shares)
+    assert np.all(np.abs(np.bincount(source, minlength=len(counts)) - n * share) <= 1)
+    for j, count in enumerate(counts):
+        inside = drawn[source == j] - order.offsets[j]
+        times = np.bincount(inside, minlength=count)
+        assert len(times) == count
+        assert times.max() - times.min() <= 1  # at a block's end, every window was drawn equally often, or once more
+
+
+def test_steps_cover_the_same_samples_in_any_world():
+    order = Order(1000, 9)
+    wanted = order.take(np.arange(40, 136)).tolist()
+    for world, batch in ((1, 8), (2, 4), (4, 2), (8, 1)):
+        ranks = [list(StepSampler(order, batch, 40, rank, world, steps=12)) for rank in range(world)]
+        assert [index for step in zip(*ranks, strict=True) for part in step for index in part] == wanted
+
+
+@pytest.mark.parametrize("bad", [{"batch_size": 0}, {"rank": 2, "world": 2}, {"consumed": -1}])
+def test_samplers_refuse_impossible_settings(bad):
+    with pytest.raises(ValueError, match="need batch_size >= 1"):
+        StepSampler(Order(5), **{"batch_size": 1, **bad})
+
+
+def test_mixtures_refuse_shares_that_are_none():
+    with pytest.raises(ValueError, match="shares must be positive"):
+        Mixture([3, 3], [1.0, 0.0])
+    with pytest.raises(ValueError, match="at least one sample"):
+        Order(0)

@@ -1,0 +1,76 @@
+"""Packing: best fit to the letter, nothing lost, fast."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrofox.data_pack import best_fit, cached_plan, pack
+
+
+def one_by_one(lengths: list[int], capacity: int) -> list[int]:
+    """Best-fit-decreasing as in a textbook: the room left in each item's bin before it, in order of placement."""
+    rooms: list[int] = []
+    fits = []
+    for length in sorted(lengths, reverse=True):
+        room = min((room for room in rooms if room >= length), default=None)
+        if room is None:
+            room = capacity
+            rooms.append(capacity)
+        fits.append(room)
+        rooms[rooms.index(room)] -= length
+    return sorted(rooms)
+
+
+@settings(deadline=None, max_examples=200)
+@given(capacity=st.integers(2, 40), data=st.data())
+def test_best_fit_is_the_textbooks(capacity, data):
+    lengths = data.draw(st.lists(st.integers(1, capacity), max_size=80))
+    bins, count = best_fit(np.array(lengths, dtype=np.int64), capacity)
+    loads = np.bincount(bins, weights=lengths, minlength=count).astype(int)
+    assert sorted((capacity - loads).tolist()) == one_by_one(lengths, capacity)
+
+
+@settings(deadline=None, max_examples=100)
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60), window=st.integers(2, 33))
+def test_plans_cover_each_token_once_and_split_only_long_documents(lengths, window):
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    plan = pack(bounds, window)
+    covered = np.concatenate([np.arange(s, s + n) for s, n in zip(plan.start, plan.length, strict=True)])
+    assert np.array_equal(np.sort(covered), np.arange(bounds[-1]))
+    assert np.all(np.add.reduceat(plan.length, plan.rows[:-1]) <= window)
+    document = np.searchsorted(bounds, plan.start, side="right") - 1
+    pieces = np.bincount(document, minlength=len(lengths))
+    assert np.array_equal(pieces, -(-np.array(lengths) // window))
+    assert np.all(bounds[document + 1] >= plan.start + plan.length)
+
+
+def test_a_million_documents_are_planned_in_seconds_and_filled():
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6, 1.3, 1_000_000), 1, 200_000).astype(np.int64)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    started = time.perf_counter()
+    plan = pack(bounds, 4096)
+    assert time.perf_counter() - started < 30
+    assert plan.tokens == bounds[-1]
+    assert plan.tokens / (len(plan) * 4096) > 0.995
+
+
+def test_plans_are_kept_and_damaged_ones_made_again(tmp_path):
+    bounds = np.array([0, 5, 30, 31], dtype=np.int64)
+    first = cached_plan(tmp_path, "abc", bounds, 8)
+    (kept,) = (tmp_path / "plans").iterdir()
+    again = cached_plan(tmp_path, "abc", np.array([0, 1], dtype=np.int64), 8)  # read, not made
+    assert np.array_equal(first.start, again.start)
+    kept.write_bytes(kept.read_bytes()[:100])
+    repaired = cached_plan(tmp_path, "abc", bounds, 8)
+    assert np.array_equal(first.length, repaired.length)
+
+
+def test_windows_of_one_token_are_refused():
+    with pytest.raises(ValueError, match="at least 2, got 1"):
+        pack(np.array([0, 5]), 1)
