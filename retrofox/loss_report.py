@@ -106,10 +106,9 @@ def print_table(result: dict[str, Any], console: Console) -> None:
     lines = result["lines"]
     keys = [line["key"] for line in lines]
     documents, tokens = result["documents"], result["tokens"]
-    table = Table(
-        title=f"Loss in nats per token, {documents} documents, {tokens:,} tokens (± standard error over documents)",
-        title_justify="left",
-    )
+    spread = " (± standard error over documents)" if documents > 1 else ""
+    count = f"{documents} document{'s' if documents > 1 else ''}"
+    table = Table(title=f"Loss in nats per token, {count}, {tokens:,} tokens{spread}", title_justify="left")
     table.add_column("positions", justify="right", no_wrap=True)
     table.add_column("tokens", justify="right", no_wrap=True)
     for line in lines:
@@ -184,13 +183,17 @@ def write_files(result: dict[str, Any], losses: Losses, windows: Sequence[Window
             curves(result["lines"], losses, windows, result["length"], less=reference),
             reference=result["lines"][keys.index(reference)]["label"],
             trained_length=result.get("trained_length"),
-            subtitle=f"{result['documents']} documents, band: standard error over documents",
+            subtitle=_documents(result["documents"]),
         )
         files["png"], files["svg"] = save_figure(figure, out / "per_token_loss")
     files["json"] = str(out / "eval.json")
     content = {**result, "curves": drawn, "files": files}
     write_atomic(files["json"], (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
     return files
+
+
+def _documents(count: int) -> str:
+    return "1 document" if count == 1 else f"{count} documents, band: standard error over documents"
 
 
 def _bucket_rows(result: dict[str, Any], keys: list[str]) -> tuple[list[str], list[list[object]]]:

@@ -72,7 +72,8 @@ def loss_figure(
             if max(-low, high) > 1.0:
                 lower.set_yscale("symlog", linthresh=0.1, linscale=0.6, base=10)
                 lower.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:+g}" if v else "0"))
-            lower.set_ylabel(f"L(i) less that of\n{reference} (nats)")
+            lower.set_ylabel("Difference (nats)")
+            lower.set_title(f"L(i) less that of {reference}", fontsize=10)
         else:
             figure, axes = _figure(8.0, 4.8)
             lower = axes

@@ -54,7 +54,8 @@ def test_differences_get_a_panel_of_their_own_in_the_same_colours():
     figure = loss_figure([curve("a", 4.0), curve("b", 4.2)], [curve("a", 0.1)], reference="b")
     upper, lower = figure.axes
     assert lower.get_lines()[0].get_color() == upper.get_lines()[0].get_color()
-    assert "b (nats)" in lower.get_ylabel()
+    assert lower.get_title(loc="left") == "L(i) less that of b"
+    assert "nats" in lower.get_ylabel()
     assert lower.get_yscale() == "linear"
     wide = loss_figure([curve("a", 4.0), curve("b", 9.0)], [curve("a", -5.0)], reference="b")
     assert wide.axes[1].get_yscale() == "symlog"
