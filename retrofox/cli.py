@@ -76,7 +76,7 @@ def convert(
         int | None, typer.Option(help="Scale logits by ln(position)/ln(N) beyond N trained tokens.")
     ] = None,
     calibrate: Annotated[
-        list[Path] | None, typer.Option(help="Text file (repeatable): fit gates and queries to the base's attention.")
+        list[Path] | None, typer.Option(help="Text files: fit gates and queries to the base's attention.")
     ] = None,
     calibrate_steps: Annotated[
         int, typer.Option(help="Steps per layer; 0: only --init calibrated's half-lives.")
@@ -183,7 +183,7 @@ def merge(
 @app.command(name="eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help=MODEL)],
-    data: Annotated[list[str] | None, typer.Option(help="Files or directories of long documents (repeatable).")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Files or directories of documents, one or more.")] = None,
     against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of each document that are read.")] = 4096,
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
@@ -285,16 +285,46 @@ def chat(
 
 
 @app.command()
+def needle(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    data: Annotated[list[str], typer.Option(help="Text files that make the haystack.")],
+    against: Annotated[str | None, typer.Option(help="A model that reads the same prompts.")] = None,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "1024,2048,4096,8192",
+    depths: Annotated[int, typer.Option(help="How many depths, evenly spaced.")] = 5,
+    mode: Annotated[str, typer.Option(help="easy (needle holds question and answer) or standard.")] = "easy",
+    trials: Annotated[int, typer.Option(help="Prompts per cell.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of facts and places.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and heat-maps.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Hides facts in long texts and asks for them, over context lengths and depths."""
+    from retrofox.needle import needle as run
+
+    try:
+        sizes = [int(part) for part in lengths.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"lengths must be whole numbers with commas between, such as 1024,4096; got {lengths!r}"
+        ) from None
+    options: dict[str, Any] = {"depths": depths, "mode": mode, "trials": trials, "seed": seed, "out": out}
+    run(model, against, data, sizes, **options, device=device, dtype=dtype)
+
+
+@app.command()
 def inspect(
     model: Annotated[str, typer.Argument(help="A converted model: directory or Hub id.")],
-    data: Annotated[list[str] | None, typer.Option(help="Measure the gates on these texts (repeatable).")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Measure the gates on these texts.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of each document that are read.")] = 2048,
+    max_documents: Annotated[int, typer.Option(help="Take the first so many documents.")] = 8,
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
 ) -> None:
     """Shows each head's half-life: local and global heads, dead and saturated gates, kept rotary pairs."""
     from retrofox.inspect import inspect as run
 
-    run(model, data=data or None, length=length, out=out)
+    run(model, data=data or None, length=length, out=out, max_documents=max_documents, device=device, dtype=dtype)
 
 
 @config_app.command("schema")
@@ -327,8 +357,29 @@ def doctor() -> None:
     print(json.dumps({**environment(), "attention_backend": backend, "reason": reason}, indent=2, default=str))
 
 
+SPREADING = {"--data", "--against", "--calibrate"}
+POSITIONALS = {"convert": 2, "eval": 1, "needle": 1, "inspect": 1}
+
+
+def spread(arguments: list[str]) -> list[str]:
+    """Lets `--data a b c` stand for `--data a --data b --data c`, as a shell's *.txt makes it, after the positionals."""
+    command = arguments[0] if arguments else ""
+    result: list[str] = arguments[:1]
+    option, plain = None, 0
+    for argument in arguments[1:]:
+        if argument.startswith("-"):
+            option = argument
+        elif option in SPREADING and result[-1] != option and plain == POSITIONALS.get(command):
+            result.append(option)
+        elif option is None:
+            plain += 1
+        result.append(argument)
+    return result
+
+
 def main() -> None:
     """Entry point: bad input ends with one clear message and exit code 2, Ctrl-C with 130."""
+    sys.argv[1:] = spread(sys.argv[1:])
     try:
         app()
     except (

@@ -120,3 +120,12 @@ def test_config_schema_is_json_schema(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "config", "schema")
     assert code == 0
     assert "stages" in json.loads(out)["properties"]
+
+
+def test_options_that_take_files_take_several():
+    spread = cli.spread(["eval", "MODEL", "--data", "a", "b", "--length", "7", "--against", "x"])
+    assert spread == ["eval", "MODEL", "--data", "a", "--data", "b", "--length", "7", "--against", "x"]
+    untouched = ["eval", "--data", "a", "MODEL"]
+    assert cli.spread(untouched) == untouched
+    assert cli.spread(["convert", "S", "O", "--half-life", "1", "2"]) == ["convert", "S", "O", "--half-life", "1", "2"]
+    assert cli.spread([]) == []
