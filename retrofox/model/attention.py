@@ -334,6 +334,8 @@ def _refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
             "accelerate's context parallelism (is_causal was set and the mask dropped) splits the sequence without "
             "the forget gates: train without context parallelism (cp_size=1), with FSDP or DDP"
         )
+    if kwargs.get("cache") is not None:
+        raise ValueError("continuous batching (generate_batch) pages keys without the forget gates: use generate")
     registered = ALL_ATTENTION_FUNCTIONS["fox"]
     if getattr(getattr(registered, "__code__", None), "co_name", None) != fox_attention.__name__:
         raise ValueError(
