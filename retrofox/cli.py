@@ -362,7 +362,7 @@ POSITIONALS = {"convert": 2, "eval": 1, "needle": 1, "inspect": 1}
 
 
 def spread(arguments: list[str]) -> list[str]:
-    """Lets `--data a b c` stand for `--data a --data b --data c`, as a shell's *.txt makes it, after the positionals."""
+    """Lets `--data a b c` stand for `--data a --data b --data c`, as a shell's *.txt makes it."""
     command = arguments[0] if arguments else ""
     result: list[str] = arguments[:1]
     option, plain = None, 0
