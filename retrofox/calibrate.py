@@ -18,12 +18,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from retrofox import calibrate_capture as capture
-from retrofox import calibrate_fit as fitting
-from retrofox.calibrate_half_life import LONGEST, calibrate_half_lives, write_half_lives
+from retrofox.calibrate_half_life import calibrate_half_lives, write_half_lives
+from retrofox.calibrate_run import Run, put
 from retrofox.calibrate_source import Source, open_source
 from retrofox.calibrate_state import State, fingerprint
 from retrofox.families import trained_length
-from retrofox.model.attention import FoxMixin
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
 from retrofox.plots import save_csv, write_atomic
 from retrofox.report import environment, progress_bar
@@ -77,7 +76,7 @@ def apply_to(model: PreTrainedModel, result: Calibration) -> PreTrainedModel:
         if state[name].shape != value.shape:
             raise ValueError(f"{name} has shape {tuple(state[name].shape)}, its calibration {tuple(value.shape)}")
     for name, value in result.tensors().items():
-        _put(model, name, value)
+        put(model, name, value)
     return model
 
 
@@ -167,7 +166,7 @@ def calibrate(
     with _restored(model):
         if fox.init == "calibrated":
             written |= _start(source, files, tokenizer, state, out, progress)
-        run = _Run(source, fox, tokens, held_out, steps, refit_queries, layer_losses, seed)
+        run = Run(source, fox, tokens, held_out, steps, refit_queries, layer_losses, seed)
         rows = run.all_layers(state, progress) if steps else []
         summary = run.summary(state, rows) if rows else {}
         values = _values(source, state) if rows else _gates(model)
@@ -207,169 +206,7 @@ def _restored(model: PreTrainedModel) -> Iterator[None]:
                 owner, leaf = name.rsplit(".", 1)
                 setattr(model.get_submodule(owner), leaf, value)
             else:
-                _put(model, name, value)
-
-
-class _Run:
-    """The layer-by-layer fit: hidden states of the original, and of the variants whose loss will be measured."""
-
-    def __init__(
-        self,
-        source: Source,
-        fox: FoxSpec,
-        tokens: torch.Tensor,
-        held_out: int,
-        steps: int,
-        refit: bool,
-        layer_losses: bool,
-        seed: int,
-    ):
-        self.source, self.model, self.fox = source, source.model, fox
-        self.tokens, self.held_out = tokens, held_out
-        self.steps, self.refit, self.layer_losses, self.seed = steps, refit, layer_losses, seed
-        self.num_layers = len(capture.decoder_layers(self.model))
-
-    def all_layers(self, state: State, progress: bool) -> list[dict[str, Any]]:
-        """Fits every layer that is not yet done; returns the measurements of all."""
-        entering, calls = capture.enter(self.model, self.tokens)
-        number = state.finished()
-        rows = [state.read_layer(done)[1] for done in range(number)]
-        streams = state.read_inputs(number) if number else self._first_streams(entering)
-        with progress_bar("layers", progress) as bar:
-            task = bar.add_task("calibrating", total=self.num_layers, completed=number)
-            for number in range(len(rows), self.num_layers):
-                with self.source.layer(number) as layer:
-                    tensors, row, streams = self._layer(number, layer, calls[number], streams)
-                state.write_inputs(number + 1, streams)
-                state.write_layer(number, tensors, row)
-                state.drop_inputs(number)
-                rows.append(row)
-                bar.update(
-                    task, advance=1, description=f"calibrating (KL {row['kl_before']:.3f} -> {row['kl_after']:.3f})"
-                )
-        return rows
-
-    def _first_streams(self, entering: torch.Tensor) -> dict[str, torch.Tensor]:
-        held = entering[-self.held_out :]
-        single = held[:0]
-        return {"original": entering, "before": held, "after": held.clone(), "single": single}
-
-    def _layer(
-        self, number: int, layer: nn.Module, call: capture.LayerCall, streams: dict[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]:
-        started = time.perf_counter()
-        attention: FoxMixin = layer.self_attn  # type: ignore[assignment]
-        held, nothing = streams["original"][-1:], streams["original"][:0]
-        with capture.mode(attention, "original"):
-            single = capture.through(layer, streams["single"], call) if len(streams["single"]) else nothing
-        before = capture.through(layer, streams["before"], call)
-        single_before = capture.through(layer, held, call) if self.layer_losses else nothing
-        original, captured = capture.run_original(layer, streams["original"], call)
-        tensors, row = self._fit(number, attention, captured)
-        for name, value in tensors.items():
-            _put(attention, name, value)
-        after = capture.through(layer, streams["after"], call)
-        single_after = capture.through(layer, held, call) if self.layer_losses else nothing
-        row["seconds"] = round(time.perf_counter() - started, 2)
-        single = torch.cat([single, single_before, single_after])
-        return tensors, row, {"original": original, "before": before, "after": after, "single": single}
-
-    def _fit(
-        self, number: int, attention: FoxMixin, captured: list[tuple[capture.Operands, dict[str, Any]]]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(the layer's new tensors by name below its attention, KL before and after)."""
-        windows = [self._window(attention, *entry) for entry in captured]
-        fitted, held = windows[: -self.held_out], windows[-self.held_out :]
-        start = self._student(attention, windows[0])
-        before = fitting.divergence(held, start)
-        student = start.clone()
-        constant = student.bias is not None and (student.weight is None or not student.weight.any())
-        if constant and self.fox.init != "calibrated":
-            longest = float(LONGEST * self.tokens.shape[1])
-            fitting.best_constant_gates(fitted[:1], student, list(np.geomspace(4.0, longest, 10)))
-        generator = torch.Generator().manual_seed(1000 * self.seed + number)
-        fitting.fit(fitted, student, self.steps, generator)
-        after = fitting.divergence(held, student)
-        worse = after > before
-        student.take(worse, start)
-        after = torch.minimum(after, before)
-        row = {
-            "layer": number,
-            "kl_before": round(float(before.mean()), 5),
-            "kl_after": round(float(after.mean()), 5),
-            "kl_before_by_head": [round(x, 5) for x in before.tolist()],
-            "kl_after_by_head": [round(x, 5) for x in after.tolist()],
-            "heads_fitted": int((~worse).sum()),
-        }
-        return _folded(attention, student), row
-
-    def _window(self, attention: FoxMixin, original: capture.Operands, block: dict[str, Any]) -> fitting.Window:
-        converted = capture.converted_operands(attention, block)
-        finish = capture.query_finish(attention, converted, block) if self.refit else None
-        return fitting.Window(original, converted, finish, attention.sink_tokens, attention.log_n)
-
-    def _student(self, attention: FoxMixin, window: fitting.Window) -> fitting.Student:
-        gate, (heads, _, head_dim) = attention.forget_gate, window.original.query.shape
-        weight = None if gate is None or gate.weight is None else gate.weight.detach().float().clone()
-        return fitting.Student(
-            bias=None if gate is None else gate.bias.detach().float().clone(),
-            weight=weight,
-            refit=torch.eye(head_dim, device=window.original.query.device).repeat(heads, 1, 1) if self.refit else None,
-        )
-
-    def summary(self, state: State, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        """KL as a mean over layers, loss of the original and of the whole conversion before and after, held-out text;
-        fills each row's loss_before and loss_after."""
-        streams = state.read_inputs(self.num_layers)
-        ids = self.tokens[-self.held_out :]
-        losses = {
-            "original": capture.losses_from(self.model, ids, streams["original"][-self.held_out :]),
-            "before": capture.losses_from(self.model, ids, streams["before"]),
-            "after": capture.losses_from(self.model, ids, streams["after"]),
-        }
-        single = (
-            capture.losses_from(self.model, ids[-1:].expand(len(streams["single"]), -1), streams["single"])
-            if len(streams["single"])
-            else None
-        )
-        for number, row in enumerate(rows):
-            row["loss_before"] = None if single is None else round(float(single[2 * number].mean()), 4)
-            row["loss_after"] = None if single is None else round(float(single[2 * number + 1].mean()), 4)
-        return {
-            "kl_before": round(float(np.mean([row["kl_before"] for row in rows])), 5),
-            "kl_after": round(float(np.mean([row["kl_after"] for row in rows])), 5),
-            "loss_original": round(float(losses["original"].mean()), 4),
-            "loss_before": round(float(losses["before"].mean()), 4),
-            "loss_after": round(float(losses["after"].mean()), 4),
-            "loss_original_of_layer_rows": round(float(losses["original"][-1].mean()), 4),
-        }
-
-
-def _folded(attention: FoxMixin, student: fitting.Student) -> dict[str, torch.Tensor]:
-    """A student as tensors of the attention module: gate parameters, and the projection with the refit folded in."""
-    tensors = {}
-    if student.bias is not None:
-        tensors["forget_gate.bias"] = student.bias
-    if student.weight is not None:
-        tensors["forget_gate.weight"] = student.weight
-    if student.refit is not None:
-        name = capture.query_projection(attention)
-        assert name is not None
-        linear = getattr(attention, name)
-        for part in ("weight", "bias"):
-            value = getattr(linear, part)
-            if value is not None:
-                tensors[f"{name}.{part}"] = fold(value.detach(), student.refit)
-    return tensors
-
-
-def fold(projection: torch.Tensor, refit: torch.Tensor) -> torch.Tensor:
-    """A projection's weight (H D, hidden) or bias (H D,) with q' = q M folded in: per head M^T W; further rows (fused
-    keys and values) stay. refit: (H, D, D). The product is taken in float64 and rounded to the projection's dtype."""
-    heads, head_dim, _ = refit.shape
-    rows = projection[: heads * head_dim].double().reshape(heads, head_dim, -1)
-    folded = torch.bmm(refit.double().transpose(1, 2), rows).reshape(projection[: heads * head_dim].shape)
-    return torch.cat([folded.to(projection.dtype), projection[heads * head_dim :]])
+                put(model, name, value)
 
 
 def _gates(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -383,19 +220,6 @@ def _values(source: Source, state: State) -> dict[str, torch.Tensor]:
         for part, value in state.read_layer(number)[0].items():
             values[f"{name}.{part}"] = value if part.startswith("forget_gate.") else value.to(source.dtype)
     return values
-
-
-def _put(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Gives a module's parameter or buffer new content: gates by overwriting, anything shared by replacing."""
-    *path, leaf = name.split(".")
-    owner = module.get_submodule(".".join(path))
-    old = getattr(owner, leaf)
-    value = value.to(old.device, old.dtype)
-    if path[-1] == "forget_gate":
-        with torch.no_grad():
-            old.copy_(value)
-    else:
-        setattr(owner, leaf, nn.Parameter(value.clone(), requires_grad=old.requires_grad))
 
 
 def _check(fox: FoxSpec, steps: int, refit: bool, windows: int, held_out: int, length: int) -> None:
@@ -464,7 +288,7 @@ def _start(
             heads = range(attention.num_fox_heads)
             bias = torch.tensor([bias_from_half_life(by_place[number, head]) for head in heads])
             attention.forget_gate.reset()
-            _put(attention, "forget_gate.bias", bias)
+            put(attention, "forget_gate.bias", bias)
     return {f"half_lives_{kind}": str(out / f"half_lives.{kind}") for kind in ("json", "csv", "png", "svg")}
 
 

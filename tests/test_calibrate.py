@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 import retrofox
 from retrofox import calibrate_capture as capture
 from retrofox import calibrate_fit as fitting
-from retrofox.calibrate import apply_to, calibrate, fold
+from retrofox.calibrate import apply_to, calibrate
 from retrofox.calibrate_half_life import MassByDistance, calibrate_half_lives
+from retrofox.calibrate_run import fold
 from retrofox.calibrate_source import Checkpoint
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
 from retrofox.surgery import attention_mode, attentions
