@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -201,17 +202,17 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
         if not is_new_tensor(name):
             parameter.data = parameter.data.to(stored)
     limit = 1e-4 if stored == torch.float32 else 2e-2
+    difference = math.inf
     try:
         merged.save_pretrained(str(out))
         tokenizer = load_tokenizer(adapter) or load_tokenizer(base)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(out))
         difference = float((_fresh_logits(out) - unmerged).norm() / unmerged.norm())
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
+    finally:
+        if not difference <= limit:
+            shutil.rmtree(out, ignore_errors=True)
     if not difference <= limit:
-        shutil.rmtree(out)
         raise ValueError(
             f"merged logits differ by {difference:.2e} (limit {limit:.0e}) from the adapter's: not written"
         )

@@ -60,7 +60,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
         say(state, f"{out / 'model'} is complete: nothing left to do")
         return json.loads((out / "result.json").read_text(encoding="utf-8"))
     source = resolve_source(recipe, out, state)
-    tokenizer = load_tokenizer(recipe.data.tokenizer or source)
+    tokenizer = load_tokenizer(recipe.data.tokenizer or recipe.model)
     tokens = prepare_tokens(recipe, tokenizer, state)
     model: Any = None
     rows: dict[int, int] = {}
@@ -190,6 +190,10 @@ def _trainer(
     state: Any,
 ) -> FoxTrainer:
     stage = recipe.stages[number]
+    if stage.objective != "extend" and not is_converted(model):
+        raise ValueError(
+            f"objective {stage.objective} compares a retrofit with its original: give `fox:` to the recipe"
+        )
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
     recompute(model, stage.gradient_checkpointing)
     compile_parts(model, stage.compile)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from retrofox import checkpoint
@@ -86,6 +86,8 @@ class FoxTrainer(Trainer):
             self.add_callback(Anneal(lm, fox["annealed_tokens"], batch_tokens))
         for callback in (self.gates, self.signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
             self.add_callback(callback)
+        if self.is_fsdp_enabled and stage.objective == "align":
+            self.add_callback(KeepGathered())
         self.evaluator = evaluator
         model.forward = types.MethodType(self._forward, model)
 
@@ -155,6 +157,8 @@ class FoxTrainer(Trainer):
         """The optimizer named by the recipe over parameter groups by role."""
         if self.optimizer is None:
             target: Any = self.model if model is None else model
+            if self.is_fsdp_enabled:
+                shard_new_modules(target)  # before accelerate shards the layers around them
             groups = parameter_groups(target, self.stage)
             cls, options = self.get_optimizer_cls_and_kwargs(self.args, target)
             own = [key for key in ("params", "model", "optimizer_dict") if key in options]
@@ -180,17 +184,6 @@ class FoxTrainer(Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # counted in closed form by Clock; the Trainer's own walks all parameters at every micro-batch
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        if not self.is_fsdp_enabled:
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        shard_new_modules(self.model)
-        layers = decoder_layers(self.model)
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        for layer in layers:
-            # align's backward enters layers whose own outputs carry no gradient: no hook would gather them again
-            layer.set_reshard_after_forward(self.stage.objective != "align")  # type: ignore[operator]
-        return prepared
 
     # log -------------------------------------------------------------------------------------------------------------
 
@@ -301,6 +294,15 @@ class _Endless:
 
     def __iter__(self) -> Any:
         return iter(self.batches)
+
+
+class KeepGathered(TrainerCallback):
+    """align under FSDP2: its backward enters layers whose own outputs carry no gradient, where no hook would gather
+    weights again, so they stay gathered from the forward on."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for layer in decoder_layers(kwargs["model"]):
+            layer.set_reshard_after_forward(False)  # type: ignore[operator]
 
 
 def shard_new_modules(model: Any) -> None:

@@ -1,0 +1,312 @@
+"""Training in one process: stages, roles, schedules, speed-ups that change nothing, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import retrofox
+from retrofox import checkpoint
+from retrofox.config import Recipe, Stage, validate
+from retrofox.train import train
+from retrofox.train_callbacks import Diverged, Guard, JsonLog, half_life_statistics, log_line
+from retrofox.train_groups import (
+    accumulation,
+    count_steps,
+    group_schedules,
+    parameter_groups,
+    role_of,
+    schedule,
+    set_trainable,
+)
+from retrofox.train_speed import fuse_norms, recompute
+
+WORDS = ["the fox ", "forgets ", "a gate ", "and so on ", "far away "]
+
+
+def make_stage(**values) -> Stage:
+    return Stage(**{"objective": "extend", "tokens": 1000, "sequence_length": 10, **values})
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number}.txt").write_text("".join(WORDS[(number * i + i * i) % 5] for i in range(20 + 13 * number)))
+    return folder
+
+
+@pytest.fixture
+def make_recipe(tmp_path, texts, pico_fox_checkpoint):
+    def build(**values) -> Recipe:
+        stage = {
+            "objective": "extend",
+            "tokens": 512,
+            "sequence_length": 64,
+            "batch_tokens": 128,
+            "learning_rate": 3e-3,
+        }
+        defaults = {
+            "model": str(pico_fox_checkpoint),
+            "output": str(tmp_path / "out"),
+            "data": {"train": [str(texts)], "eval": [str(texts)], "cache": str(tmp_path / "cache"), "workers": 1},
+            "stages": [stage],
+            "precision": "fp32",
+            "log": {"every": 1},
+            "dataloader_workers": 0,
+        }
+        return validate({**defaults, **values})
+
+    return build
+
+
+def lines(recipe):
+    return [json.loads(line) for line in (Path(recipe.output) / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_logs_and_leaves_a_loadable_model(make_recipe, capsys):
+    recipe = make_recipe()
+    result = train(recipe)
+    log = lines(recipe)
+    assert [line["step"] for line in log] == [1, 2, 3, 4]
+    wanted = {"loss", "tokens", "tokens_per_second", "memory_gb", "eta_seconds", "grad_norm", "half_life_mean"}
+    wanted |= {"half_life_p10", "half_life_p50", "half_life_p90", "gates_saturated", "gates_dead"}
+    assert wanted <= set(log[0])
+    assert "tok/s" in capsys.readouterr().err
+    stage = result["stages"][0]
+    assert stage["eval_after"] < stage["eval_before"]
+    model = retrofox.load(result["model"])
+    start = retrofox.load(recipe.model)
+    moved = {n for (n, a), b in zip(model.named_parameters(), start.parameters(), strict=True) if not torch.equal(a, b)}
+    assert any("forget_gate.weight" in name for name in moved)
+    assert any("q_proj" in name for name in moved)
+    assert (Path(result["model"]) / "tokenizer.json").is_file()
+    again = train(recipe)
+    assert again == result
+    assert "nothing left to do" in capsys.readouterr().err
+    changed = recipe.model_copy(update={"seed": 5})
+    with pytest.raises(ValueError, match="holds another run: seed differ"):
+        train(changed)
+
+
+def test_three_stages_move_what_they_should(make_recipe):
+    common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
+    recipe = make_recipe(
+        stages=[
+            {"objective": "align", **common},
+            {"objective": "distill", **common, "teacher": "copy", "ce_weight": 0.5, "gradient_checkpointing": 2},
+            {"objective": "extend", **common, "rates": {"attention": 0, "rest": 0}, "schedule": "wsd"},
+        ]
+    )
+    result = train(recipe)
+    out = Path(recipe.output)
+    start, aligned = retrofox.load(recipe.model), retrofox.load(out / "stage-0-align" / "model")
+    distilled, final = retrofox.load(out / "stage-1-distill" / "model"), retrofox.load(result["model"])
+
+    def moved(before, after):
+        pairs = zip(before.named_parameters(), after.parameters(), strict=True)
+        return {role_of(name) for (name, a), b in pairs if not torch.equal(a, b)}
+
+    assert moved(start, aligned) == {"gate_bias", "gate_weight"}
+    assert moved(aligned, distilled) == {"gate_bias", "gate_weight", "attention", "rest"}
+    assert moved(distilled, final) == {"gate_bias", "gate_weight"}
+    assert {"kl", "cross_entropy"} <= set(lines(recipe)[2])
+    assert [line["stage"] for line in lines(recipe)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_unconverted_models_are_converted_first_and_annealed(make_recipe, pico_checkpoint, tmp_path):
+    fox = {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 256, "half_life": [2, 200]}
+    recipe = make_recipe(model=str(pico_checkpoint), fox=fox)
+    result = train(recipe)
+    model = retrofox.load(result["model"])
+    assert model.config.fox["annealed_tokens"] == 256
+    halfway = tmp_path / "out" / "stage-0-extend" / "checkpoint-3" / "config.json"
+    assert (tmp_path / "out" / "converted" / "config.json").is_file()
+    assert json.loads(halfway.read_text())["fox"]["annealed_tokens"] == 256
+    converted = make_recipe(model=str(tmp_path / "out" / "converted"), fox=fox, output=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="already converted"):
+        train(converted)
+
+
+def test_plain_models_train_as_they_are(make_recipe, pico_checkpoint):
+    recipe = make_recipe(model=str(pico_checkpoint), precision="bf16", optim="sgd")
+    result = train(recipe)
+    config = json.loads((Path(result["model"]) / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["dtype"] == "bfloat16"
+    assert all(math.isfinite(line["loss"]) for line in lines(recipe))
+    align = [{"objective": "align", "tokens": 128, "sequence_length": 64}]
+    with pytest.raises(ValueError, match="give `fox:`"):
+        train(make_recipe(model=str(pico_checkpoint), stages=align, output=recipe.output + "2"))
+
+
+def test_accumulated_micro_batches_are_one_batch(make_recipe, tmp_path):
+    stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 256}
+    runs = []
+    for micro_batch in (1, 4):
+        output = str(tmp_path / f"micro-{micro_batch}")
+        recipe = make_recipe(stages=[{**stage, "micro_batch": micro_batch}], output=output)
+        train(recipe)
+        runs.append(lines(recipe)[0])
+    assert runs[0]["loss"] == pytest.approx(runs[1]["loss"], rel=1e-5)
+    assert runs[0]["grad_norm"] == pytest.approx(runs[1]["grad_norm"], rel=1e-4)
+
+
+def test_changed_data_under_a_run_is_refused(make_recipe, texts):
+    stage = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128}
+    recipe = make_recipe(stages=[stage], checkpoint={"every_steps": 2})
+    train(recipe)
+    out = Path(recipe.output)
+    (out / "model" / checkpoint.MARKER).unlink()
+    checkpoint.discard(out / "stage-0-extend" / "checkpoint-4")
+    (texts / "0.txt").write_text("another text altogether, long enough to be packed somewhere else " * 9)
+    with pytest.raises(ValueError, match="the data under this run changed"):
+        train(recipe)
+
+
+def test_divergence_stops_and_keeps_the_last_checkpoint(make_recipe):
+    stage = {"objective": "extend", "tokens": 1024, "sequence_length": 64, "batch_tokens": 128, "clip": 0}
+    rates = {"learning_rate": 1e4, "rates": {"gate_bias": 0, "gate_weight": 0}}
+    recipe = make_recipe(stages=[{**stage, **rates}], checkpoint={"every_steps": 1})
+    with pytest.raises(Diverged, match="lowering learning_rate"):
+        train(recipe)
+    good, _ = checkpoint.newest_good(Path(recipe.output) / "stage-0-extend")
+    assert good is not None
+
+
+def test_guard_lets_ordinary_losses_pass():
+    guard = Guard(3.0, fp16=False)
+    for step, loss in enumerate((4.0, 3.8, 5.0, 3.7)):
+        guard.check(loss, 1.0, step, "")
+    with pytest.raises(Diverged, match="jumped"):
+        guard.check(20.0, 1.0, 5, "")
+    with pytest.raises(Diverged, match="not finite"):
+        guard.check(math.nan, 1.0, 5, "")
+    with pytest.raises(Diverged, match="not finite"):
+        guard.check(3.0, math.inf, 5, "")
+    Guard(3.0, fp16=True).check(3.0, math.inf, 5, "")
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(make_recipe, monkeypatch):
+    recipe = make_recipe(checkpoint={"every_steps": 2})
+    whole = checkpoint.commit
+
+    def full_disk(directory, note):
+        if note["step"] == 4:
+            raise OSError(28, "No space left on device")
+        whole(directory, note)
+
+    monkeypatch.setattr(checkpoint, "commit", full_disk)
+    with pytest.raises(ValueError, match=r"No space left on device.*checkpoint-2 is complete"):
+        train(recipe)
+    monkeypatch.undo()
+    good, skipped = checkpoint.newest_good(Path(recipe.output) / "stage-0-extend")
+    assert good is not None
+    assert good.name == "checkpoint-2"
+    assert len(skipped) == 1
+    assert train(recipe)["stages"][0]["resumed_at"] == 2
+
+
+def test_roles_and_groups(pico_fox):
+    model = pico_fox()
+    stage = make_stage(learning_rate=1e-4, rates={"rest": 1e-5})
+    assert role_of("base_model.model.model.layers.0.self_attn.forget_gate.modules_to_save.default.bias") == "gate_bias"
+    set_trainable(model, stage)
+    groups = parameter_groups(model, stage)
+    assert [group["role"] for group in groups] == ["gate_bias", "gate_weight", "attention", "rest", "rest"]
+    assert [group["lr"] for group in groups] == [5e-4, 5e-4, 1e-4, 1e-5, 1e-5]
+    assert [group["weight_decay"] for group in groups] == [0, 0, 0.1, 0, 0.1]
+    assert sum(p.numel() for group in groups for p in group["params"]) == sum(p.numel() for p in model.parameters())
+    only = set_trainable(model, make_stage(trainable=["*.q_proj.weight"]))
+    assert len(only) == 2
+    with pytest.raises(ValueError, match="matches no parameter"):
+        set_trainable(model, make_stage(trainable=["*.qq_proj.*"]))
+    with pytest.raises(ValueError, match="nothing to train"):
+        set_trainable(model, make_stage(learning_rate=0.0))
+
+
+def test_schedules_in_tokens():
+    def factors(steps, **values):
+        factor = schedule(make_stage(tokens=1000, **values), 100)
+        return [round(factor(step), 4) for step in steps]
+
+    assert factors([0, 5, 9], schedule="linear") == [1.0, 0.5, 0.1]
+    assert factors([0, 5], schedule="cosine", min_lr_ratio=0.5) == [1.0, 0.75]
+    assert factors([0, 1, 3], schedule="constant", warmup_tokens=400) == [0.25, 0.5, 1.0]
+    assert factors([0, 7, 8, 9], schedule="wsd", decay_tokens=200) == [1.0, 1.0, 1.0, 0.5]
+    delayed = make_stage(tokens=1000, schedule="constant", gate_delay_tokens=200)
+    gate, other = group_schedules([{"role": "gate_bias"}, {"role": "rest"}], delayed, 100)
+    assert [gate(step) for step in (0, 1, 2)] == [0.0, 0.0, 1.0]
+    assert other(0) == 1.0
+    assert count_steps(make_stage(tokens=1001), 100) == 11
+    assert accumulation(make_stage(micro_batch=2), 200, 5) == 2
+    with pytest.raises(ValueError, match="nearest: 200 or 300"):
+        accumulation(make_stage(micro_batch=2), 240, 5)
+
+
+def test_fused_norms_change_nothing(pico_fox):
+    model = pico_fox()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        assert fuse_norms(model) == 5
+        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-5, atol=1e-5)
+
+
+def test_recomputation_changes_nothing(pico_fox):
+    model = pico_fox().train()
+    ids = torch.arange(40)[None]
+
+    def gradient(which):
+        assert recompute(model, which) == {"none": 0, "full": 2, 2: 1}[which]
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return model.model.layers[0].self_attn.forget_gate.weight.grad.clone()
+
+    plain = gradient("none")
+    assert torch.equal(gradient("full"), plain)
+    assert torch.equal(gradient(2), plain)
+
+
+def test_half_life_statistics():
+    log_f = torch.tensor([-math.log(2) / 8, -math.log(2) / 128, -1e-9])
+    found = half_life_statistics(log_f, torch.tensor([0.0, 0.5, 1.0]), 1000)
+    assert found["half_life_p50"] == pytest.approx(128, rel=1e-5)
+    assert found["gates_saturated"] == pytest.approx(1 / 3)
+    assert found["gates_dead"] == pytest.approx(1 / 3)
+    line = log_line({"loss": 3.0, "eta_seconds": 3661.0, **found}, 1, 2)
+    assert "eta 1:01:01" in line
+
+
+def test_json_log_drops_what_will_be_run_again(tmp_path):
+    file = tmp_path / "log.jsonl"
+    log = JsonLog(file, 0, 0)
+    for step in (1, 2, 3):
+        log.write({"step": step})
+    with open(file, "a") as torn:
+        torn.write('{"stage": 0, "st')
+    JsonLog(file, 0, 2).write({"step": 3, "again": True})
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"stage": 0, "step": 1},
+        {"stage": 0, "step": 2},
+        {"stage": 0, "step": 3, "again": True},
+    ]
+
+
+def test_parallelism_that_would_lose_the_gates_is_refused(make_recipe, monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    with pytest.raises(ValueError, match="context parallelism"):
+        train(make_recipe())
+
+
+def test_fp16_and_optimizers_with_groups_of_their_own_are_refused(make_recipe):
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="fp16 needs a GPU"):
+            train(make_recipe(precision="fp16"))
+    with pytest.raises(ValueError, match="not a valid OptimizerNames"):
+        train(make_recipe(optim="adamww"))
