@@ -1,7 +1,10 @@
 """The Triton implementations as one torch operator, with a fake and a gradient: torch.compile sees no graph break.
 
-    fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo     (backend "triton" or "gluon")
+    fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo, residual   (backend "triton" or "gluon")
     fox_kernels::attention_backward   -> dq, dk, dv, dlog_f
+
+The residual is what rounding o to 16 bits lost, kept for the backward by the Triton kernels: with saturated gates the
+gradients are differences of do.v and do.o that agree in more digits than o has. It is empty where nothing needs it.
 
 No value is read back to the host, so both can be captured in a CUDA graph.
 """
@@ -16,6 +19,12 @@ from .backward import launch_backward
 from .forward import launch_forward
 
 LN_2 = math.log(2)
+
+
+def _residual(q: Tensor, backend: str, for_backward: bool) -> Tensor:
+    """Return room for what rounding o loses, or an empty tensor."""
+    wanted = for_backward and backend == "triton" and q.element_size() == 2
+    return q.new_empty(q.shape if wanted else (0,))
 
 
 def _launchers(backend: str):
@@ -40,7 +49,8 @@ def attention(
     softcap: float | None,
     prune: float | None,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    for_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     c_hi, c_lo = cumsum.cumulative(log_f)
     options = {
         "scale": scale,
@@ -50,18 +60,21 @@ def attention(
         "softcap": softcap,
         "prune": prune,
     }
-    if cu_seqlens is None and decode.pays(q, k):
-        return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo
+    residual = _residual(q, backend, for_backward)
+    if cu_seqlens is None and not for_backward and decode.pays(q, k):
+        return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, residual
+    if residual.numel():
+        options["residual"] = residual
     launch, _ = _launchers(backend)
-    return *launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, **options), c_hi, c_lo
+    return *launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, **options), c_hi, c_lo, residual
 
 
 @attention.register_fake
-def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend):
+def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, for_backward):
     (B, T, H, D), S = q.shape, k.shape[1]
     o = q.new_empty(B, T, H, D)
     lse2, c_hi, c_lo = (q.new_empty(B, H, n, dtype=torch.float32) for n in (T, S, S))
-    return o, lse2, c_hi, c_lo
+    return o, lse2, c_hi, c_lo, _residual(q, backend, for_backward)
 
 
 @torch.library.custom_op("fox_kernels::attention_backward", mutates_args=())
@@ -76,6 +89,7 @@ def attention_backward(
     lse2: Tensor,
     c_hi: Tensor,
     c_lo: Tensor,
+    residual: Tensor,
     scale: float,
     cu_seqlens: Tensor | None,
     seq_start: Tensor | None,
@@ -86,17 +100,16 @@ def attention_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, launch = _launchers(backend)
+    extra = {"residual": residual} if residual.numel() else {}
     dq, dk, dv, dc = launch(
         do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window,
-        sink=sink, softcap=softcap, prune=prune,
+        sink=sink, softcap=softcap, prune=prune, **extra,
     )  # fmt: skip
     return dq, dk, dv, cumsum.gate_gradient(dc, log_f)
 
 
 @attention_backward.register_fake
-def _(
-    do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend
-):
+def _(do, dlse2, q, k, v, log_f, *_):
     def like(x):
         return x.new_empty(x.shape)  # contiguous whatever x's strides are, as the kernels write it
 
@@ -104,20 +117,20 @@ def _(
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend = inputs
+    q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, _ = inputs
     ctx.save_for_backward(q, k, v, log_f, *output, cu_seqlens, seq_start)
     ctx.options = (window, sink, softcap, prune, backend)
     ctx.scale = scale
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, dlse2, _dc_hi, _dc_lo):
-    q, k, v, log_f, o, lse2, c_hi, c_lo, cu_seqlens, seq_start = ctx.saved_tensors
+def _backward(ctx, do, dlse2, *_):
+    q, k, v, log_f, o, lse2, c_hi, c_lo, residual, cu_seqlens, seq_start = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     grads = attention_backward(
-        do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, ctx.scale, cu_seqlens, seq_start, *ctx.options
+        do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual, ctx.scale, cu_seqlens, seq_start, *ctx.options
     )
-    return *grads, *[None] * 8
+    return *grads, *[None] * 9
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
@@ -127,8 +140,9 @@ def forgetting_attention(
     q, k, v, log_f, *, scale, cu_seqlens, seq_start, window, sink, softcap, prune, return_lse, backend
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels."""
-    o, lse2, _, _ = attention(
+    for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
+    o, lse2, *_ = attention(
         q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, None if softcap is None else float(softcap),
-        None if prune is None else float(prune), backend,
+        None if prune is None else float(prune), backend, for_backward,
     )  # fmt: skip
     return (o, lse2.transpose(1, 2) * LN_2) if return_lse else o

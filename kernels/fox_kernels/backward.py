@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from . import prune as pruning
-from .cumsum import C_GROUP, block_relative
+from .cumsum import block_relative
 from .forward import (
     LOG2_E,
     block_scalars,
@@ -41,7 +41,7 @@ def _dq_block(
     n0, q0, q1, do0, do1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, lse, delta,
     c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, row_sum, dq0, dq1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, GROUP_C: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     j = n0 + offs_n
     if MASKED:
@@ -49,7 +49,7 @@ def _dq_block(
         c_lo = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
     else:
         rel = tl.load(c_rel_ptr + j)
-        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 // GROUP_C * GROUP_C + GROUP_C - 1, S)
+        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
         lift = (bias_hi - last_hi) + (bias_lo - last_lo)
     k0 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d0, S, MASKED)
     v0 = load_rows(v_ptr, n0, stride_v, offs_n, offs_d0, S, MASKED)
@@ -92,14 +92,14 @@ def _dq_block(
 
 @triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink", "prune"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
     c_offset_ptr, dq_ptr, facts_ptr, row_sum_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
     T, S, H, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, GROUP_C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, RESIDUAL: tl.constexpr,
+    NEXT_BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM)
     pairs = tl.num_programs(0) // tiles
@@ -110,6 +110,8 @@ def dq_kernel(
     k_ptr += b * sk_b + (h // GROUP) * sk_h
     v_ptr += b * sv_b + (h // GROUP) * sv_h
     o_ptr += b * so_b + h * so_h
+    if RESIDUAL:
+        residual_ptr += b * so_b + h * so_h
     do_ptr += b * sdo_b + h * sdo_h
     c_hi_ptr += bh * S
     c_lo_ptr += bh * S
@@ -130,12 +132,18 @@ def dq_kernel(
     rows = m0 + offs_m < T
     do0 = load_rows(do_ptr, m0, sdo_t, offs_m, offs_d0, T, True)
     o0 = load_rows(o_ptr, m0, so_t, offs_m, offs_d0, T, True)
-    delta = tl.sum(do0.to(tl.float32) * o0.to(tl.float32), 1)
+    o0 = o0.to(tl.float32)
+    if RESIDUAL:  # of o's rounding: where one key holds nearly all the weight, delta is all but the whole of do.v
+        o0 += load_rows(residual_ptr, m0, so_t, offs_m, offs_d0, T, True)
+    delta = tl.sum(do0.to(tl.float32) * o0, 1)
     do1 = do0
     if D1 > 0:
         do1 = load_rows(do_ptr, m0, sdo_t, offs_m, offs_d1, T, True)
         o1 = load_rows(o_ptr, m0, so_t, offs_m, offs_d1, T, True)
-        delta += tl.sum(do1.to(tl.float32) * o1.to(tl.float32), 1)
+        o1 = o1.to(tl.float32)
+        if RESIDUAL:
+            o1 += load_rows(residual_ptr, m0, so_t, offs_m, offs_d1, T, True)
+        delta += tl.sum(do1.to(tl.float32) * o1, 1)
     lse = tl.load(lse_ptr + bh * T + m0 + offs_m, mask=rows, other=float("-inf"))
     empty = lse == float("-inf")
     if DLSE:
@@ -160,14 +168,15 @@ def dq_kernel(
     sink_bias = 0.0 - offset
 
     # What the next kernel needs of a query, [5, T] per head: c_i - lse_i in two floats and relative to the first query of
-    # its group, delta, lse.
+    # its tile there, delta, lse.
     difference = c_i_hi - lse
     virtual = difference - c_i_hi
     lost = (c_i_hi - (difference - virtual)) - (lse + virtual)
     facts = facts_ptr + bh * 5 * T + m0 + offs_m
     tl.store(facts, tl.where(empty, float("-inf"), difference), mask=rows)
     tl.store(facts + T, lost + c_i_lo, mask=rows)
-    first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0 // GROUP_C * GROUP_C, S)
+    first = q_offset + (m0 + offs_m) // NEXT_BM * NEXT_BM
+    first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, first, S)
     relative = (c_i_hi - first_hi) + (c_i_lo - first_lo) - lse
     tl.store(facts + 4 * T, tl.where(empty, float("-inf"), relative), mask=rows)
     tl.store(facts + 2 * T, delta, mask=rows)
@@ -180,7 +189,7 @@ def dq_kernel(
             n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lse, delta,
             c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
             row_sum, dq0, dq1,
-            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
+            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION)  # fmt: skip
     lse -= (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
     for it in range(mid_high - mid_low):
         n0 = (mid_high - 1 - it) * BN
@@ -188,7 +197,7 @@ def dq_kernel(
             n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo, lse, delta,
             c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
             row_sum, dq0, dq1,
-            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
+            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION)  # fmt: skip
 
     tl.store(row_sum_ptr + bh * T + m0 + offs_m, row_sum, mask=rows)
     dq_rows = dq_ptr + ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
@@ -237,7 +246,7 @@ def _dkdv_block(
     offs_m, offs_d0, offs_d1, j, bias_hi, bias_lo, key_bias, offset, T, S, q_offset, window, sink,
     scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, GROUP_C: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One query tile, transposed. bias: c_ref (interior, scalars, with key_bias = c_ref - c_j) or c_j (masked)."""
     t = m0 + offs_m
@@ -250,7 +259,7 @@ def _dkdv_block(
     else:
         relative = tl.load(facts + 4 * T)
         delta = tl.load(facts + 2 * T)
-        first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0 // GROUP_C * GROUP_C, S)
+        first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0, S)
         lift = (first_hi - bias_hi) + (first_lo - bias_lo)
     q0 = load_rows(q_ptr, m0, stride_q, offs_m, offs_d0, T, MASKED)
     do0 = load_rows(do_ptr, m0, stride_do, offs_m, offs_d0, T, MASKED)
@@ -306,8 +315,7 @@ def dkdv_kernel(
     T, S, H, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, GROUP_C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The first key blocks have the most queries: they go first.
     pairs = tl.num_programs(0) // tl.cdiv(S, BN)
@@ -371,13 +379,13 @@ def dkdv_kernel(
                 m0, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head, c_lo_head, start_ptr, sq_t, sdo_t,
                 offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, offset, T, S, q_offset, window, sink,
                 scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
+                True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION)  # fmt: skip
         for it in range(mid_high - mid_low):
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
                 (mid_low + it) * BM, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head, c_lo_head,
                 start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset, T, S, q_offset, window, sink,
                 scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
+                False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION)  # fmt: skip
         if SINK:
             column_sum = tl.where(is_sink, 0.0, column_sum)
         t = j - q_offset
@@ -396,12 +404,12 @@ def dkdv_kernel(
 
 def launch_backward(
     do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None,
-    sink=0, softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, tiles: tuple[Tile, Tile] | None = None,
+    sink=0, softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, residual=None, tiles: tuple[Tile, Tile] | None = None,
     bounds=None,
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtype and dc (B, H, S) float32, dL/dc in natural units; arguments as forward's.
 
-    dlse2 (B, H, T) or None is dL/dlse2. The order of every sum is fixed, so two runs give the same bits.
+    dlse2 (B, H, T) or None is dL/dlse2; residual is what launch_forward left in its own, o's strides. The order of every sum is fixed, so two runs give the same bits.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q, k, v, o, do = (unit_last(x) for x in (q, k, v, o, do))
@@ -427,15 +435,15 @@ def launch_backward(
     flags = {
         "GROUP": H // Hkv, "D0": D0, "D1": D1, "CAUSAL": causal, "STARTS": starts is not None,
         "WINDOW": window is not None, "SINK": sink > 0, "CAP": softcap is not None,
-        "PRUNE_M": pruning.BLOCK_M, "GROUP_C": C_GROUP, "SHIFT": c_offset is not None,
+        "PRUNE_M": pruning.BLOCK_M, "SHIFT": c_offset is not None,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     dq_kernel[(triton.cdiv(T, rows.block_m) * B * H,)](
-        q, k, v, o, do, None if dlse2 is None else dlse2.contiguous(), lse2, c_hi, c_lo, block_relative(c_hi, c_lo), start, bounds_or_none,
+        q, k, v, o, residual, do, None if dlse2 is None else dlse2.contiguous(), lse2, c_hi, c_lo, block_relative(c_hi, c_lo, rows.block_n), start, bounds_or_none,
         c_offset, dq, facts, row_sum,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *sizes, *caps,
         **flags, BM=rows.block_m, BN=rows.block_n, DLSE=dlse2 is not None,
-        num_warps=rows.warps, num_stages=rows.stages,
+        RESIDUAL=residual is not None, NEXT_BM=columns.block_m, num_warps=rows.warps, num_stages=rows.stages,
     )  # fmt: skip
     dkdv_kernel[(triton.cdiv(S, columns.block_n) * B * Hkv,)](
         q, k, v, do, facts, row_sum, c_hi, c_lo, start, end, bounds_or_none, c_offset, dk, dv, dc,

@@ -18,7 +18,6 @@ from .chunked import LOG_F_MIN
 
 LOG2_E = 1.4426950408889634
 BLOCK = 1024
-C_GROUP = 128  # keys that share the reference of `block_relative`; the tiles' key blocks divide it
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -65,14 +64,14 @@ def relative_kernel(hi_ptr, lo_ptr, out_ptr, S, GROUP: tl.constexpr):
     tl.store(out_ptr + row + s, out, mask=s < S)
 
 
-def block_relative(hi: torch.Tensor, lo: torch.Tensor) -> torch.Tensor:
-    """Return c_last - c_j (B, H, S) float32, c_last being the last value of j's group of C_GROUP keys.
+def block_relative(hi: torch.Tensor, lo: torch.Tensor, block: int) -> torch.Tensor:
+    """Return c_last - c_j (B, H, S) float32, c_last being the last value of j's block of `block` keys.
 
     One float is enough: where the difference is large, the gates between have cut j off from every later query.
     """
     B, H, S = hi.shape
     out = torch.empty_like(hi)
-    relative_kernel[(B * H * triton.cdiv(S, C_GROUP),)](hi, lo, out, S, GROUP=C_GROUP, num_warps=1)
+    relative_kernel[(B * H * triton.cdiv(S, block),)](hi, lo, out, S, GROUP=block, num_warps=1)
     return out
 
 

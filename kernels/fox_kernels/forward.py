@@ -3,8 +3,8 @@
 Every kernel here works in base 2: scores, c and lse are natural units times log2(e). Two forms of the decay are used:
 
     masked blocks    (diagonal, document and window edges, sinks)  the exact difference c_i - c_j of two-float values
-    interior blocks  a row vector c_last - c_j <= 0, c_last being the last of a group of 128 keys: one fused multiply-add per
-                     score; the scalar c_ref - c_last, c_ref being the tile's first query, goes into the running max
+    interior blocks  a row vector c_last - c_j <= 0, c_last being the block's last key: one fused multiply-add per score;
+                     the scalar c_ref - c_last <= 0, c_ref being the tile's first query, goes into the running max
 
 The running max moves from the first form to the second by c_i - c_ref, its rounding error being carried into the sums,
 so that saturated gates (c falling by thousands within a tile) cost no accuracy.
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from . import prune as pruning
 from .chunked import document_starts
-from .cumsum import C_GROUP, block_relative
+from .cumsum import block_relative
 from .tiles import Tile, split_head_dim, tile_for
 
 LOG2_E = 1.4426950408889634
@@ -134,7 +134,7 @@ def _attend(
     n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr,
     c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, GROUP_C: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One key block of the online softmax. bias: c_ref (interior, scalars) or c_i (masked, one per row)."""
     j = n0 + offs_n
@@ -144,7 +144,7 @@ def _attend(
         lift = 0.0
     else:
         rel = tl.load(c_rel_ptr + j)
-        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 // GROUP_C * GROUP_C + GROUP_C - 1, S)
+        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
         lift = (bias_hi - last_hi) + (bias_lo - last_lo)
     k0 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d0, S, MASKED)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
@@ -175,15 +175,24 @@ def _attend(
     return top, l, acc0, acc1
 
 
+@triton.jit
+def store_rounded(ptr, residual_ptr, at, x, mask, RESIDUAL: tl.constexpr):
+    """Store x in the pointer's dtype and, if asked, what the rounding lost."""
+    rounded = x.to(ptr.dtype.element_ty)
+    tl.store(ptr + at, rounded, mask=mask)
+    if RESIDUAL:
+        tl.store(residual_ptr + at, (x - rounded.to(tl.float32)).to(residual_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink", "prune"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
     c_offset_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h,
     T, S, H, q_offset, window, sink, prune, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, GROUP_C: tl.constexpr,
+    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The longest rows first: tiles in falling order; a group's heads are side by side and share K and V in L2.
@@ -233,7 +242,7 @@ def forward_kernel(
         m, l, acc0, acc1 = _attend(
             n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, c_hi_ptr, c_lo_ptr,
             c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
-            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
+            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION)  # fmt: skip
 
     # From exact units to units relative to c_ref; the rounding of the sum goes into l and acc.
     shift = (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
@@ -251,17 +260,17 @@ def forward_kernel(
         m, l, acc0, acc1 = _attend(
             n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo, c_hi_ptr, c_lo_ptr,
             c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
-            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, GROUP_C, PRECISION)  # fmt: skip
+            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION)  # fmt: skip
 
     seen = l > 0
     l = tl.where(seen, l, 1.0)
     lse = tl.where(seen, (m + shift) + tl.log2(l) + offset, float("-inf"))
     rows = m0 + offs_m < T
     tl.store(lse_ptr + bh * T + m0 + offs_m, lse, mask=rows)
-    o_rows = o_ptr + ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
-    tl.store(o_rows + offs_d0[None, :], (acc0 / l[:, None]).to(o_ptr.dtype.element_ty), mask=rows[:, None])
+    at = ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
+    store_rounded(o_ptr, residual_ptr, at + offs_d0[None, :], acc0 / l[:, None], rows[:, None], RESIDUAL)
     if D1 > 0:
-        tl.store(o_rows + offs_d1[None, :], (acc1 / l[:, None]).to(o_ptr.dtype.element_ty), mask=rows[:, None])
+        store_rounded(o_ptr, residual_ptr, at + offs_d1[None, :], acc1 / l[:, None], rows[:, None], RESIDUAL)
 
 
 def document_bounds(B, S, cu_seqlens, seq_start, device) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -288,7 +297,7 @@ def unit_last(x: torch.Tensor) -> torch.Tensor:
 
 def launch_forward(
     q, k, v, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None,
-    prune=None, q_offset=None, c_offset=None, causal=True, tile: Tile | None = None, bounds=None,
+    prune=None, q_offset=None, c_offset=None, causal=True, residual=None, tile: Tile | None = None, bounds=None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside (-inf if nothing is seen).
 
@@ -311,12 +320,12 @@ def launch_forward(
     D0, D1 = split_head_dim(D)
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
     forward_kernel[(triton.cdiv(T, tile.block_m) * B * H,)](
-        q, k, v, o, lse2, c_hi, c_lo, block_relative(c_hi, c_lo), None if starts is None else starts[0],
+        q, k, v, o, residual, lse2, c_hi, c_lo, block_relative(c_hi, c_lo, tile.block_n), None if starts is None else starts[0],
         no_bounds(q.device) if bounds is None else bounds,        c_offset, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         T, S, H, q_offset, window or 0, sink, int(bounds is not None), scale * LOG2_E, cap2, 0.0 if softcap is None else 2.0 / softcap,
         GROUP=H // Hkv, D0=D0, D1=D1, BM=tile.block_m, BN=tile.block_n,
         CAUSAL=causal, STARTS=starts is not None, WINDOW=window is not None, SINK=sink > 0, CAP=softcap is not None,
-        PRUNE_M=pruning.BLOCK_M, SHIFT=c_offset is not None, GROUP_C=C_GROUP,
+        PRUNE_M=pruning.BLOCK_M, SHIFT=c_offset is not None, RESIDUAL=residual is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return o, lse2

@@ -16,14 +16,14 @@ class Tile(NamedTuple):
 
 # (kernel, head dim) -> Tile for 16-bit inputs. Shared memory: Hopper 227 KB, Ampere 163 KB, Ada and small Blackwell 99 KB.
 HOPPER = {
-    ("forward", 64): Tile(128, 128, 8, 2),
-    ("forward", 128): Tile(128, 128, 8, 2),
+    ("forward", 64): Tile(64, 128, 4, 3),
+    ("forward", 128): Tile(64, 64, 4, 3),
     ("forward", 256): Tile(128, 64, 8, 2),
-    ("dq", 64): Tile(128, 64, 8, 2),
+    ("dq", 64): Tile(64, 128, 4, 2),
     ("dq", 128): Tile(128, 64, 8, 2),
     ("dq", 256): Tile(64, 64, 8, 1),
-    ("dkdv", 64): Tile(64, 128, 8, 2),
-    ("dkdv", 128): Tile(64, 128, 8, 2),
+    ("dkdv", 64): Tile(64, 64, 4, 3),
+    ("dkdv", 128): Tile(32, 128, 8, 3),
     ("dkdv", 256): Tile(64, 64, 8, 1),
 }
 AMPERE = {
