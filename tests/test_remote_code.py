@@ -1,0 +1,154 @@
+"""The artefact where it lands: torch and transformers alone, in several versions, load it and give the same logits."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+VERSIONS = ("5.10.1", "5.17.0", "5.23.0")
+TOKENS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
+SPECS = {
+    "plain": {},
+    "all parts": {"pro": "all", "rope": "anneal", "anneal_to": "drop", "anneal_tokens": 100, "annealed_tokens": 30},
+    "no gate": {"gate": "none", "rope": "drop", "log_n": 8},
+}
+PROGRAM = """
+import sys
+{hide}
+import torch, transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+where, out = sys.argv[1], sys.argv[2]
+tokens = torch.load(where + "/tokens.pt")
+model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True).eval()
+assert type(AutoConfig.from_pretrained(where, trust_remote_code=True)).__name__ == "FoxLlamaConfig"
+with torch.no_grad():
+    logits = model(tokens).logits
+    hidden = AutoModel.from_pretrained(where, trust_remote_code=True).eval()(tokens).last_hidden_state
+assert torch.allclose(model.lm_head(hidden), logits, atol=1e-6)
+options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+generated = model.generate(tokens, **options)
+assert torch.equal(generated, model.generate(tokens, use_cache=False, **options))
+assert torch.equal(generated, model.generate(tokens, cache_implementation="static", **options))
+mask = torch.ones_like(tokens)
+mask[1, :5] = 0
+padded = model(tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits[1, 5:]
+assert torch.allclose(padded, model(tokens[1:, 5:]).logits[0], atol=1e-4)
+model.train()(tokens, labels=tokens).loss.backward()
+half = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True, dtype=torch.bfloat16)
+kinds = {{p.dtype for n, p in half.named_parameters() if "forget_gate" in n}}
+assert kinds <= {{torch.float32}}, kinds
+model.save_pretrained(out)
+torch.save((logits, generated), out + "/answer.pt")
+assert not {{"retrofox", "fox_kernels", "triton"}} & set(sys.modules), "not alone"
+print("transformers", transformers.__version__)
+"""
+HIDE = """
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("retrofox", "fox_kernels", "triton"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.fixture(params=SPECS)
+def artefact(request, pico_fox, tmp_path) -> Path:
+    path = tmp_path / "artefact"
+    model = pico_fox(**SPECS[request.param])
+    model.save_pretrained(path)
+    torch.save(TOKENS, path / "tokens.pt")
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+    generated = model.generate(TOKENS, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    torch.save((logits, generated), path / "expected.pt")
+    return path
+
+
+def run(python: Path | str, program: str, artefact: Path, **environment: str) -> str:
+    """Runs the program on the artefact in a fresh process and compares its answers; returns what it printed."""
+    out = artefact.parent / "out"
+    environment = {
+        **os.environ,
+        "HF_MODULES_CACHE": str(artefact.parent / "modules"),
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    command = [str(python), "-c", program, str(artefact), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=artefact.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("slow path") == 1, done.stderr
+    for answer, expected in zip(torch.load(out / "answer.pt"), torch.load(artefact / "expected.pt"), strict=True):
+        torch.testing.assert_close(answer, expected, atol=1e-5, rtol=0)
+    return done.stdout
+
+
+def test_without_retrofox_kernels_and_triton(artefact):
+    run(sys.executable, PROGRAM.format(hide=HIDE), artefact)
+    import retrofox
+
+    with torch.no_grad():
+        again = retrofox.load(artefact.parent / "out")(TOKENS).logits
+    torch.testing.assert_close(again, torch.load(artefact / "expected.pt")[0], atol=1e-5, rtol=0)
+
+
+def test_remote_files_are_all_of_the_model_and_import_nothing_else():
+    from retrofox.model import modeling_fox
+
+    directory = Path(modeling_fox.__file__).parent
+    assert {f.name for f in directory.glob("*.py")} == {*modeling_fox.REMOTE_FILES, "__init__.py"}
+    from transformers.dynamic_module_utils import get_imports
+
+    for name in modeling_fox.REMOTE_FILES:
+        foreign = {i.partition(".")[0] for i in get_imports(directory / name)} - {"torch", "transformers"}
+        assert foreign <= set(sys.stdlib_module_names), f"{name} imports {foreign}"
+
+
+def needed_by(*names: str) -> set[str]:
+    """The distributions that these need, themselves included, extras aside."""
+    found: set[str] = set()
+    todo = list(names)
+    while todo:
+        name = todo.pop().lower().replace("_", "-")
+        if name not in found:
+            found.add(name)
+            wanted = map(Requirement, importlib.metadata.requires(name) or [])
+            todo += [r.name for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return found - {"triton"}
+
+
+@pytest.fixture(scope="module")
+def clean_python(tmp_path_factory) -> Path:
+    """The python of a virtual environment that holds torch, what transformers needs, and nothing else."""
+    directory = tmp_path_factory.mktemp("clean")
+    venv.create(directory, with_pip=False)
+    site = next(directory.glob("lib/python*/site-packages"))
+    for name in needed_by("torch", "transformers", "packaging") - {"transformers"}:
+        for file in importlib.metadata.files(name) or []:
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not (site / top).exists():
+                (site / top).symlink_to(importlib.metadata.distribution(name).locate_file(top))
+    return directory / "bin" / "python"
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def installed(request, tmp_path_factory) -> Path:
+    """A folder with one version of transformers."""
+    target = tmp_path_factory.mktemp("transformers")
+    wanted = f"transformers=={request.param}"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--target"]
+    subprocess.run([*pip, str(target), wanted], check=True)
+    return target
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_in_a_clean_environment_with_one_version_of_transformers(clean_python, installed, artefact):
+    version = next(installed.glob("transformers-*.dist-info")).name.split("-")[1].removesuffix(".dist")
+    printed = run(clean_python, PROGRAM.format(hide=""), artefact, PYTHONPATH=str(installed))
+    assert printed.split() == ["transformers", version]
