@@ -78,18 +78,25 @@ class Steps:
         self.done: dict[str, dict] = json.loads(self.file.read_text()) if self.file.is_file() else {}
         self.again = False
 
-    def run(self, name: str, command: list[str], product: Path, keep: bool = False) -> None:
-        """Runs a command that makes `product`; a step after one that ran is run again."""
-        record = self.done.get(name)
-        if record and record["command"] == command and product.exists() and not self.again:
-            console.print(f"\n[bold]{name}[/]: kept from before ({product})")
+    def run(self, name: str, command: list[str], folder: Path | None = None) -> None:
+        """Runs a command that fills `folder`. A step after one that ran is run again, in an empty folder; one that
+        was interrupted finds its folder as it left it and resumes.
+        """
+        record = self.done.get(name, {})
+        same = record.get("command") == command and not self.again
+        if same and "seconds" in record and (folder is None or folder.exists()):
+            console.print(f"\n[bold]{name}[/]: kept from before ({folder or 'nothing to do'})")
             return
         self.again = True
-        if product.is_dir() and not keep:
-            shutil.rmtree(product)
+        if folder is not None and not same:
+            shutil.rmtree(folder, ignore_errors=True)
         console.print(f"\n[bold]{name}[/]: {shlex.join(command)}", highlight=False, soft_wrap=True)
+        self._remember(name, {"command": command})
         seconds, peak = self._measure(name, [sys.executable, "-m", *command])
-        self.done[name] = {"command": command, "seconds": seconds, "peak_mib": peak}
+        self._remember(name, {"command": command, "seconds": seconds, "peak_mib": peak})
+
+    def _remember(self, name: str, record: dict) -> None:
+        self.done[name] = record
         self.file.write_text(json.dumps(self.done, indent=2) + "\n")
 
     @staticmethod
@@ -125,19 +132,14 @@ def main() -> None:
     steps = Steps(out)
     converted, run, results = out / "converted", out / "run", out / "eval"
     steps.run("convert", ["retrofox", "convert", model, str(converted), *CONVERT], converted)
-    recipe = ["retrofox", "train", str(HERE / "demo.yaml"), f"model={converted}", f"output={run}"]
-    recipe += [f"data.train.0.path={DATA / 'train'}", f"data.cache={out / 'tokens'}", *(FAST if options.fast else [])]
-    steps.run("train", recipe, run / "model", keep=True)  # an interrupted run resumes
-    evaluate = ["retrofox", "eval", str(run / "model"), "--against", model, "--against", str(converted)]
+    train = ["retrofox", "train", str(HERE / "demo.yaml"), f"model={converted}", f"output={run}"]
+    train += [f"data.train.0.path={DATA / 'train'}", f"data.cache={out / 'tokens'}", *(FAST if options.fast else [])]
+    steps.run("train", train, run)
+    evaluate = ["retrofox", "eval", str(run / "model"), "--against", model, str(converted)]
     evaluate += ["--data", str(DATA / "heldout"), "--out", str(results), "--length", "256" if options.fast else "1024"]
-    evaluate += ["--windows", "1" if options.fast else "3"]
-    steps.run("eval", evaluate, results / "eval.json", keep=True)
-    steps.run(
-        "generate",
-        ["retrofox", "generate", str(run / "model"), PROMPT, "--max-new-tokens", "80"],
-        run / "model",
-        keep=True,
-    )
+    steps.run("eval", [*evaluate, "--windows", "1" if options.fast else "3"], results)
+    if steps.again:
+        steps.run("generate", ["retrofox", "generate", str(run / "model"), PROMPT, "--max-new-tokens", "80"])
     closing(steps, fetched, json.loads((results / "eval.json").read_text()), out, time.perf_counter() - started)
 
 
@@ -183,11 +185,12 @@ def verdict(evaluation: dict) -> str:
         return f"adaptation did NOT help: {converted:.3f} before, {adapted:.3f} after (original {base:.3f})"
     if converted <= base:
         return f"loss {converted:.3f} -> {adapted:.3f}; the conversion itself cost nothing here (original {base:.3f})"
-    share = (converted - adapted) / (converted - base)
-    return (
-        f"conversion raised the loss from {base:.3f} to {converted:.3f}; adaptation brought it down to {adapted:.3f}, "
-        f"{share:.0%} of the way back"
+    story = (
+        f"conversion raised the loss from {base:.3f} to {converted:.3f}; adaptation brought it down to {adapted:.3f}"
     )
+    if adapted <= base:
+        return f"{story}, below the original's: it learned the kind of text, too"
+    return f"{story}, {(converted - adapted) / (converted - base):.0%} of the way back"
 
 
 def _processor() -> str:

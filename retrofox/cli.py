@@ -380,6 +380,8 @@ def spread(arguments: list[str]) -> list[str]:
 def main() -> None:
     """Entry point: bad input ends with one clear message and exit code 2, Ctrl-C with 130."""
     sys.argv[1:] = spread(sys.argv[1:])
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would fill a log file
     try:
         app()
     except (
