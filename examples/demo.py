@@ -78,9 +78,9 @@ class Steps:
         self.done: dict[str, dict] = json.loads(self.file.read_text()) if self.file.is_file() else {}
         self.again = False
 
-    def run(self, name: str, command: list[str], folder: Path | None = None) -> None:
+    def run(self, name: str, command: list[str], folder: Path | None = None, resumes: bool = False) -> None:
         """Runs a command that fills `folder`. A step after one that ran is run again, in an empty folder; one that
-        was interrupted finds its folder as it left it and resumes.
+        was interrupted and `resumes` finds its folder as it left it.
         """
         record = self.done.get(name, {})
         same = record.get("command") == command and not self.again
@@ -88,7 +88,7 @@ class Steps:
             console.print(f"\n[bold]{name}[/]: kept from before ({folder or 'nothing to do'})")
             return
         self.again = True
-        if folder is not None and not same:
+        if folder is not None and not (same and resumes):
             shutil.rmtree(folder, ignore_errors=True)
         console.print(f"\n[bold]{name}[/]: {shlex.join(command)}", highlight=False, soft_wrap=True)
         self._remember(name, {"command": command})
@@ -134,12 +134,11 @@ def main() -> None:
     steps.run("convert", ["retrofox", "convert", model, str(converted), *CONVERT], converted)
     train = ["retrofox", "train", str(HERE / "demo.yaml"), f"model={converted}", f"output={run}"]
     train += [f"data.train.0.path={DATA / 'train'}", f"data.cache={out / 'tokens'}", *(FAST if options.fast else [])]
-    steps.run("train", train, run)
+    steps.run("train", train, run, resumes=True)
     evaluate = ["retrofox", "eval", str(run / "model"), "--against", model, str(converted)]
     evaluate += ["--data", str(DATA / "heldout"), "--out", str(results), "--length", "256" if options.fast else "1024"]
     steps.run("eval", [*evaluate, "--windows", "1" if options.fast else "3"], results)
-    if steps.again:
-        steps.run("generate", ["retrofox", "generate", str(run / "model"), PROMPT, "--max-new-tokens", "80"])
+    steps.run("generate", ["retrofox", "generate", str(run / "model"), PROMPT, "--max-new-tokens", "80"])
     closing(steps, fetched, json.loads((results / "eval.json").read_text()), out, time.perf_counter() - started)
 
 
