@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections import deque
@@ -24,18 +25,28 @@ import numpy as np
 
 from retrofox.data_sources import Batch
 
+PIECE = 1 << 20
+"""Characters: longer texts are encoded in pieces of about this length, on all processes."""
+PIECES = ("first piece", "middle piece", "last piece")
+NEIGHBOURHOOD = 512
+TRIES = 64
+_BETWEEN_WORDS = re.compile(r"(?<=\w)(?=[ \n]\w)|(?<=\n)(?=\w)")
 PROBE = "Hello  world,\n\n it's 1234 é!\tfoo_bar"
 
 
 @dataclass
 class Encoded:
-    """Tokens of a batch: `tokens` of all its documents in a row, their `lengths`, and how many texts were empty."""
+    """Tokens of a batch: `tokens` of all its documents in a row, their `lengths`, and how many texts were empty.
+
+    `unfinished`: the last document goes on in the next batch (pieces of a long text, see `Encoder.divide`).
+    """
 
     tokens: np.ndarray
     lengths: np.ndarray
     names: list[str]
     empty: int
     size: int
+    unfinished: bool = False
 
 
 class Encoder:
@@ -44,9 +55,10 @@ class Encoder:
     def __init__(self, tokenizer: Any, text_field: str = "text"):
         self.text_field = text_field
         self.eos = tokenizer.eos_token_id
-        self.dtype = np.dtype("<u2" if len(tokenizer) <= 1 << 16 else "<u4")
+        self.dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 1 << 16 else "<u4")
         self.tokenizer = tokenizer
         self.fast = _backend(tokenizer)
+        self.specials = _specials(self.fast)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -102,6 +114,9 @@ class Encoder:
 
     def __call__(self, batch: Batch) -> Encoded:
         """Encodes a batch; documents without any text are counted, not kept."""
+        if batch.kind in PIECES:
+            tokens = self._piece(batch.items[0], batch.kind)
+            return Encoded(tokens, np.array([len(tokens)]), batch.names, 0, batch.size, batch.kind != "last piece")
         texts, names = self.texts(batch)
         kept = [number for number, text in enumerate(texts) if text.strip()]
         ids = self.encode([texts[number] for number in kept])
@@ -112,14 +127,65 @@ class Encoder:
         lengths = np.array([len(one) for one in ids], dtype=np.int64)
         return Encoded(tokens, lengths, [names[number] for number in kept], len(texts) - len(kept), batch.size)
 
+    def divide(self, batch: Batch) -> Iterator[Batch]:
+        """The batch itself, or its long texts in pieces that together give the same tokens.
+
+        One process alone would be busy with a book of many megabytes, and hold many times its size in memory.
+        """
+        if batch.kind != "bytes" or max(map(len, batch.items), default=0) <= PIECE or self.specials is None:
+            yield batch
+            return
+        for item, name in zip(batch.items, batch.names, strict=True):
+            size = batch.size * len(item) // max(1, sum(map(len, batch.items)))
+            text = _whole([_utf8(item, name)])[0] if len(item) > PIECE else ""
+            cuts = [0, *self._cuts(text), len(text)]
+            if len(cuts) == 2 or not text.strip():
+                yield Batch(batch.kind, [item], [name], size)
+                continue
+            kinds = ["first piece", *["middle piece"] * (len(cuts) - 3), "last piece"]
+            for kind, start, stop in zip(kinds, cuts, cuts[1:], strict=False):
+                yield Batch(kind, [text[start:stop]], [name], size * (stop - start) // len(text))
+
+    def _cuts(self, text: str) -> Iterator[int]:
+        """Places between words, about PIECE characters apart, where the tokens to both sides don't know each other."""
+        start = 0
+        while len(text) - start > 2 * PIECE:
+            for number, match in enumerate(_BETWEEN_WORDS.finditer(text, start + PIECE)):
+                at = match.start()
+                left, right = text[at - NEIGHBOURHOOD : at], text[at : at + NEIGHBOURHOOD]
+                both, one, other = (self._plain(part) for part in (left + right, left, right))
+                if both == one + other:
+                    break
+                if number == TRIES:
+                    return
+            else:
+                return
+            yield at
+            start = at
+
+    def _plain(self, text: str) -> list[int]:
+        return self.fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def _piece(self, text: str, kind: str) -> np.ndarray:
+        assert self.specials is not None
+        before, after = self.specials
+        ids = self._plain(text)
+        if kind == "first piece":
+            ids = before + ids
+        if kind == "last piece":
+            ids = self._ended(ids + after)
+        return np.array(ids, dtype=self.dtype)
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        return ids if self.eos is None or ids[-1:] == [self.eos] else [*ids, self.eos]
+
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Tokens of each text, EOS last, as the smallest unsigned integers that hold the vocabulary."""
         if self.fast is not None:
             rows = [encoding.ids for encoding in self.fast.encode_batch_fast(_whole(texts))]
         else:
             rows = [self.tokenizer(text, truncation=False, verbose=False)["input_ids"] for text in _whole(texts)]
-        tail = [] if self.eos is None else [self.eos]
-        return [np.array(ids if ids[-1:] == tail else ids + tail, dtype=self.dtype) for ids in rows]
+        return [np.array(self._ended(ids), dtype=self.dtype) for ids in rows]
 
 
 def _whole(texts: list[str]) -> list[str]:
@@ -152,6 +218,15 @@ def _backend(tokenizer: Any) -> Any:
 
 def _probe(tokenizer: Any) -> list[int]:
     return tokenizer(PROBE, truncation=False, verbose=False)["input_ids"]
+
+
+def _specials(fast: Any) -> tuple[list[int], list[int]] | None:
+    """The special tokens put before and after a text; None where they can't be told from its tokens."""
+    if fast is None:
+        return None
+    plain, whole = fast.encode(PROBE, add_special_tokens=False).ids, fast.encode(PROBE).ids
+    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    return (whole[: places[0]], whole[places[0] + len(plain) :]) if len(places) == 1 else None
 
 
 def fingerprint(tokenizer: Any) -> str:

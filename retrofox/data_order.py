@@ -33,8 +33,8 @@ def permute(position: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
     """A permutation of 0..n-1 at the given positions, chosen by `key` (uint64, one per position).
 
     A Feistel network over 2^(2h) >= n, walked until the value lies below n: four times at most on average (Black and
-    Rogaway 2002, "Ciphers with arbitrary finite domains"). Up to SMALL, where few bits would leave few permutations, the
-    order of n hashes.
+    Rogaway 2002, "Ciphers with arbitrary finite domains"). Up to SMALL, where few bits would leave few permutations,
+    the order of n hashes.
     """
     if n <= SMALL:
         keys, which = np.unique(key, return_inverse=True)

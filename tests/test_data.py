@@ -172,9 +172,35 @@ def test_longcrawl64_is_decoded_and_tokenised_again(tmp_path, tokenizer, monkeyp
         (tokens,) = open_tokens(manifest)
         assert [tokens.document(n).tolist() for n in range(6)] == [expected(text, tokenizer) for text in wanted]
     assert manifest.reused == 3
+    (tmp_path / "lc" / "train.zarr" / "1.0").unlink()
+    with pytest.raises(ValueError, match=r"1\.0 is missing, but other chunks of documents 2 to 3"):
+        prepared([f"longcrawl64:{tmp_path / 'lc'}"], tokenizer, tmp_path / "out")
+    for column in (1, 2):
+        (tmp_path / "lc" / "train.zarr" / f"1.{column}").unlink()
+    assert prepared([f"longcrawl64:{tmp_path / 'lc'}"], tokenizer, tmp_path / "out").documents == 3
     array.attrs["encoder"] = "other"
     with pytest.raises(ValueError, match="encoder is 'other'"):
         prepared([f"longcrawl64:{tmp_path / 'lc'}"], tokenizer, tmp_path / "out")
+
+
+class Characters:
+    """A tokenizer without a Rust one inside."""
+
+    eos_token_id = 0
+
+    def __len__(self) -> int:
+        return 128
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(n): n for n in range(128)}
+
+    def __call__(self, text: str, **options) -> dict[str, list[int]]:
+        return {"input_ids": [min(ord(letter), 127) for letter in text]}
+
+
+def test_tokenizers_in_python_work_too(tmp_path, texts):
+    (tokens,) = open_tokens(prepared([texts[1]], Characters(), tmp_path / "out"))
+    assert tokens.document(0).tolist() == [*map(ord, texts[1].read_text()), 0]
 
 
 @pytest.mark.parametrize("bos", [False, True])
