@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,8 +23,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from retrofox.data_encode import Encoder, Pool, fingerprint
-from retrofox.data_sources import Digests, SourceLike, Unit, resolve
+from retrofox.data_encode import Encoded, Encoder, Pool, fingerprint
+from retrofox.data_sources import Batch, Digests, SourceLike, Unit, resolve
 
 FORMAT = 1
 IN_PROCESS_BYTES = 4 << 20
@@ -274,37 +275,77 @@ def _tokenise(units: list[tuple[Unit, str, str]], tokenizer: Any, folder: Path, 
             mine = [(unit, key) for unit, field_name, key in units if field_name == name]
             small = sum(unit.size for unit, _ in mine) < IN_PROCESS_BYTES
             with Pool(Encoder(tokenizer, name), 1 if small else workers) as pool:
-                for unit, key in mine:
-                    _write(unit, name, key, pool, folder, advance)
+                _write_all(mine, name, pool, folder, advance)
 
 
-def _write(unit: Unit, text_field: str, key: str, pool: Pool, folder: Path, advance: Any) -> None:
+def _write_all(units: list[tuple[Unit, str]], text_field: str, pool: Pool, folder: Path, advance: Any) -> None:
+    """Writes shards one after the other, from one stream of batches: no process waits at the end of a unit."""
+    begun: deque[int] = deque()  # the unit of each batch on its way
+
+    def batches() -> Iterator[Batch]:
+        for number, (unit, _) in enumerate(units):
+            for batch in unit.batches(text_field):
+                for part in pool.encoder.divide(batch):
+                    begun.append(number)
+                    yield part
+
+    numbered = ((begun.popleft(), encoded) for encoded in pool.map(batches()))
+    waiting = next(numbered, None)
+    for number, (unit, key) in enumerate(units):
+        with _ShardWriter(folder, key, unit.name, pool.encoder.dtype) as writer:
+            while waiting is not None and waiting[0] == number:
+                writer.add(waiting[1])
+                advance(waiting[1].size, len(waiting[1].tokens))
+                waiting = next(numbered, None)
+            writer.finish()
+
+
+class _ShardWriter:
     """One shard, under temporary names until it is complete and on disk."""
-    digest = hashlib.sha256()
-    lengths: list[np.ndarray] = []
-    empty = 0
-    with _temporary(folder, f"{key}.tokens") as tokens, _temporary(folder, f"{key}.bounds") as bounds:
-        with open(tokens, "wb") as stream:
-            for part in pool.map(unit.batches(text_field)):
-                data = part.tokens.tobytes()
-                stream.write(data)
-                digest.update(data)
-                lengths.append(part.lengths)
-                empty += part.empty
-                advance(part.size, len(part.tokens))
-            _to_disk(stream)
-        ends = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *lengths]), dtype="<i8")
-        digest.update(ends.tobytes())
-        with open(bounds, "wb") as stream:
+
+    def __init__(self, folder: Path, key: str, name: str, dtype: np.dtype):
+        self.folder, self.key, self.name, self.dtype = folder, key, name, dtype
+        self.digest = hashlib.sha256()
+        self.lengths: list[np.ndarray] = []
+        self.empty, self.unfinished = 0, False
+
+    def __enter__(self) -> _ShardWriter:
+        self.files = contextlib.ExitStack()
+        self.tokens = self.files.enter_context(_temporary(self.folder, f"{self.key}.tokens"))
+        self.bounds = self.files.enter_context(_temporary(self.folder, f"{self.key}.bounds"))
+        self.stream = self.files.enter_context(open(self.tokens, "wb"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.files.close()
+
+    def add(self, part: Encoded) -> None:
+        """Appends the documents of a batch; the first may be the rest of the last batch's last."""
+        data, lengths = part.tokens.tobytes(), part.lengths
+        self.stream.write(data)
+        self.digest.update(data)
+        if self.unfinished:
+            self.lengths[-1][-1] += lengths[0]
+            lengths = lengths[1:]
+        if len(lengths):
+            self.lengths.append(lengths)
+        self.unfinished = part.unfinished
+        self.empty += part.empty
+
+    def finish(self) -> None:
+        """Moves the files into place, the note that makes them a shard last."""
+        _to_disk(self.stream)
+        ends = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *self.lengths]), dtype="<i8")
+        self.digest.update(ends.tobytes())
+        with open(self.bounds, "wb") as stream:
             stream.write(ends.tobytes())
             _to_disk(stream)
-        shard = Shard(
-            key, unit.name, len(ends) - 1, int(ends[-1]), empty, pool.encoder.dtype.str, digest.hexdigest()
-        )  # fmt: skip
-        os.replace(tokens, folder / f"{key}.tokens")
-        os.replace(bounds, folder / f"{key}.bounds")
-    note = {"format": FORMAT, "shard": asdict(shard)}
-    write_whole(folder / f"{key}.json", json.dumps(note, indent=1).encode() + b"\n")
+        counts = (len(ends) - 1, int(ends[-1]), self.empty)
+        shard = Shard(self.key, self.name, *counts, self.dtype.str, self.digest.hexdigest())
+        os.replace(self.tokens, self.folder / f"{self.key}.tokens")
+        os.replace(self.bounds, self.folder / f"{self.key}.bounds")
+        note = {"format": FORMAT, "shard": asdict(shard)}
+        write_whole(self.folder / f"{self.key}.json", json.dumps(note, indent=1).encode() + b"\n")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,77 @@
+"""Long texts are tokenised in pieces, many files in one stream: the tokens stay those of each whole text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from retrofox import data_encode
+from retrofox.data import DataSource, open_tokens, prepare_sources
+from retrofox.data_encode import Encoder
+from retrofox.data_sources import Batch
+
+PHRASE = "the fox forgets what the gate lets go, it's 1234567 keys;  and\n\nthe key keeps what it saw: naïve façade\tx"
+
+
+def make_tokenizer(before: object, special: str) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = before  # type: ignore[assignment]
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator([PHRASE] * 3, trainer)
+    inner.post_processor = processors.TemplateProcessing(single=special, special_tokens=[("<s>", 0), ("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+
+
+def make_text(words: int) -> str:
+    rng = np.random.default_rng(words)
+    return "".join(rng.choice(PHRASE.split(" "), words).tolist()[i] + " \n "[i % 3] for i in range(words))
+
+
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """Pieces of 2000 characters, so that small texts are long ones."""
+    monkeypatch.setattr(data_encode, "PIECE", 2000)
+
+
+@pytest.mark.parametrize("special", ["$A", "<s> $A", "<s> $A </s>"])
+@pytest.mark.parametrize(
+    "before", [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Metaspace(prepend_scheme="always")]
+)
+def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, short_pieces, before, special):
+    tokenizer = make_tokenizer(before, special)
+    texts = {"a": make_text(30), "b": make_text(4000), "c": make_text(2500)}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    kinds = [piece.kind for piece in Encoder(tokenizer).divide(Batch("bytes", [texts["b"].encode()], ["b"], 100))]
+    assert kinds[0] == "first piece"
+    assert kinds[-1] == "last piece"
+    assert len(kinds) > 5
+    [prepared] = open_tokens(prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path / "out", progress=False))
+    assert len(prepared) == 3
+    for number, text in enumerate(texts.values()):
+        whole = tokenizer(text)["input_ids"]
+        assert prepared.document(number).tolist() == (whole if whole[-1] == 1 else [*whole, 1])
+
+
+def test_a_text_without_safe_places_stays_whole(short_pieces):
+    tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
+    batch = Batch("bytes", [make_text(3000).translate({32: None, 10: None}).encode()], ["a"], 100)
+    assert [piece.kind for piece in Encoder(tokenizer).divide(batch)] == ["bytes"]
+
+
+def test_a_long_blank_text_is_empty_and_not_utf8_is_refused(tmp_path, short_pieces):
+    tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
+    (tmp_path / "a.txt").write_text(" \n" * 9000)
+    with pytest.raises(ValueError, match="no text in it, 1 empty"):
+        prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path / "out", progress=False)
+    (tmp_path / "b.txt").write_bytes(b"word " * 9000 + b"\xff")
+    with pytest.raises(ValueError, match=r"b\.txt: not UTF-8 text \(.* at byte 45000\)"):
+        prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path / "out", progress=False)
