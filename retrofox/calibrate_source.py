@@ -64,16 +64,7 @@ class Checkpoint(Source):
         config = plan.config
         with torch.device("meta"):
             model = lm_class(plan.model_type)(config)
-        short = copy.deepcopy(config)
-        short.num_hidden_layers = 1
-        if getattr(short, "layer_types", None):
-            short.layer_types = short.layer_types[:1]
-        real = dict(
-            lm_class(plan.model_type)(short).named_modules()
-        )  # for buffers that no file holds: rotary frequencies
-        for name, module in model.named_modules():
-            if ".layers." not in name and name in real:
-                module._buffers.update(real[name]._buffers)
+        _fill_buffers(model, config)
         for _, attention in attentions(model):
             for _, module in attention.new_modules():
                 module.to_empty(device="cpu")
@@ -107,6 +98,22 @@ class Checkpoint(Source):
             with safe_open(self._files[old], "pt") as file:
                 tensors[new] = file.get_tensor(old).float()
         return tensors
+
+
+def _fill_buffers(model: PreTrainedModel, config: Any) -> None:
+    """Gives a meta model the buffers that no file holds, outside its layers: rotary frequencies, embedding scales."""
+    short = copy.deepcopy(config)
+    short.num_hidden_layers = 1
+    if getattr(short, "layer_types", None):
+        short.layer_types = short.layer_types[:1]
+    real = dict(type(model)(short).named_modules())
+    for name, module in model.named_modules():
+        if ".layers." in name or name not in real:
+            continue
+        twin = real[name]
+        if name.endswith("rotary_emb"):
+            twin = type(module)(config)  # type: ignore[call-arg]  # the short model may lack a layer type of the whole
+        module._buffers.update(twin._buffers)
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:

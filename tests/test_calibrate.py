@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import retrofox
 from retrofox import calibrate_capture as capture
@@ -28,10 +39,14 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+MIXED = ["sliding_attention", "full_attention"]
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SHAPE, pad_token_id=0, rope_parameters=HALF_ROTARY)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=9, layer_types=MIXED)),
 }
 SPEC = FoxSpec(rope="partial", max_wavelength=20.0, sink_tokens=1)
 
@@ -97,7 +112,7 @@ def test_refit_folded_equals_refit_applied(family, tokens):
     )
     assert operands.raw_queries is not None
     applied = finish(torch.bmm(operands.raw_queries, refit), 0, length)
-    linear = attention.q_proj
+    linear = getattr(attention, capture.query_projection(attention) or "")
     for part in ("weight", "bias"):
         if getattr(linear, part) is not None:
             setattr(linear, part, torch.nn.Parameter(fold(getattr(linear, part).detach(), refit)))
@@ -273,8 +288,9 @@ def test_calibrated_init_sets_the_measured_half_lives(tokens, tmp_path):
     assert len(heads) == 8
 
 
-def test_a_directory_is_read_a_layer_at_a_time_with_the_same_result(tokens, tmp_path, monkeypatch):
-    base = sharp("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_directory_is_read_a_layer_at_a_time_with_the_same_result(family, tokens, tmp_path, monkeypatch):
+    base = sharp(family)
     base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
     loaded = []
     real = Checkpoint._read
