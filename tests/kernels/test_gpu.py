@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 from cases import Case, draw, errors, failures, gates
-from fox_kernels import chunked, forgetting_attention
+from fox_kernels import forgetting_attention
+from launchers import check_decoding, check_merging
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -113,46 +114,7 @@ def test_offsets_beyond_32_bits():
 
 
 def test_parts_of_the_keys_merge_by_lse():
-    """Context parallelism: two shards of keys, the first seen in full by later queries with an offset of c."""
-    from fox_kernels import cumsum
-    from fox_kernels.backward import launch_backward
-    from fox_kernels.forward import launch_forward
-
-    torch.manual_seed(0)
-    B, n, H, D = 2, 640, 4, 64
-    q, k, v, do = (torch.randn(B, 2 * n, H, D, device="cuda") for _ in range(4))
-    log_f = gates("mixed", B, 2 * n, H, device="cuda") * 0.05
-    hi, lo = cumsum.cumulative(log_f)
-    args = {"scale": D**-0.5}
-    o, lse = launch_forward(q, k, v, hi, lo, **args)
-    dq, dk, dv, dc = launch_backward(do, None, q, k, v, o, lse, hi, lo, **args)
-    late = slice(n, 2 * n)
-    hi0, lo0 = (x.contiguous() for x in cumsum.cumulative(log_f[:, :n]))
-    hi1, lo1 = (x.contiguous() for x in cumsum.cumulative(log_f[:, late]))
-    # Queries of the second half against the first half's keys: c_i = c[n - 1] + offset + their own c, which is added per row.
-    offset = torch.full((B, H), 0.25, device="cuda")
-    o0, lse0 = launch_forward(
-        q[:, late], k[:, :n], v[:, :n], hi0, lo0, q_offset=n, c_offset=offset, causal=False, **args
-    )
-    o1, lse1 = launch_forward(q[:, late], k[:, late], v[:, late], hi1, lo1, **args)
-    row = hi1 - 0.25
-    merged = torch.logaddexp2(lse0 + row, lse1)
-    weights = [torch.exp2(x - merged).transpose(1, 2)[..., None] for x in (lse0 + row, lse1)]
-    assert (merged - lse[:, :, late]).abs().max() < 1e-4
-    o_late = o0 * weights[0] + o1 * weights[1]
-    assert (o_late - o[:, late]).abs().max() < 1e-4
-    # The backward of the first part with the merged lse gives its share of every gradient.
-    part = launch_backward(
-        do[:, late], None, q[:, late], k[:, :n], v[:, :n], o_late, merged - row, hi0, lo0, q_offset=n, c_offset=offset,
-        causal=False, **args,
-    )  # fmt: skip
-    own = launch_backward(do[:, late], None, q[:, late], k[:, late], v[:, late], o_late, merged, hi1, lo1, **args)
-    assert ((part[0] + own[0]) - dq[:, late]).norm() < 1e-4 * dq.norm()
-    assert (own[1] - dk[:, late]).norm() < 1e-4 * dk.norm()
-    early = launch_backward(do[:, :n], None, q[:, :n], k[:, :n], v[:, :n], o[:, :n], lse[:, :, :n], hi0, lo0, **args)
-    assert ((part[1] + early[1]) - dk[:, :n]).norm() < 1e-4 * dk.norm()
-    assert ((part[2] + early[2]) - dv[:, :n]).norm() < 1e-4 * dv.norm()
-    assert ((part[3] + early[3])[..., : n - 1] - dc[..., : n - 1]).norm() < 1e-3 * dc.norm()
+    check_merging("cuda", 640, 64)
 
 
 def test_compiled_whole_and_captured_in_a_graph():
@@ -178,24 +140,7 @@ def test_compiled_whole_and_captured_in_a_graph():
 
 
 def test_decode_on_a_padded_batch_from_a_longer_cache():
-    """Decoding reads slices of buffers that are longer than the cache, with c appended rather than summed again."""
-    from fox_kernels import cumsum
-    from fox_kernels.decode import launch_decode
-
-    torch.manual_seed(0)
-    B, S, H, Hkv, D, room = 4, 5000, 16, 4, 128, 6000
-    k, v = (torch.randn(B, room, Hkv, D, device="cuda", dtype=BF16)[:, :S] for _ in range(2))
-    q = torch.randn(B, 1, H, D, device="cuda", dtype=BF16)
-    log_f = gates("short", B, S, H, device="cuda")
-    start = torch.tensor([0, 17, 4000, 4999], dtype=torch.int32, device="cuda")
-    hi, lo = cumsum.append(*cumsum.cumulative(log_f[:, :-1]), log_f[:, -1:])
-    padded = [torch.nn.functional.pad(x, (0, room - S)) for x in (hi, lo)]
-    exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f, seq_start=start, sink=4)
-    for prune in (None, -10.0):
-        o, _ = launch_decode(
-            q, k, v, padded[0][..., :S], padded[1][..., :S], scale=D**-0.5, seq_start=start, sink=4, prune=prune
-        )
-        assert (o - exact).norm() < 4e-3 * exact.norm()
+    check_decoding("cuda", 5000, BF16, 4e-3)
 
 
 if __name__ == "__main__":

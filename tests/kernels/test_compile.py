@@ -1,0 +1,145 @@
+"""Every kernel compiled for Ampere, Ada and Hopper without a GPU: it fits, spills no more than recorded, and no dot takes a
+transposed dot result, which Triton 3.4 to 3.7.0 can miscompile on Hopper."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed here")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+from fox_kernels import backward, forward, tiles  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkdv": backward.dkdv_kernel}
+HALVES = {"q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "residual_ptr"}
+FLOATS = {"scale", "scale2", "softcap2", "inverse_cap"}
+INTEGERS = {"first_ptr", "start_ptr", "end_ptr"}
+
+
+def compiled(function, constants: dict, arch: int, warps: int, stages: int):
+    """Compile with pointers and strides known to be multiples of 16, as they are for ordinary tensors."""
+    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    signature, attributes = {}, {}
+    for index, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        pointer = "*bf16" if name in HALVES else "*i32" if name in INTEGERS else "*fp32"
+        signature[name] = pointer if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
+        if name.endswith("_ptr") or re.match(r"s(q|k|v|o|do)_", name):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages})
+
+
+def compiled_tile(kernel: str, D: int, arch: int, **flags):
+    tile = tiles.table_for(torch.bfloat16, divmod(arch, 10))[kernel, 64 if D <= 64 else 128 if D <= 128 else 256]
+    D0, D1 = tiles.split_head_dim(D)
+    constants = {
+        "GROUP": 1, "D0": D0, "D1": D1, "BM": tile.block_m, "BN": tile.block_n, "CAUSAL": True, "STARTS": False,
+        "WINDOW": False, "SINK": False, "CAP": False, "PRUNE_M": 64, "SHIFT": False, "DLSE": False, "RESIDUAL": True,
+        "NEXT_BM": 32, "PRECISION": "tf32", "start_ptr": None, "end_ptr": None, "c_offset_ptr": None, "dlse_ptr": None,
+    }  # fmt: skip
+    return compiled(KERNELS[kernel], constants | flags, arch, tile.warps, tile.stages)
+
+
+def registers_and_spills(binary, arch: int, folder: Path) -> tuple[int, int]:
+    """Return registers per thread and bytes of spill stores, as ptxas reports them."""
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    (folder / "kernel.ptx").write_text(binary.asm["ptx"])
+    name = f"sm_{arch}a" if arch == 90 else f"sm_{arch}"
+    command = [ptxas, "-v", "--gpu-name", name, folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spills = re.search(r"Used (\d+) registers", report), re.search(r"(\d+) bytes spill stores", report)
+    assert registers and spills, report
+    return int(registers[1]), int(spills[1])
+
+
+def transposed_dot_results(ttir: str) -> list[str]:
+    """Return the dots of a Triton IR that take, transposed, something computed from a dot of the same loop body."""
+    made = {}
+    for line in ttir.splitlines():
+        match = re.match(r"\s*(%[\w#]+)(?::\d+)? = \"?([\w.]+)\"?(.*)", line)
+        if match:
+            made[match[1]] = (match[2], re.findall(r"%[\w]+", match[3].split(" : ")[0]))
+
+    def comes_from(value: str, op: str, seen: set) -> bool:
+        kind, operands = made.get(value, ("", []))
+        if value in seen or kind in ("tt.load", "scf.for", ""):
+            return False
+        seen.add(value)
+        return kind == op or (kind != "tt.dot" and any(comes_from(x, op, seen) for x in operands))
+
+    bad = []
+    for value, (kind, operands) in made.items():
+        for operand in operands[:2] if kind == "tt.dot" else ():
+            through = {operand} | {x for x in made if comes_from(operand, made[x][0], set()) and made[x][0] == "tt.trans"}
+            chain = [x for x in through if made.get(x, ("", []))[0] == "tt.trans" and reaches(made, operand, x)]
+            if any(comes_from(made[x][1][0], "tt.dot", set()) for x in chain):
+                bad.append(value)
+    return bad
+
+
+def reaches(made: dict, value: str, target: str) -> bool:
+    """Return whether target is value or feeds it without a dot or a load between."""
+    if value == target:
+        return True
+    kind, operands = made.get(value, ("", []))
+    return kind not in ("tt.dot", "tt.load", "scf.for", "") and any(reaches(made, x, target) for x in operands)
+
+
+@triton.jit
+def hazard_kernel(q_ptr, k_ptr, o_ptr):
+    i = tl.arange(0, 64)
+    at = i[:, None] * 64 + i[None, :]
+    k = tl.load(k_ptr + at)
+    ds = tl.dot(tl.load(q_ptr + at), k)
+    tl.store(o_ptr + at, tl.dot(tl.trans((ds * 2.0).to(tl.bfloat16)), k).to(tl.bfloat16))
+
+
+def test_the_hazard_would_be_seen():
+    binary = compiled(hazard_kernel, {}, 90, 4, 2)
+    assert len(transposed_dot_results(binary.asm["ttir"])) == 1
+
+
+CORE = [(kernel, D, arch) for kernel in KERNELS for D in (64, 128) for arch in (80, 90)]
+REST = [(kernel, D, arch) for kernel in KERNELS for D in (80, 96, 256) for arch in (80, 89, 90)]
+REST += [(kernel, D, 89) for kernel in KERNELS for D in (64, 128)]
+
+
+def check(kernel: str, D: int, arch: int, folder: Path, **flags) -> None:
+    binary = compiled_tile(kernel, D, arch, **flags)
+    assert binary.metadata.shared <= SHARED_MEMORY[arch]
+    assert transposed_dot_results(binary.asm["ttir"]) == []
+    if not flags:
+        _, spills = registers_and_spills(binary, arch, folder)
+        assert spills <= tiles.RECORDED[arch, kernel, D][1]
+
+
+@pytest.mark.parametrize(("kernel", "D", "arch"), CORE)
+def test_fits_and_spills_no_more_than_recorded(kernel, D, arch, tmp_path):
+    check(kernel, D, arch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "D", "arch"), REST)
+def test_the_rest_of_the_table(kernel, D, arch, tmp_path):
+    check(kernel, D, arch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_with_every_option_on(kernel, tmp_path):
+    flags = {"STARTS": True, "WINDOW": True, "SINK": True, "CAP": True, "SHIFT": True, "DLSE": True, "GROUP": 4}
+    names = {"start_ptr", "end_ptr", "c_offset_ptr", "dlse_ptr"}
+    binary = compiled_tile(kernel, 64, 90, **flags, **dict.fromkeys(names - names))
+    assert transposed_dot_results(binary.asm["ttir"]) == []

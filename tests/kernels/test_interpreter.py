@@ -1,0 +1,81 @@
+"""The Triton kernels on a CPU, in Triton's interpreter: float32 and float16 at small shapes.
+
+The interpreter has to be on before the kernels are imported, so one subprocess runs everything and reports as JSON. bfloat16 is left
+to the GPU: the interpreter multiplies its raw bits.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+FEATURES = {
+    "plain": {},
+    "head dim 80": {"D": 80},
+    "head dim 96, GQA 3": {"D": 96, "H": 3},
+    "T < S": {"T": 20, "S": 75},
+    "one token": {"T": 1, "S": 1},
+    "decoding": {"T": 1, "S": 300, "H": 4, "options": {"sink": 3, "window": 100}},
+    "documents": {"B": 1, "T": 90, "cuts": [1, 2, 2, 40, 41]},
+    "documents, sinks, window": {"B": 1, "T": 90, "cuts": [1, 2, 50], "options": {"sink": 4, "window": 9}},
+    "padding": {"T": 70, "starts": [33, 70]},
+    "window": {"T": 100, "options": {"window": 33}},
+    "window and sinks": {"T": 100, "options": {"window": 20, "sink": 1}},
+    "sinks": {"T": 70, "options": {"sink": 40}},
+    "softcap": {"options": {"softcap": 4.0}},
+    "prune": {"T": 200, "gate": "short", "options": {"prune": -4.0}},
+    "prune and sinks": {"T": 200, "H": 1, "gate": "mixed", "options": {"prune": -4.0, "sink": 3}},
+    "shut": {"gate": "shut"},
+    "zeros": {"T": 100, "gate": "zeros"},
+    "open": {"gate": "open"},
+    "strided": {"layout": "packed"},
+    "last stride": {"layout": "last", "options": {"scale": -0.1}},
+}
+RANDOM = 12
+CHECKS = ("merging", "decoding", "helpers")
+
+
+def run_all() -> dict[str, list[str]]:
+    """Return the failures by name; runs in the subprocess, with the interpreter on."""
+    import torch
+    from cases import Case, failures, random_case
+    from launchers import check_decoding, check_helpers, check_merging
+
+    dtypes = (torch.float32, torch.float16)
+    report = {}
+    for n, (name, fields) in enumerate(FEATURES.items()):
+        torch.manual_seed(n)
+        report[name] = failures(Case(dtype=dtypes[n % 2], **fields))
+    for seed in range(RANDOM):
+        torch.manual_seed(seed)
+        report[f"random {seed}"] = failures(random_case(seed, dtypes, longest=100))
+    check_merging("cpu", 40, 16)
+    check_decoding("cpu", 260, torch.float32, 1e-5)
+    check_helpers("cpu", 70)
+    return report
+
+
+@pytest.fixture(scope="module")
+def report():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", __file__], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [*FEATURES, *(f"random {seed}" for seed in range(RANDOM))])
+def test_error_at_most_twice_eager(name, report):
+    assert report[name] == []
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    print(json.dumps(run_all()))

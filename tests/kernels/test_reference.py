@@ -1,0 +1,236 @@
+"""The specification itself, and the chunked path against it."""
+
+import itertools
+
+import pytest
+import torch
+from cases import Case, draw, failures, random_case, results
+from fox_kernels import choose, chunked, forgetting_attention, reference
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+FP64, FP32 = torch.float64, torch.float32
+OPTIONS = [
+    {},
+    {"window": 3, "sink": 2},
+    {"softcap": 2.0, "sink": 1},
+    {"prune": -1.0, "scale": 0.7},
+    {"cu_seqlens": torch.tensor([0, 1, 3, 3, 7], dtype=torch.int32), "sink": 1},
+    {"seq_start": torch.tensor([4], dtype=torch.int32)},
+    {"seq_start": torch.tensor([7], dtype=torch.int32)},
+]
+
+
+def doubles(T=4, S=7, H=2, Hkv=1, D=3):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, h, D, dtype=FP64, requires_grad=True) for n, h in ((T, H), (S, Hkv), (S, Hkv)))
+    return q, k, v, (-2 * torch.rand(1, S, H, dtype=FP64)).requires_grad_()
+
+
+def agree(case: Case, tolerance: float) -> None:
+    """Assert that chunked gives what the reference gives, outputs and gradients."""
+    inputs, gradients, options = draw(case)
+    mine = results(chunked.forgetting_attention, inputs, gradients, options)
+    spec = results(reference.forgetting_attention, inputs, gradients, options)
+    for a, b in zip(mine, spec, strict=True):
+        assert torch.isfinite(a).all()
+        assert (a - b).norm() <= tolerance * (b.norm() + 1), case.name()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("operator", [reference.forgetting_attention, chunked.forgetting_attention])
+def test_gradcheck(operator, options):
+    def finite(*inputs):
+        o, lse = operator(*inputs, return_lse=True, **options)
+        return o, lse.masked_fill(lse == -torch.inf, 0)
+
+    assert torch.autograd.gradcheck(finite, doubles())
+
+
+def test_definition_by_hand():
+    """o and lse of a small problem, summed key by key from the formula."""
+    T, S, H = 3, 5, 2
+    q, k, v, log_f = (x.detach() for x in doubles(T, S, H))
+    window, sink, softcap, scale = 3, 1, 1.5, 0.9
+    o, lse = reference.forgetting_attention(
+        q, k, v, log_f, window=window, sink=sink, softcap=softcap, scale=scale, return_lse=True
+    )
+    for t, h in itertools.product(range(T), range(H)):
+        i = S - T + t
+        scores = {}
+        for j in range(i + 1):
+            if i - j < window or j < sink:
+                raw = softcap * torch.tanh(scale * (q[0, t, h] @ k[0, j, 0]) / softcap)
+                scores[j] = raw if j < sink else raw + log_f[0, j + 1 : i + 1, h].sum()
+        expected_lse = torch.logsumexp(torch.stack(list(scores.values())), 0)
+        expected = sum((s - expected_lse).exp() * v[0, j, 0] for j, s in scores.items())
+        torch.testing.assert_close(o[0, t, h], expected)
+        torch.testing.assert_close(lse[0, t, h], expected_lse)
+
+
+def test_open_gates_are_causal_attention():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 40, 4, 16) for _ in range(3))
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    for operator in (reference.forgetting_attention, chunked.forgetting_attention):
+        torch.testing.assert_close(operator(q, k, v, torch.zeros(2, 40, 4)), expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32])
+def test_chunked_equals_the_reference_with_every_option(dtype, monkeypatch):
+    monkeypatch.setattr(chunked, "SCORES_PER_CHUNK", 1)  # chunks of 32 queries, so that every boundary is crossed
+    options = {"window": (None, 1, 40), "sink": (0, 4), "softcap": (None, 5.0), "prune": (None, -3.0)}
+    for n, values in enumerate(itertools.product(*options.values())):
+        chosen = {name: value for name, value in zip(options, values, strict=True) if value is not None}
+        T, S = ((37, 37), (70, 131), (1, 50))[n % 3]
+        for extra in ({}, {"B": 1, "cuts": [1, 2, 2, S // 2]}, {"starts": [3, S]}):
+            torch.manual_seed(n)
+            agree(Case(T=T, S=S, H=4, Hkv=2, D=8, dtype=dtype, gate="mixed", options=chosen, **extra), 3e-6)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 10**6))
+def test_chunked_equals_the_reference_on_random_problems(seed):
+    torch.manual_seed(seed)
+    agree(random_case(seed, [FP64], head_dims=(5, 16)), 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunked_in_16_bits_is_no_worse_than_twice_eager(dtype):
+    torch.manual_seed(0)
+    for gate in ("open", "mixed", "shut", "zeros"):
+        case = Case(T=130, D=16, H=4, Hkv=2, dtype=dtype, gate=gate, options={"sink": 2, "window": 50})
+        assert failures(case, backend="chunked") == []
+
+
+def test_long_sequences_keep_their_precision():
+    """One query at the end of 32768 tokens of mean log f = -1, float32 against float64."""
+    torch.manual_seed(0)
+    S = 32768
+    q, k, v = (torch.randn(1, n, 1, 16) for n in (1, S, S))
+    log_f = -torch.empty(1, S, 1).exponential_()
+    log_f[:, -40:] *= 0.1
+    o = chunked.forgetting_attention(q, k, v, log_f)
+    exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f.double())
+    assert (o - exact).norm() < 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("log_eps", [-1.0, -10.0])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_pruning_loses_at_most_eps_of_every_query_and_does_prune(log_eps, softcap):
+    torch.manual_seed(0)
+    T, H = 400, 2
+    q, k, v = (torch.randn(1, T, H, 8, dtype=FP64) for _ in range(3))
+    log_f = torch.nn.functional.logsigmoid(torch.randn(1, T, H, dtype=FP64) + 1)
+    args = {"softcap": softcap, "return_lse": True}
+    full = reference.forgetting_attention(q, k, v, log_f, **args)[1]
+    kept = reference.forgetting_attention(q, k, v, log_f, prune=log_eps, **args)[1]
+    lost = 1 - (kept - full).exp()
+    assert lost.max() <= torch.tensor(log_eps).exp()
+    assert lost.max() > 0
+
+
+def test_a_query_that_sees_nothing_gives_zero_and_no_nan():
+    q, k, v, log_f = doubles(7, 7)
+    start = torch.tensor([5], dtype=torch.int32)
+    for operator in (reference.forgetting_attention, chunked.forgetting_attention):
+        o, lse = operator(q, k, v, log_f, seq_start=start, return_lse=True)
+        assert (o[:, :5] == 0).all()
+        assert (lse[:, :5] == -torch.inf).all()
+        assert torch.isfinite(lse[:, 5:]).all()
+        for grad in torch.autograd.grad(o.sum() + lse[:, 5:].sum(), (q, k, v, log_f)):
+            assert torch.isfinite(grad).all()
+            assert grad[:, :5].abs().max() < 1e-12
+
+
+def test_packed_documents_are_the_documents_alone():
+    torch.manual_seed(0)
+    cuts = [0, 1, 2, 9, 60]
+    q, k, v = (torch.randn(1, 60, 2, 8, dtype=FP64) for _ in range(3))
+    log_f = -torch.rand(1, 60, 2, dtype=FP64)
+    packed = forgetting_attention(q, k, v, log_f, cu_seqlens=torch.tensor(cuts, dtype=torch.int32), sink=1)
+    for a, b in itertools.pairwise(cuts):
+        alone = forgetting_attention(*(x[:, a:b] for x in (q, k, v, log_f)), sink=1)
+        torch.testing.assert_close(packed[:, a:b], alone, rtol=1e-10, atol=1e-12)
+
+
+def test_gates_of_zero_cut_the_past_off():
+    q, k, v, log_f = (x.detach() for x in doubles(7, 7))
+    log_f[:, 4] = -torch.inf
+    for operator in (reference.forgetting_attention, chunked.forgetting_attention):
+        whole = operator(q, k, v, log_f)
+        late = operator(*(x[:, 4:] for x in (q, k, v, log_f)))
+        torch.testing.assert_close(whole[:, 4:], late, rtol=1e-8, atol=1e-8)
+
+
+def test_memory_of_a_long_context_is_linear():
+    """4096 tokens: neither pass may hold a T x S matrix of floats per head (64 MB each here)."""
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                sizes.append(out.untyped_storage().nbytes())
+            return out
+
+    q, k, v = (torch.randn(1, 4096, 2, 8, requires_grad=True) for _ in range(3))
+    with Watch():
+        chunked.forgetting_attention(q, k, v, -torch.rand(1, 4096, 2)).sum().backward()
+    assert max(sizes) <= 8 << 20
+
+
+BAD = {
+    "4 dimensions": {"q": torch.zeros(1, 2, 3)},
+    "one shape": {"v": torch.zeros(1, 5, 2, 8)},
+    "multiple of the key/value heads": {"q": torch.zeros(1, 4, 3, 8), "log_f": torch.zeros(1, 4, 3)},
+    "T <= S": {"q": torch.zeros(1, 5, 4, 8)},
+    "log_f must be \\(B, S, H\\)": {"log_f": torch.zeros(1, 4, 2)},
+    "log_f must be float32, got bfloat16": {"log_f": torch.zeros(1, 4, 4, dtype=torch.bfloat16)},
+    "share one floating dtype": {"k": torch.zeros(1, 4, 2, 8, dtype=FP64)},
+    "batch must be 1": {"B": 2, "cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)},
+    "must rise from 0 to S": {"cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)},
+    "cu_seqlens must be": {"cu_seqlens": torch.tensor([0.0, 4.0])},
+    "seq_start must be": {"seq_start": torch.zeros(3, dtype=torch.int32)},
+    "window must be": {"window": 0},
+    "sink must be": {"sink": -1},
+    "softcap must be": {"softcap": 0.0},
+    "prune is ln": {"prune": 0.5},
+    "scale must be": {"scale": float("nan")},
+    "backend must be one of": {"backend": "cuda"},
+    "can't run": {"backend": "triton"},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_refused_with_the_reason(message):
+    changes = dict(BAD[message])
+    B = changes.pop("B", 1)
+    arguments = {"q": torch.zeros(B, 4, 4, 8), "log_f": torch.zeros(B, 4, 4)}
+    arguments |= {name: torch.zeros(B, 4, 2, 8) for name in "kv"}
+    with pytest.raises(ValueError, match=message):
+        forgetting_attention(**(arguments | changes))
+
+
+def test_the_choice_and_its_reason_are_said_once(capsys):
+    q, k, v, log_f = (x.detach() for x in doubles())
+    assert choose(q, k, v, log_f)[0] == "chunked"
+    assert choose(q, k, v, log_f, backend="reference") == ("reference", "asked for")
+    for _ in range(2):
+        forgetting_attention(q, k, v, log_f, backend="reference")
+    assert capsys.readouterr().err.count("fox_kernels: backend reference (asked for)") <= 1
+
+
+def test_compiles_without_a_graph_break():
+    inputs, (do, _), options = draw(Case(T=40, D=8, options={"window": 9}))
+    compiled = torch.compile(lambda *x: forgetting_attention(*x, **options), backend="aot_eager", fullgraph=True)
+    expected = forgetting_attention(*inputs, **options)
+    torch.testing.assert_close(compiled(*inputs), expected)
+
+
+def test_import_needs_no_triton():
+    import subprocess
+    import sys
+
+    code = "import sys; sys.modules['triton'] = None; import fox_kernels; assert 'fox_kernels.autograd' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
