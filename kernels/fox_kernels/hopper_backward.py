@@ -65,7 +65,7 @@ def launch_backward(
             *(dlse2.stride() if dlse2 is not None else (0, 0, 0)), T, H, rows, D=D, BM=QUERIES, num_warps=4,
         )  # fmt: skip
         if group is None:
-            group = heads_per_group(B * Hkv, 8 * T * D * (H // Hkv))
+            group = heads_per_group(8 * T * D * (H // Hkv))
         none = ticket
         arguments = [
             blocks_of(q, QUERIES, D), blocks_of(k, 64, D), blocks_of(v, 64, D), blocks_of(do, QUERIES, D),

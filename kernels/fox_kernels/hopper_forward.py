@@ -28,11 +28,15 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    64: Shape(64, 0, 3, 128, 2, False, False, 160),
-    80: Shape(64, 16, 2, 128, 2, True, False, 240),
-    96: Shape(64, 32, 2, 128, 2, True, False, 240),
-    128: Shape(128, 0, 2, 128, 2, True, False, 240),
+    64: Shape(64, 0, 3, 128, 2, True, True, 160),
+    80: Shape(64, 16, 2, 128, 2, True, True, 240),
+    96: Shape(64, 32, 2, 128, 2, True, True, 240),
+    128: Shape(128, 0, 2, 128, 2, True, True, 240),
 }
+# up to 4096 keys two consumers waste less at the diagonal: 319 against 284 TFLOP/s at 8 x 2048, D = 64 (kernels/LOG.md)
+SHORT = {64: Shape(64, 0, 2, 128, 3, True, True, 240)}
+SHORT_KEYS = 4096
+MIN_QUERIES = 64  # one warpgroup's rows
 
 
 @functools.cache
@@ -84,7 +88,9 @@ def unsupported(
         return f"sink {sink} is more than 64"
     if not causal or c_offset is not None or q_offset not in (None, k.shape[1] - q.shape[1]):
         return "it has causal attention with the queries last only"
-    if 0 in q.shape or 0 in k.shape:
+    if q.shape[1] < MIN_QUERIES:
+        return f"{q.shape[1]} queries are less than its tile of {MIN_QUERIES}"
+    if 0 in q.shape:
         return "a dimension is 0"
     return None
 
@@ -156,9 +162,9 @@ def visible_from(B: int, S: int, cu_seqlens, seq_start, window, device) -> Tenso
     return start.to(torch.int32).contiguous()
 
 
-def heads_per_group(heads: int, bytes_per_head: int) -> int:
-    """How many heads' tiles to walk together, so that what they share stays in the L2 cache."""
-    return max(1, min(heads, L2_BYTES // max(1, bytes_per_head)))
+def heads_per_group(bytes_per_head: int) -> int:
+    """How many heads' tiles to walk together, so that what they share stays in the L2 cache: a power of two, 4 at least."""
+    return max(4, 1 << (L2_BYTES // bytes_per_head).bit_length() >> 1)
 
 
 def launch_forward(
@@ -188,7 +194,8 @@ def launch_forward(
     if reason is not None:
         raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    shape = shape or SHAPES[D]
+    if shape is None:
+        shape = SHORT[D] if D in SHORT and S <= SHORT_KEYS else SHAPES[D]
     q, k, v = copyable(q), copyable(k), copyable(v)
     o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
@@ -200,7 +207,7 @@ def launch_forward(
         first = loop_bounds(q, k, c_hi, c_lo, scale, None, prune)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     tiles = -(-T // (64 * shape.consumers))
-    group = heads_per_group(B * Hkv, 2 * S * D * q.element_size()) * (H // Hkv)
+    group = heads_per_group(2 * S * D * q.element_size()) * (H // Hkv)
     rows = (64, shape.keys, shape.keys, 64)
     described = [blocks_of(x, n, shape.columns) for x, n in zip((q, k, v, o), rows, strict=True)]
     rest = [blocks_of(x, n, shape.rest) if shape.rest else counter for x, n in zip((q, k, v, o), rows, strict=True)]
