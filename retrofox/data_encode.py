@@ -330,8 +330,11 @@ def _serve() -> None:
             answer: Any = encoder(batch)
         except (ValueError, OSError) as error:
             answer = type(error)(*error.args) if isinstance(error, OSError) else ValueError(str(error))
-        pickle.dump(answer, answers, protocol=5)
-        answers.flush()
+        try:
+            pickle.dump(answer, answers, protocol=5)
+            answers.flush()
+        except BrokenPipeError:  # the parent was killed
+            os._exit(1)
 
 
 if __name__ == "__main__":

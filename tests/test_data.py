@@ -447,6 +447,7 @@ def test_weights_are_shares_of_tokens(tmp_path, tokenizer):
 
 def test_prepare_reads_a_recipe(tmp_path, texts, tokenizer):
     tokenizer.save_pretrained(tmp_path / "tok")
+    (tmp_path / "tok" / "config.json").write_text('{"model_type": "llama"}')
     recipe = validate(
         {
             "model": "unused/model",
