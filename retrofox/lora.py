@@ -148,7 +148,7 @@ def assert_gates_saved(directory: Path, model: nn.Module) -> None:
         RuntimeError: a gate is missing, rounded, or not what was trained.
     """
     live = {
-        name.replace(".modules_to_save.default", ""): parameter
+        name.replace(".modules_to_save.default", "").removeprefix("base_model.model."): parameter
         for name, parameter in model.named_parameters()
         if ".modules_to_save." in name
     }

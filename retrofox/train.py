@@ -273,6 +273,7 @@ def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated:
 def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[str, Any]:
     """Trains one stage from its newest good checkpoint; exits with 128 + signal after an interruption."""
     good, skipped = checkpoint.newest_good(root)
+    resumed_at = None if good is None else checkpoint.note_of(good)["step"]  # rotation may take it away later
     for reason in skipped:
         say(state, f"passed over {reason}")
     if good is not None:
@@ -286,7 +287,7 @@ def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[
     state.wait_for_everyone()
     started = time.perf_counter()
     first = trainer.evaluate_loss() if good is None else None
-    if good is None or checkpoint.note_of(good)["step"] < steps:
+    if good is None or resumed_at != steps:
         trainer.train(resume_from_checkpoint=None if good is None else str(good))
     else:
         trainer.restore(good)
@@ -301,7 +302,7 @@ def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[
         "objective": trainer.stage.objective,
         "steps": steps,
         "tokens": steps * trainer.batch_tokens,
-        "resumed_at": None if good is None else checkpoint.note_of(good)["step"],
+        "resumed_at": resumed_at,
         "loss_first": trainer.history[0]["loss"] if trainer.history else None,
         "loss_last": trainer.history[-1]["loss"] if trainer.history else None,
         "eval_before": first,

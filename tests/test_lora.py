@@ -1,0 +1,124 @@
+"""LoRA: gates trained in full and in the file, refusals, merges proven in a fresh process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import retrofox
+from retrofox.config import LoraConfig, validate
+from retrofox.lora import assert_gates_saved, merge, target_modules
+from retrofox.train import train
+
+# peft 0.21 asks transformers 5.23 by a name that it deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+@pytest.fixture
+def make_recipe(tmp_path, pico_fox_checkpoint):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(300)))
+
+    def build(**values):
+        common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-2}
+        return validate(
+            {
+                "model": str(pico_fox_checkpoint),
+                "output": str(tmp_path / "out"),
+                "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
+                "stages": [{"objective": "extend", **common}],
+                "lora": {"rank": 2},
+                "precision": "fp32",
+                "log": {"every": 1},
+                "dataloader_workers": 0,
+                **values,
+            }
+        )
+
+    return build
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_gates_are_trained_saved_and_merged(make_recipe, tmp_path, dora):
+    recipe = make_recipe(lora={"rank": 2, "dora": dora})
+    adapter = Path(train(recipe)["model"])
+    saved = load_file(adapter / "adapter_model.safetensors")
+    gates = {name: value for name, value in saved.items() if "forget_gate" in name}
+    assert len(gates) == 4
+    assert all(value.dtype == torch.float32 for value in gates.values())
+    start = retrofox.load(recipe.model)
+    before = start.get_parameter("model.layers.0.self_attn.forget_gate.bias")
+    assert not torch.equal(gates["base_model.model.model.layers.0.self_attn.forget_gate.bias"], before)
+    targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    assert sorted(targets) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    report = merge(adapter, tmp_path / "merged")
+    assert report["relative_difference"] < report["limit"]
+    merged, adapted = retrofox.load(tmp_path / "merged"), retrofox.load(adapter)
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=ids).logits, adapted(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+        difference = (merged(input_ids=ids).logits - start(input_ids=ids).logits).abs().max()
+    assert difference > 1e-2  # something was learned, else equality proves nothing
+    with pytest.raises(ValueError, match="exists"):
+        merge(adapter, tmp_path / "merged")
+
+
+def test_adapters_distil_from_the_weights_they_sit_on_and_resume(make_recipe):
+    common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128}
+    stages = [{"objective": "distill", **common}, {"objective": "extend", **common}]
+    recipe = make_recipe(stages=stages, checkpoint={"every_steps": 1})
+    whole = train(recipe)
+    out = Path(recipe.output)
+    (out / "model" / "COMPLETE").unlink()
+    (out / "stage-1-extend" / "checkpoint-2" / "COMPLETE").unlink()
+    resumed = train(recipe)
+    assert resumed["stages"][1]["resumed_at"] == 1
+    assert resumed["stages"][1]["loss_last"] == whole["stages"][1]["loss_last"]
+
+
+def test_an_unconverted_base_is_refused(make_recipe, pico_checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="LoRA here adapts converted models"):
+        train(make_recipe(model=str(pico_checkpoint)))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(pico_checkpoint)}))
+    with pytest.raises(ValueError, match="LoRA here adapts converted models"):
+        merge(adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    with pytest.raises(FileNotFoundError, match="adapter_config"):
+        merge(tmp_path / "absent", tmp_path / "merged")
+
+
+def test_targets_are_checked(pico_fox):
+    model = pico_fox()
+    assert "lm_head" not in target_modules(model, LoraConfig())
+    with pytest.raises(ValueError, match="forget_gate"):
+        target_modules(model, LoraConfig(targets=["forget_gate"]))
+    assert target_modules(model, LoraConfig(targets=["q_proj"])) == ["q_proj"]
+
+
+def test_a_file_without_its_gates_is_caught(make_recipe, pico_fox):
+    recipe = make_recipe()
+    adapter = Path(train(recipe)["model"])
+    model = retrofox.load(adapter)
+    assert_gates_saved(adapter, model)
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "forget_gate.bias" in name)
+    save_file({**tensors, name: tensors[name].bfloat16()}, file)
+    with pytest.raises(RuntimeError, match="not as trained"):
+        assert_gates_saved(adapter, model)
+    save_file({key: value for key, value in tensors.items() if key != name}, file)
+    with pytest.raises(RuntimeError, match="lacks"):
+        assert_gates_saved(adapter, model)
+
+
+def test_four_bits_need_a_gpu_and_bitsandbytes(make_recipe):
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is there")
+    with pytest.raises(ValueError, match="nf4 needs"):
+        train(make_recipe(lora={"rank": 2, "quantize": "nf4"}))

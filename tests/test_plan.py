@@ -1,0 +1,111 @@
+"""The plan: what it counts is what there is, and every refusal is in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from retrofox.config import load_recipe, validate
+from retrofox.objectives import OBJECTIVES
+from retrofox.plan import plan
+from retrofox.train_flops import flops_per_token
+from retrofox.train_memory import memory
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+@pytest.fixture
+def make_recipe(pico_checkpoint, tmp_path):
+    def build(**values):
+        stage = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 128, "micro_batch": 2}
+        return validate(
+            {
+                "model": str(pico_checkpoint),
+                "fox": {"half_life": [2, 200], "max_wavelength": 40},
+                "output": str(tmp_path / "out"),
+                "data": {"train": ["books.txt"]},
+                "stages": [stage],
+                "precision": "fp32",
+                **values,
+            }
+        )
+
+    return build
+
+
+def test_counts_are_the_models(make_recipe, pico_fox):
+    report = plan(make_recipe())
+    model = pico_fox()
+    assert report["parameters"] == sum(p.numel() for p in model.parameters())
+    assert report["parameters_added"] == 2 * 4 * (32 + 1)
+    stage = report["stages"][0]
+    assert sum(group["parameters"] for group in stage["groups"]) == report["parameters"]
+    assert stage["steps"] == 8
+    assert stage["fits"]
+    assert stage["longest_sequence"] > 64
+    assert report["refusals"] == []
+    assert report["disk_gb"]["total"] > 0
+
+
+def test_memory_is_what_autograd_keeps(make_recipe, pico_fox):
+    recipe = make_recipe()
+    stage = recipe.stages[0]
+    model = pico_fox().train()
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    ids = torch.randint(0, 280, (2, 64))
+    batch = {"input_ids": ids, "position_ids": torch.arange(64).expand(2, -1), "targets": ids}
+    objective = OBJECTIVES["extend"](model, stage, torch.device("cpu"))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss, _ = objective(model, batch)
+    found = sum(size for pointer, size in kept.items() if pointer not in weights)
+    del loss
+    expected = memory(recipe, stage, pico_fox(), 1, torch.device("cpu"))["activations"]
+    assert expected == pytest.approx(found, rel=0.15)
+
+
+def test_recomputation_and_freezing_save_memory(make_recipe):
+    def total(key, **stage):
+        base = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 128, "micro_batch": 2}
+        return plan(make_recipe(stages=[{**base, **stage}]))["stages"][0]["memory_gb"][key]
+
+    assert total("activations", gradient_checkpointing="full") < total("activations")
+    assert total("optimizer", rates={"rest": 0}) < total("optimizer")
+    assert total("logits", objective="align") == 0
+
+
+def test_flops_follow_the_textbook(pico_llama, make_recipe):
+    stage = make_recipe().stages[0]
+    model = pico_llama()
+    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert flops_per_token(model, stage) == 6 * matrices + 6 * 2 * 32 * 64
+
+
+def test_refusals_are_collected(make_recipe):
+    stage = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 192, "micro_batch": 2}
+    found = plan(make_recipe(stages=[stage], precision="fp16"))["refusals"]
+    assert any("multiple of sequence_length x micro_batch" in text for text in found)
+    if not torch.cuda.is_available():
+        assert any("fp16" in text for text in found)
+    assert any("give the recipe a `fox:`" in text for text in plan(make_recipe(fox=None, lora={"rank": 2}))["refusals"])
+    align = [{"objective": "align", "tokens": 100, "sequence_length": 64}]
+    assert any("give `fox:`" in text for text in plan(make_recipe(fox=None, stages=align))["refusals"])
+
+
+def test_measured_steps_are_real(make_recipe):
+    measured = plan(make_recipe(), measure=True)["stages"][0]
+    assert measured["measured"]["tokens_per_second"] > 0
+    assert measured["hours"] == pytest.approx(1000 / measured["measured"]["tokens_per_second"] / 3600)
+
+
+@pytest.mark.parametrize("name", ["smollm2-partial", "smollm2-control", "smollm2-lora", "smollm2-three-stages"])
+def test_shipped_recipes_can_be_planned(name, pico_checkpoint):
+    report = plan(load_recipe(RECIPES / f"{name}.yaml", [f"model={pico_checkpoint}", "stages.0.sequence_length=64"]))
+    assert report["refusals"] == []

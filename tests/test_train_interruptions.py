@@ -1,0 +1,220 @@
+"""Real kills of real processes: what runs again equals, bit for bit, what would have run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from retrofox import checkpoint
+from retrofox.config import load_recipe
+from retrofox.train import train
+
+RUNNER = """
+import os, signal, sys
+from retrofox import checkpoint
+from retrofox.config import load_recipe
+from retrofox.train_loop import FoxTrainer
+
+event, when, sharded = sys.argv[2], int(sys.argv[3]), sys.argv[4] == "fsdp"
+if event in ("SIGKILL", "SIGTERM", "SIGINT"):
+    plain = FoxTrainer.training_step
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == when:
+            os.kill(os.getpid(), getattr(signal, event))
+        return plain(self, *args, **kwargs)
+    FoxTrainer.training_step = training_step
+if event == "kill-save":
+    whole = checkpoint.commit
+    def commit(directory, note):
+        if note["step"] == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(directory, note)
+    checkpoint.commit = commit
+if sharded:  # accelerate runs DDP on CPUs when asked for FSDP2: make it mean it
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    ordinary = FoxTrainer.create_accelerator_and_postprocess
+    def create(self):
+        ordinary(self)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        if self.args.bf16:
+            plugin.set_mixed_precision("bf16")
+        self.accelerator.state.fsdp_plugin = plugin
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.is_fsdp_enabled = True
+    FoxTrainer.create_accelerator_and_postprocess = create
+    from retrofox.model.gates import ForgetGate
+    forward = ForgetGate.forward
+    def checked(self, x):
+        assert self.weight.dtype == self.bias.dtype and str(self.weight.dtype) == "torch.float32"
+        return forward(self, x)
+    ForgetGate.forward = checked
+from retrofox.train import train
+train(load_recipe(sys.argv[1]))
+"""
+FSDP = {
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+@pytest.fixture
+def recipe_for(tmp_path, pico_fox, pico_tokenizer):
+    """recipe_for(output) -> path of a recipe of 8 steps, a checkpoint every 2, with annealing rotary pairs."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(400)))
+    model = pico_fox(rope="anneal", anneal_tokens=700)
+    model.save_pretrained(tmp_path / "model")
+    pico_tokenizer.save_pretrained(tmp_path / "model")
+
+    def build(output: str, **values) -> Path:
+        stage = {
+            "objective": "extend",
+            "tokens": 1024,
+            "sequence_length": 64,
+            "batch_tokens": 128,
+            "learning_rate": 3e-3,
+        }
+        recipe = {
+            "model": str(tmp_path / "model"),
+            "output": str(tmp_path / output),
+            "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
+            "stages": [{**stage, "schedule": "linear"}],
+            "precision": "fp32",
+            "log": {"every": 1},
+            "checkpoint": {"every_steps": 2},
+            "dataloader_workers": 0,
+            **values,
+        }
+        file = tmp_path / f"{output}.yaml"
+        file.write_text(yaml.safe_dump(recipe))
+        return file
+
+    return build
+
+
+def run(file: Path, event: str = "none", when: int = 0, processes: int = 1, mode: str = "ddp"):
+    """Runs a recipe in a process (or several over gloo) of its own; returns the finished process."""
+    runner = file.parent / "runner.py"
+    runner.write_text(RUNNER)
+    command = [sys.executable]
+    if processes > 1:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
+        command += launch
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(FSDP if mode == "fsdp" else {})}
+    command += [str(runner), str(file), event, str(when), mode]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250)
+
+
+def curve(file: Path) -> list[tuple]:
+    """(step, loss, gradient norm) of every step, as logged: JSON keeps every bit of a float."""
+    log = Path(load_recipe(file).output) / "log.jsonl"
+    return [(v["step"], v["loss"], v["grad_norm"]) for v in map(json.loads, log.read_text().splitlines())]
+
+
+def test_kills_and_signals_change_no_bit(recipe_for):
+    whole = recipe_for("whole")
+    train(load_recipe(whole))
+    file = recipe_for("killed")
+    stage = Path(load_recipe(file).output) / "stage-0-extend"
+
+    killed = run(file, "kill-save", 4)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert checkpoint.problem(stage / "checkpoint-4") is not None
+    good, _ = checkpoint.newest_good(stage)
+    assert good is not None
+    assert good.name == "checkpoint-2"
+
+    terminated = run(file, "SIGTERM", 4)
+    assert terminated.returncode == 128 + signal.SIGTERM, terminated.stderr
+    assert "passed over checkpoint-4: it has no COMPLETE marker" in terminated.stderr
+    assert "resumed stage 0 at step 2 of 8" in terminated.stderr
+    good, _ = checkpoint.newest_good(stage)
+    assert good is not None
+    assert good.name == "checkpoint-5"
+
+    assert run(file, "SIGKILL", 6).returncode == -signal.SIGKILL
+    result = train(load_recipe(file))
+    assert result["stages"][0]["resumed_at"] == 6
+    assert curve(file) == curve(whole)
+    left, right = (Path(load_recipe(f).output) / "model" / "model.safetensors" for f in (whole, file))
+    assert left.read_bytes() == right.read_bytes()
+
+
+def test_two_processes_equal_one_and_survive_a_kill(recipe_for):
+    whole = recipe_for("whole")
+    train(load_recipe(whole))
+    file = recipe_for("two")
+    killed = run(file, "SIGKILL", 3, processes=2)
+    assert killed.returncode != 0
+    resumed = run(file, processes=2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed stage 0 at step 2 of 8" in resumed.stderr
+    # Two summands commute, so even one process and two agree to the last bit here.
+    assert curve(file) == curve(whole)
+
+
+def test_one_process_goes_on_where_two_stopped(recipe_for):
+    whole = recipe_for("whole")
+    train(load_recipe(whole))
+    file = recipe_for("two")
+    stopped = run(file, "SIGTERM", 3, processes=2)
+    assert stopped.returncode != 0
+    result = train(load_recipe(file))
+    assert result["stages"][0]["resumed_at"] == 4
+    for ours, theirs in zip(curve(file), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for):
+    whole = recipe_for("whole")
+    train(load_recipe(whole))
+    file = recipe_for("sharded")
+    sharded = run(file, processes=2, mode="fsdp")
+    assert sharded.returncode == 0, sharded.stderr
+    for ours, theirs in zip(curve(file), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_fsdp2_survives_a_kill_and_runs_every_objective_in_bfloat16(recipe_for):
+    common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128}
+    stages = [
+        {"objective": "align", **common},
+        {"objective": "distill", **common},
+        {"objective": "extend", **common, "tokens": 512, "gradient_checkpointing": "full"},
+    ]
+    whole = recipe_for("whole", stages=stages, precision="bf16", checkpoint={"every_steps": 1})
+    assert run(whole, processes=2, mode="fsdp").returncode == 0
+    file = recipe_for("killed", stages=stages, precision="bf16", checkpoint={"every_steps": 1})
+    assert run(file, "kill-save", 3, processes=2, mode="fsdp").returncode != 0
+    resumed = run(file, processes=2, mode="fsdp")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed stage 2 at step 2 of 4" in resumed.stderr
+    assert curve(file) == curve(whole)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_exits_with_130(recipe_for):
+    file = recipe_for("stopped")
+    stopped = run(file, "SIGINT", 3)
+    assert stopped.returncode == 128 + signal.SIGINT, stopped.stderr
+    good, skipped = checkpoint.newest_good(Path(load_recipe(file).output) / "stage-0-extend")
+    assert good is not None
+    assert good.name == "checkpoint-4"
+    assert skipped == []
