@@ -98,7 +98,7 @@ def logits_from_hidden(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Te
     Returns:
         (..., vocabulary) in the head's dtype.
     """
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     logits = head(hidden.to(head.weight.dtype))
     for scale in _LOGIT_RULES:
         logits = scale(model.config, logits)

@@ -172,7 +172,7 @@ def test_generation_with_a_cache_equals_generation_without(fox, tokens, path):
 
 
 def test_windows_and_rotated_layers_are_the_familys_own(base, fox, row):
-    natives = [layer.self_attn for layer in inner_model(base).layers]
+    natives = [layer.self_attn for layer in base.model.layers]
     converted = [module for _, module in attentions(fox)]
     assert len(converted) == len(natives)
     for native, module in zip(natives, converted, strict=True):

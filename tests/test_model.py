@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -206,7 +207,8 @@ def test_the_cache_keeps_gates_exactly_in_bfloat16(pico_fox, tokens):
         module.forget_gate.record = True
     logits(model, tokens, past_key_values=cache)
     for index, (_, module) in enumerate(attentions(model)):
-        bits = cache.layers[index].keys[..., 8:].contiguous().view(torch.float32)
+        keys: Any = cache.layers[index]
+        bits = keys.keys[..., 8:].contiguous().view(torch.float32)
         kept = bits.transpose(1, 2).reshape(*tokens.shape, 4)
         gates.append(torch.equal(kept, module.forget_gate.last_log_f))
     assert all(gates)

@@ -1,15 +1,17 @@
 """Every way to run a converted model that would drop or break its gates is refused with a clear error."""
 
-import types
+from typing import Any
 
 import pytest
 import torch
 from accelerate.big_modeling import _attach_context_parallel_hooks
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import retrofox
 from retrofox.model.attention import fox_attention
+from retrofox.model.cache import GateCache
 
 TOKENS = torch.arange(2, 14)[None]
 
@@ -104,11 +106,10 @@ def test_attention_dropout_in_training(pico_fox):
 
 
 def test_a_quantised_cache(fox):
-    cache = DynamicCache(config=fox.config)
-
-    class QuantizedLayer(type(cache.layers[0])):
+    class QuantizedLayer(DynamicLayer):
         pass
 
+    cache: Any = DynamicCache(config=fox.config)
     cache.layers = [QuantizedLayer() for _ in cache.layers]
     with pytest.raises(ValueError, match="quantised"):
         fox(TOKENS, past_key_values=cache)
@@ -125,7 +126,7 @@ def test_attention_weights(fox):
 
 
 def test_attention_sinks_as_parameters(fox):
-    gates = types.SimpleNamespace(log_f=torch.zeros(1, 3, 4))
+    gates = GateCache(None, torch.zeros(1, 3, 4))
     query = torch.randn(1, 4, 3, 8)
     module = fox.model.layers[0].self_attn
     with pytest.raises(ValueError, match="s_aux"):

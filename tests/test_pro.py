@@ -188,7 +188,7 @@ def test_all_parts_in_other_families(pico_llama, stir, tokens, path, family):
         values["sliding_window"] = 7
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values)).eval()
-    model = stir(retrofox.convert(base, fox=FoxSpec(half_life=(2.0, 100.0), max_wavelength=40.0, pro="all")))
+    model = stir(retrofox.convert(base, fox=FoxSpec(half_life=(2.0, 100.0), max_wavelength=40.0, pro=PRO_PARTS)))
     whole = logits(model, tokens, use_cache=False)
     close(decode(model, tokens, DynamicCache(config=model.config)), whole)
     close(decode(model, tokens, StaticCache(config=model.config, max_cache_len=30)), whole)
@@ -263,7 +263,7 @@ def test_saved_and_loaded_gives_equal_logits(fox, tokens, tmp_path):
 
 
 def test_gradients_reach_every_part_from_the_first_step(pico_llama, tokens):
-    model = retrofox.convert(pico_llama(), fox=FoxSpec(half_life=(2.0, 100.0), pro="all")).train()
+    model = retrofox.convert(pico_llama(), fox=FoxSpec(half_life=(2.0, 100.0), pro=PRO_PARTS)).train()
     model(tokens, labels=tokens).loss.backward()
     missing = {n.split("self_attn.")[-1] for n, p in model.named_parameters() if p.grad is None or not p.grad.any()}
     assert missing == {"k_shift.weight", "v_shift.weight"}, "only the shifts' weights wait for their gains to leave 0"
@@ -286,11 +286,11 @@ def test_autocast_and_gradient_checkpointing(fox, tokens):
 
 
 def test_parts_by_name():
-    assert FoxSpec(pro="all").pro == PRO_PARTS
-    assert FoxSpec(pro="none").pro == ()
-    assert FoxSpec(pro="k-shift,output-gate").pro == ("k-shift", "output-gate")
+    assert FoxSpec.from_dict({"pro": "all"}).pro == PRO_PARTS
+    assert FoxSpec.from_dict({"pro": "none"}).pro == ()
+    assert FoxSpec.from_dict({"pro": "k-shift,output-gate"}).pro == ("k-shift", "output-gate")
     with pytest.raises(ValueError, match="did you mean 'qk-norm'"):
-        FoxSpec(pro="qknorm")
+        FoxSpec.from_dict({"pro": "qknorm"})
 
 
 def test_all_parts_are_added_to_every_layer(pico_fox):

@@ -124,11 +124,11 @@ def needed_by(*names: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def clean_python(tmp_path_factory) -> Path:
-    """The python of a virtual environment that holds torch, what transformers needs, and nothing else."""
+    """The python of a virtual environment that holds torch, what it needs, and nothing else."""
     directory = tmp_path_factory.mktemp("clean")
     venv.create(directory, with_pip=False)
     site = next(directory.glob("lib/python*/site-packages"))
-    for name in needed_by("torch", "transformers", "packaging") - {"transformers"}:
+    for name in needed_by("torch"):
         for file in importlib.metadata.files(name) or []:
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not (site / top).exists():
@@ -138,10 +138,10 @@ def clean_python(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def installed(request, tmp_path_factory) -> Path:
-    """A folder with one version of transformers."""
+    """A folder with one version of transformers and what it needs."""
     target = tmp_path_factory.mktemp("transformers")
     wanted = f"transformers=={request.param}"
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--target"]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--target"]
     subprocess.run([*pip, str(target), wanted], check=True)
     return target
 

@@ -1,6 +1,7 @@
 """The rotary dial: which pairs stay, fade and go, under every kind of RoPE, layer by layer and step by step."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,7 @@ class Dialled(torch.nn.Module):
 
     def __init__(self, rotary, fade):
         super().__init__()
+        self.rotary: Any
         self.rotary, self.fade = rotary, torch.tensor(fade)
 
     def forward(self, x, position_ids):
@@ -186,7 +188,7 @@ def test_annealing_starts_as_the_base_ends_as_dropped_and_resumes_from_the_check
     model.set_annealed_tokens(350)
     middle = logits(model, tokens)
     model.save_pretrained(tmp_path)
-    loaded = retrofox.load(tmp_path)
+    loaded: Any = retrofox.load(tmp_path)
     assert loaded.config.fox["annealed_tokens"] == 350
     assert torch.equal(logits(loaded, tokens), middle)
     for resumed in (model, loaded):
@@ -208,11 +210,11 @@ def test_annealing_decodes_as_it_prefills(tokens):
 
 
 def test_log_n_scales_the_logits_beyond_the_trained_length(tokens):
-    base = make_base("default")
+    base: Any = make_base("default")
     model = convert(base, rope="keep", log_n=8)
     close(logits(model, tokens)[:, :8], logits(base, tokens)[:, :8])
     assert (logits(model, tokens) - logits(base, tokens))[:, 8:].abs().amax(-1).min() > 1e-5
-    layer = base.model.layers[0].self_attn
+    layer: Any = base.model.layers[0].self_attn
     hidden = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(2))
     position_ids = torch.arange(24)[None]
     factor = (torch.arange(1, 25).log() / math.log(8)).clamp_min(1.0)

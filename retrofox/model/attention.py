@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +49,15 @@ class FoxMixin(nn.Module):
     "original" (no gates, all rotary pairs, no added parts: the base model's attention through the same operator).
     """
 
-    native_forward: Callable[..., Any]
-    unrotated_forward: Callable[..., Any] | None
+    native_forward: Any  # the base class's forward
+    unrotated_forward: Any  # the same without rotary embedding, or None
+    forget_gate: Any  # ForgetGate, or None where the spec has no gate
+    rotary_fade: Any  # RotaryFade, or None in a layer without RoPE
+    output_norm: Any  # this and the other Pro parts: None where the spec has none
+    output_gate: Any
+    config: Any
+    layer_idx: int
+    head_dim: int
 
     def add_fox(self, config: Any, fade: RotaryFade | None) -> None:
         """Adds the new modules to a freshly built native attention; `fade` is None for a layer without RoPE."""
@@ -77,12 +84,12 @@ class FoxMixin(nn.Module):
     ):
         _refuse_other_attention(self.config, kwargs)
         gates = GateCache(past_key_values, self.log_f(hidden_states), hidden_states)
-        forward, seen_as = self.native_forward.__func__, self  # type: ignore[attr-defined]
+        forward, seen_as = self.native_forward.__func__, self
         if self.mode != "original":
             if position_embeddings is not None and self.rotary_fade is not None:
                 position_embeddings = self.rotary_fade(*position_embeddings, kwargs.get("position_ids"))
                 if self.rotary_fade.skippable and self.unrotated_forward is not None:
-                    forward = self.unrotated_forward.__func__  # type: ignore[attr-defined]
+                    forward = self.unrotated_forward.__func__
             if self.projects:
                 seen_as = ProjectedAttention(self, gates, attention_mask, kwargs.get("cu_seqlens"))
         return forward(
@@ -118,7 +125,7 @@ class FoxMixin(nn.Module):
 
 
 def fox_attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -192,10 +199,10 @@ def _attend(
         visible = _visible(q.shape[1], k.shape[1], seq_start, options["window"], q.device)
         return _masked(query, k.transpose(1, 2), v.transpose(1, 2), log_f, visible, options)
     if cu_seqlens is None:
-        return forgetting_attention(q, k, v, log_f, seq_start=seq_start, **options)
+        return cast(torch.Tensor, forgetting_attention(q, k, v, log_f, seq_start=seq_start, **options))
     batch, length = q.shape[:2]
     q, k, v, log_f = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, log_f))
-    out = forgetting_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, **options)
+    out = cast(torch.Tensor, forgetting_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, **options))
     return out.view(batch, length, *out.shape[2:])
 
 

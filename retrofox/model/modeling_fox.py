@@ -195,7 +195,8 @@ def _document_starts(position_ids: torch.Tensor, batch: int) -> torch.Tensor | N
 def make_classes(model_type: str) -> tuple[type, type]:
     """(Fox<Family>Model, Fox<Family>ForCausalLM) for a base model_type such as "llama"."""
     base_config = CONFIG_MAPPING[model_type]
-    native_lm, native = MODEL_FOR_CAUSAL_LM_MAPPING[base_config], MODEL_MAPPING[base_config]
+    native_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
+    native: Any = MODEL_MAPPING[base_config]
     prefix = SUPPORTED[model_type]
     config_class = getattr(configuration_fox, f"Fox{prefix}Config")
     checkpoint_names = get_checkpoint_conversion_mapping(model_type)
@@ -208,7 +209,7 @@ def make_classes(model_type: str) -> tuple[type, type]:
         native.post_init(self)
 
     body = {"config_class": config_class, "__module__": __name__, "__init__": init_model}
-    inner = type(f"Fox{prefix}Model", (FoxModelMixin, native), body)
+    inner: Any = type(f"Fox{prefix}Model", (FoxModelMixin, native), body)
 
     def init_lm(self: Any, config: Any) -> None:
         native_lm.__init__(self, config)
