@@ -42,7 +42,7 @@ class Calibration:
             weights and biases (float32) and, after a refit, q_proj (or qkv_proj) weights and biases in the model's
             dtype.
         report: settings, per-layer table, KL and loss before and after, seconds.
-        files: what was written, by kind.
+        files: what was written into `out_dir`, file names by kind.
     """
 
     values: dict[str, torch.Tensor]
@@ -91,7 +91,7 @@ def calibrate(
     progress: bool = True,
     resume: bool = True,
     tokenizer: Any = None,
-    length: int = 1024,
+    length: int | None = None,
     windows: int = 8,
     held_out: int = 2,
     layer_losses: bool = True,
@@ -121,7 +121,8 @@ def calibrate(
         refit_queries: whether to fit M.
         resume: go on with the work found in `out_dir`; False starts anew.
         tokenizer: None = the one beside the source.
-        length: tokens per window; windows, held_out: how many to fit on, and to measure on.
+        length: tokens per window; None = 1024, or what the model was trained to if that is less.
+        windows: how many windows to fit on (fewer where there is less text); held_out: how many to measure on.
         layer_losses: also measure the loss with each layer alone converted, before and after.
         layers_on_disk: read a directory's weights a layer at a time (True), load it whole (False), or None: a layer
             at a time where its files allow it.
@@ -139,7 +140,8 @@ def calibrate(
         tokenizer = source.tokenizer or load_tokenizer(model.config._name_or_path)
     fox = FoxSpec.from_dict(model.config.fox)
     _check(fox, steps, refit_queries, windows, held_out, length)
-    tokens = _windows(files, tokenizer, length, windows + held_out, seed)
+    length = length or min(1024, trained_length(model.config))
+    tokens = _windows(files, tokenizer, length, windows + held_out, 1 + held_out, seed)
     if len(tokens) <= held_out:
         raise ValueError(
             f"{len(tokens)} windows of {tokens.shape[1]} tokens are too few to hold {held_out} out: give more text"
@@ -222,8 +224,8 @@ def _values(source: Source, state: State) -> dict[str, torch.Tensor]:
     return values
 
 
-def _check(fox: FoxSpec, steps: int, refit: bool, windows: int, held_out: int, length: int) -> None:
-    if steps < 0 or windows < 1 or held_out < 1 or length < 16:
+def _check(fox: FoxSpec, steps: int, refit: bool, windows: int, held_out: int, length: int | None) -> None:
+    if steps < 0 or windows < 1 or held_out < 1 or (length is not None and length < 16):
         raise ValueError(
             f"steps must be >= 0, windows and held_out >= 1, length >= 16; got {steps}, {windows}, {held_out}, {length}"
         )
@@ -236,28 +238,34 @@ def _check(fox: FoxSpec, steps: int, refit: bool, windows: int, held_out: int, l
 
 
 def _windows(
-    files: Sequence[str | os.PathLike] | torch.Tensor, tokenizer: Any, length: int, count: int, seed: int
+    files: Sequence[str | os.PathLike] | torch.Tensor, tokenizer: Any, length: int, most: int, least: int, seed: int
 ) -> torch.Tensor:
-    """(count, length) int64 tokens: windows from all over the files, chosen by seed; each is read as a document."""
+    """(N, length) int64 tokens, least <= N <= most: windows from all over the files, chosen by seed."""
     if isinstance(files, torch.Tensor):
         if files.dim() != 2 or files.dtype != torch.int64:
             raise ValueError(f"token windows must be (N, T) int64, got {tuple(files.shape)} {files.dtype}")
         return files
+    whole = [ids for ids in _pieces(files, tokenizer, length, 2) if len(ids) == length]
+    if len(whole) < least:
+        raise ValueError(
+            f"the calibration files give {len(whole)} windows of {length} tokens, at least {least} are needed: give "
+            "more text or a smaller length"
+        )
+    order = np.random.default_rng(seed).permutation(len(whole))[:most]
+    return torch.from_numpy(np.stack([whole[i] for i in order]))
+
+
+def _pieces(files: Sequence[str | os.PathLike], tokenizer: Any, length: int, least: int) -> list[np.ndarray]:
+    """Every stretch of at most `length` tokens; each begins with the token that the tokenizer begins documents with."""
     from retrofox.evaluate import choose_windows
 
     if tokenizer is None:
         raise ValueError("no tokenizer beside the model: pass tokenizer=, or token windows instead of files")
-    found = choose_windows(list(files), tokenizer, length, windows=None, min_tokens=length)
-    whole = [w.token_ids for w in found if len(w.token_ids) == length]
-    if len(whole) < count:
-        raise ValueError(
-            f"the calibration files give {len(whole)} windows of {length} tokens, {count} are needed: give "
-            "more text or a smaller length"
-        )
-    order = np.random.default_rng(seed).permutation(len(whole))[:count]
-    begin = tokenizer.bos_token_id if whole[0][0] == tokenizer.bos_token_id else None
-    rows = [whole[i] if begin is None or whole[i][0] == begin else np.r_[begin, whole[i][:-1]] for i in order]
-    return torch.from_numpy(np.stack(rows))
+    found = [w.token_ids for w in choose_windows(list(files), tokenizer, length, windows=None, min_tokens=least)]
+    begin = tokenizer.bos_token_id
+    if begin is None or found[0][0] != begin:
+        return found
+    return [ids if ids[0] == begin else np.r_[begin, ids[:-1]] for ids in found]
 
 
 def _start(
@@ -276,7 +284,9 @@ def _start(
         if isinstance(files, torch.Tensor):
             tokens = files
         else:
-            tokens = _longest_windows(files, tokenizer, length)
+            found = _pieces(files, tokenizer, length, 2)
+            full = [ids for ids in found if len(ids) == max(map(len, found))]
+            tokens = torch.from_numpy(np.stack([full[i] for i in {0, len(full) // 2}]))
         with progress_bar("layers", progress) as bar:
             task = bar.add_task("measuring half-lives", total=len(capture.decoder_layers(model)))
             sink = FoxSpec.from_dict(model.config.fox).sink_tokens
@@ -289,24 +299,7 @@ def _start(
             bias = torch.tensor([bias_from_half_life(by_place[number, head]) for head in heads])
             attention.forget_gate.reset()
             put(attention, "forget_gate.bias", bias)
-    return {f"half_lives_{kind}": str(out / f"half_lives.{kind}") for kind in ("json", "csv", "png", "svg")}
-
-
-def _longest_windows(files: Sequence[str | os.PathLike], tokenizer: Any, length: int) -> torch.Tensor:
-    """One window of full context, or the longest the text allows."""
-    for tokens in _halvings(length):
-        try:
-            return _windows(files, tokenizer, tokens, 1, 0)
-        except ValueError:
-            if tokens < 256:
-                raise
-    raise AssertionError("unreachable")
-
-
-def _halvings(length: int) -> Iterator[int]:
-    while length >= 128:
-        yield length
-        length //= 2
+    return {f"half_lives_{kind}": f"half_lives.{kind}" for kind in ("json", "csv", "png", "svg")}
 
 
 def _write(result: Calibration, out: Path) -> None:
@@ -315,8 +308,7 @@ def _write(result: Calibration, out: Path) -> None:
     save_file({k: v.contiguous() for k, v in result.values.items()}, partial, metadata={"format": "pt"})
     os.replace(partial, out / "calibration.safetensors")
     rows = result.report["layers"]
-    result.files["safetensors"] = str(out / "calibration.safetensors")
-    result.files["csv"] = save_csv(out / "calibration.csv", COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
-    result.files["json"] = write_atomic(
-        out / "calibration.json", (json.dumps({**result.report, "files": result.files}, indent=1) + "\n").encode()
-    )
+    save_csv(out / "calibration.csv", COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
+    result.files |= {kind: f"calibration.{kind}" for kind in ("safetensors", "csv", "json")}
+    document = {**result.report, "files": result.files}
+    write_atomic(out / "calibration.json", (json.dumps(document, indent=1) + "\n").encode())

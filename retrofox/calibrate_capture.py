@@ -101,7 +101,7 @@ def enter(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[torch.Tensor
     recorders = [_Recorder(layer) for layer in decoder_layers(model)]
     hidden = []
     with _layers_replaced(model, list(recorders)) as inner:
-        for row in token_ids:
+        for row in token_ids.to(model.device):
             inner(input_ids=row[None], use_cache=False)
             assert recorders[0].hidden is not None
             hidden.append(recorders[0].hidden)
@@ -114,7 +114,7 @@ def enter(model: PreTrainedModel, token_ids: torch.Tensor) -> tuple[torch.Tensor
 def losses_from(model: PreTrainedModel, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """Per-token losses (N, T - 1) of windows (N, T), from what left the last layer for each, (N, T, hidden)."""
     rows = []
-    for ids, left in zip(token_ids.split(1), hidden.split(1), strict=True):
+    for ids, left in zip(token_ids.to(hidden.device).split(1), hidden.split(1), strict=True):
         with _layers_replaced(model, [_Replay(left)]):
             rows.append(token_losses(model, ids))
     return torch.cat(rows)

@@ -43,7 +43,7 @@ class Run:
         entering, calls = capture.enter(self.model, self.tokens)
         number = state.finished()
         rows = [state.read_layer(done)[1] for done in range(number)]
-        streams = state.read_inputs(number) if number else self._first_streams(entering)
+        streams = self._read(state, number) if number else self._first_streams(entering)
         with progress_bar("layers", progress) as bar:
             task = bar.add_task("calibrating", total=self.num_layers, completed=number)
             for number in range(len(rows), self.num_layers):
@@ -57,6 +57,9 @@ class Run:
                     task, advance=1, description=f"calibrating (KL {row['kl_before']:.3f} -> {row['kl_after']:.3f})"
                 )
         return rows
+
+    def _read(self, state: State, number: int) -> dict[str, torch.Tensor]:
+        return {name: value.to(self.model.device) for name, value in state.read_inputs(number).items()}
 
     def _first_streams(self, entering: torch.Tensor) -> dict[str, torch.Tensor]:
         held = entering[-self.held_out :]
@@ -129,7 +132,7 @@ class Run:
     def summary(self, state: State, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """KL as a mean over layers, loss of the original and of the whole conversion before and after, held-out text;
         fills each row's loss_before and loss_after."""
-        streams = state.read_inputs(self.num_layers)
+        streams = self._read(state, self.num_layers)
         ids = self.tokens[-self.held_out :]
         losses = {
             "original": capture.losses_from(self.model, ids, streams["original"][-self.held_out :]),

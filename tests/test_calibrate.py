@@ -318,11 +318,13 @@ def test_a_directory_is_read_a_layer_at_a_time_with_the_same_result(family, toke
 def test_text_files_are_cut_into_windows_and_too_little_text_is_refused(pico_checkpoint, tmp_path):
     text = str(tmp_path / "text.txt")
     (tmp_path / "text.txt").write_text("".join(f"The fox forgets gate {n}. " for n in range(200)))
-    options = {"steps": 2, "progress": False, "length": 48}
-    result = calibrate(pico_checkpoint, SPEC, [text], out_dir=tmp_path / "out", windows=3, held_out=1, **options)
+    options = {"steps": 2, "progress": False}
+    result = calibrate(
+        pico_checkpoint, SPEC, [text], out_dir=tmp_path / "out", windows=3, held_out=1, length=48, **options
+    )
     assert result.report["windows"] == {"fitted": 3, "held_out": 1, "length_tokens": 48}
     with pytest.raises(ValueError, match="more text or a smaller length"):
-        calibrate(pico_checkpoint, SPEC, [text], out_dir=tmp_path / "more", windows=900, **options)
+        calibrate(pico_checkpoint, SPEC, [text], out_dir=tmp_path / "more", length=2000, **options)
     with pytest.raises(FileNotFoundError):
         calibrate(pico_checkpoint, SPEC, [str(tmp_path / "nothing.txt")], out_dir=tmp_path / "none", **options)
 
@@ -340,3 +342,12 @@ def test_best_constant_gates_are_those_of_least_divergence(tokens):
     each = [fitting.divergence(windows, fitting.Student(torch.full((4,), bias_from_half_life(h)))) for h in choices]
     best = [bias_from_half_life(choices[i]) for i in torch.stack(each).argmin(0).tolist()]
     torch.testing.assert_close(student.bias, torch.tensor(best))
+
+
+def test_half_lives_are_measured_on_windows_of_the_full_trained_length(pico_checkpoint, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"The fox forgets gate {n}. " for n in range(200)))
+    spec = FoxSpec(rope="keep", init="calibrated")
+    text = [str(tmp_path / "text.txt")]
+    result = calibrate(pico_checkpoint, spec, text, out_dir=tmp_path / "out", steps=0, progress=False)
+    assert json.loads((tmp_path / "out" / "half_lives.json").read_text())["length_tokens"] == 128
+    assert all((tmp_path / "out" / name).is_file() for name in result.files.values())
