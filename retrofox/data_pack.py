@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrofox.data_shards import write_whole
+from retrofox.data_files import write_whole
 
 PACKING = 1
 """Version of the packing: part of every fingerprint."""

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -24,43 +23,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from retrofox.data_encode import Encoded, Encoder, Pool, fingerprint
+from retrofox.data_files import (
+    FORMAT,
+    Shard,
+    clear_disk_errors,
+    is_complete,
+    read_shard,
+    sweep,
+    temporary,
+    to_disk,
+    write_note,
+    write_whole,
+)
 from retrofox.data_sources import Batch, Digests, SourceLike, Unit, resolve
 
-FORMAT = 1
 IN_PROCESS_BYTES = 4 << 20
 """Below this starting processes costs more than it gains."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One unit's tokens: file stem, counts and checksum."""
-
-    key: str
-    name: str
-    documents: int
-    tokens: int
-    empty: int
-    dtype: str
-    sha256: str
-
-    def check(self, folder: Path) -> None:
-        """Raises ValueError if a file is missing or has another size than the manifest says."""
-        sizes = {"tokens": self.tokens * np.dtype(self.dtype).itemsize, "bounds": (self.documents + 1) * 8}
-        for suffix, size in sizes.items():
-            path = folder / f"{self.key}.{suffix}"
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                state = "is missing" if found is None else f"has {found} bytes instead of {size}"
-                raise ValueError(f"{path} {state}: run `retrofox prepare` again")
-
-    def bounds(self, folder: Path) -> np.ndarray:
-        """Where each document begins, and the end: (documents + 1,) int64; files checked."""
-        self.check(folder)
-        return np.fromfile(folder / f"{self.key}.bounds", dtype="<i8")
-
-    def map(self, folder: Path) -> np.ndarray:
-        """The tokens as a read-only memory map, (tokens,) uint16 or uint32."""
-        return np.memmap(folder / f"{self.key}.tokens", dtype=self.dtype, mode="r")
 
 
 @dataclass(frozen=True)
@@ -193,20 +171,20 @@ def prepare_sources(
     started = time.perf_counter()
     folder = Path(out_dir).expanduser()
     workers = workers or _cores()
-    with _clear_disk_errors(folder):
+    with clear_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        sweep(folder)
         memory = folder / "digests.json"
         digests = Digests(json.loads(memory.read_text()) if memory.is_file() else {})
         made_from = fingerprint(tokenizer)
-        plan = [(source, source.text_field or text_field, resolve(source)) for source in sources]
+        plan = [(source, source.text_field or text_field, resolve(source, leave_out=folder)) for source in sources]
         keys = {id(unit): _key(unit, name, made_from, digests) for _, name, units in plan for unit in units}
         write_whole(memory, json.dumps(digests.known).encode())
         missing = [
             (unit, name, keys[id(unit)])
             for _, name, units in plan
             for unit in units
-            if not _complete(folder, keys[id(unit)])
+            if not is_complete(folder, keys[id(unit)])
         ]
         _tokenise(missing, tokenizer, folder, workers, progress)
         for unit, name, key in missing:
@@ -219,7 +197,7 @@ def prepare_sources(
                 source.weight,
                 name,
                 [file for unit in units for file in _files(unit, digests)],
-                [_read(folder, keys[id(unit)]) for unit in units],
+                [read_shard(folder, keys[id(unit)]) for unit in units],
             )
             for source, name, units in plan
         ]
@@ -252,20 +230,6 @@ def _files(unit: Unit, digests: Digests) -> list[dict[str, Any]]:
     return [{"path": str(path), "bytes": path.stat().st_size, "sha256": digests.of(path)} for path in paths]
 
 
-def _complete(folder: Path, key: str) -> bool:
-    if not (folder / f"{key}.json").is_file():
-        return False
-    try:
-        _read(folder, key).check(folder)
-    except ValueError:
-        return False
-    return True
-
-
-def _read(folder: Path, key: str) -> Shard:
-    return Shard(**json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))["shard"])
-
-
 def _tokenise(units: list[tuple[Unit, str, str]], tokenizer: Any, folder: Path, workers: int, progress: bool) -> None:
     """Writes the shards that are missing; those of one text field share a pool of processes."""
     units = list({key: (unit, name, key) for unit, name, key in units}.values())  # the same content twice: once
@@ -280,24 +244,45 @@ def _tokenise(units: list[tuple[Unit, str, str]], tokenizer: Any, folder: Path, 
 
 def _write_all(units: list[tuple[Unit, str]], text_field: str, pool: Pool, folder: Path, advance: Any) -> None:
     """Writes shards one after the other, from one stream of batches: no process waits at the end of a unit."""
-    begun: deque[int] = deque()  # the unit of each batch on its way
+    stream = _encoded([unit for unit, _ in units], text_field, pool)
+    for unit, key in units:
+        with _ShardWriter(folder, key, unit.name, pool.encoder.dtype) as writer:
+            for encoded, is_last in stream:
+                writer.add(encoded)
+                advance(encoded.size, len(encoded.tokens))
+                if is_last:
+                    break
+            writer.finish()
+
+
+def _encoded(units: list[Unit], text_field: str, pool: Pool) -> Iterator[tuple[Encoded, bool]]:
+    """The encoded batches of all units in order, each with whether it is its unit's last.
+
+    Reading runs ahead of tokenising: what can't be read is raised when all before it has been given.
+    """
+    lasts: deque[bool] = deque()  # of the batches on their way
+    broken: list[Exception] = []
 
     def batches() -> Iterator[Batch]:
-        for number, (unit, _) in enumerate(units):
-            for batch in unit.batches(text_field):
-                for part in pool.encoder.divide(batch):
-                    begun.append(number)
-                    yield part
+        for unit in units:
+            waiting = Batch("text")  # a unit without any batch is one without documents
+            try:
+                parts = (part for batch in unit.batches(text_field) for part in pool.encoder.divide(batch))
+                for number, part in enumerate(parts):
+                    if number:
+                        lasts.append(False)
+                        yield waiting
+                    waiting = part
+            except (ValueError, OSError) as error:
+                broken.append(error)
+                return
+            lasts.append(True)
+            yield waiting
 
-    numbered = ((begun.popleft(), encoded) for encoded in pool.map(batches()))
-    waiting = next(numbered, None)
-    for number, (unit, key) in enumerate(units):
-        with _ShardWriter(folder, key, unit.name, pool.encoder.dtype) as writer:
-            while waiting is not None and waiting[0] == number:
-                writer.add(waiting[1])
-                advance(waiting[1].size, len(waiting[1].tokens))
-                waiting = next(numbered, None)
-            writer.finish()
+    for encoded in pool.map(batches()):
+        yield encoded, lasts.popleft()
+    if broken:
+        raise broken[0]
 
 
 class _ShardWriter:
@@ -311,8 +296,8 @@ class _ShardWriter:
 
     def __enter__(self) -> _ShardWriter:
         self.files = contextlib.ExitStack()
-        self.tokens = self.files.enter_context(_temporary(self.folder, f"{self.key}.tokens"))
-        self.bounds = self.files.enter_context(_temporary(self.folder, f"{self.key}.bounds"))
+        self.tokens = self.files.enter_context(temporary(self.folder, f"{self.key}.tokens"))
+        self.bounds = self.files.enter_context(temporary(self.folder, f"{self.key}.bounds"))
         self.stream = self.files.enter_context(open(self.tokens, "wb"))
         return self
 
@@ -334,69 +319,17 @@ class _ShardWriter:
 
     def finish(self) -> None:
         """Moves the files into place, the note that makes them a shard last."""
-        _to_disk(self.stream)
+        to_disk(self.stream)
         ends = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *self.lengths]), dtype="<i8")
         self.digest.update(ends.tobytes())
         with open(self.bounds, "wb") as stream:
             stream.write(ends.tobytes())
-            _to_disk(stream)
+            to_disk(stream)
         counts = (len(ends) - 1, int(ends[-1]), self.empty)
         shard = Shard(self.key, self.name, *counts, self.dtype.str, self.digest.hexdigest())
         os.replace(self.tokens, self.folder / f"{self.key}.tokens")
         os.replace(self.bounds, self.folder / f"{self.key}.bounds")
-        note = {"format": FORMAT, "shard": asdict(shard)}
-        write_whole(self.folder / f"{self.key}.json", json.dumps(note, indent=1).encode() + b"\n")
-
-
-@contextlib.contextmanager
-def _temporary(folder: Path, name: str) -> Iterator[Path]:
-    path = folder / f".{name}.{socket.gethostname()}.{os.getpid()}.tmp"
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _to_disk(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    with _temporary(path.parent, path.name) as temporary:
-        with open(temporary, "wb") as stream:
-            stream.write(content)
-            _to_disk(stream)
-        os.replace(temporary, path)
-
-
-def _sweep(folder: Path) -> None:
-    """Removes temporary files of processes of this machine that are gone."""
-    for path in folder.glob(f".*.{socket.gethostname()}.*.tmp"):
-        pid = int(path.name.split(".")[-2])
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            path.unlink(missing_ok=True)
-        except PermissionError:
-            continue
-
-
-@contextlib.contextmanager
-def _clear_disk_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.filename is not None and not Path(error.filename).is_relative_to(folder):
-            raise ValueError(f"{error.filename} can't be read: {reason}") from error
-        raise ValueError(
-            f"token shards can't be written to {folder}: {reason}. Free space there or set data.cache to another "
-            "directory; finished shards are kept"
-        ) from error
+        write_note(self.folder, shard)
 
 
 @contextlib.contextmanager

@@ -265,12 +265,14 @@ class RowsUnit:
             yield Batch("text", texts, names, self.size * (stop - start) // max(1, self.stop - self.start))
 
 
-def resolve(source: SourceLike) -> list[Unit]:
+def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
     """The units of a source, in a fixed order.
 
     Args:
         source: its path is a file, a directory (searched for .txt, .jsonl, .json, .ndjson and .parquet, each also .gz,
             .xz, .zst, .bz2), a glob, "hf:org/name[:config][:split]", "hf:DIRECTORY", or "longcrawl64:DIRECTORY".
+
+        leave_out: a folder that is not searched: token shards may lie inside the directory of their texts.
 
     Raises:
         FileNotFoundError: nothing at that path.
@@ -287,7 +289,11 @@ def resolve(source: SourceLike) -> list[Unit]:
     if path.is_dir():
         if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
             return _hugging_face(str(path))
-        files = _readable(sorted(inner for inner in path.rglob("*") if _visible(inner, path)))
+        skipped = None if leave_out is None else leave_out.resolve()
+        if skipped == path.resolve():
+            raise ValueError(f"{path} is also where token shards are kept: set data.cache to another directory")
+        found = sorted(inner for inner in path.rglob("*") if _visible(inner, path))
+        files = _readable([inner for inner in found if skipped is None or skipped not in inner.resolve().parents])
         if not files:
             raise ValueError(f"{path}: no readable file in this directory; read are {_known()}")
     elif path.is_file():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -75,3 +77,43 @@ def test_a_long_blank_text_is_empty_and_not_utf8_is_refused(tmp_path, short_piec
     (tmp_path / "b.txt").write_bytes(b"word " * 9000 + b"\xff")
     with pytest.raises(ValueError, match=r"b\.txt: not UTF-8 text \(.* at byte 45000\)"):
         prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path / "out", progress=False)
+
+
+def test_shards_before_an_unreadable_file_are_kept(tmp_path, monkeypatch):
+    tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
+    monkeypatch.setattr("retrofox.data_shards.IN_PROCESS_BYTES", 0)
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(make_text(50 + number), encoding="utf-8")
+    (tmp_path / "2.txt.gz").write_bytes(b"no gzip")
+    for workers in (1, 2):
+        out = tmp_path / f"_out{workers}"
+        with pytest.raises(ValueError, match=r"2\.txt\.gz: can't be read"):
+            prepare_sources([DataSource(str(tmp_path))], tokenizer, out, workers=workers, progress=False)
+        assert len(list(out.glob("*.tokens"))) == 3
+        (tmp_path / "2.txt.gz").rename(tmp_path / "aside")
+        manifest = prepare_sources([DataSource(str(tmp_path))], tokenizer, out, workers=workers, progress=False)
+        assert (manifest.made, manifest.reused) == (1, 3)
+        (tmp_path / "aside").rename(tmp_path / "2.txt.gz")
+
+
+def test_tokens_changed_in_place_are_made_again_copies_are_kept(tmp_path):
+    tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
+    (tmp_path / "a.txt").write_text(make_text(50), encoding="utf-8")
+    source, out = DataSource(str(tmp_path / "a.txt")), tmp_path / "out"
+    prepare_sources([source], tokenizer, out, progress=False)
+    shutil.copytree(out, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert prepare_sources([source], tokenizer, tmp_path / "copy", progress=False).made == 0
+    [tokens] = out.glob("*.tokens")
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:-2] + b"\x07\x00")
+    assert prepare_sources([source], tokenizer, out, progress=False).made == 1
+    assert tokens.read_bytes() == content
+
+
+def test_shards_inside_the_directory_of_their_texts_are_not_read_as_texts(tmp_path):
+    tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
+    (tmp_path / "a.txt").write_text(make_text(50), encoding="utf-8")
+    for made in (1, 0):
+        assert prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path / "out", progress=False).made == made
+    with pytest.raises(ValueError, match=r"set data\.cache to another directory"):
+        prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path, progress=False)
