@@ -205,7 +205,7 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
     difference = math.inf
     try:
         merged.save_pretrained(str(out))
-        tokenizer = load_tokenizer(adapter) or load_tokenizer(base)
+        tokenizer = load_tokenizer(base)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(out))
         difference = float((_fresh_logits(out) - unmerged).norm() / unmerged.norm())
