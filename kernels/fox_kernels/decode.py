@@ -176,7 +176,7 @@ def launch_decode(
     block = 32 if D > 128 or q.dtype == torch.float32 else 64 if D > 64 else 128
     if splits is None:
         processors = 8 if q.device.type == "cpu" else torch.cuda.get_device_properties(q.device).multi_processor_count
-        splits = max(1, min(256, triton.cdiv(S, 4 * block), triton.cdiv(2 * processors, B * Hkv)))
+        splits = max(1, min(256, triton.cdiv(S, 4 * block), 2 * processors // (B * Hkv)))
     span = triton.cdiv(triton.cdiv(S, splits), block) * block
     splits = triton.cdiv(S, span)
     part = torch.empty(B * Hkv, splits, T * group, D, dtype=torch.float32, device=q.device)

@@ -36,61 +36,63 @@ def capped(s, softcap2, CAP: tl.constexpr):
     return s
 
 
-@triton.jit(do_not_specialize=["T", "S", "q_offset", "query_programs"])
+@triton.jit(do_not_specialize=["T", "S", "q_offset", "query_programs", "key_programs"])
 def norms_kernel(
     q_ptr, k_ptr, c_hi_ptr, c_lo_ptr, q_norm_ptr, ahead_ptr, k_norm_ptr,
-    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, T, S, H, q_offset, query_programs, scale2, softcap2, never,
+    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, T, S, H, q_offset, query_programs, key_programs,
+    scale2, softcap2, never,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
+    PER: tl.constexpr,
 ):  # fmt: skip
     offs_d = tl.arange(0, DP)
-    pid = tl.program_id(0)
-    if pid < query_programs:
-        # Per query tile: max |q_i| and max_i (c_i - c_ref - s_ii); NEVER where c alone forbids it.
-        tiles = tl.cdiv(T, BM)
-        bh = (pid // tiles).to(tl.int64)
-        b, h = bh // H, bh % H
-        m0 = (pid % tiles) * BM
-        offs_m = tl.arange(0, BM)
-        c_hi_ptr += bh * S
-        c_lo_ptr += bh * S
-        q_norm, ahead = 0.0, NEVER
-        ref_hi, ref_lo = tl.load(c_hi_ptr + q_offset + m0), tl.load(c_lo_ptr + q_offset + m0)
-        last = q_offset + tl.minimum(m0 + BM, T) - 1
-        if tl.load(c_hi_ptr + last) - tl.load(c_hi_ptr) < never:
-            rows = m0 + offs_m < T
-            mask = rows[:, None] & (offs_d < D)[None, :]
-            q_rows = q_ptr + b * sq_b + h * sq_h + m0.to(tl.int64) * sq_t
-            k_rows = k_ptr + b * sk_b + (h // GROUP) * sk_h + (q_offset + m0).to(tl.int64) * sk_s
-            q = tl.load(q_rows + offs_m[:, None] * sq_t + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-            k = tl.load(k_rows + offs_m[:, None] * sk_s + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-            q_norm = tl.sqrt(tl.max(tl.sum(q * q, 1), 0))
-            own = capped(tl.sum(q * k, 1) * scale2, softcap2, CAP)
-            pos = tl.minimum(q_offset + m0 + offs_m, S - 1)
-            fall = (tl.load(c_hi_ptr + pos) - ref_hi) + (tl.load(c_lo_ptr + pos) - ref_lo)
-            ahead = tl.max(tl.where(rows, fall - own, float("-inf")), 0)
-        tl.store(q_norm_ptr + pid, q_norm)
-        tl.store(ahead_ptr + pid, ahead)
-    else:
-        # Per key block: max |k_j| over the block; NEVER where no query of the group can prune it.
-        blocks = tl.cdiv(S, BN)
-        index = pid - query_programs
-        bh = (index // blocks).to(tl.int64)
-        heads = H // GROUP
-        b, h = bh // heads, bh % heads
-        n0 = (index % blocks) * BN
-        offs_n = tl.arange(0, BN)
-        end = tl.minimum(n0 + BN, S) - 1
-        fall = NEVER
-        for g in range(GROUP):
-            row = (b * H + h * GROUP + g) * S
-            fall = tl.minimum(fall, tl.load(c_hi_ptr + row + q_offset + T - 1) - tl.load(c_hi_ptr + row + end))
-        k_norm = NEVER
-        if fall < never:
-            mask = (n0 + offs_n < S)[:, None] & (offs_d < D)[None, :]
-            k_rows = k_ptr + b * sk_b + h * sk_h + n0.to(tl.int64) * sk_s
-            k = tl.load(k_rows + offs_n[:, None] * sk_s + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-            k_norm = tl.sqrt(tl.max(tl.sum(k * k, 1), 0))
-        tl.store(k_norm_ptr + index, k_norm)
+    # Several tiles per program: where nothing can be pruned, launching programs is all that this kernel costs.
+    for step in range(PER):
+        index = tl.program_id(0) * PER + step
+        if index < query_programs:
+            # Per query tile: max |q_i| and max_i (c_i - c_ref - s_ii); NEVER where c alone forbids it.
+            tiles = tl.cdiv(T, BM)
+            bh = (index // tiles).to(tl.int64)
+            b, h = bh // H, bh % H
+            m0 = (index % tiles) * BM
+            offs_m = tl.arange(0, BM)
+            c_hi, c_lo = c_hi_ptr + bh * S, c_lo_ptr + bh * S
+            q_norm, ahead = 0.0, NEVER
+            ref_hi, ref_lo = tl.load(c_hi + q_offset + m0), tl.load(c_lo + q_offset + m0)
+            last = q_offset + tl.minimum(m0 + BM, T) - 1
+            if tl.load(c_hi + last) - tl.load(c_hi) < never:
+                rows = m0 + offs_m < T
+                mask = rows[:, None] & (offs_d < D)[None, :]
+                q_rows = q_ptr + b * sq_b + h * sq_h + m0.to(tl.int64) * sq_t
+                k_rows = k_ptr + b * sk_b + (h // GROUP) * sk_h + (q_offset + m0).to(tl.int64) * sk_s
+                q = tl.load(q_rows + offs_m[:, None] * sq_t + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+                k = tl.load(k_rows + offs_m[:, None] * sk_s + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+                q_norm = tl.sqrt(tl.max(tl.sum(q * q, 1), 0))
+                own = capped(tl.sum(q * k, 1) * scale2, softcap2, CAP)
+                pos = tl.minimum(q_offset + m0 + offs_m, S - 1)
+                fall = (tl.load(c_hi + pos) - ref_hi) + (tl.load(c_lo + pos) - ref_lo)
+                ahead = tl.max(tl.where(rows, fall - own, float("-inf")), 0)
+            tl.store(q_norm_ptr + index, q_norm)
+            tl.store(ahead_ptr + index, ahead)
+        elif index < query_programs + key_programs:
+            # Per key block: max |k_j| over the block; NEVER where no query of the group can prune it.
+            blocks = tl.cdiv(S, BN)
+            bh = ((index - query_programs) // blocks).to(tl.int64)
+            heads = H // GROUP
+            b, h = bh // heads, bh % heads
+            n0 = ((index - query_programs) % blocks) * BN
+            offs_n = tl.arange(0, BN)
+            end = tl.minimum(n0 + BN, S) - 1
+            fall = NEVER
+            for g in range(GROUP):
+                row = (b * H + h * GROUP + g) * S
+                fall = tl.minimum(fall, tl.load(c_hi_ptr + row + q_offset + T - 1) - tl.load(c_hi_ptr + row + end))
+            k_norm = NEVER
+            if fall < never:
+                mask = (n0 + offs_n < S)[:, None] & (offs_d < D)[None, :]
+                k_rows = k_ptr + b * sk_b + h * sk_h + n0.to(tl.int64) * sk_s
+                k = tl.load(k_rows + offs_n[:, None] * sk_s + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+                k_norm = tl.sqrt(tl.max(tl.sum(k * k, 1), 0))
+            tl.store(k_norm_ptr + index - query_programs, k_norm)
 
 
 @triton.jit
@@ -154,10 +156,10 @@ def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal
     first = torch.empty(B, H, tiles, dtype=torch.int32, device=q.device)
     never = log_eps * LOG2_E - math.log2(S)  # a fall of c not below this keeps every key
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
-    norms_kernel[(B * H * tiles + B * Hkv * blocks,)](
+    norms_kernel[(triton.cdiv(B * H * tiles + B * Hkv * blocks, 4),)](
         q, k, c_hi, c_lo, q_norm, ahead, k_norm, *q.stride()[:3], *k.stride()[:3],
-        T, S, H, q_offset, B * H * tiles, scale * LOG2_E, cap2, never,
-        GROUP=H // Hkv, D=D, DP=triton.next_power_of_2(D), BM=BLOCK_M, BN=BLOCK_N, CAP=softcap is not None,
+        T, S, H, q_offset, B * H * tiles, B * Hkv * blocks, scale * LOG2_E, cap2, never,
+        GROUP=H // Hkv, D=D, DP=triton.next_power_of_2(D), BM=BLOCK_M, BN=BLOCK_N, CAP=softcap is not None, PER=4,
     )  # fmt: skip
     bounds_kernel[(B * H, triton.cdiv(tiles, 32))](
         c_hi, c_lo, q_norm, ahead, k_norm, first, T, S, H, q_offset, scale * LOG2_E, cap2, never,

@@ -7,7 +7,7 @@ import torch
 from fox_kernels import forgetting_attention, reference
 
 NAMES = ("o", "lse", "dq", "dk", "dv", "dlog_f")
-ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1e-3}  # floor where eager happens to be exact
+ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-4, torch.bfloat16: 1e-3}  # floor where eager happens to be exact
 
 
 @dataclass

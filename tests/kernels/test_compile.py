@@ -21,7 +21,7 @@ from triton.compiler import ASTSource  # noqa: E402
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkdv": backward.dkdv_kernel}
 HALVES = {"q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "residual_ptr"}
-FLOATS = {"scale", "scale2", "softcap2", "inverse_cap"}
+FLOATS = {"scale", "scale2", "softcap2", "inverse_cap", "never", "floor"}
 INTEGERS = {"first_ptr", "start_ptr", "end_ptr"}
 
 
@@ -42,7 +42,7 @@ def compiled(function, constants: dict, arch: int, warps: int, stages: int):
 
 
 def compiled_tile(kernel: str, D: int, arch: int, **flags):
-    tile = tiles.table_for(torch.bfloat16, divmod(arch, 10))[kernel, 64 if D <= 64 else 128 if D <= 128 else 256]
+    tile = tiles.row_for(kernel, D, tiles.table_for(torch.bfloat16, divmod(arch, 10)))
     D0, D1 = tiles.split_head_dim(D)
     constants = {
         "GROUP": 1, "D0": D0, "D1": D1, "BM": tile.block_m, "BN": tile.block_n, "CAUSAL": True, "STARTS": False,
