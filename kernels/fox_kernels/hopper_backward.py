@@ -1,4 +1,4 @@
-"""Launches the Gluon backward on Hopper: row products and zeros before it, dq's rounding and the gate's sums after it."""
+"""Launches the Gluon backward on Hopper: row products and zeros before it, dq's rounding and the gate's sums after."""
 
 import torch
 
@@ -12,14 +12,15 @@ REGISTERS = 240  # per consumer thread
 
 
 def launch_backward(
-    do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None,
+    do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0,
+    softcap=None,
     prune=None, q_offset=None, c_offset=None, causal=True, deterministic=True, group=None,
 ):  # fmt: skip
     """Return dq, dk, dv (contiguous, in the inputs' dtype) and dc (B, H, S) float32 = dL/dc in natural units.
 
-    do (B, T, H, D) and dlse2 (B, H, T) or None are the gradients of o and of the base-2 lse2. With deterministic=True the
-    float32 dq is summed in key order, bit for bit the same in every run. Head dims 80 and 96 run the plain Triton backward.
-    Raises ValueError for what `hopper_forward.unsupported` names.
+    do (B, T, H, D) and dlse2 (B, H, T) or None are the gradients of o and of the base-2 lse2. With deterministic=True
+    the float32 dq is summed in key order, bit for bit the same in every run. Head dims 80 and 96 run the plain Triton
+    backward. Raises ValueError for what `hopper_forward.unsupported` names.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     options = {
@@ -70,7 +71,8 @@ def launch_backward(
         arguments = [
             blocks_of(q, QUERIES, D), blocks_of(k, 64, D), blocks_of(v, 64, D), blocks_of(do, QUERIES, D),
             Blocks(sums, [B * H * rows, D], [D, 1], [QUERIES, D // 2]), blocks_of(dk, 64, D), blocks_of(dv, 64, D),
-            c_hi, c_lo, lse2, delta, dc, row_sum, ticket, none if start is None else start, none if end is None else end,
+            c_hi, c_lo, lse2, delta, dc, row_sum, ticket, none if start is None else start,
+            none if end is None else end,
             none if tile_hi is None else tile_hi, none if tile_lo is None else tile_lo,
             scale, T, rows, S, H, H // Hkv, num_n, B * Hkv, group,
         ]  # fmt: skip

@@ -1,11 +1,11 @@
 """Forgetting Attention backward in Gluon for Hopper: dq, dk, dv and the gate's gradient in one kernel.
 
-One program owns 128 keys: two consumer warpgroups of 64 keys each hold dk and dv in registers and walk the query tiles that see
-them (every query head of a GQA group in turn), in the transposed form S^T = K Q^T. They exchange dS through shared memory, each
-computes half of dq's columns over all 128 keys, and a writer partition adds them to a float32 dq by TMA: in key order behind a
-semaphore per query tile (deterministic; programs ascend in keys and walk the queries downward, so a program trails its
-predecessor by one tile and hardly waits), or as they come. Row sums and column sums of the same rounded dS, which the gate's
-gradient needs, come out of the tensor cores too: dS times a vector of ones (zeros where a key is a sink).
+One program owns 128 keys: two consumer warpgroups of 64 keys each hold dk and dv in registers and walk the query tiles
+that see them (every query head of a GQA group in turn), in the transposed form S^T = K Q^T. They exchange dS through
+shared memory, each computes half of dq's columns over all 128 keys, and a writer partition adds them to a float32 dq by
+TMA: in key order behind a ticket per query tile (deterministic; programs ascend in keys and walk the queries downward,
+so a program trails its predecessor by one tile), or as they come. Row and column sums of the same rounded dS, which
+the gate needs, come out of the tensor cores too: dS times ones (zeros where a key is a sink).
 """
 
 import triton
@@ -46,10 +46,11 @@ def _tma_reduce_add(descriptor, coordinates, source, _semantic=None):
 
 @triton.jit(do_not_specialize=["T", "rows"])
 def prepare_kernel(
-    o_ptr, do_ptr, dlse2_ptr, delta_ptr, dq_ptr, row_sum_ptr, ticket_ptr, so_b, so_t, so_h, sd_b, sd_t, sd_h, sl_b, sl_h, sl_t,
+    o_ptr, do_ptr, dlse2_ptr, delta_ptr, dq_ptr, row_sum_ptr, ticket_ptr, so_b, so_t, so_h, sd_b, sd_t, sd_h, sl_b,
+    sl_h, sl_t,
     T, H, rows, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """delta_i = do_i . o_i, less the gradient of lse_i; zeros for the sums of dq, for dS's row sums and for the tickets."""
+    """delta_i = do_i . o_i, less the gradient of lse_i; zeros for the sums of dq and of dS's rows, and the tickets."""
     tiles = rows // BM
     bh = (tl.program_id(0) // tiles).to(tl.int64)
     b, h = bh // H, bh % H
@@ -83,7 +84,9 @@ def finish_kernel(
     row = offs_m.to(tl.int64)[:, None]
     dq = tl.load(sum_ptr + (bh * rows + row) * D + offs_d[None, :]) * scale
     tl.store(
-        dq_ptr + b * sq_b + h * sq_h + row * sq_t + offs_d[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside[:, None]
+        dq_ptr + b * sq_b + h * sq_h + row * sq_t + offs_d[None, :],
+        dq.to(dq_ptr.dtype.element_ty),
+        mask=inside[:, None],
     )
     dc = dc_ptr + bh * S + (S - T) + offs_m
     tl.store(dc, tl.load(dc, mask=inside, other=0.0) + tl.load(row_sum_ptr + bh * rows + offs_m), mask=inside)
@@ -96,10 +99,11 @@ def _smaller(a, b):
 
 @triton.jit(do_not_specialize=["T", "S", "tiles", "num_n"])
 def query_ranges_kernel(
-    first_ptr, start_ptr, lo_ptr, hi_ptr, T, S, H, tiles, num_n, HAS_START: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr,
+    first_ptr, start_ptr, lo_ptr, hi_ptr, T, S, H, tiles, num_n, HAS_START: tl.constexpr, SIZE: tl.constexpr,
+    BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """From the first key each query tile keeps: its first key tile, never falling, and for each key tile the last query tile."""
+    """From the first key each query tile keeps: its first key tile, never falling; each key tile's last query tile."""
     bh = tl.program_id(0).to(tl.int64)
     m = tl.arange(0, SIZE)
     real = m < tiles
@@ -108,7 +112,7 @@ def query_ranges_kernel(
         first = tl.maximum(first, tl.load(start_ptr + (bh // H) * S + S - T + m * BM, mask=real, other=S))
     lo = tl.associative_scan(first // BN, 0, _smaller, reverse=True)
     tl.store(lo_ptr + bh * tiles + m, lo, mask=real)
-    for n in range(0, num_n):
+    for n in range(num_n):
         tl.store(hi_ptr + bh * num_n + n, tl.sum((real & (lo <= n)).to(tl.int32), 0))
 
 
@@ -125,7 +129,7 @@ def _key_tile(index, num_n, num_bh, group):
 @gluon.jit
 def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
                  SINK: gl.constexpr):  # fmt: skip
-    """Query tiles [lo, hi) that see key tile n, and the rows [clean_lo, clean_hi) that see all its keys, none a sink."""
+    """Query tiles [lo, hi) that see key tile n, and the rows [clean_lo, clean_hi) that see it whole and no sink."""
     n0 = n * BN
     n_last = gl.minimum(n0 + BN, S) - 1
     shift = S - T
@@ -140,7 +144,7 @@ def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.const
     if HAS_PRUNE:
         hi = gl.minimum(hi, gl.load(TILE_HI + bh * num_n + n))
     if SINK > 0:
-        # the last document that starts at or before this tile's last key: do its first SINK keys, or an earlier one's, lie here?
+        # do the first SINK keys of the last document that starts here or before, or an earlier one's, lie in this tile?
         first = 0
         last_start = 0
         if HAS_START:
@@ -154,7 +158,8 @@ def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.const
 
 
 @gluon.jit
-def _producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, kv_s, qdo_s, vec_s, start_s, info_s,
+def _producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, kv_s, qdo_s, vec_s,
+              start_s, info_s,
               bars, n, b, hk, T, T_PAD, S, H, KV_GROUP, num_n, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
               SINK: gl.constexpr, NB: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -167,7 +172,9 @@ def _producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, EN
     for g in range(KV_GROUP):
         h = hk * KV_GROUP + g
         bh = b * H + h
-        lo, hi, clean_lo, clean_hi = _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, HAS_PRUNE, SINK)
+        lo, hi, clean_lo, clean_hi = _query_tiles(
+            n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, HAS_PRUNE, SINK
+        )
         c_hi = C_HI + bh.to(gl.int64) * S
         c_lo = C_LO + bh.to(gl.int64) * S
         lse = LSE + bh.to(gl.int64) * T
@@ -232,7 +239,8 @@ def _acquire(pointer):
 
 
 @gluon.jit
-def _writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, END, TILE_HI, TILE_LO, kv_s, dq_s, vec_s, bars, n, b, hk, T,
+def _writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, END, TILE_HI, TILE_LO, kv_s, dq_s, vec_s, bars, n,
+            b, hk, T,
             T_PAD, S, H, KV_GROUP, num_n, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr,
             NB: gl.constexpr, HD: gl.constexpr, DETERMINISTIC: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -240,7 +248,9 @@ def _writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, END, TILE_HI,
     it = 0
     for g in range(KV_GROUP):
         bh = b * H + hk * KV_GROUP + g
-        lo, hi, clean_lo, clean_hi = _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, HAS_PRUNE, SINK)
+        lo, hi, _clean_lo, _clean_hi = _query_tiles(
+            n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, HAS_PRUNE, SINK
+        )
         now = -1 + 0 * n
         for i in range(lo, hi):
             m = hi - 1 - (i - lo)
@@ -272,7 +282,9 @@ def _writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, END, TILE_HI,
             tma.store_wait(0)
             mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
             if DETERMINISTIC:
-                now = _acquire(TICKET + bh * num_m + gl.maximum(m - 1, lo))  # the next tile's, while this one's sums land
+                now = _acquire(
+                    TICKET + bh * num_m + gl.maximum(m - 1, lo)
+                )  # the next tile's, while this one's sums land
                 gl.inline_asm_elementwise(
                     "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
                 )
@@ -302,7 +314,8 @@ def _scalar(info):
 
 
 @gluon.jit
-def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, info_s, bars, n, shift, KV_GROUP, sm_scale,
+def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, info_s, bars, n, shift, KV_GROUP,
+              sm_scale,
               HAS_START: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr, NB: gl.constexpr):  # fmt: skip
     HD: gl.constexpr = D // 2
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -346,7 +359,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, 
         dc = gl.zeros([64, 8], gl.float32, layout=C_L)
         for i in range(lo, hi):
             m = hi - 1 - (i - lo)
-            # an opaque zero keeps two dozen loop-invariant matrix descriptors from being hoisted into registers (200 spills)
+            # an opaque zero keeps two dozen invariant matrix descriptors from being hoisted into registers: 200 spills
             z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [m], dtype=gl.int32, is_pure=False, pack=1)
             s = it % NB + z
             mbarrier.wait(bars.index(Q_FULL + s), (it // NB) & 1)
@@ -378,13 +391,19 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, 
             ds_s.index((it & 1) * 2 + w + z).store(dst)
             fence_async_shared()
             turn = gl.to_tensor(EXCHANGE_BARRIER)
-            gl.inline_asm_elementwise("bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
+            gl.inline_asm_elementwise(
+                "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
+            )
             dq = zero_q
             for u in gl.static_range(2):
                 half = kv_s.index(u + z).reshape([64, D]).slice(w * HD, HD, dim=1)
-                dq = warpgroup_mma(ds_s.index((it & 1) * 2 + u + z).permute((1, 0)), half, dq, use_acc=u > 0, is_async=True)
+                dq = warpgroup_mma(
+                    ds_s.index((it & 1) * 2 + u + z).permute((1, 0)), half, dq, use_acc=u > 0, is_async=True
+                )
             mine = ds_s.index((it & 1) * 2 + w + z)
-            rs = warpgroup_mma(mine.permute((1, 0)), ones_s.index(2 + w + z).permute((1, 0)), zero_r, use_acc=False, is_async=True)
+            rs = warpgroup_mma(
+                mine.permute((1, 0)), ones_s.index(2 + w + z).permute((1, 0)), zero_r, use_acc=False, is_async=True
+            )
             dc = warpgroup_mma(gl.convert_layout(dst, PC_L), ones_s.index(w + z).permute((1, 0)), dc, is_async=True)
             dk = warpgroup_mma(gl.convert_layout(dst, P_L), q, dk, is_async=True)
             dv, dq, rs, dc = warpgroup_mma_wait(1, deps=(dv, dq, rs, dc))
@@ -412,9 +431,12 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, 
 
 
 @gluon.jit(do_not_specialize=["T", "T_PAD", "S", "H", "KV_GROUP", "num_n", "num_bh", "group"])
-def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_HI, C_LO, LSE, DELTA, DC, ROW_SUM, TICKET, START,
-                 END, TILE_HI, TILE_LO, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr,
-                 HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr, NB: gl.constexpr, DETERMINISTIC: gl.constexpr,
+def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_HI, C_LO, LSE, DELTA, DC, ROW_SUM,
+                 TICKET, START,
+                 END, TILE_HI, TILE_LO, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group,
+                 HAS_START: gl.constexpr,
+                 HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr, NB: gl.constexpr,
+                 DETERMINISTIC: gl.constexpr,
                  REGISTERS: gl.constexpr):  # fmt: skip
     """dk, dv of 128 keys, their share of a float32 dq, and both sums of dS."""
     dtype: gl.constexpr = q_desc.dtype
@@ -444,12 +466,16 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
         mbarrier.init(bars.index(Q_FULL + i), count=2)  # the TMA copies and the row vectors
         mbarrier.init(bars.index(Q_FULL + NB + i), count=2)  # q_empty
     gl.warp_specialize([
-        (_consumer, (0, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, info_s, bars, n, S - T, KV_GROUP, sm_scale, HAS_START,
+        (_consumer, (0, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, info_s, bars, n, S - T, KV_GROUP, sm_scale,
+                     HAS_START,
                      SINK, D, NB)),
-        (_consumer, (1, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, info_s, bars, n, S - T, KV_GROUP, sm_scale, HAS_START,
+        (_consumer, (1, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, info_s, bars, n, S - T, KV_GROUP, sm_scale,
+                     HAS_START,
                      SINK, D, NB)),
-        (_producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, kv_s, qdo_s, vec_s, start_s,
+        (_producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, kv_s, qdo_s, vec_s,
+                     start_s,
                      info_s, bars, n, b, hk, T, T_PAD, S, H, KV_GROUP, num_n, HAS_START, HAS_PRUNE, SINK, NB)),
-        (_writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, END, TILE_HI, TILE_LO, kv_s, dq_s, vec_s, bars, n, b,
+        (_writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, END, TILE_HI, TILE_LO, kv_s, dq_s, vec_s,
+                   bars, n, b,
                    hk, T, T_PAD, S, H, KV_GROUP, num_n, HAS_START, HAS_PRUNE, SINK, NB, D // 2, DETERMINISTIC)),
     ], [4, 2, 2], [REGISTERS, 32, 32])  # fmt: skip

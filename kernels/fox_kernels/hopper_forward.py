@@ -15,7 +15,7 @@ L2_BYTES = 24 << 20  # of the 50 MB: what one group of heads may keep there whil
 
 
 class Shape(NamedTuple):
-    """How the forward is cut: consumer warpgroups of 64 query rows, keys per step, stages, registers per consumer thread."""
+    """How the forward is cut: consumer warpgroups of 64 query rows, keys per step, stages, registers per thread."""
 
     columns: int  # of the head dim's first block
     rest: int  # of its second: 80 = 64 + 16, 96 = 64 + 32
@@ -98,7 +98,7 @@ def unsupported(
 def copyable(x: Tensor) -> Tensor:
     """Return x if TMA can read it (unit last stride, other strides and address multiples of 16 bytes), else a copy."""
     unit = 16 // x.element_size()
-    strides_fit = all(n == 1 or s % unit == 0 and s > 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    strides_fit = all(n == 1 or (s % unit == 0 and s > 0) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
     fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and strides_fit
     return x if fits else x.contiguous()
 
@@ -163,7 +163,7 @@ def visible_from(B: int, S: int, cu_seqlens, seq_start, window, device) -> Tenso
 
 
 def heads_per_group(bytes_per_head: int) -> int:
-    """How many heads' tiles to walk together, so that what they share stays in the L2 cache: a power of two, 4 at least."""
+    """How many heads' tiles to walk together, so that what they share fits the L2 cache: a power of two, 4 at least."""
     return max(4, 1 << (L2_BYTES // bytes_per_head).bit_length() >> 1)
 
 
@@ -171,11 +171,11 @@ def launch_forward(
     q, k, v, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None, prune=None,
     q_offset=None, c_offset=None, causal=True, shape: Shape | None = None,
 ):  # fmt: skip
-    """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside (-inf where nothing is seen).
+    """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside, -inf for empty rows.
 
-    q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others are
-    multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. Raises ValueError for what
-    `unsupported` names.
+    q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others
+    are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. Raises ValueError for
+    what `unsupported` names.
     """
     from .hopper_forward_kernel import fox_forward
 
@@ -214,11 +214,13 @@ def launch_forward(
     programs = min(tiles * B * H, torch.cuda.get_device_properties(q.device).multi_processor_count)
     with torch.cuda.device(q.device):
         arguments = [
-            *described, *rest, c_hi, c_lo, lse2, counter if start is None else start, counter if first is None else first,
+            *described, *rest, c_hi, c_lo, lse2, counter if start is None else start,
+            counter if first is None else first,
             counter, scale * LOG2_E, T, S, H, H // Hkv, tiles, B * H, group,
         ]  # fmt: skip
         constants = (
-            start is not None, first is not None, sink, shape.consumers, shape.keys, shape.columns, shape.rest, shape.stages,
+            start is not None, first is not None, sink, shape.consumers, shape.keys, shape.columns, shape.rest,
+            shape.stages,
             shape.ping_pong, shape.bias_by_mma, shape.registers,
         )  # fmt: skip
         launch(fox_forward, programs, arguments, constants)

@@ -1,9 +1,11 @@
 """Forgetting Attention forward in Gluon for Hopper: one producer, NC consumer warpgroups of 64 query rows, persistent.
 
-The producer partition copies q, k, v by TMA and turns the two-float cumulative gates of each key block into one float32 bias row
-(c_ref - c_j, in log2 units); the consumers run FlashAttention-3's pipeline (the next scores while the last weights meet V).
-Tiles are handed out heaviest first by an atomic counter. A row sees the keys start_i <= j <= i + q_offset, which covers packed
-documents, left padding and windows with one vector; blocks inside that range for all rows skip the mask.
+The producer partition copies q, k, v by TMA and turns the two-float cumulative gates of each key block into a bias per
+key (c_first - c_j); the consumers run FlashAttention-3's pipeline (the next scores while the last weights meet V), in
+turns. With BIAS_BY_MMA the bias is three more columns of k (its bfloat16 parts) against ones in q: one step of the
+tensor cores instead of a load and an addition per score. Tiles are handed out heaviest first by an atomic counter.
+A row sees the keys start_i <= j <= i + S - T, which covers packed documents, left padding and windows with one vector;
+blocks that every row sees whole skip the mask.
 """
 
 from triton.experimental import gluon
@@ -65,7 +67,7 @@ def _store_parts(parts_s, bias, BN: gl.constexpr):
 @gluon.jit
 def _key_blocks(m, b, bh, START, LO, T, S, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
                 BM: gl.constexpr, BN: gl.constexpr):  # fmt: skip
-    """Which key blocks query tile m visits: main ones downward from nb_hi - 1, then the sink's downward from sb_hi - 1."""
+    """Which key blocks query tile m visits: main ones down from nb_hi - 1, then the sink's down from sb_hi - 1."""
     row0 = m * BM
     last = gl.minimum(row0 + BM, T) - 1
     first_end = row0 + S - T
@@ -94,9 +96,11 @@ def _key_blocks(m, b, bh, START, LO, T, S, HAS_START: gl.constexpr, HAS_LO: gl.c
 
 @gluon.jit
 def _producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
-              q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
+              q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
+              v_empty, n_full, n_empty,
               scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
-              SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
+              SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr,
+              NB: gl.constexpr,
               BIAS_BY_MMA: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -109,7 +113,7 @@ def _producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STA
         b = bh // H
         h = bh - b * H
         hk = h // KV_GROUP
-        row0, first_end, nb_hi, n_main, sb_hi, n_all, clean_lo = _key_blocks(
+        row0, first_end, nb_hi, n_main, sb_hi, n_all, _clean_lo = _key_blocks(
             m, b, bh, START, LO, T, S, HAS_START, HAS_LO, SINK, BM, BN
         )
         c_hi = C_HI + bh.to(gl.int64) * S
@@ -214,7 +218,8 @@ def _turn(w, NC: gl.constexpr, ARRIVE: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
+def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s,
+              kb_s, qb_s, n_s,
               q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
               HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr,
               D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr, PING_PONG: gl.constexpr,
@@ -236,9 +241,8 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
     if DX:
         qx = qx_s.index(w).reshape([64, DX])
         ox_buf = ox_s.index(w).reshape([64, DX])
-    if PING_PONG:
-        if w == NC - 1:
-            _turn(w, NC, True)
+    if PING_PONG and w == NC - 1:
+        _turn(w, NC, True)
     index = gl.program_id(0)
     it = 0
     tiles = 0
@@ -273,7 +277,8 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
         if DX:
             qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
         qk = warpgroup_mma_wait(0, deps=(qk,))
-        x, rest = _scores(qk, b_s.index(s), bl_s.index(s), nb_hi - 1, ends, start, decay, decay_lo, False, HAS_START, SINK, S_L,
+        x, rest = _scores(qk, b_s.index(s), bl_s.index(s), nb_hi - 1, ends, start, decay, decay_lo, False, HAS_START,
+                          SINK, S_L,
                           BN, BIAS_BY_MMA)  # fmt: skip
         mbarrier.arrive(k_empty.index(s), count=1)
         p, alpha, m_i, l_i = _softmax(x, scale, rest, m_i, l_i)
@@ -293,7 +298,13 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
             mbarrier.wait(k_full.index(s), (it // NB) & 1)
             if PING_PONG:
                 _turn(w, NC, False)
-            qk = warpgroup_mma(q_s.index(w + z).reshape([64, D]), k_s.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+            qk = warpgroup_mma(
+                q_s.index(w + z).reshape([64, D]),
+                k_s.index(s).reshape([BN, D]).permute((1, 0)),
+                zero,
+                use_acc=False,
+                is_async=True,
+            )
             if DX:
                 qx = qx_s.index(w + z).reshape([64, DX])
                 qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
@@ -309,7 +320,8 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
             if PING_PONG:
                 _turn(w, NC, True)
             qk = warpgroup_mma_wait(2 if DX else 1, deps=(qk,))
-            x, rest = _scores(qk, b_s.index(s), bl_s.index(s), n, ends, start, decay, decay_lo, whole, HAS_START, SINK, S_L, BN,
+            x, rest = _scores(qk, b_s.index(s), bl_s.index(s), n, ends, start, decay, decay_lo, whole, HAS_START,
+                              SINK, S_L, BN,
                               BIAS_BY_MMA)  # fmt: skip
             mbarrier.arrive(k_empty.index(s), count=1)
             p, alpha, m_i, l_i = _softmax(x, scale, rest, m_i, l_i)
@@ -354,8 +366,10 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
 
 
 @gluon.jit(do_not_specialize=["T", "S", "H", "KV_GROUP", "num_m", "num_bh", "group"])
-def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_desc, C_HI, C_LO, L, START, LO, COUNTER, scale,
-                T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
+def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_desc, C_HI, C_LO, L, START, LO, COUNTER,
+                scale,
+                T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
+                SINK: gl.constexpr,
                 NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
                 PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """o and lse of every tile. Head dim D, or D + DX as two blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
@@ -410,30 +424,42 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_de
     mbarrier.init(n_empty, count=NC)
     if NC == 2:
         gl.warp_specialize([
-        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
-                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
+        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s,
+                     bl_s, kb_s, qb_s, n_s,
+                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
+                     num_bh, group,
                      HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
-        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
-                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
+        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s,
+                     bl_s, kb_s, qb_s, n_s,
+                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
+                     num_bh, group,
                      HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
         (_producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
-                     q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
+                     q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty,
+                     v_full, v_empty, n_full, n_empty,
                      scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB,
                      BIAS_BY_MMA)),
         ], [4, PRODUCER_WARPS], [REGISTERS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
-                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
+        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s,
+                     bl_s, kb_s, qb_s, n_s,
+                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
+                     num_bh, group,
                      HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
-        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
-                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
+        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s,
+                     bl_s, kb_s, qb_s, n_s,
+                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
+                     num_bh, group,
                      HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
-        (_consumer, (2, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s, kb_s, qb_s, n_s,
-                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
+        (_consumer, (2, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s,
+                     bl_s, kb_s, qb_s, n_s,
+                     q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
+                     num_bh, group,
                      HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
         (_producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
-                     q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty,
+                     q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty,
+                     v_full, v_empty, n_full, n_empty,
                      scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB,
                      BIAS_BY_MMA)),
         ], [4, 4, PRODUCER_WARPS], [REGISTERS, REGISTERS, 32])  # fmt: skip

@@ -1,0 +1,86 @@
+"""The Hopper kernels on a GPU: `pytest -m gpu tests/kernels/test_hopper_gpu.py`."""
+
+import itertools
+
+import pytest
+import torch
+from cases import Case, failures
+from fox_kernels import cumsum, hopper_forward
+from fox_kernels.hopper_backward import launch_backward
+from fox_kernels.hopper_forward import launch_forward
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+MISSING = hopper_forward.gluon_missing() or ("" if HOPPER else "needs a Hopper GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(MISSING), reason=str(MISSING))]
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def problems() -> list[Case]:
+    """Every option that the Hopper kernels take, at lengths that fill no tile."""
+    cases = [Case(T=1025, H=4, Hkv=2, D=D, dtype=dtype) for D in (64, 80, 96, 128) for dtype in (BF16, FP16)]
+    cases += [Case(T=777, D=D, dtype=BF16, gate=g) for g in ("open", "short", "shut", "zeros") for D in (64, 128)]
+    cases += [Case(T=T, S=S, H=8, Hkv=2, D=128, dtype=BF16) for T, S in ((64, 64), (333, 1500), (129, 130))]
+    extras = [{}, {"window": 100}, {"sink": 4}, {"sink": 1, "prune": -10.0}]
+    for extra, D in itertools.product(extras, (64, 128)):
+        cases.append(Case(B=1, T=1100, D=D, dtype=BF16, cuts=[1, 3, 700, 701, 1030], options=extra))
+        cases.append(Case(T=700, H=4, D=D, dtype=BF16, starts=[3, 700], options=extra))
+        cases.append(Case(T=900, H=3, D=D, dtype=BF16, options=extra))
+    cases += [Case(T=2048, D=D, dtype=BF16, gate="short", options={"prune": -10.0}) for D in (64, 128)]
+    cases += [Case(T=500, D=64, dtype=BF16, layout=layout) for layout in ("heads", "packed", "last")]
+    return cases
+
+
+@pytest.mark.parametrize("case", problems(), ids=Case.name)
+def test_error_at_most_twice_eager(case):
+    torch.manual_seed(0)
+    assert failures(case, "cuda", backend="gluon") == []
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+def test_ordered_backward_is_the_same_bit_for_bit(D, heads):
+    torch.manual_seed(0)
+    q, do = (torch.randn(2, 2000, heads[0], D, device="cuda", dtype=BF16) for _ in range(2))
+    k, v = (torch.randn(2, 2000, heads[1], D, device="cuda", dtype=BF16) for _ in range(2))
+    c = cumsum.cumulative(torch.nn.functional.logsigmoid(torch.randn(2, 2000, heads[0], device="cuda") + 4))
+    o, lse2 = launch_forward(q, k, v, *c, scale=D**-0.5)
+    first = launch_backward(do, None, q, k, v, o, lse2, *c, scale=D**-0.5)
+    for _ in range(5):
+        again = launch_backward(do, None, q, k, v, o, lse2, *c, scale=D**-0.5)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    unordered = launch_backward(do, None, q, k, v, o, lse2, *c, scale=D**-0.5, deterministic=False)
+    for a, b in zip(first, unordered, strict=True):
+        assert (a.float() - b.float()).norm() <= 1e-3 * a.float().norm()
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_every_element_is_written(D):
+    """Outputs come from freshly poisoned memory."""
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 1000, 4, D, device="cuda", dtype=BF16) for _ in range(4))
+    c = cumsum.cumulative(torch.zeros(1, 1000, 4, device="cuda"))
+    torch.full((64 << 20,), float("nan"), device="cuda")  # freed: the allocator hands it out again
+    o, lse2 = launch_forward(q, k, v, *c, scale=D**-0.5)
+    torch.full((64 << 20,), float("nan"), device="cuda")
+    grads = launch_backward(do, None, q, k, v, o, lse2, *c, scale=D**-0.5)
+    assert all(bool(torch.isfinite(x).all()) for x in (o, lse2, *grads))
+
+
+def test_captured_in_a_graph():
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 512, 4, 64, device="cuda", dtype=BF16) for _ in range(4))
+    c = cumsum.cumulative(torch.full((1, 512, 4), -0.01, device="cuda"))
+
+    def step():
+        o, lse2 = launch_forward(q, k, v, *c, scale=0.125)
+        return o, *launch_backward(do, None, q, k, v, o, lse2, *c, scale=0.125)
+
+    expected = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(expected, captured, strict=True))
