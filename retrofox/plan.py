@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.config import Recipe, Stage
@@ -24,11 +26,12 @@ MFU = {"H100": 0.15, "H200": 0.15}
 """Share of the peak to expect where nothing was measured: what an unoptimised script reached with SmolLM2-135M."""
 
 
-def plan(recipe: Recipe, measure: bool = False) -> dict[str, Any]:
+def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str, Any]:
     """Everything about a run that can be known before it: parameters, memory, time, disk, refusals.
 
     Args:
         measure: run two real steps of every stage on this machine (random tokens) for time and peak memory.
+        show: print it as tables.
 
     Returns:
         parameters, per stage {groups, steps, memory_gb by component, longest_sequence, hours, ...}, disk_gb, refusals
@@ -43,7 +46,10 @@ def plan(recipe: Recipe, measure: bool = False) -> dict[str, Any]:
     refusals = _refusals(recipe, devices)
     config, retrofit = _configs(recipe, refusals)
     if config is None:
-        return {"model": recipe.model, "refusals": refusals}
+        report = {"model": recipe.model, "output": recipe.output, "stages": [], "refusals": refusals}
+        if show:
+            print_plan(report)
+        return report
     stages = []
     for stage in recipe.stages:
         model = _empty(config, recipe)
@@ -71,7 +77,43 @@ def plan(recipe: Recipe, measure: bool = False) -> dict[str, Any]:
             entry["measured"] = _measure(recipe, stage, config, device)
             entry["hours"] = stage.tokens / entry["measured"]["tokens_per_second"] / 3600
             entry["hours_from"] = "two steps measured here"
+    if show:
+        print_plan(report)
     return report
+
+
+def print_plan(report: dict[str, Any]) -> None:
+    """Prints a plan: the run, a table per stage, what would be refused."""
+    console = Console()
+    console.print(f"[bold]{report['model']}[/bold] -> {report['output']}", highlight=False)
+    if "parameters" in report:
+        console.print(
+            f"{report['parameters']:,} parameters, {report['parameters_added']:,} of them added by the retrofit; "
+            f"{report['devices']} x {report['device']} with {report['device_memory_gb']:.1f} GB; "
+            f"disk {report['disk_gb']['total']:.1f} GB"
+        )
+    for number, stage in enumerate(report["stages"]):
+        table = Table(title=f"stage {number}: {stage['objective']}", title_justify="left", show_header=False)
+        table.add_row("steps", f"{stage['steps']:,} of {stage['batch_tokens']:,} tokens = {stage['tokens']:,}")
+        for group in stage["groups"]:
+            table.add_row(group["role"], f"{group['parameters']:,} parameters at {group['learning_rate']:g}")
+        if stage["frozen_parameters"]:
+            table.add_row("frozen", f"{stage['frozen_parameters']:,} parameters")
+        for component, gigabytes in stage["memory_gb"].items():
+            table.add_row(component, f"{gigabytes:.2f} GB")
+        verdict = "fits" if stage["fits"] else "DOES NOT FIT"
+        table.add_row("memory", f"{math.fsum(stage['memory_gb'].values()):.2f} GB a device: {verdict}")
+        table.add_row("longest row", f"{stage['longest_sequence']:,} tokens, one to a micro-batch")
+        if stage["hours"] is not None:
+            table.add_row("hours", f"{stage['hours']:.2f} ({stage['hours_from']})")
+        else:
+            table.add_row("hours", "unknown for this device: run with --measure")
+        if "measured" in stage:
+            found = stage["measured"]
+            table.add_row("measured", f"{found['tokens_per_second']:,.0f} tok/s, {found['peak_memory_gb']:.2f} GB")
+        console.print(table)
+    for refusal in report["refusals"]:
+        console.print(f"[red]refused:[/red] {refusal}", highlight=False)
 
 
 def _refusals(recipe: Recipe, devices: int) -> list[str]:

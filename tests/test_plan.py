@@ -99,8 +99,11 @@ def test_refusals_are_collected(make_recipe):
     assert any("give `fox:`" in text for text in plan(make_recipe(fox=None, stages=align))["refusals"])
 
 
-def test_measured_steps_are_real(make_recipe):
-    measured = plan(make_recipe(), measure=True)["stages"][0]
+def test_measured_steps_are_real(make_recipe, capsys):
+    measured = plan(make_recipe(), measure=True, show=True)["stages"][0]
+    shown = capsys.readouterr().out
+    assert "measured" in shown
+    assert "gate_bias" in shown
     assert measured["measured"]["tokens_per_second"] > 0
     assert measured["hours"] == pytest.approx(1000 / measured["measured"]["tokens_per_second"] / 3600)
 
