@@ -93,7 +93,7 @@ def _open(path: Path) -> Any:
     try:
         import zarr
     except ImportError:
-        raise ValueError("longcrawl64 needs the package zarr: pip install 'retrofox[longcrawl64]'") from None
+        raise ValueError("longcrawl64 needs the package zarr: pip install 'retrofox[data]'") from None
     if not (path / ".zarray").is_file():
         raise ValueError(f"{path}: no zarr array (format 2) here: give the directory train.zarr or heldout.zarr")
     return zarr.open(str(path), mode="r")

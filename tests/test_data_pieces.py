@@ -39,8 +39,8 @@ def make_text(words: int) -> str:
 
 @pytest.fixture
 def short_pieces(monkeypatch):
-    """Pieces of 2000 characters, so that small texts are long ones."""
-    monkeypatch.setattr(data_encode, "PIECE", 2000)
+    """Pieces of 1000 characters, so that small texts are long ones."""
+    monkeypatch.setattr(data_encode, "PIECE", 1000)
 
 
 @pytest.mark.parametrize("special", ["$A", "<s> $A", "<s> $A </s>"])
@@ -49,7 +49,7 @@ def short_pieces(monkeypatch):
 )
 def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, short_pieces, before, special):
     tokenizer = make_tokenizer(before, special)
-    texts = {"a": make_text(30), "b": make_text(4000), "c": make_text(2500)}
+    texts = {"a": make_text(30), "b": make_text(1500), "c": make_text(900)}
     for name, text in texts.items():
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     kinds = [piece.kind for piece in Encoder(tokenizer).divide(Batch("bytes", [texts["b"].encode()], ["b"], 100))]
