@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -173,7 +173,8 @@ def contenders(path: str | None) -> dict[str, Callable]:
 def median_ms(run, rep=50) -> float:
     from triton.testing import do_bench
 
-    return do_bench(run, warmup=15, rep=rep, return_mode="median")
+    median: Any = do_bench(run, warmup=15, rep=rep, return_mode="median")
+    return float(median)
 
 
 def measure(setup: Callable, p: Problem) -> dict:

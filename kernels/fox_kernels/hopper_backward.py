@@ -1,5 +1,8 @@
 """Launches the Gluon backward on Hopper: row products and zeros before it, dq's rounding and the gate's sums after."""
 
+# kernels are launched with a grid in brackets and plain values, which their annotations don't show:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
 import torch
 
 from .hopper_forward import Blocks, blocks_of, copyable, heads_per_group, launch, unsupported, visible_from

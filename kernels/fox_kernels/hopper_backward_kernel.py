@@ -8,6 +8,10 @@ so a program trails its predecessor by one tile), or as they come. Row and colum
 the gate needs, come out of the tensor cores too: dS times ones (zeros where a key is a sink).
 """
 
+# Gluon is a language of its own in Python's clothes: what its names mean inside a kernel their annotations don't say.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 import triton
 import triton.language as tl
 from triton._C.libtriton import ir

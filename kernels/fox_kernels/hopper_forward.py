@@ -3,7 +3,7 @@
 import functools
 import importlib.metadata
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ class Blocks(NamedTuple):
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[self.base.dtype]
-        layout = gl.NVMMASharedLayout.get_default_for(self.block, dtype)
+        layout: Any = gl.NVMMASharedLayout.get_default_for(self.block, dtype)
         return TensorDescriptor(self.base, self.shape, self.strides, self.block, layout)
 
 

@@ -8,6 +8,10 @@ A row sees the keys start_i <= j <= i + S - T, which covers packed documents, le
 blocks that every row sees whole skip the mask.
 """
 
+# Gluon is a language of its own in Python's clothes: what its names mean inside a kernel their annotations don't say.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
