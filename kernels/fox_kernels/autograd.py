@@ -10,6 +10,7 @@ No value is read back to the host, so both can be captured in a CUDA graph.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def attention(
     for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     c_hi, c_lo = cumsum.cumulative(log_f)
-    options = {
+    options: dict[str, Any] = {
         "scale": scale,
         "seq_start": seq_start,
         "window": window,
@@ -100,7 +101,7 @@ def attention_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, launch = _launchers(backend)
-    extra = {"residual": residual} if residual.numel() else {}
+    extra: dict[str, Any] = {"residual": residual} if residual.numel() else {}
     dq, dk, dv, dc = launch(
         do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window,
         sink=sink, softcap=softcap, prune=prune, **extra,

@@ -5,13 +5,14 @@
     dv_j = sum_i p_ij do_i         dc_t = sum_j ds_tj - sum_i ds_it
 
 dk and dv are accumulated over the queries in transposed form, S^T = K Q^T, so that no dot takes a transposed dot
-result: Triton 3.4 to 3.7.0 can miscompile that on Hopper. A group's query heads are looped inside their kv head's program.
+result: Triton 3.4 to 3.7.0 can miscompile that on Hopper. A group's query heads are looped inside the program of their
+kv head.
 The row and column sums come from the same float32 ds: with either left out, or rounded, dlog_f is off by 1 to 11 %.
 """
 
 # Kernels are launched with plain values and a grid in brackets, which their annotations don't show:
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnbound=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -39,7 +40,8 @@ from .tiles import Tile, split_head_dim, tile_for
 @triton.jit
 def _dq_block(
     n0, q0, q1, do0, do1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, lse, delta,
-    c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, row_sum, dq0, dq1,
+    c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+    row_sum, dq0, dq1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -92,8 +94,8 @@ def _dq_block(
 
 @triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink", "prune"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
-    c_offset_ptr, dq_ptr, facts_ptr, row_sum_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr,
+    first_ptr, c_offset_ptr, dq_ptr, facts_ptr, row_sum_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
     T, S, H, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -167,8 +169,8 @@ def dq_kernel(
     lse = tl.where(empty, 0.0, lse) - offset
     sink_bias = 0.0 - offset
 
-    # What the next kernel needs of a query, [5, T] per head: c_i - lse_i in two floats and relative to the first query of
-    # its tile there, delta, lse.
+    # What the next kernel needs of a query, [5, T] per head: c_i - lse_i in two floats, delta, lse, and c_i - lse_i
+    # relative to c of the first query of its tile there.
     difference = c_i_hi - lse
     virtual = difference - c_i_hi
     lost = (c_i_hi - (difference - virtual)) - (lse + virtual)
@@ -383,7 +385,8 @@ def dkdv_kernel(
         for it in range(mid_high - mid_low):
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
                 (mid_low + it) * BM, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head, c_lo_head,
-                start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset, T, S, q_offset, window, sink,
+                start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset,
+                T, S, q_offset, window, sink,
                 scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
                 False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION)  # fmt: skip
         if SINK:
@@ -404,12 +407,14 @@ def dkdv_kernel(
 
 def launch_backward(
     do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None,
-    sink=0, softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, residual=None, tiles: tuple[Tile, Tile] | None = None,
+    sink=0, softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, residual=None,
+    tiles: tuple[Tile, Tile] | None = None,
     bounds=None,
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtype and dc (B, H, S) float32, dL/dc in natural units; arguments as forward's.
 
-    dlse2 (B, H, T) or None is dL/dlse2; residual is what launch_forward left in its own, o's strides. The order of every sum is fixed, so two runs give the same bits.
+    dlse2 (B, H, T) or None is dL/dlse2; residual, or None, is what `launch_forward` left in its own. The order of every
+    sum is fixed, so two runs give the same bits.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q, k, v, o, do = (unit_last(x) for x in (q, k, v, o, do))
@@ -439,8 +444,8 @@ def launch_backward(
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     dq_kernel[(triton.cdiv(T, rows.block_m) * B * H,)](
-        q, k, v, o, residual, do, None if dlse2 is None else dlse2.contiguous(), lse2, c_hi, c_lo, block_relative(c_hi, c_lo, rows.block_n), start, bounds_or_none,
-        c_offset, dq, facts, row_sum,
+        q, k, v, o, residual, do, None if dlse2 is None else dlse2.contiguous(), lse2, c_hi, c_lo,
+        block_relative(c_hi, c_lo, rows.block_n), start, bounds_or_none, c_offset, dq, facts, row_sum,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *sizes, *caps,
         **flags, BM=rows.block_m, BN=rows.block_n, DLSE=dlse2 is not None,
         RESIDUAL=residual is not None, NEXT_BM=columns.block_m, num_warps=rows.warps, num_stages=rows.stages,

@@ -8,7 +8,7 @@ with two by 1e-5. Each kernel has a twin in plain torch, which says what it comp
 
 # Kernels are launched with plain values and a grid in brackets, which their annotations don't show:
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnbound=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton

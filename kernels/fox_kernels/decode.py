@@ -9,7 +9,7 @@ With pruning on, a program whose keys no query of the group needs leaves after r
 
 # Kernels are launched with plain values and a grid in brackets, which their annotations don't show:
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnbound=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton

@@ -3,7 +3,7 @@
 Every kernel here works in base 2: scores, c and lse are natural units times log2(e). Two forms of the decay are used:
 
     masked blocks    (diagonal, document and window edges, sinks)  the exact difference c_i - c_j of two-float values
-    interior blocks  a row vector c_last - c_j <= 0, c_last being the block's last key: one fused multiply-add per score;
+    interior blocks  a row vector c_last - c_j <= 0, c_last being the block's last key: one multiply-add per score;
                      the scalar c_ref - c_last <= 0, c_ref being the tile's first query, goes into the running max
 
 The running max moves from the first form to the second by c_i - c_ref, its rounding error being carried into the sums,
@@ -12,7 +12,7 @@ so that saturated gates (c falling by thousands within a tile) cost no accuracy.
 
 # Kernels are launched with plain values and a grid in brackets, which their annotations don't show:
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnbound=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -303,7 +303,9 @@ def launch_forward(
 
     q (B, T, H, D), k, v (B, S, Hkv, D); c_hi + c_lo (B, H, S) is c * log2(e) in two floats. Query t sits at position
     q_offset + t (default S - T) and has c_i = c[min(position, S - 1)] + c_offset[b, h] (log2 units, default 0), so
-    blocks of other devices' keys need no new kernel: causal=False lets every query see every key, and lse2 merges the parts.
+    blocks of other devices' keys need no new kernel: causal=False lets every query see every key, and lse2 merges the
+    parts. A tensor like o given as residual is filled with what rounding o lost. Raises ValueError for prune where a
+    query's own key is not among the keys.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q, k, v, c_hi, c_lo = unit_last(q), unit_last(k), unit_last(v), c_hi.contiguous(), c_lo.contiguous()
@@ -320,9 +322,11 @@ def launch_forward(
     D0, D1 = split_head_dim(D)
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
     forward_kernel[(triton.cdiv(T, tile.block_m) * B * H,)](
-        q, k, v, o, residual, lse2, c_hi, c_lo, block_relative(c_hi, c_lo, tile.block_n), None if starts is None else starts[0],
-        no_bounds(q.device) if bounds is None else bounds,        c_offset, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        T, S, H, q_offset, window or 0, sink, int(bounds is not None), scale * LOG2_E, cap2, 0.0 if softcap is None else 2.0 / softcap,
+        q, k, v, o, residual, lse2, c_hi, c_lo, block_relative(c_hi, c_lo, tile.block_n),
+        None if starts is None else starts[0], no_bounds(q.device) if bounds is None else bounds, c_offset,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        T, S, H, q_offset, window or 0, sink, int(bounds is not None), scale * LOG2_E, cap2,
+        0.0 if softcap is None else 2.0 / softcap,
         GROUP=H // Hkv, D0=D0, D1=D1, BM=tile.block_m, BN=tile.block_n,
         CAUSAL=causal, STARTS=starts is not None, WINDOW=window is not None, SINK=sink > 0, CAP=softcap is not None,
         PRUNE_M=pruning.BLOCK_M, SHIFT=c_offset is not None, RESIDUAL=residual is not None,

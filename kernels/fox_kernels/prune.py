@@ -6,16 +6,16 @@ For queries i of a tile and a block of keys ending at j (base-2 units, c_ref = c
     U = |scale| max_i |q_i| max_{j' <= j} |k_j'|
 
 The denominator holds exp(s_ii), the query's own key (decay 0), and each of at most S skipped keys adds less than
-exp(U + c_i - c_j), so at most eps of the weight is lost. U and s_ii are soft-capped when the scores are. c falls, so both
-terms grow with j and what may be skipped is a prefix: its length is the number of blocks that pass the test. Where c
-alone forbids pruning, neither q nor k is read, which keeps the price of having nothing to prune at two launches of a few microseconds.
+exp(U + c_i - c_j), so at most eps of the weight is lost. U and s_ii are soft-capped when the scores are. c falls, so
+both terms grow with j and what may be skipped is a prefix: its length is the number of blocks that pass the test. Where
+c alone forbids pruning, neither q nor k is read: then it costs two launches of a few microseconds.
 
 Source: Lin et al. 2025, arXiv 2504.06949, with |q_i| |k_j| per tile and the query's own score in place of its bound.
 """
 
 # Kernels are launched with plain values and a grid in brackets, which their annotations don't show:
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnbound=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import math
 

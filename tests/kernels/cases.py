@@ -1,4 +1,4 @@
-"""Problems for proving a kernel right, and the comparison that decides: error at most twice that of eager in the same dtype."""
+"""Problems for proving a kernel right, and the comparison that decides: at most twice eager's error, same dtype."""
 
 import random
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class Case:
 
 
 def gates(kind: str, *shape, device="cpu") -> torch.Tensor:
-    """Return log f float32: open (no forgetting), mixed, short memories, saturated shut, or hard zeros among open ones."""
+    """Return log f float32: open (no forgetting), mixed, short memories, saturated shut, or zeros among open ones."""
     x = torch.randn(*shape, device=device)
     if kind == "open":
         return torch.zeros_like(x)
@@ -134,7 +134,8 @@ def random_case(seed: int, dtypes, head_dims=(16, 32, 80, 96), longest=140) -> C
     options = {name: value for name, value in options.items() if value is not None}
     case = Case(
         T=T, S=S, H=H, Hkv=Hkv, D=r.choice(head_dims), dtype=r.choice(dtypes), options=options,
-        gate=r.choice(["open", "mixed", "short", "shut", "zeros"]), layout=r.choice(["plain", "heads", "packed", "last"]),
+        gate=r.choice(["open", "mixed", "short", "shut", "zeros"]),
+        layout=r.choice(["plain", "heads", "packed", "last"]),
     )  # fmt: skip
     kind = r.choice(["plain", "packed", "padded"])
     if kind == "packed":

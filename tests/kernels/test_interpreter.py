@@ -1,7 +1,7 @@
 """The Triton kernels on a CPU, in Triton's interpreter: float32 and float16 at small shapes.
 
-The interpreter has to be on before the kernels are imported, so one subprocess runs everything and reports as JSON. bfloat16 is left
-to the GPU: the interpreter multiplies its raw bits.
+The interpreter has to be on before the kernels are imported, so one subprocess runs everything and reports as JSON.
+bfloat16 is left to the GPU: the interpreter multiplies its raw bits.
 """
 
 import json
@@ -36,7 +36,7 @@ FEATURES = {
     "strided": {"layout": "packed"},
     "last stride": {"layout": "last", "options": {"scale": -0.1}},
 }
-RANDOM = 12
+RANDOM = 8
 CHECKS = ("merging", "decoding", "helpers")
 
 
