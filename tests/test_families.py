@@ -54,6 +54,19 @@ ROWS = {
     "ministral": {"sliding_window": 7, "layer_types": MIXED},
     "mixtral": {"num_local_experts": 4, **MOE},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, **MOE},
+    "arcee": {},
+    "cohere": {"logit_scale": 0.25, "use_qk_norm": True},
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": 7, "layer_types": MIXED},
+    "gemma": {},
+    "glm4": {},
+    "granitemoe": {"num_local_experts": 4, "attention_multiplier": 0.3, **MOE},
+    "olmo": {"clip_qkv": 1.0},
+    "olmo3": {"sliding_window": 7, "layer_types": MIXED},
+    "olmoe": {"num_experts": 4, **MOE},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, **MOE},
+    "seed_oss": {"attention_dropout": 0.0},
+    "starcoder2": {"sliding_window": 7},
 }
 MODES = {
     "keep": {"rope": "keep"},
@@ -67,7 +80,9 @@ LENGTH = 24
 def make_base(row: str):
     torch.manual_seed(0)
     config = AutoConfig.for_model(row.split()[0], **{**PICO, **ROWS[row]})
-    return AutoModelForCausalLM.from_config(config).eval()
+    # transformers before 5.23 runs Gemma 2 through sdpa, which ignores its soft-cap
+    options = {"attn_implementation": "eager"} if row == "gemma2" else {}
+    return AutoModelForCausalLM.from_config(config, **options).eval()
 
 
 @pytest.fixture(scope="module", params=ROWS)
@@ -178,8 +193,21 @@ def test_windows_and_rotated_layers_are_the_familys_own(base, fox, row):
     for native, module in zip(natives, converted, strict=True):
         assert type(module).__mro__[2] is type(native)
         assert getattr(module, "sliding_window", None) == getattr(native, "sliding_window", None)
-        rotated = {"smollm3": "use_rope", "cohere2": "sliding_window"}.get(row, "scaling")
+        rotated = {"smollm3": "use_rope", "cohere2": "sliding_window", "exaone4": "is_sliding"}.get(row, "scaling")
         assert (module.rotary_fade is not None) == bool(getattr(native, rotated))
+
+
+def test_dropped_positions_are_gone_and_partial_ones_are_not(base, row, tokens, path):
+    stretched = torch.arange(LENGTH)[None] * 3
+    mask = torch.ones_like(tokens)
+    model = retrofox.convert(base, fox=FoxSpec(rope="drop", gate="none"))
+    expected = logits(model, tokens, attention_mask=mask)
+    close(logits(model, tokens, attention_mask=mask, position_ids=stretched), expected)
+    assert (expected - logits(base, tokens)).abs().max() > 1e-3
+    model = retrofox.convert(base, fox=FoxSpec(rope="partial", max_wavelength=40.0, gate="none"))
+    assert {sum(m.rotary_fade.fade) for _, m in attentions(model) if m.rotary_fade is not None} <= {1.0, 2.0, 3.0}
+    moved = logits(model, tokens, attention_mask=mask, position_ids=stretched)
+    assert (moved - logits(model, tokens, attention_mask=mask)).abs().max() > 1e-3
 
 
 def test_a_window_hides_what_is_beyond_it(fox, tokens, path):

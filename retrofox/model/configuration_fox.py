@@ -141,6 +141,19 @@ SUPPORTED = {
     "ministral": "Ministral",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
+    "arcee": "Arcee",
+    "cohere": "Cohere",
+    "ernie4_5": "Ernie4_5",
+    "exaone4": "Exaone4",
+    "gemma": "Gemma",
+    "glm4": "Glm4",
+    "granitemoe": "GraniteMoe",
+    "olmo": "Olmo",
+    "olmo3": "Olmo3",
+    "olmoe": "Olmoe",
+    "qwen2_moe": "Qwen2Moe",
+    "seed_oss": "SeedOss",
+    "starcoder2": "Starcoder2",
 }
 """Base model_type -> prefix of its transformers classes; a converted model's type is `fox_` + the base's."""
 

@@ -8,7 +8,7 @@ untouched, the gates are added. `FoxLlamaForCausalLM.from_pretrained(directory)`
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,12 @@ REMOTE_FILES = (
     "rope.py",
 )
 
-ROTATES_IF = {"smollm3": "use_rope", "cohere2": "sliding_window"}
-"""Families in which some layers have no RoPE: the attribute of a native attention that is true where it has."""
+ROTATES_IF: dict[str, Callable[[Any], bool]] = {
+    "cohere2": lambda native: native.sliding_window is not None,
+    "exaone4": lambda native: native.sliding_window is None or native.is_sliding,
+    "smollm3": lambda native: bool(native.use_rope),
+}
+"""Families in which some layers have no RoPE: whether a native attention rotates."""
 
 
 class FoxPreTrained:
@@ -116,8 +120,10 @@ def _install(model: Any, config: Any) -> None:
         native = layer.self_attn
         attention = _attention_class(type(native))(config=config, layer_idx=native.layer_idx)
         fade = None
-        if rotates_if is None or getattr(native, rotates_if):
-            fade = RotaryFade(model.rotary_emb, config, getattr(native, "layer_type", None), spec, native.layer_idx)
+        if rotates_if is None or rotates_if(native):
+            layer_types = getattr(config, "layer_types", None)
+            layer_type = layer_types[native.layer_idx] if layer_types else None
+            fade = RotaryFade(model.rotary_emb, config, layer_type, spec, native.layer_idx)
         attention.add_fox(config, fade)
         layer.self_attn = attention
 
