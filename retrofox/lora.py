@@ -40,19 +40,24 @@ def adapted(recipe: Recipe, source: Path, state: Any) -> Any:
         base = _base(recipe, base_of(source), state)
         with _peft_is_behind():
             return _float32_parts(PeftModel.from_pretrained(base, str(source), is_trainable=True))
-    base = _base(recipe, str(source), state)
+    return add_adapters(_base(recipe, str(source), state), recipe.lora, str(source))
+
+
+def add_adapters(base: Any, lora: LoraConfig, source: str) -> Any:
+    """A converted model with fresh adapters on its projections, its gates and Pro parts trained in full."""
     config = PeftLoraConfig(
         task_type="CAUSAL_LM",
-        r=recipe.lora.rank,
-        lora_alpha=recipe.lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=recipe.lora.dropout,
-        use_dora=recipe.lora.dora,
-        target_modules=target_modules(base, recipe.lora),
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        use_dora=lora.dora,
+        target_modules=target_modules(base, lora),
         modules_to_save=new_modules(base),
     )
-    config.base_model_name_or_path = str(source)
     with _peft_is_behind():
-        return _float32_parts(get_peft_model(base, config))
+        model: Any = get_peft_model(base, config)
+    model.peft_config["default"].base_model_name_or_path = source
+    return _float32_parts(model)
 
 
 @contextlib.contextmanager

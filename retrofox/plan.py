@@ -54,12 +54,12 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
     for stage in recipe.stages:
         model = _empty(config, recipe)
         try:
-            set_trainable(model, stage, adapters=False)
+            set_trainable(model, stage, adapters=recipe.lora is not None)
         except ValueError as error:
             refusals.append(str(error))
             continue
         stages.append(_stage_plan(recipe, stage, model, devices, sharded, device))
-    total = _count(_empty(config, recipe))
+    total = _count(_empty(config, recipe.model_copy(update={"lora": None})))
     report = {
         "model": recipe.model,
         "output": recipe.output,
@@ -165,9 +165,19 @@ def _configs(recipe: Recipe, refusals: list[str]) -> tuple[Any, Any]:
 def _empty(config: Any, recipe: Recipe) -> Any:
     """The model without memory: parameters on the meta device."""
     with torch.device("meta"):
-        if config.model_type.startswith("fox_"):
-            return lm_class(config.model_type.removeprefix("fox_"))(config)
-        return AutoModelForCausalLM.from_config(config)
+        return _built(config, recipe)
+
+
+def _built(config: Any, recipe: Recipe) -> Any:
+    """The model of a config with random weights in float32, adapters added where the recipe has them."""
+    if not config.model_type.startswith("fox_"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = lm_class(config.model_type.removeprefix("fox_"))(config)
+    if recipe.lora is None:
+        return model
+    from retrofox.lora import add_adapters
+
+    return add_adapters(model, recipe.lora, recipe.model)
 
 
 def _count(model: torch.nn.Module) -> int:
@@ -254,15 +264,12 @@ def _measure(recipe: Recipe, stage: Stage, config: Any, device: torch.device) ->
     from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute
 
     torch.manual_seed(recipe.seed)
-    if config.model_type.startswith("fox_"):
-        model: Any = lm_class(config.model_type.removeprefix("fox_"))(config)
-    else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = _built(config, recipe)
     model.config.use_cache = False
     if recipe.precision != "fp32":
         lower_precision_stream(model, DTYPES[recipe.precision])
         fuse_norms(model)
-    set_trainable(model, stage)
+    set_trainable(model, stage, adapters=recipe.lora is not None)
     recompute(model, stage.gradient_checkpointing)
     compile_parts(model, stage.compile)
     objective = OBJECTIVES[stage.objective](model, stage, device)

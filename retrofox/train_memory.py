@@ -14,6 +14,7 @@ import torch
 
 from retrofox.config import Recipe, Stage
 from retrofox.objectives import OBJECTIVES, Extend, causal_lm, chunk_rows, is_plain_head
+from retrofox.train_groups import set_trainable
 
 STATE_BYTES = {
     "adamw_torch": 8,
@@ -47,8 +48,12 @@ def memory(recipe: Recipe, stage: Stage, model: Any, shards: int, device: torch.
     lm = causal_lm(model)
     config = lm.config
     tokens = stage.micro_batch * stage.sequence_length
-    weights = 4 * total / shards + (2 * total if mixed else 0)  # autocast keeps 16-bit copies through a pass
-    per_layer, outside = activation_bytes(lm, stage, recipe.precision)
+    if recipe.lora is None:
+        weights = 4 * total / shards + (2 * total if mixed else 0)  # autocast keeps 16-bit copies through a pass
+    else:
+        frozen = 0.55 if recipe.lora.quantize else (2 if mixed else 4)  # nf4: half a byte, and its scales
+        weights = (4 * trained + frozen * (total - trained)) / shards
+    per_layer, outside = activation_bytes(lm, stage, recipe)
     layers = config.num_hidden_layers
     hidden = config.hidden_size * (2 if mixed else 4)
     every = {"none": 0, "full": 1}.get(str(stage.gradient_checkpointing), stage.gradient_checkpointing)
@@ -73,24 +78,24 @@ def memory(recipe: Recipe, stage: Stage, model: Any, shards: int, device: torch.
     }
 
 
-def activation_bytes(lm: Any, stage: Stage, precision: str) -> tuple[float, float]:
+def activation_bytes(lm: Any, stage: Stage, recipe: Recipe) -> tuple[float, float]:
     """(bytes per token and layer, bytes per token outside the layers) that a forward pass leaves for the backward."""
-    shown = (type(lm).__name__, lm.config.to_json_string(), stage.objective, precision)
-    frozen = tuple(p.requires_grad for p in lm.parameters())
-    key = repr((shown, hash(frozen)))
+    key = repr(
+        (type(lm).__name__, lm.config.to_json_string(), stage.objective, stage.rates, recipe.precision, recipe.lora)
+    )
     if key not in _counted:
-        one = _slope(lm, 1, stage, precision)
-        two = _slope(lm, 2, stage, precision)
+        one = _slope(lm, 1, stage, recipe)
+        two = _slope(lm, 2, stage, recipe)
         _counted[key] = (two - one, max(0.0, 2 * one - two))
     return _counted[key]
 
 
-def _slope(lm: Any, layers: int, stage: Stage, precision: str) -> float:
-    few, more = (_saved(lm, layers, tokens, stage, precision) for tokens in PROBE)
+def _slope(lm: Any, layers: int, stage: Stage, recipe: Recipe) -> float:
+    few, more = (_saved(lm, layers, tokens, stage, recipe) for tokens in PROBE)
     return (more - few) / (PROBE[1] - PROBE[0])
 
 
-def _saved(lm: Any, layers: int, tokens: int, stage: Stage, precision: str) -> int:
+def _saved(lm: Any, layers: int, tokens: int, stage: Stage, recipe: Recipe) -> int:
     """Bytes of distinct memory that autograd keeps after a forward of `tokens` tokens through `layers` layers."""
     from retrofox.train_speed import fuse_norms, lower_precision_stream
 
@@ -101,10 +106,12 @@ def _saved(lm: Any, layers: int, tokens: int, stage: Stage, precision: str) -> i
         value = getattr(config, key, None)
         setattr(config, key, value[:layers] if isinstance(value, list) and key == "layer_types" else None)
     small = type(lm)(config)
-    roles = {name: p.requires_grad for name, p in lm.named_parameters()}
-    for name, parameter in small.named_parameters():
-        parameter.requires_grad_(roles[name])
-    mixed = precision != "fp32"
+    if recipe.lora is not None:
+        from retrofox.lora import add_adapters
+
+        small = add_adapters(small, recipe.lora, "")
+    set_trainable(small, stage.model_copy(update={"trainable": None}), adapters=recipe.lora is not None)
+    mixed = recipe.precision != "fp32"
     if mixed:
         lower_precision_stream(small, torch.bfloat16)
         fuse_norms(small)

@@ -81,6 +81,17 @@ def test_recomputation_and_freezing_save_memory(make_recipe):
     assert total("logits", objective="align") == 0
 
 
+def test_adapters_are_planned_as_adapters(make_recipe):
+    report = plan(make_recipe(lora={"rank": 2}))
+    stage = report["stages"][0]
+    full = plan(make_recipe())["stages"][0]
+    trained = sum(group["parameters"] for group in stage["groups"])
+    rank_two = 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))  # two layers: q, o; k, v; the MLP
+    assert trained == rank_two + report["parameters_added"]
+    assert stage["memory_gb"]["optimizer"] < full["memory_gb"]["optimizer"]
+    assert stage["frozen_parameters"] >= report["parameters"] - report["parameters_added"]
+
+
 def test_flops_follow_the_textbook(pico_llama, make_recipe):
     stage = make_recipe().stages[0]
     model = pico_llama()
