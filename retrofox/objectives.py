@@ -73,8 +73,9 @@ def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tu
         ValueError: the requested one can't run here, with what is missing.
     """
     if requested == "auto":
-        # CPU, 4096 rows x 49152 words x 576, float32, one thread: see the table in tests/test_objectives.py's docstring
-        return "chunked", "auto: gradients made in the forward, every family's logit rules, any torch"
+        # 512 rows x 49152 words x 576, float32, forward and backward on one CPU core: chunked 1.3 s, torch's
+        # linear_cross_entropy (2.13) 5.9 s, whole logits 1.2 s. On GPUs torch and liger are not yet measured.
+        return "chunked", "auto: 4x as fast as torch's on a CPU core, knows every family's logit rules"
     if requested == "chunked":
         return "chunked", "requested"
     if not is_plain_head(model):
