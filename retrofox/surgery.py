@@ -330,7 +330,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
         return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     if path.is_dir() and not any(path.glob("tokenizer*")):
         return None
-    model_type = read_config(source, revision).get("model_type", "").removeprefix("fox_")
+    values = {} if path.is_dir() and not (path / "config.json").is_file() else read_config(source, revision)
+    model_type = values.get("model_type", "").removeprefix("fox_")
     if model_type in SUPPORTED:  # else transformers would ask whether to trust the code beside the tokenizer
         config_class = getattr(configuration_fox, f"Fox{SUPPORTED[model_type]}Config")
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
