@@ -52,22 +52,23 @@ def attention(
     backend: str,
     for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    c_hi, c_lo = cumsum.cumulative(log_f)
-    options: dict[str, Any] = {
-        "scale": scale,
-        "seq_start": seq_start,
-        "window": window,
-        "sink": sink,
-        "softcap": softcap,
-        "prune": prune,
-    }
-    residual = _residual(q, backend, for_backward)
-    if cu_seqlens is None and not for_backward and decode.pays(q, k):
-        return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, residual
-    if residual.numel():
-        options["residual"] = residual
-    launch, _ = _launchers(backend)
-    return *launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, **options), c_hi, c_lo, residual
+    with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be the tensors'
+        c_hi, c_lo = cumsum.cumulative(log_f)
+        options: dict[str, Any] = {
+            "scale": scale,
+            "seq_start": seq_start,
+            "window": window,
+            "sink": sink,
+            "softcap": softcap,
+            "prune": prune,
+        }
+        residual = _residual(q, backend, for_backward)
+        if cu_seqlens is None and not for_backward and decode.pays(q, k):
+            return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, residual
+        if residual.numel():
+            options["residual"] = residual
+        launch, _ = _launchers(backend)
+        return *launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, **options), c_hi, c_lo, residual
 
 
 @attention.register_fake
@@ -100,13 +101,14 @@ def attention_backward(
     prune: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, launch = _launchers(backend)
-    extra: dict[str, Any] = {"residual": residual} if residual.numel() else {}
-    dq, dk, dv, dc = launch(
-        do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window,
-        sink=sink, softcap=softcap, prune=prune, **extra,
-    )  # fmt: skip
-    return dq, dk, dv, cumsum.gate_gradient(dc, log_f)
+    with torch.cuda.device_of(q):
+        _, launch = _launchers(backend)
+        extra: dict[str, Any] = {"residual": residual} if residual.numel() else {}
+        dq, dk, dv, dc = launch(
+            do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start,
+            window=window, sink=sink, softcap=softcap, prune=prune, **extra,
+        )  # fmt: skip
+        return dq, dk, dv, cumsum.gate_gradient(dc, log_f)
 
 
 @attention_backward.register_fake

@@ -402,7 +402,10 @@ def forgetting_attention(
         softcap=softcap, prune=prune,
     )  # fmt: skip
     options = (scale, cu_seqlens, seq_start, window, sink, softcap, prune)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f)):
+    if q.numel() == 0:  # no query: nothing to compute, but every input keeps its (zero) gradient
+        o = q + (0 * (k.sum() + v.sum() + log_f.sum())).to(q.dtype)
+        lse = log_f[:, : q.shape[1]].to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f)):
         o, lse = _ForgettingAttention.apply(q, k, v, log_f, *options)
     else:
         o, lse = _forward(_prepare(q, k, v, log_f, *options))

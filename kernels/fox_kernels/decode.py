@@ -171,6 +171,8 @@ def launch_decode(
             f"decode packs T * H / Hkv <= {MAX_ROWS} rows into a tile, got {T} * {group}: use launch_forward"
         )
     q, k, v = unit_last(q), unit_last(k), unit_last(v)
+    if seq_start is not None:
+        seq_start = seq_start.to(torch.int32).contiguous()
     first = None if prune is None else skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), scale, softcap, prune)
     D0, D1 = split_head_dim(D)
     block = 32 if D > 128 or q.dtype == torch.float32 else 64 if D > 64 else 128

@@ -159,6 +159,19 @@ def test_packed_documents_are_the_documents_alone():
         torch.testing.assert_close(packed[:, a:b], alone, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(1, 0, 5), (1, 0, 0), (0, 3, 5)])
+@pytest.mark.parametrize("options", [{}, {"window": 2}])
+def test_no_queries_no_error(shape, options):
+    B, T, S = shape
+    q = torch.randn(B, T, 2, 4, requires_grad=True)
+    k, v = (torch.randn(B, S, 1, 4, requires_grad=True) for _ in range(2))
+    o = chunked.forgetting_attention(q, k, v, torch.zeros(B, S, 2), **options)
+    assert o.shape == q.shape
+    o.sum().backward()
+    assert k.grad is not None
+    assert not k.grad.any()
+
+
 def test_gates_of_zero_cut_the_past_off():
     q, k, v, log_f = (x.detach() for x in doubles(7, 7))
     log_f[:, 4] = -torch.inf
