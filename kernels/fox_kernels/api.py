@@ -129,10 +129,11 @@ def forgetting_attention(
     prune       ln(eps): leave out keys that together hold at most eps of a query's weight; None for all keys
     backend     "auto", "reference", "chunked", "triton" or "gluon"; see `choose`
 
-    Returns o (B, T, H, D) in q's dtype and, with return_lse, lse (B, T, H) float32 (natural log, differentiable;
-    float64 for float64). Raises ValueError for arguments out of range and for a named backend that can't run.
-    Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130; `fox_kernels.reference` specifies.
+    Under torch.autocast q, k and v are taken in its dtype. Returns o (B, T, H, D) in q's dtype and, with return_lse,
+    lse (B, T, H) float32 (natural log, differentiable; float64 for float64). Raises ValueError for arguments out of range and for a
+    named backend that can't run. Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """
+    q, k, v = chunked.under_autocast(q, k, v)
     options = {
         "scale": chunked.check_arguments(
             q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,

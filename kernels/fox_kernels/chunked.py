@@ -102,6 +102,15 @@ def _check_cu_seqlens(cu_seqlens: Tensor, B: int, S: int, device: torch.device) 
         raise ValueError(f"cu_seqlens must rise from 0 to S = {S}, got {cu_seqlens.tolist()}")
 
 
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v in autocast's dtype where it is on (float64 stays), as torch's own attention would see them."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device) or torch.float64 in (q.dtype, k.dtype, v.dtype):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
 def document_starts(B: int, S: int, cu_seqlens: Tensor | None, seq_start: Tensor | None, device) -> Tensor:
     """Return (B, S) int64: the first position that a query at each position may see."""
     start = torch.zeros(B, S, dtype=torch.int64, device=device)
@@ -334,8 +343,8 @@ def _add_rows(total: Tensor, ranges: list, left: Tensor, right: Tensor) -> None:
 class _ForgettingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, log_f, *options):
-        problem = _prepare(q, k, v, log_f, *options)
-        o, lse = _forward(problem)
+        with torch.autocast(q.device.type, enabled=False):  # it would take the products below from float32
+            o, lse = _forward(_prepare(q, k, v, log_f, *options))
         ctx.options = options
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, log_f, o, lse)
@@ -350,7 +359,8 @@ class _ForgettingAttention(torch.autograd.Function):
             do = torch.zeros(B, T, H, D, dtype=o.dtype, device=q.device)
         do = do.to(o.dtype).unflatten(2, (Hkv, H // Hkv)).permute(0, 2, 3, 1, 4)
         dlse = None if dlse is None else dlse.transpose(1, 2)
-        dq, dk, dv, dc = _backward(_prepare(q, k, v, log_f, *ctx.options), o, lse, do, dlse)
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv, dc = _backward(_prepare(q, k, v, log_f, *ctx.options), o, lse, do, dlse)
         d_log_f = suffix_sum(dc, ctx.options[1]).transpose(1, 2).masked_fill(log_f < LOG_F_MIN, 0).to(log_f.dtype)
         dk, dv = (x.transpose(1, 2).to(q.dtype) for x in (dk, dv))
         return _outward(dq, q), dk, dv, d_log_f, *[None] * len(ctx.options)
@@ -394,9 +404,11 @@ def forgetting_attention(
 
     q (B, T, H, D); k, v (B, S, Hkv, D) of one floating dtype; log_f (B, S, H) float32 or float64, natural log, <= 0.
     Options as in `fox_kernels.forgetting_attention`. Scores, sums and gradients are kept in float32 (float64 for
-    float64). Returns o (B, T, H, D) in q's dtype, and with return_lse also lse (B, T, H), natural log, -inf where a
-    query sees nothing. Raises ValueError for shapes, dtypes or options out of range. Source: arXiv 2503.02130.
+    float64). Returns o (B, T, H, D) in q's dtype (autocast's where that is on), and with return_lse also lse (B, T, H),
+    natural log, -inf where a query sees nothing. Raises ValueError for arguments out of range.
+    Source: Lin et al., ICLR 2025, arXiv 2503.02130.
     """
+    q, k, v = under_autocast(q, k, v)
     scale = check_arguments(
         q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
         softcap=softcap, prune=prune,
@@ -408,6 +420,7 @@ def forgetting_attention(
     elif torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f)):
         o, lse = _ForgettingAttention.apply(q, k, v, log_f, *options)
     else:
-        o, lse = _forward(_prepare(q, k, v, log_f, *options))
+        with torch.autocast(q.device.type, enabled=False):
+            o, lse = _forward(_prepare(q, k, v, log_f, *options))
         o, lse = _outward(o, q), lse.transpose(1, 2).contiguous()
     return (o, lse) if return_lse else o

@@ -28,7 +28,7 @@ import math
 
 import torch
 
-from .chunked import check_arguments, cumulative, document_starts, prune_limit
+from .chunked import check_arguments, cumulative, document_starts, prune_limit, under_autocast
 
 Tensor = torch.Tensor
 
@@ -54,6 +54,7 @@ def forgetting_attention(
     `fox_kernels.forgetting_attention`. Returns o (B, T, H, D) in q's dtype and, with return_lse, lse (B, T, H) in
     float32 (float64 for float64). Raises ValueError for shapes, dtypes or options out of range.
     """
+    q, k, v = under_autocast(q, k, v)
     scale = check_arguments(
         q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
         softcap=softcap, prune=prune,

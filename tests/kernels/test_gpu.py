@@ -120,6 +120,7 @@ def test_parts_of_the_keys_merge_by_lse():
     check_merging("cuda", 640, 64)
 
 
+@pytest.mark.filterwarnings("default")  # inductor has advice of its own
 def test_compiled_whole_and_captured_in_a_graph():
     torch.manual_seed(0)
     inputs, (do, _), options = draw(Case(T=600, D=64, dtype=BF16, options={"window": 200}), "cuda")

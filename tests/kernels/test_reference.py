@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, draw, failures, random_case, results
+from cases import Case, draw, failures, gates, random_case, results
 from fox_kernels import choose, chunked, forgetting_attention, reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -157,6 +157,21 @@ def test_packed_documents_are_the_documents_alone():
     for a, b in itertools.pairwise(cuts):
         alone = forgetting_attention(*(x[:, a:b] for x in (q, k, v, log_f)), sink=1)
         torch.testing.assert_close(packed[:, a:b], alone, rtol=1e-10, atol=1e-12)
+
+
+def test_autocast_chooses_the_inputs_dtype_and_nothing_else():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 70, 2, 16, requires_grad=True) for _ in range(3))
+    log_f = gates("mixed", 1, 70, 2).requires_grad_()
+    halves = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+    expected = forgetting_attention(*halves, log_f)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = forgetting_attention(q, k.bfloat16(), v, log_f)
+        grads = torch.autograd.grad(o.sum(), (q, k, v, log_f))
+        assert torch.equal(forgetting_attention(q.detach(), k.detach(), v.detach(), log_f.detach()), expected)
+    assert torch.equal(o, expected)
+    for grad, x in zip(grads, torch.autograd.grad(expected.sum(), (*halves, log_f)), strict=True):
+        assert torch.equal(grad, x.float())
 
 
 @pytest.mark.parametrize("shape", [(1, 0, 5), (1, 0, 0), (0, 3, 5)])
