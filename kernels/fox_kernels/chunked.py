@@ -26,19 +26,10 @@ Tensor = torch.Tensor
 
 
 def check_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_f: Tensor,
-    *,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    seq_start: Tensor | None = None,
-    window: int | None = None,
-    sink: int = 0,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, scale: float | None = None, cu_seqlens: Tensor | None = None,
+    seq_start: Tensor | None = None, window: int | None = None, sink: int = 0, softcap: float | None = None,
     prune: float | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """Return the scale to use, or raise ValueError saying which argument is wrong, what is allowed and what to do."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -182,19 +173,9 @@ def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap
     keys[..., :D] = k.transpose(1, 2)
     values = torch.ones(B, Hkv, S, D + 1, dtype=dtype, device=q.device)
     values[..., :D] = v.transpose(1, 2)
-    return _Problem(
-        q=q.unflatten(2, (Hkv, G)).permute(0, 2, 3, 1, 4),
-        keys=keys.flatten(0, 1),
-        values=values.flatten(0, 1),
-        c=c,
-        decays=decays,
-        start=start,
-        first=first,
-        chunks=_chunks(B * H, T, S, start, first, sink, restricted),
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-    )
+    chunks = _chunks(B * H, T, S, start, first, sink, restricted)
+    q = q.unflatten(2, (Hkv, G)).permute(0, 2, 3, 1, 4)
+    return _Problem(q, keys.flatten(0, 1), values.flatten(0, 1), c, decays, start, first, chunks, scale, softcap, sink)
 
 
 def _chunks(BH: int, T: int, S: int, start: Tensor, first: Tensor, sink: int, restricted: bool) -> list:
@@ -384,20 +365,10 @@ def suffix_sum(dc: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def forgetting_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_f: Tensor,
-    *,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    seq_start: Tensor | None = None,
-    window: int | None = None,
-    sink: int = 0,
-    softcap: float | None = None,
-    prune: float | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, scale: float | None = None, cu_seqlens: Tensor | None = None,
+    seq_start: Tensor | None = None, window: int | None = None, sink: int = 0, softcap: float | None = None,
+    prune: float | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Forgetting Attention with memory linear in the tokens, on any device.
 
         o_i = sum_j softmax_j(scale * q_i.k_j + c_i - c_j) v_j,   c_t = sum_{l <= t} log f_l,   j <= i
