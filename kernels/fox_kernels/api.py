@@ -131,7 +131,8 @@ def forgetting_attention(
 
     Under torch.autocast q, k and v are taken in its dtype. Returns o (B, T, H, D) in q's dtype and, with return_lse,
     lse (B, T, H) float32 (natural log, differentiable; float64 for float64). Raises ValueError for arguments out of
-    range and for a named backend that can't run. Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
+    range and for a named backend that can't run.
+    Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """
     q, k, v = chunked.under_autocast(q, k, v)
     options = {
