@@ -243,14 +243,6 @@ def _acquire(pointer):
 
 
 @gluon.jit
-def _asynchronous_fence(value):
-    """Order this thread's accesses against the copy engine's, both ways."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.b32 $0, 0;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, END, TILE_HI, TILE_LO, kv_s, dq_s, vec_s, bars, n,
             b, hk, T,
             T_PAD, S, H, KV_GROUP, num_n, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr,
@@ -263,6 +255,7 @@ def _writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, END, TILE_HI,
         lo, hi, _clean_lo, _clean_hi = _query_tiles(
             n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, HAS_PRUNE, SINK
         )
+        now = -1 + 0 * n
         for i in range(lo, hi):
             m = hi - 1 - (i - lo)
             turn = n  # how many key tiles add to query tile m before this one
@@ -282,23 +275,23 @@ def _writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, END, TILE_HI,
                 turn = n - first
             rows = bh * T_PAD + m * BM
             ticket = TICKET + bh * num_m + m
-            now = turn - 1
-            mbarrier.wait(bars.index(DQ_FULL), it & 1)
-            if DETERMINISTIC:
+            if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
                 while now < turn:
                     now = _acquire(ticket)
-                _asynchronous_fence(now)
-            for w in gl.static_range(2):
-                _tma_reduce_add(dq_desc, [rows, w * HD], dq_s.index(w))
+            mbarrier.wait(bars.index(DQ_FULL), it & 1)
             sums = vec_s.index(4 * NB + V_SUM).load(VEC) + vec_s.index(4 * NB + V_SUM + 1).load(VEC)
             gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
+            for w in gl.static_range(2):
+                _tma_reduce_add(dq_desc, [rows, w * HD], dq_s.index(w))
             tma.store_wait(0)
             mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
             if DETERMINISTIC:
+                now = _acquire(
+                    TICKET + bh * num_m + gl.maximum(m - 1, lo)
+                )  # the next tile's, while this one's sums land
                 gl.inline_asm_elementwise(
                     "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
                 )
-                _asynchronous_fence(turn)
                 gl.thread_barrier()
                 gl.atomic_add(ticket, 1, sem="release", scope="gpu")
             it += 1

@@ -28,13 +28,13 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    64: Shape(64, 0, 3, 128, 2, False, False, 160),
-    80: Shape(64, 16, 2, 128, 2, False, False, 240),
-    96: Shape(64, 32, 2, 128, 2, False, False, 240),
-    128: Shape(128, 0, 2, 128, 2, True, False, 240),
+    64: Shape(64, 0, 3, 128, 2, True, True, 160),
+    80: Shape(64, 16, 2, 128, 2, True, True, 240),
+    96: Shape(64, 32, 2, 128, 2, True, True, 240),
+    128: Shape(128, 0, 2, 128, 2, True, True, 240),
 }
 # up to 4096 keys two consumers waste less at the diagonal: 319 against 284 TFLOP/s at 8 x 2048, D = 64 (kernels/LOG.md)
-SHORT = {64: Shape(64, 0, 2, 128, 3, True, False, 240)}
+SHORT = {64: Shape(64, 0, 2, 128, 3, True, True, 240)}
 SHORT_KEYS = 4096
 MIN_QUERIES = 64  # one warpgroup's rows
 
