@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def test_config_tokenizer_files_and_code_come_along(source, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sharded_input_keeps_its_dtype(base, tmp_path, dtype):
-    LlamaForCausalLM(base.config).to(dtype=dtype).save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    model: Any = LlamaForCausalLM(base.config)
+    model.to(dtype=dtype).save_pretrained(tmp_path / "base", max_shard_size="20KB")
     assert (tmp_path / "base" / INDEX).is_file()
     retrofox.convert(tmp_path / "base", tmp_path / "out", verify=False)
     after = stored(tmp_path / "out")
@@ -132,7 +134,7 @@ def test_save_load_gives_equal_logits(source, tmp_path):
     assert torch.equal(logits(retrofox.load(tmp_path / "saved")), logits(converted))
 
 
-def refused(match: str, source, out: Path, error=ValueError, **options) -> None:
+def refused(match: str, source, out: Path, error: type[Exception] = ValueError, **options) -> None:
     with pytest.raises(error, match=match):
         retrofox.convert(source, out, **options)
     assert not out.exists()

@@ -118,7 +118,8 @@ class Blocks(NamedTuple):
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[self.base.dtype]
-        layout: Any = gl.NVMMASharedLayout.get_default_for(self.block, dtype)
+        shared: Any = gl.NVMMASharedLayout  # Triton 3.9 types its constexpr functions as not callable
+        layout = shared.get_default_for(self.block, dtype)
         return TensorDescriptor(self.base, self.shape, self.strides, self.block, layout)
 
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from typing import Any
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ def compiled(function, arguments: dict, constants: dict, work: Path) -> tuple[di
         kind = arguments.get(name, "constexpr")
         if isinstance(kind, tuple):
             dtype, block = kind
-            layout = gl.NVMMASharedLayout.get_default_for(list(block), dtypes[dtype])
+            shared: Any = gl.NVMMASharedLayout
+            layout = shared.get_default_for(list(block), dtypes[dtype])
             kind = f"tensordesc<{dtype}{list(block)},{layout!r}>"
         signature[name] = kind
     places = {n: (i,) for i, n in enumerate(function.arg_names)}
