@@ -2,8 +2,8 @@
 
 import re
 import subprocess
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
