@@ -137,7 +137,7 @@ def main() -> None:
     steps.run("train", train, run, resumes=True)
     evaluate = ["retrofox", "eval", str(run / "model"), "--against", model, str(converted)]
     evaluate += ["--data", str(DATA / "heldout"), "--out", str(results), "--length", "256" if options.fast else "1024"]
-    steps.run("eval", [*evaluate, "--windows", "1" if options.fast else "3"], results)
+    steps.run("eval", [*evaluate, "--windows", "1" if options.fast else "2"], results)
     steps.run("generate", ["retrofox", "generate", str(run / "model"), PROMPT, "--max-new-tokens", "80"])
     closing(steps, fetched, json.loads((results / "eval.json").read_text()), out, time.perf_counter() - started)
 
