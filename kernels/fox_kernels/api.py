@@ -81,8 +81,9 @@ def choose(
         return backend, "asked for"
     if no_triton is not None and backend == "auto":
         return "chunked", no_triton
-    options = {"window": window, "sink": sink, "softcap": softcap, "prune": prune}
-    no_gluon = gluon_unsupported(q, k, v, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, **options)
+    options: dict = {"window": window, "sink": sink, "softcap": softcap, "prune": prune}
+    options["scale"] = 1.0 if scale is None else scale
+    no_gluon = gluon_unsupported(q, k, v, cu_seqlens=cu_seqlens, seq_start=seq_start, **options)
     if backend == "gluon":
         if no_gluon is not None:
             raise ValueError(f'backend="gluon" can\'t run: {no_gluon}; use backend="auto" or "triton"')
