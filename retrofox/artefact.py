@@ -85,6 +85,10 @@ def write(
         raise ValueError(f"{out} exists: remove it or choose another OUT")
     if spec.init == "calibrated" and not calibrate:
         raise ValueError("init 'calibrated' measures the base on text: name files with --calibrate FILES")
+    if link and (isinstance(source, PreTrainedModel) or str(source).endswith(".gguf")):
+        raise ValueError(
+            "--link shares the weight files of a directory; a .gguf file or a live model has none: drop it"
+        )
     started = time.perf_counter()
     plan = plan_for(source, spec, revision)
     calibration, work = None, out.parent / f".{out.name}.calibration"

@@ -95,6 +95,11 @@ def convert(
     """
     from retrofox.model.configuration_fox import FoxSpec
 
+    if max_wavelength is not None and rope in ("keep", "drop"):
+        raise ValueError(f"--max-wavelength belongs to --rope partial, and --rope is {rope}: drop one of them")
+    if half_life is not None and (init == "open" or gate == "none"):
+        given = "--init open" if init == "open" else "--gate none"
+        raise ValueError(f"--half-life says where gates start, and {given} leaves it no say: drop one of them")
     spec = FoxSpec(
         rope=rope,
         max_wavelength=max_wavelength,

@@ -145,6 +145,8 @@ def test_refusals_leave_nothing_behind(source, tmp_path):
     out = tmp_path / "out"
     refused("no such directory", tmp_path / "missing", out, FileNotFoundError)
     refused("no such file", tmp_path / "missing.gguf", out, FileNotFoundError)
+    (tmp_path / "file.gguf").touch()
+    refused("--link shares the weight files", tmp_path / "file.gguf", out, link=True)
     (tmp_path / "empty").mkdir()
     refused("no config.json", tmp_path / "empty", out, FileNotFoundError)
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")

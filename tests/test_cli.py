@@ -74,6 +74,8 @@ BAD = {
     "--max-wavelength 0": "max_wavelength must be a positive number",
     "--pro qknorm": "pro must be one of",
     "--log-n 1": "log_n",
+    "--rope drop --max-wavelength 100": "--max-wavelength belongs to --rope partial",
+    "--init open --half-life 8 64": "--half-life says where gates start",
     "--bogus": "--bogus",
 }
 
