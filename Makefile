@@ -5,8 +5,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Without a GPU the CPU build of torch; an unpinned torch would pull gigabytes of CUDA.
-TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo torch==2.13.0)
+# Without a GPU: the CPU build of torch (an unpinned torch would pull gigabytes of CUDA), and the Triton that the compiled
+# kernels' registers and spills are recorded with; its interpreter needs numpy before 2.4.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo "torch==2.13.0 triton==3.6.0 'numpy<2.4'")
 MODEL ?=
 FAST ?=
 
@@ -33,7 +34,7 @@ unit: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q $(TORCH)
 	$(BIN)/python -m pip install -q -e ".[test]"
 	touch $@
 

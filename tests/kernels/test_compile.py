@@ -116,6 +116,11 @@ def hazard_kernel(q_ptr, k_ptr, o_ptr):
     tl.store(o_ptr + at, tl.dot(tl.trans((ds * 2.0).to(tl.bfloat16)), k).to(tl.bfloat16))
 
 
+recorded = pytest.mark.skipif(
+    not triton.__version__.startswith("3.6"), reason="registers and spills are recorded for Triton 3.6"
+)
+
+
 def test_the_hazard_would_be_seen():
     binary = compiled(hazard_kernel, {}, 90, 4, 2)
     assert len(transposed_dot_results(binary.asm["ttir"])) == 1
@@ -135,11 +140,13 @@ def check(kernel: str, D: int, arch: int, folder: Path, **flags) -> None:
         assert spills <= tiles.RECORDED[arch, kernel, D][1]
 
 
+@recorded
 @pytest.mark.parametrize(("kernel", "D", "arch"), CORE)
 def test_fits_and_spills_no_more_than_recorded(kernel, D, arch, tmp_path):
     check(kernel, D, arch, tmp_path)
 
 
+@recorded
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "D", "arch"), REST)
 def test_the_rest_of_the_table(kernel, D, arch, tmp_path):
