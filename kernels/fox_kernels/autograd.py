@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cumsum, decode
+from . import cumsum, decode, determinism
 from .backward import launch_backward
 from .forward import launch_forward
 
@@ -51,6 +51,7 @@ def attention(
     prune: float | None,
     backend: str,
     for_backward: bool,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be the tensors'
         c_hi, c_lo = cumsum.cumulative(log_f)
@@ -72,7 +73,7 @@ def attention(
 
 
 @attention.register_fake
-def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, for_backward):
+def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, for_backward, *_):
     (B, T, H, D), S = q.shape, k.shape[1]
     o = q.new_empty(B, T, H, D)
     lse2, c_hi, c_lo = (q.new_empty(B, H, n, dtype=torch.float32) for n in (T, S, S))
@@ -100,10 +101,13 @@ def attention_backward(
     softcap: float | None,
     prune: float | None,
     backend: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with torch.cuda.device_of(q):
         _, launch = _launchers(backend)
         extra: dict[str, Any] = {"residual": residual} if residual.numel() else {}
+        if backend == "gluon":  # the Triton backward is deterministic, whatever is asked for
+            extra["deterministic"] = deterministic
         dq, dk, dv, dc = launch(
             do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start,
             window=window, sink=sink, softcap=softcap, prune=prune, **extra,
@@ -120,9 +124,9 @@ def _(do, dlse2, q, k, v, log_f, *_):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, _ = inputs
+    q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, _, deterministic = inputs
     ctx.save_for_backward(q, k, v, log_f, *output, cu_seqlens, seq_start)
-    ctx.options = (window, sink, softcap, prune, backend)
+    ctx.options = (window, sink, softcap, prune, backend, deterministic)
     ctx.scale = scale
     ctx.set_materialize_grads(False)
 
@@ -133,7 +137,7 @@ def _backward(ctx, do, dlse2, *_):
     grads = attention_backward(
         do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual, ctx.scale, cu_seqlens, seq_start, *ctx.options
     )
-    return *grads, *[None] * 9
+    return *grads, *[None] * 10
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
@@ -146,6 +150,6 @@ def forgetting_attention(
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
     o, lse2, *_ = attention(
         q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, None if softcap is None else float(softcap),
-        None if prune is None else float(prune), backend, for_backward,
+        None if prune is None else float(prune), backend, for_backward, determinism.is_deterministic(),
     )  # fmt: skip
     return (o, lse2.transpose(1, 2) * LN_2) if return_lse else o
