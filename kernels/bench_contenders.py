@@ -1,0 +1,136 @@
+"""Who is measured: each contender set up on a problem's tensors, as (inputs, gradient of the output, forward)."""
+
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from bench_problems import Decode, Problem
+
+
+def draw_gates(kind: str, B: int, T: int, H: int) -> torch.Tensor:
+    """Return log_f (B, T, H): open (none forgets), short (some 20 tokens), mixed (heads from short to none)."""
+    logits = torch.randn(B, T, H, device="cuda")
+    if kind == "open":
+        return torch.zeros_like(logits)
+    shift = 4 if kind == "short" else torch.linspace(2, 14, H, device="cuda")
+    return F.logsigmoid(logits + shift)
+
+
+def tensors(p: Problem, dtype=torch.bfloat16) -> dict:
+    """Return q, k, v, do and log_f, and cu_seqlens for packed documents, fresh and random."""
+    q, do = (torch.randn(p.B, p.T, p.H, p.D, device="cuda", dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(p.B, p.T, p.Hkv, p.D, device="cuda", dtype=dtype) for _ in range(2))
+    x: dict = {"q": q, "k": k, "v": v, "do": do, "log_f": draw_gates(p.gates, p.B, p.T, p.H), "cu_seqlens": None}
+    if p.document:
+        x["cu_seqlens"] = torch.arange(0, p.T + 1, p.document, device="cuda", dtype=torch.int32)
+    return x
+
+
+def leaves(x: dict) -> list[torch.Tensor]:
+    return [x[n].detach().requires_grad_() for n in ("q", "k", "v", "log_f")]
+
+
+def ours(x, **options):
+    import fox_kernels
+
+    inputs = leaves(x)
+    return inputs, x["do"], lambda: fox_kernels.forgetting_attention(*inputs, cu_seqlens=x["cu_seqlens"], **options)
+
+
+def fla(x):
+    from fla.ops.forgetting_attn import parallel_forgetting_attn
+
+    inputs = leaves(x)
+    return inputs, x["do"], lambda: parallel_forgetting_attn(*inputs, cu_seqlens=x["cu_seqlens"])
+
+
+def heads_first(x, repeat=False):
+    """q, k, v as leaves and do in the layout (B, H, T, D), contiguous; with `repeat` a kv head for every query head."""
+    q, k, v, do = (x[n].detach().transpose(1, 2) for n in ("q", "k", "v", "do"))
+    if repeat:
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    return [t.contiguous().requires_grad_() for t in (q, k, v)], do.contiguous()
+
+
+def official(x, module: ModuleType, threshold=None):
+    inputs, do = heads_first(x, repeat=True)
+    inputs.append(x["log_f"].detach().transpose(1, 2).contiguous().requires_grad_())
+    return inputs, do, lambda: module.forgetting_attention(*inputs, head_first=True, adaptive_threshold=threshold)
+
+
+def sdpa(x, backend):
+    inputs, do = heads_first(x)
+    grouped = inputs[0].shape[1] != inputs[1].shape[1]
+
+    def run():
+        with torch.nn.attention.sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=grouped)
+
+    return inputs, do, run
+
+
+def flex(x):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    inputs, do = heads_first(x)
+    c = x["log_f"].detach().transpose(1, 2).cumsum(-1).contiguous().requires_grad_()
+    T = inputs[0].shape[2]
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def run():
+        return compiled(*inputs, score_mod=lambda s, b, h, i, j: s - c[b, h, j], block_mask=mask)  # c_i cancels
+
+    return [*inputs, c], do, run
+
+
+def load_official(path: str) -> ModuleType:
+    """Return the official kernel's module from its file. Raises ValueError where the path is no Python file."""
+    spec = importlib.util.spec_from_file_location("official_forgetting_attention", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--official {path} is not a Python file: give the path of its forgetting_attention.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def setups(official_path: str | None, names: set[str]) -> dict[str, Callable]:
+    """Return name -> what sets a contender up on `tensors`, for the names given."""
+    backends = torch.nn.attention.SDPBackend
+    table: dict[str, Callable] = {
+        "ours": ours,
+        "ours, pruned": lambda x: ours(x, prune=-10.0),
+        "plain Triton": lambda x: ours(x, backend="triton"),
+        "plain Triton, pruned": lambda x: ours(x, backend="triton", prune=-10.0),
+        "fla": fla,
+        "FlexAttention": flex,
+        "FlashAttention-2, no gate": lambda x: sdpa(x, backends.FLASH_ATTENTION),
+        "cuDNN, no gate": lambda x: sdpa(x, backends.CUDNN_ATTENTION),
+    }
+    if official_path and any(n.startswith("official") for n in names):
+        module = load_official(official_path)
+        table["official"] = lambda x: official(x, module)
+        table["official, pruned"] = lambda x: official(x, module, "auto")
+    return {n: setup for n, setup in table.items() if n in names}
+
+
+def decoding(p: Decode):
+    """Return (one decoding step, the bytes it has to read): K, V and both floats of c over the live cache."""
+    from fox_kernels import cumsum, decode
+
+    q = torch.randn(p.batch, 1, p.H, p.D, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(p.batch, p.T, p.Hkv, p.D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    log_f = draw_gates(p.gates, p.batch, p.T, p.H)
+    c = cumsum.cumulative(log_f)
+    prune = None if p.gates == "open" else -10.0
+    live = p.batch * p.Hkv * p.T
+    if prune is not None:
+        live -= int(decode.skip_before(q, k, *c, p.D**-0.5, None, prune).sum())
+    per_key = 2 * p.D * 2 + 2 * 4 * (p.H // p.Hkv)
+
+    def step():
+        return decode.launch_decode(q, k, v, *c, scale=p.D**-0.5, prune=prune)
+
+    return step, live * per_key, live / (p.batch * p.Hkv * p.T)

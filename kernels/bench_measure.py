@@ -1,0 +1,193 @@
+"""Time, memory and error of contenders on one problem, and what the machine is."""
+
+import datetime
+import importlib.metadata
+import statistics
+import subprocess
+from collections.abc import Callable
+
+import torch
+from bench_contenders import decoding, tensors
+from bench_problems import Decode, Problem
+
+ROUNDS = 2  # over all contenders of a problem, the second in reverse: a drift of the clock meets all alike
+FLOPS = {"forward": 1.0, "backward": 2.5, "total": 3.5}  # in units of the forward's
+OUTPUTS = ("o", "dq", "dk", "dv", "dlog_f")
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What a contender raises where it can't run a problem."""
+    from triton.errors import TritonError
+
+    return (NotImplementedError, RuntimeError, ValueError, AssertionError, TritonError)
+
+
+class Clock:
+    """CUDA events around a call, launches included; calls queue up, each after a write that flushes the L2."""
+
+    def __init__(self, budget_ms: float):
+        self.budget_ms = budget_ms
+        self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+
+    def sample(self, run: Callable, repeats: int) -> list[float]:
+        """Return the milliseconds of each of `repeats` calls."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for start, end in events:
+            self.flush.zero_()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
+
+    def repeats(self, run: Callable) -> int:
+        """Warm up, and return how many calls fit the budget of milliseconds: 5 to 30."""
+        self.sample(run, 2)
+        return max(5, min(30, int(self.budget_ms / statistics.median(self.sample(run, 3)))))
+
+    def median(self, run: Callable) -> float:
+        return statistics.median(self.sample(run, self.repeats(run)))
+
+
+def spread(samples: list[float]) -> float:
+    """Half the width of the middle half of the samples, relative to their median."""
+    quarters = statistics.quantiles(samples, n=4)
+    return (quarters[2] - quarters[0]) / 2 / statistics.median(samples)
+
+
+def set_up(name: str, setup: Callable, x: dict) -> dict:
+    """Run a contender once, forward and backward, and return its calls to be timed and its peak memory.
+
+    Peak memory is what one step takes beyond its inputs: o, gradients, what is saved and scratch.
+    """
+    inputs, do, run = setup(x)
+
+    def step():
+        torch.autograd.grad(run(), inputs, do)
+
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    o = run()
+    calls = {
+        "forward": run,
+        "backward": lambda: torch.autograd.grad(o, inputs, do, retain_graph=True),
+        "total": step,
+    }
+    return {"name": name, "calls": calls, "peak_mb": peak / 1e6, "samples": {n: [] for n in calls}}
+
+
+def measure(table: dict[str, Callable], p: Problem, clock: Clock) -> tuple[list[dict], list[tuple[str, str]]]:
+    """Return rows of contenders on a problem, in ms and TFLOP/s, and (contender, why) of those that can't run it."""
+    x = tensors(p)
+    ready, skipped = [], []
+    for name, setup in table.items():
+        try:
+            entry = set_up(name, setup, x)
+            entry["repeats"] = {n: clock.repeats(call) for n, call in entry["calls"].items()}
+            ready.append(entry)
+        except failures() as error:
+            skipped.append((name, reason(error)))
+    for turn in range(ROUNDS):
+        for entry in ready if turn % 2 == 0 else reversed(ready):
+            for n, call in entry["calls"].items():
+                entry["samples"][n] += clock.sample(call, entry["repeats"][n])
+    rows = []
+    for entry in ready:
+        ms = {n: statistics.median(samples) for n, samples in entry["samples"].items()}
+        row = {
+            "contender": entry["name"],
+            **{f"{n}_ms": ms[n] for n in ms},
+            **{f"{n}_tflops": FLOPS[n] * p.forward_flops / ms[n] / 1e9 for n in ms},
+            "peak_mb": entry["peak_mb"],
+            "spread": spread(entry["samples"]["total"]),
+            "samples": len(entry["samples"]["total"]),
+        }
+        rows.append(row)
+    return rows, skipped
+
+
+def reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
+
+
+def errors(table: dict[str, Callable], p: Problem) -> tuple[list[dict], list[tuple[str, str]]]:
+    """Return per contender the relative RMS error of o, dq, dk, dv, dlog_f against float64 on the same inputs."""
+    from fox_kernels import reference
+
+    x = tensors(p)
+    exact = [x[n].detach().double().requires_grad_() for n in ("q", "k", "v", "log_f")]
+    o = reference.forgetting_attention(*exact, cu_seqlens=x["cu_seqlens"])
+    assert isinstance(o, torch.Tensor)
+    truth = [o.detach(), *torch.autograd.grad(o, exact, x["do"].double())]
+    rows, skipped = [], []
+    for name, setup in table.items():
+        try:
+            inputs, do, run = setup(x)
+            result = run()
+            values = [result.detach(), *torch.autograd.grad(result, inputs, do)]
+        except failures() as error:
+            skipped.append((name, reason(error)))
+            continue
+        pairs = zip(OUTPUTS, values, truth, strict=True)
+        rows.append({"contender": name, **{n: relative_error(value, true) for n, value, true in pairs}})
+    return rows, skipped
+
+
+def relative_error(value: torch.Tensor, true: torch.Tensor) -> float:
+    """|value - true| / |true|; value may have heads before tokens, and kv heads repeated, whose gradients add up."""
+    value = value.double()
+    if value.shape != true.shape:
+        value = value.transpose(1, 2)
+    if value.shape != true.shape:
+        value = value.unflatten(2, (true.shape[2], -1)).sum(3)
+    return ((value - true).norm() / true.norm()).item()
+
+
+def decode(p: Decode, clock: Clock, copy_gb_s: float) -> tuple[list[dict], list[tuple[str, str]]]:
+    """Return a decoding step's time, launched and replayed from a CUDA graph, and its rate over the live cache."""
+    try:
+        step, live_bytes, live = decoding(p)
+        launched = clock.median(step)
+    except failures() as error:
+        return [], [("ours", reason(error))]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    replayed = clock.median(graph.replay)
+    rate, graph_rate = (live_bytes / ms / 1e6 for ms in (launched, replayed))
+    row = {"contender": "ours", "ms": launched, "graph_ms": replayed, "live": live, "live_mb": live_bytes / 1e6}
+    row |= {"gb_s": rate, "of_copy": rate / copy_gb_s, "graph_of_copy": graph_rate / copy_gb_s}
+    return [row], []
+
+
+def machine() -> dict:
+    """Return the GPU, its clocks as read now, and the versions that matter."""
+    fields = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw"
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    values = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split("\n")[0].split(", ")
+    versions = {}
+    for name in ("torch", "triton", "fla-core"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    versions["cudnn"] = torch.backends.cudnn.version()
+    versions["cuda"] = torch.version.cuda
+    when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"when": when, "versions": versions, **dict(zip(fields.split(","), values, strict=True))}
+
+
+def ceilings(clock: Clock) -> dict:
+    """Return the rate of a bf16 matrix product of 8192 and of a device copy: what the chip gives in this run."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    matmul = 2 * 8192**3 / clock.median(lambda: a @ b) / 1e9
+    source = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() * 2 / clock.median(lambda: target.copy_(source)) / 1e6
+    return {"matmul_tflops": matmul, "copy_gb_s": copy}

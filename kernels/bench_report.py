@@ -1,0 +1,165 @@
+"""What the measurements mean: ratios to the peers of the same run, targets met or missed, a table and a chart."""
+
+from pathlib import Path
+from typing import Any
+
+from bench_problems import CONTENDERS, TABLE, Problem
+
+OUTPUTS = ("o", "dq", "dk", "dv", "dlog_f")
+# (what, who, to whom, at most by head dim): ratios of the total time, forward and backward
+TARGETS = (
+    ("official", "ours", "official", {64: 0.50, 128: 0.75}),
+    ("fla", "ours", "fla", {64: 0.40, 128: 0.62}),
+    ("FA2, no gate", "ours", "FlashAttention-2, no gate", {64: 0.75, 128: 0.75}),
+    ("cuDNN, no gate", "ours", "cuDNN, no gate", {64: 1.0, 128: 1.0}),
+    ("plain Triton / official", "plain Triton", "official", {64: 0.85, 128: 0.85}),
+    ("both pruned / official", "ours, pruned", "official, pruned", {64: 0.75, 128: 0.75}),
+)
+# with gates open nothing can be pruned: what having pruning on may cost
+PRUNING_COST = (("pruning on / off", "ours"), ("pruning on / off, plain Triton", "plain Triton"))
+PRUNING_COST_AT_MOST = 1.03
+COPY_AT_LEAST = 0.70  # of the measured copy bandwidth, decoding at 32k and 128k
+
+
+def totals(result: dict, p: Problem) -> dict[str, float]:
+    return {r["contender"]: r["total_ms"] for r in result["rows"] if r["problem"] == p.name}
+
+
+def target(what: str, where: str, value: float, limit: float, met: bool) -> dict:
+    return {"what": what, "where": where, "value": value, "target": limit, "met": met}
+
+
+def targets(result: dict) -> list[dict]:
+    """Return every target for which both sides were measured: what, where, value, target, met."""
+    found = []
+    for p in TABLE:
+        times = totals(result, p)
+        for what, mine, other, limits in TARGETS:
+            if mine in times and other in times:
+                ratio = times[mine] / times[other]
+                found.append(target(what, p.name, ratio, limits[p.D], ratio <= limits[p.D]))
+        unpruned = p._replace(gates="open")
+        times = totals(result, unpruned)
+        for what, mine in PRUNING_COST:
+            if mine in times and f"{mine}, pruned" in times:
+                ratio = times[f"{mine}, pruned"] / times[mine]
+                found.append(target(what, unpruned.name, ratio, PRUNING_COST_AT_MOST, ratio <= PRUNING_COST_AT_MOST))
+    for row in result["decode"]:
+        if row["T"] >= 32768 and row["live"] == 1:
+            rate = row["of_copy"]
+            found.append(target("decode / copy", row["problem"], rate, COPY_AT_LEAST, rate >= COPY_AT_LEAST))
+    for problem in dict.fromkeys(r["problem"] for r in result["errors"]):
+        rows = {r["contender"]: r for r in result["errors"] if r["problem"] == problem}
+        for mine in ("ours", "plain Triton"):
+            if mine in rows and "official" in rows:
+                for n in OUTPUTS:
+                    ratio = rows[mine][n] / rows["official"][n]
+                    what = f"error of {n}, {mine} / official"
+                    found.append(target(what, problem, ratio, 1.0, ratio <= 1.0))
+    return found
+
+
+def row_line(row: dict) -> str:
+    """Return one measurement of the table or the extras as a line."""
+    return (
+        f"{row['problem']:36} {row['contender']:26} {row['forward_tflops']:6.0f} {row['backward_tflops']:6.0f} "
+        f"{row['total_ms']:9.3f} ms {row['peak_mb']:7.0f} MB  +-{row['spread']:.1%}"
+    )
+
+
+def decode_line(row: dict) -> str:
+    return (
+        f"decode {row['problem']:24} {row['ms']:8.4f} ms {row['gb_s']:6.0f} GB/s, {row['of_copy']:.0%} of a copy; "
+        f"as a graph {row['graph_ms']:.4f} ms, {row['graph_of_copy']:.0%}; live {row['live']:.0%}"
+    )
+
+
+def error_line(row: dict) -> str:
+    return f"error {row['problem']:26} {row['contender']:14} " + "  ".join(f"{n} {row[n]:.2e}" for n in OUTPUTS)
+
+
+def cell(found: dict | None) -> str:
+    return "" if found is None else f"{found['value']:.2f}{'' if found['met'] else ' (missed)'}"
+
+
+def markdown(result: dict) -> str:
+    """Return the summary: total times and ratios per shape, pruning's cost, decoding, and the targets missed."""
+    reached = targets(result)
+    at = {(t["what"], t["where"]): t for t in reached}
+    names = [what for what, *_ in TARGETS]
+    lines = [
+        f"| B,T,H,Hkv,D | ours, ms | {' | '.join(names)} | {PRUNING_COST[0][0]} |",
+        "|---" * (3 + len(names)) + "|",
+    ]
+    for p in TABLE:
+        times = totals(result, p)
+        if "ours" in times:
+            cells = [cell(at.get((what, p.name))) for what in names]
+            cells.append(cell(at.get((PRUNING_COST[0][0], p._replace(gates="open").name))))
+            lines.append(f"| {p.name.split(' ')[0]} | {times['ours']:.3f} | {' | '.join(cells)} |")
+    lines.append("")
+    lines += [decode_line(row) for row in result["decode"]]
+    missed = [t for t in reached if not t["met"]]
+    lines.append(
+        f"{len(reached) - len(missed)} of {len(reached)} targets met; missed:" if missed else "all targets met"
+    )
+    lines += [f"  {t['what']} at {t['where']}: {t['value']:.3f}, target {t['target']:.2f}" for t in missed]
+    return "\n".join(lines)
+
+
+COLOURS = {
+    "ours": "#c2410c", "ours, pruned": "#7c2d12", "plain Triton": "#fdba74", "cuDNN, no gate": "#334155",
+    "FlashAttention-2, no gate": "#64748b", "official": "#94a3b8", "fla": "#cbd5e1", "official, pruned": "#b6c2d1",
+}  # fmt: skip
+
+
+def draw(result: dict, path: Path) -> None:
+    """Draw the rates of forward + backward per shape of the table: dense above, pruned below; PNG and SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shapes = [p for p in TABLE if totals(result, p)]
+    if not shapes:
+        raise ValueError("the chart shows the table's shapes, and none of them was measured")
+    dense = ("ours", "cuDNN, no gate", "plain Triton", "FlashAttention-2, no gate", "official", "fla")
+    panels = (("dense", dense), ("pruned, short gates", ("ours, pruned", "official, pruned")))
+    figure, axes = plt.subplots(2, 1, figsize=(11, 7), height_ratios=(3, 2))
+    for axis, (title, names) in zip(axes, panels, strict=True):
+        bars(axis, result, shapes, [n for n in names if any(n in totals(result, p) for p in shapes)])
+        axis.set_title(title, fontsize=10, loc="left")
+    gpu = result["machine"]["name"]
+    axes[0].set_title(f"Forgetting Attention, forward + backward, bf16, causal, one {gpu}", fontsize=10, loc="right")
+    figure.tight_layout()
+    for suffix in (".png", ".svg"):
+        figure.savefig(path.with_suffix(suffix), dpi=160)
+    plt.close(figure)
+
+
+def bars(axis: Any, result: dict, shapes: list[Problem], names: list[str]) -> None:
+    """One group of bars per shape, one bar per contender, labelled with its rate."""
+    width = 0.8 / max(1, len(names))
+    for i, name in enumerate(names):
+        times = [totals(result, p).get(name) for p in shapes]
+        rates = [3.5 * p.forward_flops / t / 1e9 if t else 0.0 for p, t in zip(shapes, times, strict=True)]
+        places = [j + (i - (len(names) - 1) / 2) * width for j in range(len(shapes))]
+        drawn = axis.bar(places, rates, width, label=name, color=COLOURS[name])
+        axis.bar_label(drawn, [f"{r:.0f}" if r else "" for r in rates], fontsize=6.5, rotation=90, padding=2)
+    axis.set_xticks(range(len(shapes)), [f"{p.B} x {p.T}\nheads {p.H}/{p.Hkv}, D {p.D}" for p in shapes], fontsize=8)
+    axis.set_ylabel("TFLOP/s")
+    axis.margins(y=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, ncols=3, frameon=False, loc="upper left")
+
+
+def check(result: dict) -> dict:
+    """Return a result read from a file. Raises ValueError where it isn't one of the benchmark's."""
+    wanted = ("machine", "rows", "decode", "errors", "skipped")
+    missing = [n for n in wanted if n not in result] if isinstance(result, dict) else list(wanted)
+    if missing:
+        raise ValueError(f"it has no {', '.join(missing)}: give a file that kernels/bench.py --out wrote")
+    unknown = {r.get("contender") for r in result["rows"]} - set(CONTENDERS)
+    if unknown:
+        raise ValueError(f"unknown contenders {sorted(map(str, unknown))}; known are {CONTENDERS}")
+    return result
