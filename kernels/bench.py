@@ -18,7 +18,7 @@ contenders of a shape, the second in reverse. Forward FLOPs are 4 B H T T D / 2,
 pruned pairs count too, so pruning shows as a higher rate; in packed documents only pairs of one document count. Errors
 are relative RMS against `fox_kernels.reference` in float64 on the same inputs. SDPA's kernels know no gates.
 
-exit codes: 0 done, 1 some measurement of ours is missing (the JSON says which and why), 2 bad arguments or no CUDA device.
+exit codes: 0 done, 1 some measurement of ours is missing (the JSON says why), 2 bad arguments or no CUDA device.
 """
 
 import argparse
