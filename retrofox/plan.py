@@ -20,8 +20,11 @@ from retrofox.surgery import lm_class, make_plan, read_config
 from retrofox.train_callbacks import Clock
 from retrofox.train_flops import flops_per_token, peak_flops
 from retrofox.train_groups import accumulation, count_steps, parameter_groups, set_trainable
-from retrofox.train_memory import STATE_BYTES, memory
+from retrofox.train_memory import STATE_BYTES, memory, peak_bytes, reset_peak
+from retrofox.train_model import needs_teacher
 
+LONGEST_BLOCKS = 1 << 16
+"""Where the search for the longest row ends, in blocks of 256 tokens: 16M tokens."""
 MFU = {"H100": 0.15, "H200": 0.15}
 """Share of the peak to expect where nothing was measured: what an unoptimised script reached with SmolLM2-135M."""
 
@@ -51,14 +54,13 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
             print_plan(report)
         return report
     stages = []
-    for stage in recipe.stages:
+    for number, stage in enumerate(recipe.stages):
         model = _empty(config, recipe)
         try:
             set_trainable(model, stage, adapters=recipe.lora is not None)
+            stages.append(_stage_plan(recipe, stage, model, devices, sharded, device))
         except ValueError as error:
-            refusals.append(str(error))
-            continue
-        stages.append(_stage_plan(recipe, stage, model, devices, sharded, device))
+            refusals.append(f"stages.{number}: {error}")
     total = _count(_empty(config, recipe.model_copy(update={"lora": None})))
     report = {
         "model": recipe.model,
@@ -188,7 +190,8 @@ def _stage_plan(
     recipe: Recipe, stage: Stage, model: Any, devices: int, sharded: bool, device: torch.device
 ) -> dict[str, Any]:
     batch_tokens = stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices
-    used = memory(recipe, stage, model, devices if sharded else 1, device)
+    teacher = needs_teacher(recipe, stage, model, Path(recipe.model) if recipe.fox is None else None)
+    used = memory(recipe, stage, model, devices, sharded, device, teacher)
     room = _device_memory(device)
     peak = peak_flops(device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
@@ -211,7 +214,7 @@ def _stage_plan(
         "frozen_parameters": frozen,
         "memory_gb": {key: value / 1e9 for key, value in used.items()},
         "fits": sum(used.values()) <= room,
-        "longest_sequence": _longest(recipe, stage, model, devices if sharded else 1, device, room),
+        "longest_sequence": _longest(recipe, stage, model, (devices, sharded, device, teacher), room),
         "flops_per_token": flops,
         "hours": hours,
         "hours_from": None
@@ -220,24 +223,29 @@ def _stage_plan(
     }
 
 
-def _longest(recipe: Recipe, stage: Stage, model: Any, shards: int, device: torch.device, room: float) -> int:
-    """Longest row in tokens, one to a micro-batch, whose memory fits; a multiple of 256, 0 if none does."""
-    slope_low = memory(
-        recipe, stage.model_copy(update={"sequence_length": 1024, "micro_batch": 1}), model, shards, device
-    )
-    slope_high = memory(
-        recipe, stage.model_copy(update={"sequence_length": 2048, "micro_batch": 1}), model, shards, device
-    )
-    per_token = (sum(slope_high.values()) - sum(slope_low.values())) / 1024
-    constant = sum(slope_low.values()) - 1024 * per_token
-    if room <= constant:
-        return 0
-    return int((room - constant) / per_token) // 256 * 256
+def _longest(recipe: Recipe, stage: Stage, model: Any, where: tuple[int, bool, torch.device, bool], room: float) -> int:
+    """Longest row in tokens, one to a micro-batch, whose memory fits; a multiple of 256, 0 if none does.
+
+    where: devices, sharded, device and teacher, as `memory` takes them.
+    """
+
+    def fits(blocks: int) -> bool:
+        longer = stage.model_copy(update={"sequence_length": 256 * blocks, "micro_batch": 1, "batch_tokens": None})
+        return sum(memory(recipe, longer, model, *where).values()) <= room
+
+    low, high = 0, 1
+    while fits(high) and high < LONGEST_BLOCKS:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return 256 * low
 
 
 def _device_memory(device: torch.device) -> float:
+    """Bytes a run can have: on a GPU without its context and what an allocator loses to fragments (5 %)."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return 0.95 * torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
 
 
@@ -263,6 +271,7 @@ def _measure(recipe: Recipe, stage: Stage, config: Any, device: torch.device) ->
     from retrofox.train_model import DTYPES
     from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute
 
+    before = reset_peak(device)  # of a CPU process, what Python and torch take is not the run's
     torch.manual_seed(recipe.seed)
     model = _built(config, recipe)
     model.config.use_cache = False
@@ -295,7 +304,7 @@ def _measure(recipe: Recipe, stage: Stage, config: Any, device: torch.device) ->
         settings.logging_steps = 1
         trainer.train()
         speeds = [entry["tokens_per_second"] for entry in trainer.history[1:]]
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else psutil.Process().memory_info().rss
+        peak = peak_bytes(device) - (before if device.type == "cpu" else 0.0)
     speed = len(speeds) / sum(1 / value for value in speeds)
     return {"tokens_per_second": speed, "seconds_per_step": batch_tokens / speed, "peak_memory_gb": peak / 1e9}
 

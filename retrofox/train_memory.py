@@ -1,20 +1,26 @@
-"""Memory of a training step by component, from the model's own forward instead of a formula.
+"""Memory of a training step by component, from the model's own forward and backward instead of a formula.
 
-What the backward keeps of a token is counted: one- and two-layer copies of the model, at its real width, run forward
-on a few tokens with autograd's saved tensors watched. The differences give bytes per token and layer, and per token
-outside the layers, whatever the family. Everything else is arithmetic.
+One- and two-layer copies of the model, at its real width, run the stage's objective on a few thousand tokens, on the
+device that will train (on a CPU: a few hundred tokens, without the head). What stays allocated after the forward, and
+how far the allocator rises above it in the head and in the backward, is fitted by a + b T + c T^2 over rows of T
+tokens; the difference of the copies is what a layer costs. So what a kernel, a mask or a fused operator keeps counts.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+import os
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from retrofox.config import Recipe, Stage
 from retrofox.objectives import OBJECTIVES, Extend, causal_lm, chunk_rows, is_plain_head
+from retrofox.surgery import is_new_tensor
 from retrofox.train_groups import set_trainable
+from retrofox.train_model import DTYPES
+from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute
 
 STATE_BYTES = {
     "adamw_torch": 8,
@@ -29,115 +35,251 @@ STATE_BYTES = {
     "adagrad": 4,
 }
 """Optimizer state per trained parameter, by optim; 8 (two float32 moments) where it is not listed."""
-PROBE = (32, 64)
-_counted: dict[str, tuple[float, float]] = {}
+PROBE_ROWS = {"cuda": (2048, 4096, 8192), "cpu": (64, 128, 192)}
+"""Lengths of the rows the probes run."""
 
 
-def memory(recipe: Recipe, stage: Stage, model: Any, shards: int, device: torch.device) -> dict[str, float]:
-    """Peak bytes on one device by component: weights, gradients, optimizer, activations, logits.
+class Curve(NamedTuple):
+    """Bytes as a function of the tokens T of a row: constant + linear T + square T^2."""
+
+    constant: float
+    linear: float
+    square: float
+
+    def at(self, rows: int, tokens: float) -> float:
+        """Bytes of `rows` rows of `tokens` tokens, the constant once."""
+        return max(0.0, self.constant + rows * (self.linear * tokens + self.square * tokens * tokens))
+
+
+class Probe(NamedTuple):
+    """What a stage's passes hold: kept by a layer and outside the layers, and on top in the head and the backward."""
+
+    layer: Curve
+    outside: Curve
+    head: Curve
+    backward: Curve
+
+
+_probes: dict[str, Probe] = {}
+
+
+def memory(
+    recipe: Recipe,
+    stage: Stage,
+    model: Any,
+    devices: int,
+    sharded: bool,
+    device: torch.device,
+    teacher: bool = False,
+) -> dict[str, float]:
+    """Peak bytes on one device by component: weights, teacher, gradients, optimizer, activations, logits, workspace.
 
     Args:
         model: on the meta device, requires_grad set as it will be trained.
-        shards: devices the weights, gradients and optimizer are sharded over (1 = whole on each).
-        device: where it will run: logits come in larger pieces on a GPU.
+        devices: processes of the run, one device each.
+        sharded: whether weights, gradients and optimizer are sharded over them (FSDP2, ZeRO-3), or whole on each.
+        device: where it will run.
+        teacher: whether the original is there as a second model.
     """
     parameters = list(model.parameters())
     total = sum(p.numel() for p in parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     mixed = recipe.precision != "fp32"
     lm = causal_lm(model)
-    config = lm.config
-    tokens = stage.micro_batch * stage.sequence_length
+    layers, rows, tokens = lm.config.num_hidden_layers, stage.micro_batch, stage.sequence_length
+    shards = devices if sharded else 1
     if recipe.lora is None:
-        weights = 4 * total / shards + (2 * total if mixed else 0)  # autocast keeps 16-bit copies through a pass
+        weights = 4 * total / shards
     else:
         frozen = 0.55 if recipe.lora.quantize else (2 if mixed else 4)  # nf4: half a byte, and its scales
         weights = (4 * trained + frozen * (total - trained)) / shards
-    per_layer, outside = activation_bytes(lm, stage, recipe)
-    layers = config.num_hidden_layers
-    hidden = config.hidden_size * (2 if mixed else 4)
     every = {"none": 0, "full": 1}.get(str(stage.gradient_checkpointing), stage.gradient_checkpointing)
     assert isinstance(every, int)
     recomputed = 0 if every == 0 else -(-layers // every)
-    kept = (layers - recomputed) * per_layer + recomputed * hidden + (per_layer if recomputed else 0)
-    head = lm.get_output_embeddings().weight
-    rows = min(tokens, chunk_rows(config.vocab_size, device))
-    number = 2 if mixed else 4
-    logits = 0.0
-    if stage.objective != "align":
-        plain = stage.objective == "extend" and is_plain_head(lm)
-        copies = (number + 4) if plain else (number + 4 * 4)
-        logits = rows * config.vocab_size * copies + tokens * hidden
-        logits += head.numel() * (4 + number) if head.requires_grad else 0
+    plain = probe(recipe, stage, model, False, device)
+    again = probe(recipe, stage, model, True, device) if recomputed else plain
+    # 16-bit copies of weights that the graph keeps do not grow with the tokens: they are weights, not activations.
+    copies = (layers - recomputed) * plain.layer.constant + recomputed * again.layer.constant + plain.outside.constant
+    kept = [(layers - recomputed, plain.layer), (recomputed, again.layer), (1, plain.outside)]
+    activations = sum(count * curve._replace(constant=0).at(rows, tokens) for count, curve in kept)
+    if sharded and mixed:
+        copies = 2 * (total - 2 * _of_embedding(lm)) / layers * 2 + 4 * _of_embedding(lm)  # two layers gathered at once
+    rows_of_logits = _rows_of_logits(stage, lm, device)
+    longest_probe = PROBE_ROWS[device.type][-1]
+    at_once = tokens if rows_of_logits <= longest_probe else min(tokens, rows_of_logits / rows)
+    logits = plain.head.at(rows, at_once)
+    if device.type == "cpu" and stage.objective != "align":
+        logits = _head_bytes(stage, lm, min(rows * tokens, rows_of_logits), rows * tokens, mixed)
+    workspace = max(plain.backward.at(rows, tokens), again.backward.at(rows, tokens))
+    gradients = 4.0 * trained / shards
+    if devices > 1 and not sharded:
+        gradients *= 2  # DDP's buckets
+    batch_tokens = stage.batch_tokens or rows * tokens * devices
+    if batch_tokens == rows * tokens * devices:
+        # One micro-batch a step: gradients are made while the activations they come from are freed.
+        gradients = max(0.0, gradients - activations)
     return {
-        "weights": float(weights),
-        "gradients": 4.0 * trained / shards,
+        "weights": float(weights + max(0.0, copies)),
+        "teacher": float((2 if mixed else 4) * total) if teacher else 0.0,
+        "gradients": gradients,
         "optimizer": float(STATE_BYTES.get(recipe.optim, 8)) * trained / shards,
-        "activations": float(tokens * (kept + outside)),
+        "activations": float(activations),
         "logits": float(logits),
+        "workspace": float(max(0.0, workspace - logits)),
     }
 
 
-def activation_bytes(lm: Any, stage: Stage, recipe: Recipe) -> tuple[float, float]:
-    """(bytes per token and layer, bytes per token outside the layers) that a forward pass leaves for the backward."""
-    key = repr(
-        (type(lm).__name__, lm.config.to_json_string(), stage.objective, stage.rates, recipe.precision, recipe.lora)
-    )
-    if key not in _counted:
-        one = _slope(lm, 1, stage, recipe)
-        two = _slope(lm, 2, stage, recipe)
-        _counted[key] = (two - one, max(0.0, 2 * one - two))
-    return _counted[key]
+def _of_embedding(lm: Any) -> int:
+    return lm.get_input_embeddings().weight.numel()
 
 
-def _slope(lm: Any, layers: int, stage: Stage, recipe: Recipe) -> float:
-    few, more = (_saved(lm, layers, tokens, stage, recipe) for tokens in PROBE)
-    return (more - few) / (PROBE[1] - PROBE[0])
+def _rows_of_logits(stage: Stage, lm: Any, device: torch.device) -> int:
+    """Rows of logits that exist at one time, as the objectives choose them."""
+    rows = chunk_rows(lm.config.vocab_size, device)
+    return max(64, rows // 4) if stage.objective == "distill" else rows
 
 
-def _saved(lm: Any, layers: int, tokens: int, stage: Stage, recipe: Recipe) -> int:
-    """Bytes of distinct memory that autograd keeps after a forward of `tokens` tokens through `layers` layers."""
-    from retrofox.train_speed import fuse_norms, lower_precision_stream
+def _head_bytes(stage: Stage, lm: Any, rows: int, tokens: int, mixed: bool) -> float:
+    """Bytes of a chunk of logits and the head's gradients, where no allocator can be asked (CPUs)."""
+    number = 2 if mixed else 4
+    head = lm.get_output_embeddings().weight
+    plain = stage.objective == "extend" and is_plain_head(lm)
+    chunk = rows * lm.config.vocab_size * (number + 4 if plain else number + 4 * 4)
+    return chunk + tokens * lm.config.hidden_size * number + (head.numel() * (4 + number) if head.requires_grad else 0)
 
+
+def probe(recipe: Recipe, stage: Stage, model: Any, recomputed: bool, device: torch.device) -> Probe:
+    """Measures one- and two-layer copies of the model; kept for the next stage that differs in lengths only."""
+    lm = causal_lm(model)
+    trained = sorted({role for role, rate in stage.rates.model_dump().items() if rate})
+    shape = (type(lm).__name__, lm.config.to_json_string(), stage.objective, trained, stage.trainable)
+    how = (stage.cross_entropy, stage.compile, recomputed, recipe.precision, recipe.lora, recipe.attention, device.type)
+    key = repr((*shape, *how))
+    if key not in _probes:
+        lengths = PROBE_ROWS[device.type]
+        measure = _allocated if device.type == "cuda" else _saved
+        found = np.zeros((2, len(lengths), 3))
+        for layers in (1, 2):
+            small = _small(lm, layers, recipe, stage, recomputed, device)
+            for index, tokens in enumerate(lengths):
+                found[layers - 1, index] = measure(small, recipe, stage, tokens, device)
+            del small
+        kept, head, backward = (found[:, :, kind] for kind in range(3))
+        layer = kept[1] - kept[0]
+        _probes[key] = Probe(*(_fit(lengths, y) for y in (layer, kept[0] - layer, head[1], backward[1])))
+    return _probes[key]
+
+
+def _fit(lengths: tuple[int, ...], values: np.ndarray) -> Curve:
+    square, linear, constant = np.polyfit(np.asarray(lengths, float), values, 2).tolist()
+    longest = lengths[-1]
+    if abs(square) * longest * longest < 0.02 * max(1.0, abs(linear) * longest):  # rounding to the allocator's blocks
+        linear, constant = np.polyfit(np.asarray(lengths, float), values, 1).tolist()
+        square = 0.0
+    return Curve(constant, linear, square)
+
+
+def _small(lm: Any, layers: int, recipe: Recipe, stage: Stage, recomputed: bool, device: torch.device) -> Any:
+    """The model at its width with random weights and few layers, prepared as `train` prepares it."""
     config = copy.deepcopy(lm.config)
     config.num_hidden_layers = layers
-    config.vocab_size = 64
+    if device.type == "cpu":
+        config.vocab_size = 64  # the head is counted by `_head_bytes`
     for key in ("layer_types", "pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(config, key, None)
         setattr(config, key, value[:layers] if isinstance(value, list) and key == "layer_types" else None)
-    small = type(lm)(config)
+    with torch.device(device):
+        small: Any = type(lm)(config)
+    if recipe.attention is not None:
+        small.set_attn_implementation(recipe.attention)
     if recipe.lora is not None:
         from retrofox.lora import add_adapters
 
-        small = add_adapters(small, recipe.lora, "")
+        small = add_adapters(small, recipe.lora, "").to(device)
     set_trainable(small, stage.model_copy(update={"trainable": None}), adapters=recipe.lora is not None)
-    mixed = recipe.precision != "fp32"
-    if mixed:
-        lower_precision_stream(small, torch.bfloat16)
+    dtype = DTYPES[recipe.precision]
+    if recipe.lora is not None:
+        for name, parameter in small.named_parameters():
+            if not parameter.requires_grad and not is_new_tensor(name):
+                parameter.data = parameter.data.to(dtype)
+    if recipe.precision != "fp32":
+        lower_precision_stream(small, dtype)
         fuse_norms(small)
-    ids = torch.arange(tokens)[None] % 64
+    recompute(small, "full" if recomputed else "none")
+    if device.type == "cuda":
+        compile_parts(small, stage.compile)
+    return small.train()
+
+
+def _pass(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.device) -> torch.Tensor:
+    """The loss of a row of two documents."""
+    half = tokens // 2
+    ids = torch.arange(tokens, device=device)[None] % 64
     batch = {
         "input_ids": ids,
-        "position_ids": torch.arange(tokens)[None],
+        "position_ids": (torch.arange(tokens, device=device) % half)[None],
+        "cu_seqlens": torch.tensor([0, half, tokens], dtype=torch.int32, device=device),
         "targets": ids,
     }
+    objective = OBJECTIVES[stage.objective](small, stage, device)
+    if isinstance(objective, Extend) and device.type == "cpu":
+        objective.kind = "chunked"
+    mixed = recipe.precision != "fp32"
+    with torch.autocast(device.type, dtype=DTYPES[recipe.precision] if mixed else torch.bfloat16, enabled=mixed):
+        return objective(small, batch)[0]
+
+
+def _allocated(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.device) -> tuple[float, ...]:
+    """(bytes kept after the forward, peak above them in the forward, peak above them in the backward) on a GPU."""
+    for _ in range(2):  # the first pass loads kernels and their workspaces
+        small.zero_grad(set_to_none=True)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        loss = _pass(small, recipe, stage, tokens, device)
+        kept, peak = torch.cuda.memory_allocated(device) - before, torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.reset_peak_memory_stats(device)
+        loss.backward()
+        behind = torch.cuda.max_memory_allocated(device) - before
+        del loss
+    small.zero_grad(set_to_none=True)
+    return kept, peak - kept, max(0, behind - kept)
+
+
+def _saved(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.device) -> tuple[float, ...]:
+    """(bytes of distinct memory that autograd keeps after a forward, 0, 0); parameters do not count."""
+    own = {p.untyped_storage().data_ptr() for p in small.parameters()}
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in own:
+            storages[pointer] = tensor.untyped_storage().nbytes()
         return tensor
 
-    device = torch.device("cpu")
-    quick = stage.model_copy(update={"cross_entropy": "chunked"})
-    objective = OBJECTIVES[stage.objective](small, quick, device)
-    if isinstance(objective, Extend):
-        objective.kind = "chunked"
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-    ):
-        loss, _ = objective(small, batch)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = _pass(small, recipe, stage, tokens, device)
     # Counted while the graph is alive, so that no address is used twice.
     found = sum(storages.values())
     del loss
-    return found
+    return found, 0.0, 0.0
+
+
+def reset_peak(device: torch.device) -> float:
+    """Starts counting peak memory anew; returns the bytes in use now (of a CPU process: resident)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return float(torch.cuda.memory_allocated(device))
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets VmHWM (proc(5))
+    return _status("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> float:
+    """Largest number of bytes in use since `reset_peak`."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _status("VmHWM")
+
+
+def _status(key: str) -> float:
+    with open(f"/proc/{os.getpid()}/status") as file:
+        line = next(line for line in file if line.startswith(key + ":"))
+    return float(line.split()[1]) * 1024

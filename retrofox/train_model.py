@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 
+from retrofox import checkpoint
 from retrofox.config import Recipe, Stage
+from retrofox.model.configuration_fox import FoxSpec
 from retrofox.surgery import convert, is_new_tensor, load, load_base, read_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -32,7 +35,9 @@ def resolve_source(recipe: Recipe, out: Path, state: PartialState) -> Path:
     converted = out / "converted"
     if state.is_main_process and not (converted / "config.json").is_file():
         print(f"converting {recipe.model} into {converted}", flush=True)
-        convert(recipe.model, converted, fox=recipe.fox)
+        # The texts that will be trained on are the ones to look at where the base's heads are measured.
+        texts = [source.path for source in recipe.data.train] if recipe.fox.init == "calibrated" else []
+        convert(recipe.model, converted, fox=recipe.fox, calibrate=texts)
     state.wait_for_everyone()
     return converted
 
@@ -64,23 +69,72 @@ def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: P
     """The original to learn from: None where the trained model's own frozen weights are the original.
 
     Raises:
-        ValueError: teacher shared while pretrained tensors are trained, or no longer the original's.
+        ValueError: teacher shared while pretrained tensors are trained, or no longer the original's; the original
+            is needed and its name is not recorded.
+        FileNotFoundError: the original is needed and not there.
     """
-    moved = [n for n, p in model.named_parameters() if p.requires_grad and not is_new_tensor(n) and "lora_" not in n]
-    earlier = recipe.stages[: _position(recipe, stage)]
-    if recipe.lora is None and any(s.rate("attention") > 0 or s.rate("rest") > 0 for s in earlier):
-        moved.append("the pretrained tensors an earlier stage trained")
-    if stage.teacher == "shared" and moved:
-        raise ValueError(
-            f"teacher: shared needs the original's weights untouched, but this run trains {moved[0]}: "
-            "set rates.attention and rates.rest to 0, or teacher: copy"
-        )
-    if stage.teacher == "shared" or (stage.teacher == "auto" and not moved):
+    if not needs_teacher(recipe, stage, model, source):
         return None
     dtype = DTYPES[recipe.precision]
-    teacher = load_any(recipe, source, dtype)
+    changed = changed_since_conversion(source)
+    if changed is None:
+        teacher = load_any(recipe, source, dtype)
+    else:
+        spec = FoxSpec.from_dict(read_config(str(source))["fox"])
+        if spec.base is None:
+            raise ValueError(
+                f"{changed}, so {stage.objective} needs its base model, and {source} names none (fox.base)"
+            )
+        if state.is_main_process:
+            print(f"{changed}: the teacher is {spec.base}", flush=True)
+        base, _ = load_base(spec.base, dtype=dtype, revision=spec.base_revision)
+        teacher = convert(base, fox=spec)
     return teacher.to(state.device).requires_grad_(False).eval()
 
 
-def _position(recipe: Recipe, stage: Stage) -> int:
-    return next(i for i, other in enumerate(recipe.stages) if other is stage)
+def needs_teacher(recipe: Recipe, stage: Stage, model: Any, source: Path | None = None) -> bool:
+    """Whether a stage needs the original as a second model, beside the one it trains.
+
+    Args:
+        model: with requires_grad set as the stage trains it.
+        source: the checkpoint the run starts from; None: a conversion of the recipe's model.
+
+    Raises:
+        ValueError: teacher shared, but the original is not among the trained model's weights.
+    """
+    if stage.objective == "extend":
+        return False
+    moved = [n for n, p in model.named_parameters() if p.requires_grad and not is_new_tensor(n) and "lora_" not in n]
+    reasons = [f"this stage trains {moved[0]}: set rates.attention and rates.rest to 0"] if moved else []
+    earlier = recipe.stages[: next(i for i, other in enumerate(recipe.stages) if other is stage)]
+    if recipe.lora is None and any(s.rate("attention") > 0 or s.rate("rest") > 0 for s in earlier):
+        reasons.append("an earlier stage trains pretrained tensors: set its rates.attention and rates.rest to 0")
+    if source is not None:
+        changed = changed_since_conversion(source)
+    else:
+        calibrated = recipe.fox is not None and recipe.fox.init == "calibrated"
+        changed = "calibration rewrites the query projections (fox.init: calibrated)" if calibrated else None
+    if changed is not None:
+        reasons.append(changed)
+    if stage.teacher == "shared" and reasons:
+        raise ValueError(f"teacher: shared needs the original's weights untouched, but {reasons[0]}, or teacher: copy")
+    return bool(reasons) or stage.teacher == "copy"
+
+
+def changed_since_conversion(source: Path) -> str | None:
+    """Why a converted checkpoint's pretrained tensors are not its base's any more, or None where nothing says so."""
+    directory = Path(source)
+    if (directory / "retrofox.json").is_file():
+        report = json.loads((directory / "retrofox.json").read_text(encoding="utf-8"))
+        if report.get("merged"):
+            return f"an adapter was merged into {directory}"
+        rewritten = (report.get("calibration") or {}).get("rewritten")
+        if rewritten:
+            return f"calibration rewrote {len(rewritten)} query projections of {directory}"
+    if (directory / checkpoint.MARKER).is_file():
+        trained = checkpoint.note_of(directory).get("recipe")
+        if trained is not None and trained["lora"] is None:
+            rates = [stage["rates"] for stage in trained["stages"]]
+            if any(rate["attention"] or rate["rest"] for rate in rates):
+                return f"training moved the pretrained tensors of {directory}"
+    return None

@@ -67,7 +67,7 @@ def test_memory_is_what_autograd_keeps(make_recipe, pico_fox):
         loss, _ = objective(model, batch)
     found = sum(size for pointer, size in kept.items() if pointer not in weights)
     del loss
-    expected = memory(recipe, stage, pico_fox(), 1, torch.device("cpu"))["activations"]
+    expected = memory(recipe, stage, pico_fox(), 1, False, torch.device("cpu"))["activations"]
     assert expected == pytest.approx(found, rel=0.15)
 
 
