@@ -14,9 +14,10 @@ that trains the gate: s - c[b, h, kv]).
 
 how: first every kernel is compiled, by parallel processes that share Triton's cache. Times are medians of CUDA events
 around the call, launches included, calls queued one after another with the L2 flushed between; two rounds over all
-contenders of a shape, the second in reverse. Forward FLOPs are 4 B H T T D / 2, the backward counts 2.5 times that and
-pruned pairs count too, so pruning shows as a higher rate; in packed documents only pairs of one document count. Errors
-are relative RMS against `fox_kernels.reference` in float64 on the same inputs. SDPA's kernels know no gates.
+contenders of a shape, the second in reverse. "queued" is the same with the GPU kept busy while the host launches.
+Forward FLOPs are 4 B H T T D / 2, the backward counts 2.5 times that and pruned pairs count too, so pruning shows as a
+higher rate; in packed documents only pairs of one document count. Errors are relative RMS against
+`fox_kernels.reference` in float64 on the same inputs. SDPA's kernels know no gates.
 
 exit codes: 0 done, 1 some measurement of ours is missing (the JSON says why), 2 bad arguments or no CUDA device.
 """

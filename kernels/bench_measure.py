@@ -4,6 +4,7 @@ import datetime
 import importlib.metadata
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ from bench_contenders import decoding, tensors
 from bench_problems import Decode, Problem
 
 ROUNDS = 2  # over all contenders of a problem, the second in reverse: a drift of the clock meets all alike
+LAUNCHED_AHEAD = 24  # flushes of 0.1 ms each: longer than launching a step takes
 FLOPS = {"forward": 1.0, "backward": 2.5, "total": 3.5}  # in units of the forward's
 OUTPUTS = ("o", "dq", "dk", "dv", "dlog_f")
 
@@ -29,11 +31,12 @@ class Clock:
         self.budget_ms = budget_ms
         self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
-    def sample(self, run: Callable, repeats: int) -> list[float]:
-        """Return the milliseconds of each of `repeats` calls."""
+    def sample(self, run: Callable, repeats: int, flushes: int = 1) -> list[float]:
+        """Return the milliseconds of each of `repeats` calls; many flushes keep the GPU busy until all is launched."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         for start, end in events:
-            self.flush.zero_()
+            for _ in range(flushes):
+                self.flush.zero_()
             start.record()
             run()
             end.record()
@@ -60,6 +63,7 @@ def set_up(name: str, setup: Callable, x: dict) -> dict:
 
     Peak memory is what one step takes beyond its inputs: o, gradients, what is saved and scratch.
     """
+    began = time.monotonic()
     inputs, do, run = setup(x)
 
     def step():
@@ -78,7 +82,8 @@ def set_up(name: str, setup: Callable, x: dict) -> dict:
         "backward": lambda: torch.autograd.grad(o, inputs, do, retain_graph=True),
         "total": step,
     }
-    return {"name": name, "calls": calls, "peak_mb": peak / 1e6, "samples": {n: [] for n in calls}}
+    took = time.monotonic() - began
+    return {"name": name, "calls": calls, "peak_mb": peak / 1e6, "setup_s": took, "samples": {n: [] for n in calls}}
 
 
 def measure(table: dict[str, Callable], p: Problem, clock: Clock) -> tuple[list[dict], list[tuple[str, str]]]:
@@ -96,14 +101,17 @@ def measure(table: dict[str, Callable], p: Problem, clock: Clock) -> tuple[list[
         for entry in ready if turn % 2 == 0 else reversed(ready):
             for n, call in entry["calls"].items():
                 entry["samples"][n] += clock.sample(call, entry["repeats"][n])
+            entry.setdefault("queued", []).extend(clock.sample(entry["calls"]["total"], 5, flushes=LAUNCHED_AHEAD))
     rows = []
     for entry in ready:
         ms = {n: statistics.median(samples) for n, samples in entry["samples"].items()}
         row = {
             "contender": entry["name"],
             **{f"{n}_ms": ms[n] for n in ms},
+            "queued_ms": statistics.median(entry["queued"]),
             **{f"{n}_tflops": FLOPS[n] * p.forward_flops / ms[n] / 1e9 for n in ms},
             "peak_mb": entry["peak_mb"],
+            "setup_s": entry["setup_s"],
             "spread": spread(entry["samples"]["total"]),
             "samples": len(entry["samples"]["total"]),
         }

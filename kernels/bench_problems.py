@@ -85,7 +85,7 @@ def tasks(official: bool, fla: bool) -> list[Task]:
     plan += [Task("extras", Problem(1, 16384, 16, 16, D, document=2048), (*ON_AND_OFF, "fla")) for D in (64, 128)]
     plan += [Task("extras", p._replace(gates="mixed"), ("ours", *PRUNED, "official")) for p in TABLE[:2]]
     compared = ("ours", "plain Triton", "official", "fla")
-    plan += [Task("errors", Problem(1, 4096, 8, 8, D, gates), compared) for D in (64, 128) for gates in GATES]
+    plan += [Task("errors", Problem(1, 4096, 16, 16, D, gates), compared) for D in (64, 128) for gates in GATES]
     plan += [Task("flex", p, ("FlexAttention",)) for p in TABLE[:2]]
     missing = {n for n in CONTENDERS if (n.startswith("official") and not official) or (n == "fla" and not fla)}
     return [t._replace(contenders=tuple(n for n in t.contenders if n not in missing)) for t in plan]

@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 from bench_problems import Decode, Task
 
 NOT_COMPILED = ("FlashAttention-2, no gate", "cuDNN, no gate")  # nothing of theirs outlives a process
-SLOW = ("ours", "FlexAttention", "plain Triton")  # to compile
+SLOW = ("fla", "FlexAttention")  # a minute each, and anew for every batch size and number of heads
 
 
 def groups(plan: list[Task]) -> dict[str, list[Task]]:
@@ -23,7 +23,9 @@ def groups(plan: list[Task]) -> dict[str, list[Task]]:
                 continue
             p = task.problem
             kind = "decode" if isinstance(p, Decode) else "packed" if p.document else "dense"
-            found.setdefault(f"{name}, D {p.D}, {kind}", []).append(task._replace(contenders=(name,)))
+            shape = f", B {p.B}, heads {p.H}/{p.Hkv}" if name in SLOW and not isinstance(p, Decode) else ""
+            group = found.setdefault(f"{name}, D {p.D}, {kind}{shape}", [])
+            group.append(task._replace(contenders=(name,)))
     return dict(sorted(found.items(), key=lambda item: (item[0].split(",")[0] not in SLOW, item[0])))
 
 
@@ -34,7 +36,8 @@ def compile_group(tasks: list[Task], official: str | None, pipe) -> None:
     from bench_measure import failures, reason, set_up
 
     found = []
-    for task in tasks:
+    alike = {t.problem if isinstance(t.problem, Decode) else t.problem._replace(gates="short"): t for t in tasks}
+    for task in alike.values():
         p, name = task.problem, task.contenders[0]
         try:
             if isinstance(p, Decode):
