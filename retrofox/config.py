@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from retrofox.config_yaml import apply_override, read_yaml
 from retrofox.model.configuration_fox import FoxSpec
 
 ROLES = ("gate_bias", "gate_weight", "pro", "attention", "rest")
@@ -249,6 +250,10 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     dataloader_workers: int = Field(default=2, ge=0)
+    deterministic: bool = Field(
+        default=False,
+        description="GPUs: the same bits in every run, also after a resume, by slower backward passes (CPUs: always)",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -301,67 +306,6 @@ def dump(recipe: Recipe) -> str:
 def schema() -> dict[str, Any]:
     """The JSON schema of a recipe, for editors."""
     return Recipe.model_json_schema()
-
-
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Sets one "a.b=c" inside nested dicts and lists, creating missing sections.
-
-    Raises:
-        ValueError: no "=", an index outside its list, or a path through something that is neither dict nor list.
-    """
-    path, separator, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not separator or not all(keys):
-        raise ValueError(f"override must look like a.b=c, got {override!r}")
-    value = read_yaml(text, f"override {override!r}")
-    node: Any = values
-    for depth, key in enumerate(keys):
-        here = ".".join(keys[:depth]) or "the recipe"
-        last = depth == len(keys) - 1
-        if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
-                raise ValueError(
-                    f"override {override!r}: {here} is a list of {len(node)}, give an index 0..{len(node) - 1}"
-                )
-            index: Any = int(key)
-        elif isinstance(node, dict):
-            index = key
-        else:
-            raise ValueError(f"override {override!r}: {here} is {node!r}, which has no key {key!r}")
-        if last:
-            node[index] = value
-            return
-        if isinstance(node, dict) and node.get(index) is None:
-            node[index] = {}
-        node = node[index]
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML with 6e-4 read as a number (YAML 1.1 reads a string) and repeated keys refused."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
-
-
-def read_yaml(text: str, origin: str) -> Any:
-    """Parses YAML; raises ValueError naming `origin` and the line."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{origin}: not valid YAML: {error}") from None
 
 
 _UNION_MEMBERS = ("constrained-int", "int", "str", "function-before", "FoxSpec")

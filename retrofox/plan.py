@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.config import Recipe, Stage
-from retrofox.objectives import OBJECTIVES
 from retrofox.surgery import lm_class, make_plan, read_config
-from retrofox.train_callbacks import Clock
 from retrofox.train_flops import flops_per_token, peak_flops
 from retrofox.train_groups import accumulation, count_steps, parameter_groups, set_trainable
-from retrofox.train_memory import STATE_BYTES, memory, peak_bytes, reset_peak
+from retrofox.train_measure import measure_steps
+from retrofox.train_memory import STATE_BYTES, memory, reset_peak
 from retrofox.train_model import needs_teacher
 
 LONGEST_BLOCKS = 1 << 16
@@ -53,12 +51,13 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
         if show:
             print_plan(report)
         return report
+    source = Path(recipe.model) if recipe.fox is None else None
     stages = []
     for number, stage in enumerate(recipe.stages):
         model = _empty(config, recipe)
         try:
             set_trainable(model, stage, adapters=recipe.lora is not None)
-            stages.append(_stage_plan(recipe, stage, model, devices, sharded, device))
+            stages.append(_stage_plan(recipe, stage, model, source, devices, sharded, device))
         except ValueError as error:
             refusals.append(f"stages.{number}: {error}")
     total = _count(_empty(config, recipe.model_copy(update={"lora": None})))
@@ -76,7 +75,13 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
     }
     if measure and not refusals:
         for stage, entry in zip(recipe.stages, stages, strict=True):
-            entry["measured"] = _measure(recipe, stage, config, device)
+            torch.manual_seed(recipe.seed)
+            before = reset_peak(device)
+            model, teacher = _built(config, recipe), None
+            set_trainable(model, stage, adapters=recipe.lora is not None)
+            if needs_teacher(recipe, stage, model, source):
+                teacher = _built(config, recipe.model_copy(update={"lora": None}))
+            entry["measured"] = measure_steps(recipe, stage, model, device, teacher, before=before)
             entry["hours"] = stage.tokens / entry["measured"]["tokens_per_second"] / 3600
             entry["hours_from"] = "two steps measured here"
     if show:
@@ -187,10 +192,10 @@ def _count(model: torch.nn.Module) -> int:
 
 
 def _stage_plan(
-    recipe: Recipe, stage: Stage, model: Any, devices: int, sharded: bool, device: torch.device
+    recipe: Recipe, stage: Stage, model: Any, source: Path | None, devices: int, sharded: bool, device: torch.device
 ) -> dict[str, Any]:
     batch_tokens = stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices
-    teacher = needs_teacher(recipe, stage, model, Path(recipe.model) if recipe.fox is None else None)
+    teacher = needs_teacher(recipe, stage, model, source)
     used = memory(recipe, stage, model, devices, sharded, device, teacher)
     room = _device_memory(device)
     peak = peak_flops(device)
@@ -262,59 +267,3 @@ def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict
         "models": (stored * parameters + 4 * parameters * (len(stages) - 1)) / 1e9,
     }
     return {**parts, "total": math.fsum(parts.values())}
-
-
-def _measure(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -> dict[str, float]:
-    """Seconds, tokens per second and peak memory of real optimizer steps on random tokens, after one to warm up."""
-    from retrofox.train import arguments
-    from retrofox.train_loop import FoxTrainer
-    from retrofox.train_model import DTYPES
-    from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute
-
-    before = reset_peak(device)  # of a CPU process, what Python and torch take is not the run's
-    torch.manual_seed(recipe.seed)
-    model = _built(config, recipe)
-    model.config.use_cache = False
-    if recipe.precision != "fp32":
-        lower_precision_stream(model, DTYPES[recipe.precision])
-        fuse_norms(model)
-    set_trainable(model, stage, adapters=recipe.lora is not None)
-    recompute(model, stage.gradient_checkpointing)
-    compile_parts(model, stage.compile)
-    objective = OBJECTIVES[stage.objective](model, stage, device)
-    batch_tokens = stage.batch_tokens or stage.sequence_length * stage.micro_batch
-    steps = 3
-    with tempfile.TemporaryDirectory() as folder:
-        settings = arguments(recipe, stage, Path(folder), steps, accumulation(stage, batch_tokens, 1))
-        settings.save_strategy = type(settings.save_strategy)("no")
-        trainer = FoxTrainer(
-            model,
-            settings,
-            recipe=recipe.model_copy(update={"log": recipe.log.model_copy(update={"every": 1})}),
-            stage=stage.model_copy(update={"spike_factor": 0.0}),
-            number=0,
-            objective=objective,
-            batches=lambda first: _random_batches(stage, config.vocab_size),
-            data_state=lambda consumed: {},
-            first_row=0,
-            batch_tokens=batch_tokens,
-            clock=Clock(batch_tokens, flops_per_token(model, stage), peak_flops(device), device),
-            log_file=Path(folder) / "log.jsonl",
-        )
-        settings.logging_steps = 1
-        trainer.train()
-        speeds = [entry["tokens_per_second"] for entry in trainer.history[1:]]
-        peak = peak_bytes(device) - (before if device.type == "cpu" else 0.0)
-    speed = len(speeds) / sum(1 / value for value in speeds)
-    return {"tokens_per_second": speed, "seconds_per_step": batch_tokens / speed, "peak_memory_gb": peak / 1e9}
-
-
-def _random_batches(stage: Stage, vocabulary: int) -> Any:
-    """Endless micro-batches of whole rows of random tokens."""
-    rows, length = stage.micro_batch, stage.sequence_length
-    while True:
-        ids = torch.randint(0, vocabulary, (rows, length))
-        targets = torch.full_like(ids, -100)
-        targets[:, :-1] = ids[:, 1:]
-        positions = torch.arange(length).expand(rows, -1)
-        yield {"input_ids": ids, "position_ids": positions, "targets": targets, "num_targets": rows * (length - 1)}

@@ -28,10 +28,10 @@ from retrofox.train_flops import flops_per_token, peak_flops
 from retrofox.train_groups import accumulation, count_steps, role_of, set_trainable
 from retrofox.train_loop import FoxTrainer
 from retrofox.train_model import DTYPES, build_model, resolve_source, teacher_for
-from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute
+from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
 
 logger = logging.getLogger(__name__)
-FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers")
+FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers", "deterministic")
 FREE_IN_STAGE = ("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor")
 
 
@@ -49,6 +49,11 @@ def train(recipe: Recipe) -> dict[str, Any]:
             checkpoint could not be written.
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, the state saved.
     """
+    with repeatable(recipe.deterministic):
+        return _train(recipe)
+
+
+def _train(recipe: Recipe) -> dict[str, Any]:
     started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     state: Any = PartialState() if torch.cuda.is_available() else PartialState(cpu=True)

@@ -8,15 +8,38 @@ fused kernel in the stream's dtype with its statistics in float32.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+from collections.abc import Iterator
 from typing import Any
 
+import fox_kernels
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from retrofox.objectives import causal_lm
+
+
+@contextlib.contextmanager
+def repeatable(on: bool) -> Iterator[None]:
+    """Inside, gradients on a GPU are the same bits in every run (on), or as fast as can be (off).
+
+    On: Forgetting Attention's ordered backward, torch.use_deterministic_algorithms (an operator without a repeatable
+    form warns) and cuBLAS with a workspace of its own, which counts only if no product ran before.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with fox_kernels.deterministic(on):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def lower_precision_stream(model: Any, dtype: torch.dtype) -> None:

@@ -1,0 +1,148 @@
+"""Training speed, utilisation and peak memory of Llama-3.2-1B's and Qwen3-8B's shapes, converted beside unconverted.
+
+    python benchmarks/shapes.py --out benchmarks/shapes.json [--shapes llama-3.2-1b qwen3-8b] [--lengths 8192 32768]
+
+Random weights and tokens, one document per row (so that the unconverted model runs torch's SDPA without a mask, at its
+best), bfloat16 over float32 master weights, optimizer steps through the Trainer after one to warm up. The 1B trains
+whole; the 8B, whose optimizer alone would take 64 GB, trains rank-16 adapters on a frozen bfloat16 base (and, where
+converted, its gates). A row says how it recomputed activations; where memory runs out it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import retrofox
+from retrofox.config import LoraConfig, Recipe, validate
+from retrofox.lora import add_adapters
+from retrofox.train_groups import set_trainable
+from retrofox.train_measure import measure_steps
+from retrofox.train_memory import reset_peak
+
+SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "smollm2-135m": (LlamaForCausalLM, LlamaConfig, {
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+    }),
+    "llama-3.2-1b": (LlamaForCausalLM, LlamaConfig, {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+    }),
+    "qwen3-8b": (Qwen3ForCausalLM, Qwen3Config, {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+    }),
+}  # fmt: skip
+RECOMPUTED = {"smollm2-135m": 32768, "llama-3.2-1b": 16384, "qwen3-8b": 0}
+"""Rows longer than this recompute every layer."""
+ADAPTED = ("qwen3-8b",)
+
+
+def recipe_of(shape: str, length: int, row_tokens: int, deterministic: bool) -> Recipe:
+    """One extend stage at a length, `row_tokens` to a step where the rows are shorter."""
+    rows = max(1, row_tokens // length)
+    stage = {
+        "objective": "extend",
+        "tokens": 1000 * rows * length,
+        "sequence_length": length,
+        "micro_batch": rows,
+        "learning_rate": 1e-5,
+        "gradient_checkpointing": "full" if length > RECOMPUTED[shape] else "none",
+    }
+    return validate(
+        {
+            "model": shape,
+            "output": "unused",
+            "data": {"train": ["unused"]},
+            "stages": [stage],
+            "lora": {"rank": 16} if shape in ADAPTED else None,
+            "deterministic": deterministic,
+        }
+    )
+
+
+def build(shape: str, converted: bool, device: torch.device) -> Any:
+    """The model on its device; a base under adapters in bfloat16, everything that is trained in float32."""
+    family, config_class, values = SHAPES[shape]
+    config = config_class(**values, max_position_embeddings=131072, rope_theta=500000.0, use_cache=False)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if shape in ADAPTED else torch.float32)
+    try:
+        with torch.device(device):
+            model = family(config)
+            if converted:
+                spec = retrofox.FoxSpec(rope="partial", max_wavelength=2048.0, half_life=(256.0, 65536.0))
+                model = retrofox.convert(model, fox=spec)
+    finally:
+        torch.set_default_dtype(before)
+    if shape in ADAPTED:
+        model = add_adapters(model, LoraConfig(rank=16), shape)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+    return model.to(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["llama-3.2-1b", "qwen3-8b"], choices=list(SHAPES))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768, 65536])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--step-tokens", type=int, default=16384, help="tokens of a step where rows are shorter")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    found: dict = {"device": name, "torch": torch.__version__, "deterministic": options.deterministic, "rows": []}
+    for shape in options.shapes:
+        for length in options.lengths:
+            for converted in (False, True):
+                row = measure(shape, length, converted, options, device)
+                found["rows"].append(row)
+                print(json.dumps(row), flush=True)
+                if options.out:
+                    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measure(shape: str, length: int, converted: bool, options: Any, device: torch.device) -> dict[str, Any]:
+    """One row of the table."""
+    started = time.perf_counter()
+    recipe = recipe_of(shape, length, options.step_tokens, options.deterministic)
+    stage = recipe.stages[0]
+    row = {
+        "shape": shape,
+        "converted": converted,
+        "length": length,
+        "rows": stage.micro_batch,
+        "trains": "rank-16 adapters" + (" and gates" if converted else "") if recipe.lora else "all weights",
+        "recomputation": stage.gradient_checkpointing,
+    }
+    before = reset_peak(device)
+    try:
+        model = build(shape, converted, device)
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        set_trainable(model, stage, adapters=recipe.lora is not None)
+        result = measure_steps(recipe, stage, model, device, steps=options.steps, documents=1, before=before)
+    except torch.cuda.OutOfMemoryError:
+        result = {"out_of_memory": True}
+    row |= {
+        key: value if value is None or isinstance(value, bool) else round(value, 4) for key, value in result.items()
+    }
+    model = None
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {**row, "seconds_in_all": round(time.perf_counter() - started, 1)}
+
+
+if __name__ == "__main__":
+    main()
