@@ -1,0 +1,266 @@
+"""The kernel benchmark without a GPU: plan, counts, targets, result file, chart and refusals; with one, a pico run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+
+import bench
+import bench_problems
+import bench_report
+import bench_warm
+from bench_problems import DECODE, STAGES, TABLE, Decode, Problem, Task, select, tasks
+
+MACHINE = {"name": "GPU", "versions": {"torch": "2.11.0"}}
+
+
+def row(p: Problem | Decode, contender: str, total: float) -> dict:
+    rates = dict.fromkeys(("forward_tflops", "backward_tflops", "peak_mb"), 1.0)
+    return {"problem": p.name, "contender": contender, "total_ms": total, "queued_ms": total, "spread": 0.01, **rates}
+
+
+def synthetic(times: dict[str, float] | None = None) -> dict:
+    """A whole result in which ours takes 1 ms everywhere and the others 10, or what is given."""
+    rows = []
+    for task in tasks(True, True):
+        if task.stage in ("table", "extras"):
+            for n in task.contenders:
+                rows.append(row(task.problem, n, (times or {}).get(n, 1.0 if n.startswith("ours") else 10.0)))
+    decode = [
+        {"problem": p.name, "contender": "ours", **p._asdict(), "ms": 1.0, "gb_s": 2400.0, "of_copy": 0.8,
+         "graph_ms": 0.9, "graph_of_copy": 0.89, "live": 1.0 if p.gates == "open" else 0.2}
+        for p in DECODE
+    ]  # fmt: skip
+    errors = [
+        {"problem": t.problem.name, "contender": n, **dict.fromkeys(bench_report.OUTPUTS, 2e-3)}
+        for t in tasks(True, True)
+        if t.stage == "errors"
+        for n in t.contenders
+    ]
+    return {"machine": MACHINE, "rows": rows, "decode": decode, "errors": errors, "skipped": [], "targets": []}
+
+
+def test_flops_count_the_causal_pairs_that_are_asked_for():
+    p = Problem(2, 8192, 16, 8, 64)
+    assert p.forward_flops == 4 * 2 * 16 * 64 * 8192**2 / 2
+    assert p._replace(document=2048).forward_flops == p.forward_flops / 4
+
+
+def test_plan_covers_every_shape_gate_and_peer():
+    plan = tasks(official=True, fla=True)
+    assert [*dict.fromkeys(t.stage for t in plan)] == list(STAGES)
+    table = {t.problem: t.contenders for t in plan if t.stage == "table"}
+    assert set(table) == set(TABLE)
+    assert all(set(bench_problems.DENSE + bench_problems.PRUNED) == set(names) for names in table.values())
+    extras = [t.problem for t in plan if t.stage == "extras" and isinstance(t.problem, Problem)]
+    assert {p.D for p in extras} == {64, 80, 96, 128, 256}
+    assert {p.gates for p in extras} == {"open", "mixed", "short"}
+    assert any(p.document for p in extras)
+    opened = {t.problem._replace(gates="short"): t.contenders for t in plan if t.problem.gates == "open"}
+    assert all({"ours", "ours, pruned"} <= set(opened[p]) for p in TABLE)
+    assert {(p.batch, p.T) for p in DECODE} >= {(b, T) for b in (1, 16) for T in (4096, 32768, 131072)}
+    errors = {(t.problem.D, t.problem.gates) for t in plan if t.stage == "errors"}
+    assert errors == {(D, g) for D in (64, 128) for g in ("open", "mixed", "short")}
+    assert "FlexAttention" in plan[-1].contenders
+
+
+def test_plan_leaves_out_the_peers_that_are_missing():
+    names = {n for t in tasks(official=False, fla=False) for n in t.contenders}
+    assert "ours" in names
+    assert not any(n.startswith(("official", "fla")) for n in names)
+
+
+def test_select_takes_what_every_pattern_matches():
+    plan = select(tasks(True, True), ["^table 2,8192", "ours"], quick=False)
+    assert [(t.problem.D, t.contenders) for t in plan] == [(D, ("ours", "ours, pruned")) for D in (64, 128)]
+    assert {t.stage for t in select(tasks(True, True), [], quick=True)} == {"table", "decode"}
+    with pytest.raises(ValueError, match="matches nothing"):
+        select(tasks(True, True), ["no such shape"], quick=False)
+    with pytest.raises(ValueError, match="regular expressions"):
+        select(tasks(True, True), ["("], quick=False)
+
+
+def test_targets_are_judged_at_their_limits():
+    times = {"official": 2.0, "FlashAttention-2, no gate": 1.33, "cuDNN, no gate": 1.0, "plain Triton": 1.71}
+    found = bench_report.targets(synthetic(times))
+    by = {(t["what"], t["where"]): t for t in found}
+    half = by["official", TABLE[0].name]
+    assert (half["value"], half["target"], half["met"]) == (0.5, 0.5, True)
+    assert by["official", TABLE[1].name]["met"]
+    assert not by["FA2, no gate", TABLE[0].name]["met"]
+    assert by["cuDNN, no gate", TABLE[0].name]["met"]
+    assert not by["plain Triton / official", TABLE[0].name]["met"]
+    assert by["pruning on / off", TABLE[0]._replace(gates="open").name]["value"] == 1.0
+    assert by["decode / copy", "16 x 131072 open"]["met"]
+    assert all(t["met"] for t in found if t["what"].startswith("error"))
+
+
+def test_an_error_above_the_official_kernels_is_a_miss():
+    result = synthetic()
+    for r in result["errors"]:
+        if r["contender"] == "ours":
+            r["dq"] = 2.001e-3
+    missed = [t["what"] for t in bench_report.targets(result) if not t["met"] and t["what"].startswith("error")]
+    assert set(missed) == {"error of dq, ours / official"}
+
+
+def test_no_target_without_both_sides():
+    result = synthetic()
+    result["rows"] = [r for r in result["rows"] if r["contender"] == "ours"]
+    result["errors"] = []
+    assert {t["what"] for t in bench_report.targets(result)} == {"decode / copy"}
+
+
+def test_summary_names_each_shape_and_what_was_missed():
+    text = bench_report.markdown(synthetic({"cuDNN, no gate": 0.5}))
+    assert all(p.name.split(" ")[0] in text for p in TABLE)
+    assert "2.00 (missed)" in text
+    assert "cuDNN, no gate at 8,2048,16,16,64 short: 2.000, target 1.00" in text
+
+
+def test_chart_is_drawn_from_the_results_the_same_each_time(tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    path.write_text(json.dumps(synthetic()))
+    drawn = []
+    for _ in range(2):
+        assert bench.main(["--chart", str(path)]) == 0
+        drawn.append([path.with_suffix(s).read_bytes() for s in (".png", ".svg")])
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0].startswith(b"\x89PNG")
+    assert b"<svg" in drawn[0][1]
+    assert "targets met" in capsys.readouterr().out
+
+
+def started(tmp_path, machine=MACHINE, resume=True) -> bench.Results:
+    arguments = Namespace(out=str(tmp_path / "deep" / "k.json"), resume=resume, given=["--quick"])
+    return bench.start(arguments, machine, {"matmul_tflops": 800.0, "copy_gb_s": 3000.0})
+
+
+def test_results_are_written_row_by_row_and_resumed(tmp_path):
+    results = started(tmp_path)
+    task = Task("table", TABLE[0], ("ours", "fla"))
+    results.add(task, [row(TABLE[0], "ours", 1.0)])
+    results.add(Task("decode", DECODE[0], ("ours",)), synthetic()["decode"][:1])
+    kept = json.loads((tmp_path / "deep" / "k.json").read_text())
+    assert kept["rows"][0]["D"] == 64
+    assert not kept["complete"]
+    assert "--quick" in kept["command"]
+    again = started(tmp_path)
+    assert again.has(task, "ours")
+    assert not again.has(task, "fla")
+    assert again.has(Task("decode", DECODE[0], ("ours",)), "ours")
+    assert not started(tmp_path, resume=False).has(task, "ours")
+
+
+def test_no_resuming_on_another_machine(tmp_path):
+    started(tmp_path).save()
+    with pytest.raises(ValueError, match="another --out"):
+        started(tmp_path, {**MACHINE, "name": "another GPU"})
+
+
+def test_every_kernel_is_compiled_once_and_what_broke_is_left_out():
+    plan = tasks(True, True)
+    groups = bench_warm.groups(plan)
+    grouped = [(t.stage, t.problem, n) for members in groups.values() for t in members for n in t.contenders]
+    assert len(grouped) == len(set(grouped))
+    compiled = {(t.stage, t.problem, n) for t in plan for n in t.contenders if n not in bench_warm.NOT_COMPILED}
+    assert set(grouped) == compiled
+    kept, skipped = bench_warm.without_broken(plan, {"ours, D 80, dense": "it hung"})
+    assert skipped == [("2,8192,16,16,80 short", "ours", "it hung")]
+    lost = {(t.problem, n) for t in plan for n in t.contenders} - {(t.problem, n) for t in kept for n in t.contenders}
+    assert lost == {(Problem(2, 8192, 16, 16, 80), "ours")}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what compiling reports where there is no GPU")
+def test_a_failure_while_compiling_is_reported_and_does_not_stop(capsys):
+    plan = [Task("table", Problem(1, 64, 1, 1, D), ("ours",)) for D in (64, 128)]
+    assert bench_warm.warm_up(plan, None, jobs=2, seconds=60) == {}
+    printed = capsys.readouterr().out
+    assert "ours, D 64, dense" in printed
+    assert "CUDA" in printed
+
+
+def test_relative_error_sees_through_layouts():
+    import bench_measure
+
+    true = torch.randn(2, 6, 2, 4, dtype=torch.float64)
+    assert bench_measure.relative_error(true.transpose(1, 2).contiguous(), true) == 0
+    repeated = torch.stack((true * 0.25, true * 0.75), 3).flatten(2, 3)
+    assert bench_measure.relative_error(repeated.transpose(1, 2), true) == pytest.approx(0, abs=1e-15)
+    assert bench_measure.relative_error(true * 1.5, true) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--only", "nothing like it"], "matches nothing"),
+        (["--chart", "missing.json"], "missing.json"),
+        (["--quick"], "no CUDA device"),
+        (["--warm-up"], "no CUDA device"),
+    ],
+)
+def test_refusals_exit_with_2(argv, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "no json", '{"rows": [{"contender": "them"}]}'])
+def test_a_file_that_is_no_result_is_refused(content, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    assert bench.main(["--chart", str(path)]) == 2
+    assert "x.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--jobs", "-1"],
+        ["--seconds", "0"],
+        ["--resume"],
+        ["--official", "missing.py"],
+        ["--shape", "1"],
+        ["--jobs", "x"],
+    ],
+)
+def test_bad_arguments_exit_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(argv)
+    assert stopped.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_help_teaches_and_list_needs_no_gpu(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in (*STAGES, "examples:", "exit codes:", "--official"))
+    assert bench.main(["--list", "--quick"]) == 0
+    assert f"decode {Decode(1, 32768).name} | ours" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_pico_run_measures_all_it_promises(tmp_path, monkeypatch):
+    plan = [
+        Task("table", Problem(1, 256, 4, 2, 64), ("ours", "ours, pruned", "plain Triton", "cuDNN, no gate")),
+        Task("decode", Decode(1, 512), ("ours",)),
+        Task("errors", Problem(1, 256, 4, 2, 64, "mixed"), ("ours", "plain Triton")),
+    ]
+    monkeypatch.setattr(bench, "select", lambda *_: plan)
+    out = tmp_path / "k.json"
+    assert bench.main(["--jobs", "0", "--budget-ms", "1", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert [r["contender"] for r in result["rows"]] == list(plan[0].contenders)
+    assert all(r["total_ms"] > 0 and r["queued_ms"] > 0 and r["peak_mb"] > 0 for r in result["rows"])
+    assert result["decode"][0]["of_copy"] > 0
+    assert all(0 < r[n] < 1e-2 for r in result["errors"] for n in bench_report.OUTPUTS)
