@@ -181,6 +181,8 @@ class PackedDataset(torch.utils.data.Dataset):
         if len(weights) != len(self.tokens):
             raise ValueError(f"one weight per source: {len(self.tokens)} sources, {len(weights)} weights")
         self.weights = [float(weight) for weight in weights]
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            raise ValueError(f"weights must be positive numbers, got {self.weights}: leave a source out instead of 0")
         counts = [len(plan) for plan in self.plans]
         self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         if len(counts) == 1:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from retrofox.data_sources import Batch
+from retrofox.data_read import Batch
 
 PIECE = 1 << 20
 """Characters: longer texts are encoded in pieces of about this length, on all processes."""

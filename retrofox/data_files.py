@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,8 +52,8 @@ class Shard:
 
 @contextlib.contextmanager
 def temporary(folder: Path, name: str) -> Iterator[Path]:
-    """A name beside the final one, told from those of other machines and processes; removed unless it was renamed."""
-    path = folder / f".{name}.{socket.gethostname()}.{os.getpid()}.tmp"
+    """A name beside the final one, of this machine, process and thread alone; removed unless it was renamed."""
+    path = folder / f".{name}.{socket.gethostname()}.{threading.get_ident()}.{os.getpid()}.tmp"
     try:
         yield path
     finally:
@@ -66,7 +67,9 @@ def to_disk(stream: Any) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that it is there whole or not at all."""
+    """Writes a file so that it is there whole or not at all; one that holds this already is left alone."""
+    if path.is_file() and path.read_bytes() == content:
+        return
     with temporary(path.parent, path.name) as partial:
         with open(partial, "wb") as stream:
             stream.write(content)
@@ -116,7 +119,8 @@ def is_complete(folder: Path, key: str) -> bool:
     except ValueError:
         return False
     if intact:
-        write_note(folder, shard)
+        with contextlib.suppress(OSError):  # a cache that is only read: read again next time
+            write_note(folder, shard)
     return intact
 
 

@@ -2,7 +2,8 @@
 
 The set is one zarr array (format 2) per split, "train.zarr" and "heldout.zarr": uint16, shape (documents, 65536),
 chunks 2048 x 2048, Blosc LZ4, with the attribute {"encoder": "tiktoken-gpt2"}. Source: Buckman 2024,
-https://manifestai.com/articles/longcrawl64/.
+https://manifestai.com/articles/longcrawl64/. What was tokenised is the JSON form of the texts, a newline being a
+backslash and an n, so that is undone here (Lin et al. 2025, forgetting_transformer/tokenizer.py, do the same).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from retrofox.data_sources import Batch, Digests
+from retrofox.data_read import Batch, damaged
+from retrofox.data_sources import Digests
 
 GPT2 = "openai-community/gpt2"
 GPT2_VARIABLE = "RETROFOX_GPT2_TOKENIZER"
 READ_ROWS = 64
+_NOT_JSON = re.compile(r'[\x00-\x1f]|(?<!\\)(?:\\\\)*"')
+_ESCAPED = re.compile(r'\\(?:u([0-9a-fA-F]{4})|(["\\/bfnrt])|(u[0-9a-fA-F]{0,3})?$)')
+_LETTERS = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
 @dataclass
@@ -37,12 +43,20 @@ class Block:
     def identity(self, digests: Digests) -> str:
         """The array's description and the contents of the chunks that hold these rows."""
         files = [digests.of(chunk) for chunk in _chunks(self.path, self.start)]
-        return json.dumps(["longcrawl64", encoder(self.path), self.stop - self.start, files])
+        return json.dumps(["longcrawl64 unescaped", encoder(self.path), self.stop - self.start, files])
 
     def batches(self, text_field: str) -> Iterator[Batch]:
         """Rows as bytes of little-endian uint16, to be decoded on the tokenising side."""
         array, kind = _open(self.path), f"gpt2:{encoder(self.path)}"
-        block = np.asarray(array[self.start : self.stop]).astype("<u2")  # a chunk is decompressed once, not 32 times
+        try:
+            block = np.asarray(array[self.start : self.stop]).astype(
+                "<u2"
+            )  # a chunk is decompressed once, not 32 times
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path}: a chunk of documents {self.start} to {self.stop - 1} can't be read ({error}): get "
+                f"{_chunks(self.path, self.start)[0].name} and its neighbours again"
+            ) from error
         step = max(1, READ_ROWS * 1024 // max(1, block.shape[1]))
         for start in range(0, len(block), step):
             rows = block[start : start + step]
@@ -77,16 +91,24 @@ def blocks(path: Path) -> Iterator[Block]:
         if len(there) < len(chunks):
             lost = next(chunk for chunk in chunks if not chunk.is_file())
             raise ValueError(
-                f"{lost} is missing, but other chunks of documents {start} to {stop - 1} are there: get it"
+                f"{lost} is missing, but other chunks of documents {start} to {stop - 1} are there: get it, or remove "
+                "those"
             )
         yield Block(inner.stem, (stop - start) * array.shape[1] * 2, inner, start, stop)
 
 
 def _chunks(path: Path, start: int) -> list[Path]:
     """The chunk files that hold the rows from `start` on."""
-    values = json.loads((path / ".zarray").read_text(encoding="utf-8"))
+    values = _description(path)
     row, separator = start // values["chunks"][0], values.get("dimension_separator", ".")
     return [path / f"{row}{separator}{column}" for column in range(-(-values["shape"][1] // values["chunks"][1]))]
+
+
+def _description(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / ".zarray").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise damaged(path / ".zarray", error) from error
 
 
 def _open(path: Path) -> Any:
@@ -96,6 +118,7 @@ def _open(path: Path) -> Any:
         raise ValueError("longcrawl64 needs the package zarr: pip install 'retrofox[data]'") from None
     if not (path / ".zarray").is_file():
         raise ValueError(f"{path}: no zarr array (format 2) here: give the directory train.zarr or heldout.zarr")
+    _description(path)
     return zarr.open(str(path), mode="r")
 
 
@@ -117,7 +140,13 @@ def _decoder(name: str) -> Any:
         return Tokenizer.from_file(str(local))
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name).backend_tokenizer
+    try:
+        return AutoTokenizer.from_pretrained(name).backend_tokenizer
+    except OSError as error:
+        raise ValueError(
+            f"GPT-2's tokenizer, which decodes LongCrawl64, can't be loaded from {name} ({error}): set {GPT2_VARIABLE} "
+            "to a directory with its tokenizer.json"
+        ) from error
 
 
 def decode(kind: str, tokens: bytes) -> list[str]:
@@ -129,4 +158,22 @@ def decode(kind: str, tokens: bytes) -> list[str]:
     pieces = np.split(ids, cuts)
     pieces = [piece[1:] if number else piece for number, piece in enumerate(pieces)]
     texts = [tokenizer.decode(piece.tolist(), skip_special_tokens=False) for piece in pieces if len(piece)]
-    return [text.rstrip("\ufffd") for text in texts]  # rows are cut at 65536 tokens, which may halve a character
+    # Rows are cut at 65536 tokens, which may halve a character.
+    return [unescaped(text.rstrip("\ufffd")) for text in texts]
+
+
+def unescaped(text: str) -> str:
+    r"""The text whose JSON form this is, up to where it breaks off; one with raw newlines or quotes is no such form.
+
+    \ud83d\ude00 becomes two surrogates, which the encoder joins.
+    """
+    if _NOT_JSON.search(text):
+        return text
+    text = _ESCAPED.sub(lambda found: _unescape(*found.groups()), text)
+    return text[:-1] if "\ud800" <= text[-1:] <= "\udbff" else text
+
+
+def _unescape(code: str | None, letter: str | None, torn: str | None) -> str:
+    if code is not None:
+        return chr(int(code, 16))
+    return "" if letter is None else _LETTERS.get(letter, letter)

@@ -99,6 +99,8 @@ class Mixture:
         self.shares = [share / total for share in exact]
         self.summed = [sum(self.shares[: j + 1], Fraction(0)) for j in range(len(counts))]
         needed = max(1024, 4 / min(self.shares))
+        if needed > 1 << 40:
+            raise ValueError(f"shares must lie within a factor of 10^11 of each other, got {list(shares)}")
         self.block = 1 << (int(needed) - 1).bit_length()
         self.seed = seed
         self.orders = [Order(count, seed, stream) for stream, count in enumerate(counts)]

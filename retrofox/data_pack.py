@@ -1,7 +1,8 @@
 """Packing documents into windows of the training length: whole windows first, the rest best-fit.
 
 A document longer than the window T gives floor(L / T) windows of its own; its remainder and every shorter document are
-packed best-fit-decreasing, each whole. The tail that nothing fits is padding. Best-fit packing for language models:
+packed best-fit-decreasing, each whole. The tail that nothing fits is padding. Windows of single tokens only, each of
+another document, hold nothing to predict and are left out. Best-fit packing for language models:
 Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830; here whole classes of equal lengths
 at a time instead of one by one.
 """
@@ -19,7 +20,7 @@ import numpy as np
 
 from retrofox.data_files import write_whole
 
-PACKING = 1
+PACKING = 2
 """Version of the packing: part of every fingerprint."""
 
 
@@ -101,7 +102,7 @@ def pack(bounds: np.ndarray, window: int) -> Plan:
     """The plan for documents bounds[d] .. bounds[d + 1] of a stream, (D + 1,) int64.
 
     Raises:
-        ValueError: a window of less than two tokens holds no target.
+        ValueError: a window of less than two tokens holds no target, nor do documents of one.
     """
     if window < 2:
         raise ValueError(f"sequence_length must be at least 2, got {window}")
@@ -116,6 +117,12 @@ def pack(bounds: np.ndarray, window: int) -> Plan:
     start = np.concatenate([first + number * window, (bounds[:-1] + whole * window)[left][order]])
     length = np.concatenate([np.full(windows, window), rest[left][order]]).astype(np.int32)
     sizes = np.concatenate([np.ones(windows, dtype=np.int64), np.bincount(bins, minlength=count)])
+    if len(sizes):
+        kept = np.maximum.reduceat(length, np.cumsum(sizes) - sizes) > 1
+        if not kept.all():
+            start, length, sizes = start[np.repeat(kept, sizes)], length[np.repeat(kept, sizes)], sizes[kept]
+    if not len(sizes):
+        raise ValueError("no document has two tokens: there is nothing to predict in this data")
     rows = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
     return Plan(start.astype(np.int64), length, rows)
 

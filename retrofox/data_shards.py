@@ -35,7 +35,8 @@ from retrofox.data_files import (
     write_note,
     write_whole,
 )
-from retrofox.data_sources import Batch, Digests, SourceLike, Unit, resolve
+from retrofox.data_read import Batch
+from retrofox.data_sources import Digests, SourceLike, Unit, resolve
 
 IN_PROCESS_BYTES = 4 << 20
 """Below this starting processes costs more than it gains."""
@@ -175,7 +176,7 @@ def prepare_sources(
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder)
         memory = folder / "digests.json"
-        digests = Digests(json.loads(memory.read_text()) if memory.is_file() else {})
+        digests = Digests.load(memory)
         made_from = fingerprint(tokenizer)
         plan = [(source, source.text_field or text_field, resolve(source, leave_out=folder)) for source in sources]
         keys = {id(unit): _key(unit, name, made_from, digests) for _, name, units in plan for unit in units}

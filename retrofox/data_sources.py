@@ -6,29 +6,24 @@ small files), a range of rows of a dataset. `unit.batches()` reads it once, in o
 
 from __future__ import annotations
 
-import bz2
-import contextlib
 import glob
-import gzip
 import hashlib
-import io
 import json
-import lzma
 import os
-import zlib
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-TEXT = (".txt", ".text")
-JSON_LINES = (".jsonl", ".ndjson", ".json")
-PARQUET = (".parquet",)
-COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
-BATCH_BYTES = 1 << 20
+from retrofox import data_read
+from retrofox.data_read import COMPRESSED, JSON_LINES, PARQUET, TEXT, Batch, compression, form_of, require_text
+
 GROUP_FILES = 256
 """Above this many files in one source, neighbours are joined into units of about GROUP_BYTES."""
 GROUP_BYTES = 32 << 20
+SAVED = ("state.json", "dataset_dict.json")
+"""Files that tell a directory written by `datasets`' save_to_disk."""
 
 
 class SourceLike(Protocol):
@@ -51,20 +46,6 @@ class DataSource:
     text_field: str | None = None
 
 
-@dataclass
-class Batch:
-    """Raw documents on their way to the tokenizer: `kind` says what an item of `items` is, `size` counts source bytes.
-
-    kind "text": str; "bytes": UTF-8 of one document; "json": one line holding the text in a field; "gpt2:NAME": uint16
-    tokens of that tokenizer, as bytes.
-    """
-
-    kind: str
-    items: list[Any] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    size: int = 0
-
-
 class Unit(Protocol):
     """A part of a source that is tokenised and kept as one."""
 
@@ -80,6 +61,15 @@ class Digests:
 
     def __init__(self, known: dict[str, Any] | None = None):
         self.known: dict[str, Any] = dict(known or {})
+
+    @classmethod
+    def load(cls, path: Path) -> Digests:
+        """Those kept in a file; none, if there is no such file or it is damaged: they are only a memory."""
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return cls()
+        return cls(known if isinstance(known, dict) else None)
 
     def of(self, path: Path) -> str:
         """The sha256 of a file, hex."""
@@ -104,136 +94,25 @@ class FileUnit:
 
     def identity(self, digests: Digests) -> str:
         """Depends on the contents and on how they are read, not on where the files lie."""
-        return json.dumps([[_form(path), digests.of(path)] for path in self.paths])
+        return json.dumps([[form_of(path) + compression(path), digests.of(path)] for path in self.paths])
 
     def batches(self, text_field: str) -> Iterator[Batch]:
         """Batches of about a megabyte; a text file is one document."""
         waiting = Batch("bytes")
         for path in self.paths:
-            form = _form(path)
-            if waiting.items and (form != "text" or sum(map(len, waiting.items)) >= BATCH_BYTES):
+            form = form_of(path)
+            if waiting.items and (form != "text" or sum(map(len, waiting.items)) >= data_read.BATCH_BYTES):
                 yield waiting
                 waiting = Batch("bytes")
             if form == "text":
-                with _reading(path) as (_, stream):
+                with data_read.reading(path) as (_, stream):
                     waiting.items.append(stream.read())
                 waiting.names.append(path.name)
                 waiting.size += path.stat().st_size
             else:
-                yield from _json_lines(path) if form == "json" else _parquet(path, text_field)
+                yield from data_read.json_lines(path) if form == "json" else data_read.parquet(path, text_field)
         if waiting.items:
             yield waiting
-
-
-def _form(path: Path) -> str:
-    """text, json or parquet, by the name without its compression suffix."""
-    suffixes = path.suffixes
-    inner = suffixes[-2:-1] if suffixes and suffixes[-1].lower() in COMPRESSED else suffixes[-1:]
-    suffix = inner[0].lower() if inner else ""
-    return "json" if suffix in JSON_LINES else "parquet" if suffix in PARQUET else "text"
-
-
-def decompressed(raw: Any, path: Path) -> Any:
-    """Wraps an open file by the suffix of its name (.gz, .xz, .zst, .bz2); others are returned as they are.
-
-    Raises:
-        ValueError: .zst without the package zstandard.
-    """
-    suffix = path.suffix.lower()
-    if suffix == ".gz":
-        return gzip.open(raw, "rb")
-    if suffix == ".xz":
-        return lzma.open(raw, "rb")
-    if suffix == ".bz2":
-        return bz2.open(raw, "rb")
-    if suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError:
-            raise ValueError(
-                f"{path}: .zst needs the package zstandard: pip install 'retrofox[data]', or recompress the file"
-            ) from None
-        reader: Any = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
-        return io.BufferedReader(reader)
-    return raw
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[tuple[Any, Any]]:
-    """The file and its decompressed stream; what decompression raises on damage becomes a ValueError."""
-    errors: tuple[type[Exception], ...] = (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError)
-    with open(path, "rb") as raw:
-        stream = decompressed(raw, path)
-        if path.suffix.lower() == ".zst":
-            import zstandard
-
-            errors = (*errors, zstandard.ZstdError)
-        elif path.suffix.lower() == ".bz2":
-            errors = (*errors, OSError)
-        try:
-            yield raw, stream
-        except errors as error:
-            raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path}: can't be read ({error}): the file is damaged, or not what its suffix says")
-
-
-def _json_lines(path: Path) -> Iterator[Batch]:
-    """Lines of a JSON-lines file, or the members of a file that is one JSON array."""
-    done = held = 0
-    batch = Batch("json")
-    with _reading(path) as (raw, stream):
-        first = stream.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-        for number, line in enumerate(_array(stream.read(), path) if first == b"[" else stream, 1):
-            if not line.strip():
-                continue
-            batch.items.append(line)
-            batch.names.append(f"{path.name}:{number}")
-            held += len(line)
-            if held >= BATCH_BYTES:
-                batch.size, done, held = raw.tell() - done, raw.tell(), 0
-                yield batch
-                batch = Batch("json")
-        batch.size = raw.tell() - done
-    yield batch
-
-
-def _array(data: bytes, path: Path) -> list[bytes]:
-    try:
-        values = json.loads(data.decode("utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{path}: starts as a JSON array but does not parse as one: {error}") from None
-    return [json.dumps(value).encode() for value in values]
-
-
-def _parquet(path: Path, text_field: str) -> Iterator[Batch]:
-    """One column of a Parquet file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with _reading(path) as (_, stream):
-        try:
-            table = pq.ParquetFile(stream if path.suffix.lower() not in COMPRESSED else pa.BufferReader(stream.read()))
-        except pa.ArrowInvalid as error:
-            raise _damaged(path, error) from error
-        schema = table.schema_arrow
-        column = schema.field(text_field).type if text_field in schema.names else None
-        _require_text(str(path), text_field, schema.names, str(column), column in (pa.string(), pa.large_string()))
-        size, rows, number = path.stat().st_size, max(1, table.metadata.num_rows), 0
-        for chunk in table.iter_batches(batch_size=256, columns=[text_field]):
-            texts = [text or "" for text in chunk.column(0).to_pylist()]
-            names = [f"{path.name}:{number + row}" for row in range(1, len(texts) + 1)]
-            number += len(texts)
-            yield Batch("text", texts, names, size * len(texts) // rows)
-
-
-def _require_text(where: str, text_field: str, columns: list[str], kind: str, is_text: bool) -> None:
-    if text_field not in columns:
-        raise ValueError(f"{where}: no column {text_field!r}; there are {', '.join(columns)}: set text_field")
-    if not is_text:
-        raise ValueError(f"{where}: column {text_field!r} must hold text, got {kind}")
 
 
 @dataclass
@@ -256,7 +135,7 @@ class RowsUnit:
         """256 rows at a time, one column."""
         feature = self.dataset.features.get(text_field)
         kind = getattr(feature, "dtype", type(feature).__name__)
-        _require_text(f"hf:{self.name}", text_field, self.dataset.column_names, kind, "string" in kind)
+        require_text(f"hf:{self.name}", text_field, self.dataset.column_names, kind, "string" in kind)
         column = self.dataset.select_columns([text_field])
         for start in range(self.start, self.stop, 256):
             stop = min(start + 256, self.stop)
@@ -287,12 +166,12 @@ def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
         return list(blocks(Path(rest).expanduser()))
     path = Path(source.path).expanduser()
     if path.is_dir():
-        if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        if any((path / mark).is_file() for mark in SAVED):
             return _hugging_face(str(path))
         skipped = None if leave_out is None else leave_out.resolve()
         if skipped == path.resolve():
             raise ValueError(f"{path} is also where token shards are kept: set data.cache to another directory")
-        found = sorted(inner for inner in path.rglob("*") if _visible(inner, path))
+        found = sorted(_visible(path, ()))
         files = _readable([inner for inner in found if skipped is None or skipped not in inner.resolve().parents])
         if not files:
             raise ValueError(f"{path}: no readable file in this directory; read are {_known()}")
@@ -313,19 +192,23 @@ def _known() -> str:
     return f"{', '.join((*TEXT, *JSON_LINES, *PARQUET))}, each also with {', '.join(COMPRESSED)}"
 
 
-def _visible(path: Path, root: Path) -> bool:
-    return path.is_file() and not any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+def _visible(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    """Files below a folder, through links too but not in circles; names that begin with . or _ are left out."""
+    here = folder.resolve()
+    if here in above:
+        return
+    for entry in folder.iterdir():
+        if entry.name.startswith((".", "_")):
+            continue
+        if entry.is_dir():
+            yield from _visible(entry, (*above, here))
+        elif entry.is_file():
+            yield entry
 
 
 def _readable(files: list[Path]) -> list[Path]:
     """Those with a known suffix: a directory may hold a README or a licence beside its texts."""
-    kept = []
-    for path in files:
-        suffixes = path.suffixes
-        inner = suffixes[-2:-1] if suffixes and suffixes[-1].lower() in COMPRESSED else suffixes[-1:]
-        if inner and inner[0].lower() in (*TEXT, *JSON_LINES, *PARQUET):
-            kept.append(path)
-    return kept
+    return [path for path in files if data_read.inner_suffix(path) in (*TEXT, *JSON_LINES, *PARQUET)]
 
 
 def _grouped(files: list[Path]) -> list[Unit]:
@@ -351,9 +234,10 @@ def _hugging_face(reference: str) -> list[Unit]:
         raise ValueError(
             f"hf:{reference} needs the package datasets: pip install 'retrofox[data]', or give files instead"
         ) from None
-    name, *parts = reference.split(":")
-    if len(parts) > 2:
-        raise ValueError(f"hf:{reference}: expected hf:org/name[:config][:split], got {len(parts) + 1} parts")
+    # A split may hold a colon in brackets, train[:10%], and so may the name of a directory.
+    name, *parts = [reference] if Path(reference).expanduser().is_dir() else re.split(r":(?![^\[]*\])", reference)
+    if len(parts) > 2 or not name:
+        raise ValueError(f"hf:{reference}: expected hf:org/name[:config][:split] or hf:DIRECTORY[:config][:split]")
     config, split = (parts[0] or None, parts[1] or None) if len(parts) == 2 else (None, None)
     if len(parts) == 1 and parts[0]:
         if parts[0].split("[")[0] in ("train", "validation", "test"):
@@ -362,18 +246,13 @@ def _hugging_face(reference: str) -> list[Unit]:
             config = parts[0]
     local = Path(name).expanduser()
     data: Any
-    if local.is_dir() and (local / "state.json").is_file():
-        data = datasets.load_from_disk(str(local))
-    elif local.is_dir() and (local / "dataset_dict.json").is_file():
-        both: Any = datasets.load_from_disk(str(local))
-        if (split or "train") not in both:
-            raise ValueError(f"hf:{reference}: no split {split or 'train'!r}; there are: {', '.join(both)}")
-        data = both[split or "train"]
-    else:
-        try:
+    try:
+        if name and any((local / mark).is_file() for mark in SAVED):
+            data = _saved(datasets.load_from_disk(str(local)), config, split)
+        else:
             data = datasets.load_dataset(str(local) if local.is_dir() else name, config, split=split or "train")
-        except (OSError, ValueError, DatasetsError) as error:
-            raise ValueError(f"hf:{reference}: can't be loaded: {error}") from error
+    except (OSError, ValueError, IndexError, DatasetsError) as error:  # IndexError: one saved without any rows
+        raise ValueError(f"hf:{reference}: can't be loaded: {error}") from error
     rows, size = len(data), int(data.data.nbytes)
     step = max(256, min(rows, 1 + (256 << 20) * rows // max(1, size)))  # about 256 MiB of text a unit
     label = f"{local.name}:{split or 'train'}"
@@ -384,3 +263,16 @@ def _hugging_face(reference: str) -> list[Unit]:
         )
         for start in range(0, rows, step)
     ]  # fmt: skip
+
+
+def _saved(data: Any, config: str | None, split: str | None) -> Any:
+    """The rows meant by config and split of what was saved to disk: one dataset, or several by the name of a split."""
+    if config is not None:
+        raise ValueError(f"it was saved to disk, which knows no config {config!r}: leave it out")
+    if isinstance(data, dict):
+        if (split or "train") not in data:
+            raise ValueError(f"no split {split or 'train'!r}; there are: {', '.join(data)}")
+        return data[split or "train"]
+    if split is not None:
+        raise ValueError(f"it was saved without splits, and split {split!r} was asked for: leave it out")
+    return data

@@ -18,6 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -33,6 +35,7 @@ from retrofox.data import (
     prepare,
     prepare_sources,
 )
+from retrofox.data_longcrawl64 import unescaped
 
 PHRASE = "the fox forgets what the gate lets go and the key keeps what it saw a while ago"
 
@@ -143,6 +146,28 @@ def test_hugging_face_datasets_from_disk_and_from_files(tmp_path, tokenizer):
         prepared([tmp_path / "saved"], tokenizer, tmp_path / "out")
     with pytest.raises(ValueError, match="no split 'dev'; there are: train, test"):
         prepared([f"hf:{tmp_path / 'both'}::dev"], tokenizer, tmp_path / "out")
+    with pytest.raises(ValueError, match="without splits, and split 'test' was asked for"):
+        prepared([f"hf:{tmp_path / 'saved'}:test"], tokenizer, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"expected hf:org/name\[:config\]\[:split\]"):
+        prepared(["hf:"], tokenizer, tmp_path / "out")
+
+
+def test_hugging_face_slices_and_names_may_hold_colons(tmp_path, tokenizer, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
+    data = datasets.Dataset.from_dict({"text": [make_text(n, 20) for n in range(50)]})
+    (tmp_path / "a:b").mkdir()
+    data.to_parquet(tmp_path / "a:b" / "train.parquet")
+    data.save_to_disk(str(tmp_path / "c:d"))
+    assert prepared([f"hf:{tmp_path / 'a:b'}"], tokenizer, tmp_path / "out").documents == 50
+    (tmp_path / "a:b").rename(tmp_path / "plain")
+    assert prepared([f"hf:{tmp_path / 'plain'}:train[:10%]"], tokenizer, tmp_path / "out").documents == 5
+    assert prepared([f"hf:{tmp_path / 'plain'}:default:train[4:6]"], tokenizer, tmp_path / "out").documents == 2
+    assert prepared([tmp_path / "c:d"], tokenizer, tmp_path / "out").documents == 50
+    (arrow,) = (tmp_path / "c:d").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"hf:.*c:d: can't be loaded"):
+        prepared([tmp_path / "c:d"], tokenizer, tmp_path / "out")
 
 
 def test_longcrawl64_is_decoded_and_tokenised_again(tmp_path, tokenizer, monkeypatch):
@@ -181,6 +206,40 @@ def test_longcrawl64_is_decoded_and_tokenised_again(tmp_path, tokenizer, monkeyp
     array.attrs["encoder"] = "other"
     with pytest.raises(ValueError, match="encoder is 'other'"):
         prepared([f"longcrawl64:{tmp_path / 'lc'}"], tokenizer, tmp_path / "out")
+
+
+def test_longcrawl64_is_json_text_and_becomes_plain_text(tmp_path, tokenizer, monkeypatch):
+    zarr = pytest.importorskip("zarr")
+    gpt2 = make_tokenizer(eos=None)
+    gpt2.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setenv("RETROFOX_GPT2_TOKENIZER", str(tmp_path))
+    text = 'He said "go"\n\n\tto the café \U0001f98a, C:\\new\\u00e9 end'
+    ids = gpt2(json.dumps(text)[1:-1], truncation=False, verbose=False)["input_ids"]
+    array = zarr.open(
+        str(tmp_path / "train.zarr"), mode="w", shape=(1, len(ids)), chunks=(1, 16), dtype="<u2", zarr_format=2
+    )
+    array[:] = np.array([ids], dtype="<u2")
+    (tokens,) = open_tokens(prepared([f"longcrawl64:{tmp_path}"], tokenizer, tmp_path / "out"))
+    assert tokens.document(0).tolist() == expected(text, tokenizer)
+    chunk = tmp_path / "train.zarr" / "0.1"
+    chunk.write_bytes(chunk.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="a chunk of documents 0 to 0 can't be read"):
+        prepared([f"longcrawl64:{tmp_path}"], tokenizer, tmp_path / "out")
+
+
+@settings(deadline=None)
+@given(
+    st.text(alphabet=st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from('\\"/\n\tu0n')), max_size=40)
+)
+def test_json_form_is_undone_wherever_it_breaks_off(text):
+    form = json.dumps(text)[1:-1]
+    assert joined(unescaped(form)) == text
+    for length in range(len(form)):
+        assert text.startswith(joined(unescaped(form[:length])))
+
+
+def joined(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 class Characters:
@@ -223,7 +282,7 @@ def test_a_tokenizer_without_eos_appends_nothing(tmp_path, texts):
 
 def test_processes_give_the_same_shards_as_one(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("retrofox.data_shards.IN_PROCESS_BYTES", 0)
-    monkeypatch.setattr("retrofox.data_sources.BATCH_BYTES", 2000)
+    monkeypatch.setattr("retrofox.data_read.BATCH_BYTES", 2000)
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"text": make_text(n, 1 + n % 200)}) for n in range(300)))
     one = prepared([path], tokenizer, tmp_path / "one", workers=1)
@@ -328,6 +387,78 @@ def test_interrupted_runs_leave_complete_shards_only(tmp_path, texts, tokenizer,
     assert not list(out.glob(".*.tmp"))
     (tokens,) = open_tokens(manifest)
     assert [tokens.document(n).tolist() for n in range(5)] == [expected(p.read_text(), tokenizer) for p in texts]
+
+
+def test_a_compressed_file_that_breaks_off_is_refused_wherever_it_does(tmp_path, tokenizer):
+    lines = "".join(json.dumps({"text": make_text(n, 40)}) + "\n" for n in range(200)).encode()
+    for suffix, packed in PACKERS.items():
+        for form in (".jsonl", ".txt"):
+            whole, path = packed(lines), tmp_path / f"torn{form}{suffix}"
+            for cut in (1, 5, len(whole) // 2) if suffix else ():
+                path.write_bytes(whole[:-cut])
+                with pytest.raises(ValueError, match=r"torn.* can't be read .*damaged"):
+                    prepared([path], tokenizer, tmp_path / "out")
+
+
+def test_damaged_and_foreign_files_are_named(tmp_path, tokenizer):
+    whole = bytearray(parquet([make_text(n, 30) for n in range(2000)]))
+    whole[len(whole) // 3] ^= 0xFF
+    (tmp_path / "bad.parquet").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"bad\.parquet: can't be read"):
+        prepared([tmp_path / "bad.parquet"], tokenizer, tmp_path / "out")
+    for name in ("a.tar.gz", "a.tgz", "a.zip"):
+        (tmp_path / name).write_bytes(b"text")
+        with pytest.raises(ValueError, match="is an archive of files: unpack it"):
+            prepared([tmp_path / name], tokenizer, tmp_path / "out")
+    (tmp_path / "a.txt").write_bytes(gzip.compress(b"the fox"))
+    with pytest.raises(ValueError, match="not UTF-8"):
+        prepared([tmp_path / "a.txt"], tokenizer, tmp_path / "out")
+    (tmp_path / "a.txt").rename(tmp_path / "a.txt.gz")
+    assert prepared([tmp_path / "a.txt.gz"], tokenizer, tmp_path / "out").documents == 1
+    (tmp_path / "a.txt.gz").rename(tmp_path / "a.txt")  # the same bytes under a name that says otherwise
+    with pytest.raises(ValueError, match="not UTF-8"):
+        prepared([tmp_path / "a.txt"], tokenizer, tmp_path / "out")
+
+
+def test_parquet_columns_of_every_kind_of_text(tmp_path, tokenizer):
+    text = pa.array(["a key", "the fox", None])
+    for number, column in enumerate((text, text.cast(pa.large_string()), text.dictionary_encode())):
+        path = tmp_path / f"{number}.parquet"
+        pq.write_table(pa.table({"text": column}), path)
+        assert prepared([path], tokenizer, tmp_path / "out").documents == 2
+    pq.write_table(pa.table({"text": [["a"], ["b"]]}), path)
+    with pytest.raises(ValueError, match="must hold text, got list"):
+        prepared([path], tokenizer, tmp_path / "out")
+
+
+def test_links_to_directories_are_followed_and_circles_are_not(tmp_path, texts, tokenizer):
+    folder = texts[0].parent
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "far.txt").write_text("a key far away")
+    (folder / "far").symlink_to(tmp_path / "elsewhere")
+    (folder / "circle").symlink_to(folder)
+    (folder / "lost.txt").symlink_to(tmp_path / "nowhere.txt")
+    assert prepared([folder], tokenizer, tmp_path / "out").documents == 6
+
+
+def test_a_damaged_memory_of_digests_is_forgotten(tmp_path, texts, tokenizer):
+    prepared([texts[1]], tokenizer, tmp_path / "out")
+    for damage in ("{", "[]", ""):
+        (tmp_path / "out" / "digests.json").write_text(damage)
+        assert prepared([texts[1]], tokenizer, tmp_path / "out").reused == 1
+
+
+def test_a_prepared_cache_that_is_only_read_serves(tmp_path, texts, tokenizer, monkeypatch):
+    first = prepared([texts[0].parent], tokenizer, tmp_path / "out")
+
+    def refuse(*arguments, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("retrofox.data_files.os.replace", refuse)
+    assert prepared([texts[0].parent], tokenizer, tmp_path / "out").sources == first.sources
+    texts[0].write_text("something new")
+    with pytest.raises(ValueError, match=r"can't be written to .*Read-only file system.*set data\.cache"):
+        prepared([texts[0].parent], tokenizer, tmp_path / "out")
 
 
 def test_refusals_say_what_to_do(tmp_path, texts, tokenizer):

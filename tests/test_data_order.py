@@ -72,6 +72,31 @@ def test_steps_cover_the_same_samples_in_any_world():
         assert [index for step in zip(*ranks, strict=True) for part in step for index in part] == wanted
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    counts=st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    runs=st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 24]), st.integers(0, 9)), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_a_run_on_changing_worlds_consumes_exactly_the_order(counts, runs, data):
+    """Each interruption may change the number of processes and the micro-batch; a step stays 24 windows."""
+    order = Order(counts[0], 3) if len(counts) == 1 else Mixture(counts, [1.0, 0.3, 2.5][: len(counts)], 3)
+    consumed, seen = 0, []
+    for world, steps in runs:
+        micro = data.draw(st.sampled_from([m for m in (1, 2, 3, 4, 6, 12, 24) if 24 % (world * m) == 0]))
+        accumulated = 24 // (world * micro)
+        ranks = [iter(StepSampler(order, micro, consumed, rank, world)) for rank in range(world)]
+        for _ in range(steps):
+            step = [index for _ in range(accumulated) for rank in ranks for index in next(rank)]
+            assert step == order.take(np.arange(consumed, consumed + 24)).tolist()
+            consumed += 24
+            seen += step
+    assert seen == order.take(np.arange(consumed)).tolist()
+    if len(counts) == 1:
+        for epoch in range(consumed // counts[0]):
+            assert sorted(seen[epoch * counts[0] : (epoch + 1) * counts[0]]) == list(range(counts[0]))
+
+
 @pytest.mark.parametrize("bad", [{"batch_size": 0}, {"rank": 2, "world": 2}, {"consumed": -1}])
 def test_samplers_refuse_impossible_settings(bad):
     with pytest.raises(ValueError, match="need batch_size >= 1"):
@@ -81,5 +106,7 @@ def test_samplers_refuse_impossible_settings(bad):
 def test_mixtures_refuse_shares_that_are_none():
     with pytest.raises(ValueError, match="shares must be positive"):
         Mixture([3, 3], [1.0, 0.0])
+    with pytest.raises(ValueError, match="within a factor of"):
+        Mixture([3, 3], [1.0, 1e-25])
     with pytest.raises(ValueError, match="at least one sample"):
         Order(0)

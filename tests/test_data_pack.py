@@ -38,13 +38,20 @@ def test_best_fit_is_the_textbooks(capacity, data):
 @settings(deadline=None, max_examples=100)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60), window=st.integers(2, 33))
 def test_plans_cover_each_token_once_and_split_only_long_documents(lengths, window):
+    lengths = [2, *lengths]
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     plan = pack(bounds, window)
     covered = np.concatenate([np.arange(s, s + n) for s, n in zip(plan.start, plan.length, strict=True)])
-    assert np.array_equal(np.sort(covered), np.arange(bounds[-1]))
+    missing = np.setdiff1d(np.arange(bounds[-1]), covered)
+    assert len(np.unique(covered)) == len(covered) == bounds[-1] - len(missing)
+    assert np.all(np.maximum.reduceat(plan.length, plan.rows[:-1]) > 1)  # every window has something to predict
+    owner = np.searchsorted(bounds, missing, side="right") - 1
+    assert np.all((missing - bounds[owner]) % window == 0)  # left out: single tokens, which have nothing to predict
+    assert np.all(bounds[owner + 1] - missing == 1)
     assert np.all(np.add.reduceat(plan.length, plan.rows[:-1]) <= window)
     document = np.searchsorted(bounds, plan.start, side="right") - 1
     pieces = np.bincount(document, minlength=len(lengths))
+    pieces += np.bincount(owner, minlength=len(lengths))
     assert np.array_equal(pieces, -(-np.array(lengths) // window))
     assert np.all(bounds[document + 1] >= plan.start + plan.length)
 
@@ -74,3 +81,10 @@ def test_plans_are_kept_and_damaged_ones_made_again(tmp_path):
 def test_windows_of_one_token_are_refused():
     with pytest.raises(ValueError, match="at least 2, got 1"):
         pack(np.array([0, 5]), 1)
+
+
+def test_windows_without_anything_to_predict_are_left_out():
+    plan = pack(np.array([0, 9, 10, 11], dtype=np.int64), 8)  # 8 + 1, 1, 1: the single tokens would fill a window
+    assert (len(plan), plan.tokens) == (1, 8)
+    with pytest.raises(ValueError, match="no document has two tokens"):
+        pack(np.array([0, 1, 2, 2], dtype=np.int64), 8)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from retrofox import data_encode
 from retrofox.data import DataSource, open_tokens, prepare_sources
 from retrofox.data_encode import Encoder
-from retrofox.data_sources import Batch
+from retrofox.data_read import Batch
 
 PHRASE = "the fox forgets what the gate lets go, it's 1234567 keys;  and\n\nthe key keeps what it saw: naïve façade\tx"
 
