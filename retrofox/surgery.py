@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.attention import MODES, FoxMixin
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.model.gates import half_life_tokens
+from retrofox.source import check_source, read_config, refuse_adapter
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Plan:
         tensors: name -> shape of every tensor that is added, all float32.
         kept_pairs: rotary pairs kept in each layer, and `pairs`, how many there are.
         half_lives: half-lives in tokens that the heads of a layer start with.
+        base_tensors: name -> shape of the base model's own tensors; `tied` are those a checkpoint may lack.
     """
 
     model_type: str
@@ -45,6 +47,8 @@ class Plan:
     kept_pairs: list[int]
     pairs: int
     half_lives: list[float]
+    base_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tied: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -84,7 +88,8 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
     with torch.device("meta"):
         model = lm_class(config.model_type)(fox_config)
     found = [module for _, module in attentions(model)]
-    added = {n: tuple(t.shape) for n, t in model.state_dict().items() if is_new_tensor(n)}
+    shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    added = {n: shape for n, shape in shapes.items() if is_new_tensor(n)}
     gates = [m.forget_gate for m in found if m.forget_gate is not None]
     fade = [m.rotary_fade.fade for m in found if m.rotary_fade is not None]
     return Plan(
@@ -97,6 +102,8 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         kept_pairs=[sum(f > 0 for f in layer) for layer in fade],
         pairs=len(fade[0]) if fade else 0,
         half_lives=_starting_half_lives(gates[0].initial_bias) if gates else [],
+        base_tensors={n: shape for n, shape in shapes.items() if n not in added},
+        tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),
     )
 
 
@@ -219,18 +226,36 @@ def convert(
         FileNotFoundError: `source` is not there.
     """
     spec = fox or FoxSpec()
+    if not isinstance(source, (str, Path, PreTrainedModel)):
+        raise ValueError(
+            f"source must be a transformers model, a Hub id, a directory or a .gguf file, got a {type(source).__name__}"
+            "; of a peft model, give what merge_and_unload() returns"
+        )
     if out is not None:
         from retrofox.artefact import write
 
         return write(source, Path(out), spec, link=link, verify=verify, revision=revision, calibrate=calibrate)
     if calibrate:
         raise ValueError("calibration writes a checkpoint: give OUT, or use retrofox.calibrate on the live model")
-    if isinstance(source, PreTrainedModel):
-        if source.config.model_type.startswith("fox_"):
-            raise ValueError("this model is already converted; start from its base model")
-        return apply(source, make_plan(source.config, spec, base=source.config._name_or_path or None))
-    model, _ = load_base(source, revision=revision)
-    return apply(model, make_plan(model.config, spec, base=str(source), revision=revision))
+    from retrofox.artefact import plan_for
+    from retrofox.norm_gains import has_norms, set_gains, tokenizer_of_live
+
+    plan = plan_for(source, spec, revision)
+    base, tokenizer = (source, None) if isinstance(source, PreTrainedModel) else load_base(source, revision=revision)
+    model = apply(base, plan)
+    if has_norms(plan) and not model.get_input_embeddings().weight.is_meta:  # type: ignore[union-attr]
+        set_gains(model, tokenizer or tokenizer_of_live(base))
+    return model
+
+
+def check_live(model: PreTrainedModel) -> None:
+    """Raises ValueError, saying what to do instead, for a model in memory that can't be converted."""
+    if model.config.model_type.startswith("fox_"):
+        raise ValueError("this model is already converted; start from its base model")
+    if getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None):
+        raise ValueError(f"this {type(model).__name__} is quantised: load the unquantised model, or dequantize() it")
+    if getattr(model, "peft_config", None):
+        raise ValueError(f"this {type(model).__name__} carries a LoRA adapter: merge it in (merge_and_unload) first")
 
 
 def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: str | None = None) -> PreTrainedModel:
@@ -274,32 +299,6 @@ def _load_adapter(directory: Path, *, dtype: Any, device: Any) -> PreTrainedMode
     return PeftModel.from_pretrained(model, str(directory))  # type: ignore[return-value]
 
 
-def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """config.json of a directory or Hub id as a dict.
-
-    Raises:
-        FileNotFoundError: nothing there, said with what was looked for.
-    """
-    directory = Path(path)
-    if directory.exists():
-        file = directory / "config.json"
-        if not file.is_file():
-            raise FileNotFoundError(f"{directory} has no config.json: give a model directory, a Hub id or a .gguf file")
-        return json.loads(file.read_text())
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return json.loads(Path(hf_hub_download(str(path), "config.json", revision=revision)).read_text())
-    except HFValidationError as error:
-        raise FileNotFoundError(f"{path}: no such directory, and not a Hub id (org/name) either") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(
-            f"{path}: no such directory, and the Hub gave no config.json for it ({type(error).__name__}); "
-            "check the name, the network and `hf auth login` for gated models"
-        ) from error
-
-
 def load_base(source: str | Path, *, dtype: Any = None, device: Any = None, revision: str | None = None):
     """(model, tokenizer) of an unconverted model: Hub id, directory or .gguf file (dequantised); tokenizer or None.
 
@@ -316,11 +315,18 @@ def load_base(source: str | Path, *, dtype: Any = None, device: Any = None, revi
         read_config(source, revision)
         where, options = str(source), {"revision": revision or "main"}
     model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
+    if has_softcap(model.config):
+        model.set_attn_implementation("eager")
     if "gguf_file" in options and hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")  # it was dequantised: the entry would only block saving
         vars(model).update(hf_quantizer=None, is_quantized=False)
     tokenizer = load_tokenizer(source, revision=revision)
     return (model if device is None else model.to(device)), tokenizer
+
+
+def has_softcap(config: Any) -> bool:
+    """Whether a base model caps its attention logits: transformers before 5.23 drops the cap in sdpa, its default."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
@@ -340,14 +346,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
 
 def base_config(source: str | Path, revision: str | None = None) -> Any:
     """The transformers config of a source that is a directory or Hub id, refusing what can't be converted."""
+    refuse_adapter(source)
     values = read_config(source, revision)
-    if values.get("model_type", "").startswith("fox_"):
-        raise ValueError(
-            f"{source} is already converted ({values['model_type']}); convert its base, {values['fox'].get('base')}"
-        )
-    if values.get("quantization_config"):
-        raise ValueError(
-            f"{source} is quantised: convert the unquantised model (a .gguf file is dequantised on the way)"
-        )
+    check_source(source, values)
     check_supported(values)
     return AutoConfig.from_pretrained(str(source), revision=revision or "main")

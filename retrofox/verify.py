@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,11 @@ LARGEST_IN_FLOAT32 = 4_000_000_000
 """Parameters up to which the proof runs in float32; larger models are compared in their own dtype."""
 
 
-def prove(source: Any, out: Path, exact: bool = True) -> dict[str, Any]:
+NOT_IDENTITIES = {"qk-norm": ("q_norm_fox", "k_norm_fox"), "output-norm": ("output_norm",)}
+"""Pro parts that change the logits from the start, and the modules that make them."""
+
+
+def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any]:
     """Runs the proof in a fresh process and returns its numbers.
 
     The base and the converted model (gates open, RoPE kept) read one fixed text; their logits must agree to
@@ -34,25 +40,31 @@ def prove(source: Any, out: Path, exact: bool = True) -> dict[str, Any]:
     Args:
         source: Hub id, directory, .gguf file, or a live model (which is compared in this process).
         out: the converted checkpoint directory.
-        exact: False when calibration rewrote query projections: the difference is then reported, not judged.
+        refitted: names of query projections that calibration rewrote. Each must be the base's with one matrix per head
+            in front; the proof then runs with the base's put back, and reports what the stored ones give beside it.
 
     Raises:
-        ValueError: the logits differ, or the process failed.
+        ValueError: the logits differ, a projection is no refit of the base's, or the process failed.
     """
     from transformers import PreTrainedModel
 
     if isinstance(source, PreTrainedModel):
-        result = compare(source, out)
+        result = compare(source, out, refitted)
     else:
         with tempfile.TemporaryDirectory() as folder:
             answer = Path(folder) / "parity.json"
-            command = [sys.executable, "-m", "retrofox.verify", str(source), str(out), str(answer)]
+            command = [sys.executable, "-m", "retrofox.verify", str(source), str(out), str(answer), *refitted]
             run = subprocess.run(command, capture_output=True, text=True)
             if run.returncode:
                 raise ValueError(f"the parity proof of {out} failed to run:\n{run.stderr[-2000:]}")
             result = json.loads(answer.read_text())
-    result["judged"] = exact
-    if exact and not result["equal"]:
+    if refitted and result["refit"]["residual"] > result["refit"]["tolerance"]:
+        raise ValueError(
+            f"parity proof failed: {result['refit']['worst']} is not the base's with a matrix per head in front "
+            f"(residual {result['refit']['residual']:.2e}, allowed {result['refit']['tolerance']:.0e}); "
+            "nothing was written"
+        )
+    if not result["equal"]:
         raise ValueError(
             f"parity proof failed: with gates open and RoPE kept the logits differ by {result['max_difference']:.2e} "
             f"(allowed {result['tolerance']:.2e}); nothing was written. Please report the model."
@@ -60,7 +72,7 @@ def prove(source: Any, out: Path, exact: bool = True) -> dict[str, Any]:
     return result
 
 
-def compare(source: Any, out: Path) -> dict[str, Any]:
+def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any]:
     """The proof's numbers, computed here: difference of logits; loss of base, parity form and chosen form."""
     import torch
     import torch.nn.functional as F
@@ -70,36 +82,45 @@ def compare(source: Any, out: Path) -> dict[str, Any]:
     from retrofox.surgery import attention_mode, load, load_base
 
     tokenizer = tokenizer_of(source, out)
-    if isinstance(source, PreTrainedModel):
-        base = source
-    else:
-        base, _ = load_base(source)
+    base = source if isinstance(source, PreTrainedModel) else load_base(source)[0]
     dtype = torch.float32 if base.num_parameters() <= LARGEST_IN_FLOAT32 else base.dtype
-    before = base.dtype, base.training
-    base.to(dtype=dtype).eval()  # type: ignore[call-arg]
     vocabulary = base.config.vocab_size
     if tokenizer is None:
         tokens = torch.randint(vocabulary, (1, 256), generator=torch.Generator().manual_seed(0))
     else:
-        tokens = tokenizer(TEXT, return_tensors="pt").input_ids[:, : base.config.max_position_embeddings]
-        if int(tokens.max()) >= vocabulary:
-            tokens = tokens % vocabulary
-    device = base.device
-    with torch.inference_mode():
-        expected = base(tokens.to(device), use_cache=False).logits[0].float().cpu()
-        base.to(dtype=before[0]).train(before[1])  # type: ignore[call-arg]
-        if base is not source:
-            del base
-        model = load(out, dtype=dtype).eval()
-        with attention_mode(model, "original"):
-            parity = model(tokens, use_cache=False).logits[0].float()
-        chosen = model(tokens, use_cache=False).logits[0].float()
+        tokens = tokenizer(TEXT, return_tensors="pt").input_ids[:, : base.config.max_position_embeddings] % vocabulary
+    with torch.inference_mode(), _as_reference(base, dtype):
+        expected = base(tokens.to(base.device), use_cache=False).logits[0].float().cpu()
+        named = dict(base.named_parameters())
+        originals = {name: named[name].detach().cpu().clone() for name in refitted}
+    del named, base
+    model = load(out, dtype=dtype).eval()
+
+    def logits(mode: str = "fox") -> torch.Tensor:
+        with torch.inference_mode(), attention_mode(model, mode):
+            return model(tokens, use_cache=False).logits[0].float()
+
+    def loss(values: torch.Tensor) -> float:
+        return float(F.cross_entropy(values[:-1], tokens[0, 1:]))
+
+    chosen = loss(logits())
+    parts = {}
+    for part in model.config.fox["pro"]:
+        if part in NOT_IDENTITIES:
+            with _without(model, NOT_IDENTITIES[part]):
+                lacking = loss(logits())
+            parts[part] = {"loss_without": lacking, "costs": chosen - lacking}
+    stored = logits("original")
+    refit = {}
+    if refitted:
+        refit = _undo_refit(model, originals) | {
+            "undone": len(refitted),
+            "max_difference_as_stored": float((stored - expected).abs().max()),
+            "loss_as_stored": loss(stored),
+        }
+    parity = logits("original") if refitted else stored
     tolerance = (1e-5 if dtype == torch.float32 else 2e-2) * max(1.0, float(expected.abs().max()))
     difference = (parity - expected).abs()
-
-    def loss(logits: torch.Tensor) -> float:
-        return float(F.cross_entropy(logits[:-1], tokens[0, 1:]))
-
     return {
         "equal": bool(difference.max() <= tolerance),
         "max_difference": float(difference.max()),
@@ -109,9 +130,89 @@ def compare(source: Any, out: Path) -> dict[str, Any]:
         "tokens": tokens.shape[1],
         "loss_base": loss(expected),
         "loss_gates_open_rope_kept": loss(parity),
-        "loss_converted": loss(chosen),
+        "loss_converted": chosen,
+        **({"parts": parts} if parts else {}),
+        **({"refit": refit} if refit else {}),
     }
 
 
+@contextlib.contextmanager
+def _as_reference(base: Any, dtype: Any) -> Iterator[None]:
+    """Runs the base in `dtype`, in eval mode, with an attention that drops nothing; a live model is then as it was."""
+    from retrofox.surgery import has_softcap
+
+    attention, training = base.config._attn_implementation, base.training
+    tensors = [(parameter, parameter.data) for parameter in base.parameters()]
+    buffers = [(m, key, value) for m in base.modules() for key, value in m._buffers.items()]
+    exact = ("eager",) if has_softcap(base.config) else ("eager", "sdpa")
+    if attention not in exact:
+        base.set_attn_implementation(exact[-1])
+    for parameter in base.parameters():
+        parameter.data = parameter.data.to(dtype)
+    base.eval()
+    try:
+        yield
+    finally:
+        for parameter, data in tensors:
+            parameter.data = data
+        for module, key, value in buffers:
+            module._buffers[key] = value
+        base.train(training)
+        if attention not in exact:
+            base.set_attn_implementation(attention)
+
+
+@contextlib.contextmanager
+def _without(model: Any, names: Sequence[str]) -> Iterator[None]:
+    """Runs a converted model without some of its Pro modules."""
+    from retrofox.surgery import attentions
+
+    places = [(attention, name, getattr(attention, name)) for _, attention in attentions(model) for name in names]
+    for attention, name, _ in places:
+        setattr(attention, name, None)
+    try:
+        yield
+    finally:
+        for attention, name, module in places:
+            setattr(attention, name, module)
+
+
+def _undo_refit(model: Any, originals: dict[str, Any]) -> dict[str, Any]:
+    """Puts the base's query projections back and says how well the refitted ones were M_h W_h, M_h one matrix per head.
+
+    Returns:
+        residual = max_h |W'_h - M_h W_h| / |W'_h| with M_h by least squares (a bias is one more column of W); for rows
+        that are not queries (fused projections) |W' - W| / |W'|.
+    """
+    import torch
+
+    from retrofox.surgery import attentions
+
+    worst, where, half = 0.0, "", False
+    for prefix, attention in attentions(model):
+        for part in ("q_proj", "qkv_proj"):
+            names = [name for name in originals if name.startswith(f"{prefix}.{part}.")]
+            if not names:
+                continue
+            projection = getattr(attention, part)
+            now = {leaf: p.detach().float() for leaf, p in projection.named_parameters()}
+            before = {leaf: originals.get(f"{prefix}.{part}.{leaf}", p).float() for leaf, p in now.items()}
+            new, old = (torch.cat([x["weight"], *(b[:, None] for b in [x.get("bias")] if b is not None)], 1)
+                        for x in (now, before))  # fmt: skip
+            queries = attention.num_fox_heads * attention.head_dim
+            new_heads, old_heads = (x[:queries].unflatten(0, (-1, attention.head_dim)).double() for x in (new, old))
+            fitted = new_heads @ torch.linalg.pinv(old_heads) @ old_heads
+            rest = float((new[queries:] - old[queries:]).norm() / new[queries:].norm().clamp_min(1e-30))
+            residual = max(float(((fitted - new_heads).norm(dim=(1, 2)) / new_heads.norm(dim=(1, 2))).max()), rest)
+            if residual >= worst:
+                worst, where = residual, f"{prefix}.{part}"
+            with torch.no_grad():
+                for name in names:
+                    parameter = projection.get_parameter(name.rsplit(".", 1)[1])
+                    half |= bool((parameter.float() == parameter.bfloat16().float()).all())
+                    parameter.copy_(originals[name])
+    return {"residual": worst, "worst": where, "tolerance": 2e-2 if half else 1e-3}
+
+
 if __name__ == "__main__":
-    Path(sys.argv[3]).write_text(json.dumps(compare(sys.argv[1], Path(sys.argv[2]))))
+    Path(sys.argv[3]).write_text(json.dumps(compare(sys.argv[1], Path(sys.argv[2]), sys.argv[4:])))

@@ -184,9 +184,10 @@ def test_loading_a_plain_model_is_refused(source):
 def test_a_failed_proof_leaves_nothing(source, tmp_path, monkeypatch):
     import retrofox.artefact
 
-    def spoiled(directory, plan, partial, link, progress):
-        how = original(directory, plan, partial, link, progress)
-        name = "model-00001-of-00001.safetensors"
+    def spoiled(directory, found, plan, appearing, *rest):
+        how = original(directory, found, plan, appearing, *rest)
+        appearing.wait()
+        partial, name = appearing.partial, "model-00001-of-00001.safetensors"
         state = load_file(partial / name)
         state["model.norm.weight"] = state["model.norm.weight"] * 1.01
         save_file(state, partial / name, metadata={"format": "pt"})
@@ -227,7 +228,10 @@ def test_calibration_lands_in_the_checkpoint(pico_checkpoint, tmp_path):
     spec = FoxSpec(rope="partial", init="calibrated", half_life=(4, 64))
     report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=spec, link=True, calibrate=[str(text)])
     assert report["calibration"]["rewritten"]
-    assert report["parity"]["judged"] is False
+    assert report["parity"]["equal"]  # with the base's queries put back
+    assert report["parity"]["refit"]["undone"] == 2
+    assert report["parity"]["refit"]["residual"] < 1e-5
+    assert report["parity"]["refit"]["max_difference_as_stored"] > 1e-3
     assert (tmp_path / "out" / "calibration" / "calibration.json").is_file()
     assert (pico_checkpoint / "model.safetensors").read_bytes() == before  # a linked shard is not written through
     original, state = load_file(pico_checkpoint / "model.safetensors"), stored(tmp_path / "out")

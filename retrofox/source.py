@@ -1,0 +1,185 @@
+"""Where a model comes from: its config before anything else, what can't be converted, fetching it from the Hub.
+
+Imports no torch: a conversion is refused, or its copying begun, before torch is there.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from retrofox.model.configuration_fox import SUPPORTED
+from retrofox.shards import Appearing, Shards, find, refuse_existing
+
+PROBE_SECONDS = 10
+SKIPPED = ("*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "original/*", "consolidated*", "*.py")
+"""Files of a Hub repository that a conversion has no use for."""
+
+
+def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """config.json of a directory or Hub id as a dict.
+
+    Raises:
+        FileNotFoundError: nothing there, said with what was looked for.
+        ValueError: config.json is no JSON object.
+    """
+    directory = Path(path)
+    if directory.exists():
+        file = directory / "config.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{directory} has no config.json: give a model directory, a Hub id or a .gguf file")
+    else:
+        file = _from_hub(str(path), revision)
+    try:
+        values = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}): download the model again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} holds a {type(values).__name__} where a JSON object belongs")
+    return values
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        if not isinstance(cached, str) and not constants.HF_HUB_OFFLINE:
+            _probe(name, constants.ENDPOINT)
+        return Path(hf_hub_download(name, "config.json", revision=revision))
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{name}: no such directory, and not a Hub id (org/name) either") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        at = f"{constants.ENDPOINT}/{name}" + (f" at revision {revision}" if revision else "")
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error)
+        raise FileNotFoundError(
+            f"{name}: no such directory here, and no config.json could be had from {at} ({why}): check the name and "
+            "the network; for a gated or private model, `hf auth login`"
+        ) from error
+
+
+def _probe(name: str, endpoint: str) -> None:
+    """Fails within seconds where the Hub can't be reached; huggingface_hub itself would go on trying for 23 s."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PROBE_SECONDS).close()
+    except urllib.error.HTTPError:
+        pass  # it answers
+    except urllib.error.URLError as error:
+        if not isinstance(error.reason, ssl.SSLError):  # the Hub's client may know certificates that this one doesn't
+            raise ConnectionError(f"{endpoint} can't be reached: {error.reason}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:300]
+
+
+def check_source(source: str | Path, values: dict[str, Any]) -> None:
+    """Raises ValueError, saying what to do instead, for a model (its config.json as a dict) that can't be converted.
+
+    Refused: a converted model, a quantised one, a config without model_type. Families are checked by
+    `retrofox.families.check_supported`.
+    """
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"config.json of {source} has no model_type: it is not a transformers model")
+    if model_type.startswith("fox_"):
+        base = (values.get("fox") or {}).get("base")
+        raise ValueError(
+            f"{source} is already converted ({model_type}): train it, or convert its base, "
+            f"{base or 'not recorded'}, anew"
+        )
+    quantised = values.get("quantization_config") or values.get("compression_config")
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    for name in ("quantize_config.json", "quant_config.json", "quant_model_description.json"):
+        if (Path(source) / name).is_file():
+            quantised, method = True, method or name
+    if quantised:
+        raise ValueError(
+            f"{source} is quantised ({method or 'method not named'}): convert the unquantised model it was made from, "
+            "or dequantise it first (from_pretrained(...).dequantize(), where its method can, then save_pretrained); a "
+            ".gguf file is dequantised on the way"
+        )
+
+
+def refuse_adapter(source: str | Path) -> None:
+    """Raises ValueError for a directory that holds a LoRA adapter, alone or beside a model."""
+    file = Path(source) / "adapter_config.json"
+    if not file.exists():
+        return
+    try:
+        base = json.loads(file.read_text()).get("base_model_name_or_path")
+    except (ValueError, AttributeError):
+        base = None
+    raise ValueError(
+        f"{source} holds a LoRA adapter (adapter_config.json): merge it into its base, {base or 'not recorded'}, first "
+        "(peft: merge_and_unload, then save_pretrained; one trained by retrofox: `retrofox merge`), then convert that"
+    )
+
+
+def check_out(source: str | Path, out: Path) -> None:
+    """Raises ValueError where `out` is not empty, is the source directory or lies inside it."""
+    refuse_existing(out)
+    directory = Path(source)
+    if directory.is_dir() and directory.resolve() in out.resolve().parents:
+        raise ValueError(f"OUT {out} lies inside SOURCE {source}: choose a directory outside it")
+
+
+@contextmanager
+def begun(source: str, out: Path, link: bool, wanted: bool = True) -> Iterator[Appearing | None]:
+    """OUT in the making, its weights already on their way while torch is imported; None where that can't be.
+
+    It can for a local directory of safetensors. Whatever else is wrong with the source is left for the conversion to
+    say, which then ends the copying.
+    """
+    shards = _at_once(source, out) if wanted else None
+    if shards is None:
+        yield None
+        return
+    with Appearing(out) as appearing:
+        appearing.place(shards, link)
+        yield appearing
+
+
+def _at_once(source: str, out: Path) -> Shards | None:
+    try:
+        if not Path(source).is_dir():
+            return None
+        refuse_adapter(source)
+        values = read_config(source)
+        check_source(source, values)
+        check_out(source, out)
+        shards = find(Path(source))
+    except (ValueError, OSError):
+        return None
+    return None if shards.pickled or values["model_type"] not in SUPPORTED else shards
+
+
+def fetch(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
+    """(local directory, commit) of a directory or a Hub id, downloading what a conversion needs.
+
+    Raises:
+        FileNotFoundError: a directory that is not there, or a Hub that can't be reached.
+    """
+    if Path(source).is_dir():
+        return Path(source), None
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    try:
+        names = HfApi().list_repo_files(str(source), revision=revision)
+        safe = any(name.endswith(".safetensors") for name in names)
+    except OfflineModeIsEnabled:
+        safe = False  # take what the cache has
+    try:
+        skip = [*SKIPPED, "*.bin"] if safe else [*SKIPPED]
+        directory = Path(snapshot_download(str(source), revision=revision, ignore_patterns=skip))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(f"{source} could not be downloaded: {_first_line(error)}") from error
+    return directory, directory.name

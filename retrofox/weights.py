@@ -1,0 +1,134 @@
+"""Tensors of a checkpoint on disk: checked against the model, taken out of .bin files, replaced, one at a time."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from retrofox import shards
+from retrofox.surgery import Plan
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def check_weights(where: Path, tensors: Mapping[str, Mapping[str, Any]], plan: Plan) -> None:
+    """Raises ValueError where a checkpoint's tensors are not the ones its config describes.
+
+    Args:
+        where: the directory, for the message.
+        tensors: name -> safetensors header entry.
+    """
+    odd = [name for name in plan.base_tensors if name in tensors and tensors[name]["dtype"] not in FLOATS]
+    if odd:
+        raise ValueError(
+            f"{where} stores {odd[0]} as {tensors[odd[0]]['dtype']}, so it is quantised, though its config doesn't say "
+            "so: convert the unquantised model it was made from"
+        )
+    for name, shape in plan.base_tensors.items():
+        if name in tensors and tuple(tensors[name]["shape"]) != shape:
+            raise ValueError(
+                f"{where} has {name} of shape {tensors[name]['shape']}; its config.json asks for {list(shape)}: the "
+                "two don't belong together"
+            )
+    if get_checkpoint_conversion_mapping(plan.model_type) is not None:
+        return  # transformers renames or fuses this family's tensors while loading (experts)
+    missing = [name for name in plan.base_tensors if name not in tensors and name not in plan.tied]
+    if missing:
+        ending = next((n for n in tensors if missing[0].endswith(n) or n.endswith(missing[0].partition(".")[2])), None)
+        hint = f"; its tensors are named like {ending}" if ending else ""
+        raise ValueError(
+            f"{where} lacks {len(missing)} tensors of a {plan.model_type} causal LM, such as {missing[0]}{hint}: "
+            "load it with AutoModelForCausalLM and save_pretrained it anew, then convert that"
+        )
+
+
+def from_bin(file: Path, target: Path, tied: bool) -> None:
+    """Rewrites one .bin shard as safetensors: weights_only, memory-mapped, a tensor at a time.
+
+    Args:
+        tied: whether the model ties its embeddings: of two tensors that share memory only the first is then kept.
+
+    Raises:
+        ValueError: the file is damaged, holds something else than tensors, or would run code when unpickled.
+    """
+    state = _unpickled(file)
+    seen: set[tuple[Any, ...]] = set()
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValueError(f"{file} holds {name!r}, a {kind}: only dense tensors of plain dtypes can be converted")
+        view = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        if not (tied and tensor.numel() and view in seen):
+            seen.add(view)
+            kept[name] = tensor
+    entries = {name: (DTYPES[t.dtype], list(t.shape), t.numel() * t.element_size()) for name, t in kept.items()}
+    shards.write_tensors(target, entries, map(_bytes, kept.values()))
+
+
+def _unpickled(file: Path) -> dict[str, Any]:
+    try:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            state = torch.load(file, map_location="cpu", weights_only=True)  # written before torch 1.6
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{file} holds more than tensors and could run code when it is opened, so it was not: convert a "
+            f"safetensors version of the model ({str(error).splitlines()[0]})"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ValueError(f"{file} can't be read ({str(error).splitlines()[0]}): download it again") from error
+    if not isinstance(state, dict) or not state:
+        raise ValueError(f"{file} holds a {type(state).__name__} where a dictionary of tensors belongs")
+    return state
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def replace_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], weight_map: Mapping[str, str]) -> None:
+    """Puts tensors in the place of those of the same name, in their dtype, rewriting the shards that hold them.
+
+    A rewritten shard is a new file: a hard link to it keeps what it had. In memory is one tensor at a time.
+    """
+    for name in sorted({weight_map[key] for key in tensors}):
+        file = directory / name
+        old = sorted(shards.header(file).items(), key=lambda item: item[1]["data_offsets"][0])
+        entries = {}
+        for key, entry in old:
+            if key in tensors and list(tensors[key].shape) != entry["shape"]:
+                raise ValueError(f"{key} is {entry['shape']} in {file}, its replacement {list(tensors[key].shape)}")
+            entries[key] = (entry["dtype"], entry["shape"], shards.nbytes([entry]))
+        partial = directory / f"{name}.partial"
+        shards.write_tensors(partial, entries, _replaced(file, [key for key, _ in old], tensors))
+        os.replace(partial, file)
+
+
+def _replaced(file: Path, names: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    with safe_open(file, "pt") as opened:
+        for name in names:
+            tensor = opened.get_tensor(name)
+            yield _bytes(tensors[name].cpu().to(tensor.dtype) if name in tensors else tensor)
