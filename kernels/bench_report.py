@@ -98,7 +98,7 @@ def markdown(result: dict) -> str:
             cells.append(cell(at.get((PRUNING_COST[0][0], p._replace(gates="open").name))))
             lines.append(f"| {p.name.split(' ')[0]} | {times['ours']:.3f} | {' | '.join(cells)} |")
     lines.append("")
-    lines += [decode_line(row) for row in result["decode"]]
+    lines += [*(decode_line(row) for row in result["decode"]), ""]
     missed = [t for t in reached if not t["met"]]
     lines.append(
         f"{len(reached) - len(missed)} of {len(reached)} targets met; missed:" if missed else "all targets met"
@@ -146,7 +146,7 @@ def bars(axis: Any, result: dict, shapes: list[Problem], names: list[str]) -> No
         axis.bar_label(drawn, [f"{r:.0f}" if r else "" for r in rates], fontsize=6.5, rotation=90, padding=2)
     axis.set_xticks(range(len(shapes)), [f"{p.B} x {p.T}\nheads {p.H}/{p.Hkv}, D {p.D}" for p in shapes], fontsize=8)
     axis.set_ylabel("TFLOP/s")
-    axis.margins(y=0.25)
+    axis.margins(y=0.35)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, ncols=3, frameon=False, loc="upper left")
 

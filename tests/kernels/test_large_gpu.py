@@ -1,0 +1,84 @@
+"""Tensors of more than 2^31 elements, grids of more than 65535 blocks and 32768 tokens, by every backend, on a GPU.
+
+A float64 reference of that size does not fit, so a large problem is compared with the same rows run on their own.
+"""
+
+# The operator returns o or (o, lse), and options travel as dicts:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+import pytest
+import torch
+from cases import gates
+from fox_kernels import cumsum, forgetting_attention, hopper_forward
+from test_gpu import gate_error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+NO_GLUON = hopper_forward.gluon_missing() or ("" if HOPPER else "needs a Hopper GPU")
+gluon = pytest.param("gluon", marks=pytest.mark.skipif(bool(NO_GLUON), reason=str(NO_GLUON)))
+BF16 = torch.bfloat16
+
+
+def check_rows(rows: list[int], B: int, T: int, H: int, Hkv: int, D: int, **options) -> None:
+    """A batch of B gives in these rows, forward and backward, what the rows give in a batch of their own."""
+    torch.manual_seed(0)
+    q, do = (torch.randn(B, T, H, D, device="cuda", dtype=BF16) for _ in range(2))
+    k, v = (torch.randn(B, T, Hkv, D, device="cuda", dtype=BF16) for _ in range(2))
+    log_f = gates("short", B, T, H, device="cuda")
+
+    def results(choose) -> list[torch.Tensor]:
+        inputs = [choose(x).requires_grad_() for x in (q, k, v, log_f)]
+        o = forgetting_attention(*inputs, **options)
+        return [o.detach(), *torch.autograd.grad(o, inputs, choose(do))]
+
+    expected = results(lambda x: x[rows].contiguous())
+    whole = results(lambda x: x.detach())
+    for name, a, b in zip(("o", "dq", "dk", "dv", "dlog_f"), whole, expected, strict=True):
+        for n, row in enumerate(rows):
+            assert (a[row] - b[n]).float().norm() <= 1e-3 * b[n].float().norm(), (name, row)
+
+
+@pytest.mark.parametrize("backend", ["triton", gluon])
+def test_more_than_two_to_the_31_elements(backend):
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("needs 40 GB of free GPU memory")
+    B, T, H, D = 65, 8192, 32, 128
+    assert B * T * H * D > 2**31
+    check_rows([0, B - 1], B, T, H, 2, D, backend=backend)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("prune", [None, -10.0])
+@pytest.mark.parametrize("backend", ["triton", gluon])
+def test_more_than_65535_blocks(backend, prune):
+    check_rows([0, 1, 17000, 35000], 35001, 70, 2, 1, 64, backend=backend, prune=prune)
+
+
+def test_decoding_from_a_cache_of_more_than_two_to_the_31_elements():
+    torch.manual_seed(0)
+    B, S, H, Hkv, D = 17, 131072, 16, 8, 128
+    q = torch.randn(B, 1, H, D, device="cuda", dtype=BF16)
+    k, v = (torch.randn(B, S, Hkv, D, device="cuda", dtype=BF16) for _ in range(2))
+    log_f = -torch.rand(B, S, H, device="cuda") * 1e-4
+    assert k.numel() > 2**31
+    with torch.no_grad():
+        whole = forgetting_attention(q, k, v, log_f)
+        alone = forgetting_attention(q[-1:], k[-1:], v[-1:], log_f[-1:])
+    assert (whole[-1:] - alone).norm() <= 4e-3 * alone.norm()  # the keys are split otherwise, o is rounded to bf16
+
+
+@pytest.mark.skipif(bool(NO_GLUON), reason=str(NO_GLUON))
+@pytest.mark.parametrize("mean", [0.0, -1.0, -3.0])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("T", [4096, 32768])
+def test_gate_gradient_of_the_hopper_kernels_within_half_a_percent(T, D, mean):
+    torch.manual_seed(0)
+    assert gate_error(T, mean, D=D, backend="gluon") <= 5e-3
+
+
+def test_cumulative_gates_of_a_million_tokens():
+    log_f = gates("short", 1, 1 << 20, 2, device="cuda")
+    hi, lo = cumsum.cumulative(log_f)
+    exact = log_f.double().transpose(1, 2).cumsum(-1) / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
+    assert (hi.double() + lo.double() - exact).abs().max() <= 1e-12 * exact.abs().max()
