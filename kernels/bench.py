@@ -31,7 +31,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench_problems import Decode, Task, select, tasks
+from bench_problems import METHOD, Decode, Task, select, tasks
 from bench_report import check, decode_line, draw, error_line, markdown, row_line, targets
 
 OURS = ("ours", "ours, pruned", "plain Triton", "plain Triton, pruned")
@@ -83,7 +83,7 @@ def start(arguments: argparse.Namespace, machine: dict, ceilings: dict) -> Resul
     """Return where the results go: a fresh file's, or with --resume an earlier run's on the same machine."""
     path = Path(arguments.out) if arguments.out else None
     command = " ".join(["python kernels/bench.py", *arguments.given])
-    fresh = {"schema": 2, "command": command, "machine": machine, **ceilings}
+    fresh = {"schema": 2, "command": command, "method": METHOD, "machine": machine, **ceilings}
     fresh |= {"rows": [], "decode": [], "errors": [], "skipped": [], "targets": [], "complete": False}
     if arguments.resume and path is not None and path.exists():
         earlier = read(str(path))

@@ -80,10 +80,10 @@ def flex(x):
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    def run():
-        return compiled(*inputs, score_mod=lambda s, b, h, i, j: s - c[b, h, j], block_mask=mask)  # c_i cancels
+    def decayed(s, b, h, i, j):
+        return s - c[b, h, j]  # c_i cancels in the softmax; with it the gradient of c is refused
 
-    return [*inputs, c], do, run
+    return [*inputs, c], do, lambda: compiled(*inputs, score_mod=decayed, block_mask=mask)
 
 
 def load_official(path: str) -> ModuleType:

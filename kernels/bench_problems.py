@@ -9,6 +9,11 @@ ON_AND_OFF = ("ours", "ours, pruned", "plain Triton", "plain Triton, pruned")
 CONTENDERS = (*DENSE, *PRUNED, "plain Triton, pruned", "FlexAttention")
 STAGES = ("table", "decode", "extras", "errors", "flex")
 GATES = ("open", "mixed", "short")
+METHOD = (
+    "medians of CUDA events around the Python call, launches included, calls queued one after another, the L2 flushed "
+    "before each by writing 256 MB; two rounds over all contenders of a problem, the second in reverse; queued_ms: the "
+    "same step while the GPU is kept busy until all is launched; peak_mb: one step beyond its inputs; bf16 throughout"
+)
 
 
 class Problem(NamedTuple):
