@@ -26,7 +26,18 @@ def groups(plan: list[Task]) -> dict[str, list[Task]]:
             shape = f", B {p.B}, heads {p.H}/{p.Hkv}" if name in SLOW and not isinstance(p, Decode) else ""
             group = found.setdefault(f"{name}, D {p.D}, {kind}{shape}", [])
             group.append(task._replace(contenders=(name,)))
-    return dict(sorted(found.items(), key=lambda item: (item[0].split(",")[0] not in SLOW, item[0])))
+    return dict(sorted(found.items(), key=lambda item: (not slow(item[0]), item[0])))
+
+
+def slow(group: str) -> bool:
+    return group.split(",")[0] in SLOW
+
+
+def next_group(waiting: list[str], running: list[str], jobs: int) -> int:
+    """Return which waiting group starts: slow ones first, in half of the processes, so that the rest gets on."""
+    if sum(map(slow, running)) < max(1, jobs // 2):
+        return 0
+    return next((i for i, name in enumerate(waiting) if not slow(name)), 0)
 
 
 def compile_group(tasks: list[Task], official: str | None, pipe) -> None:
@@ -62,7 +73,7 @@ def warm_up(plan: list[Task], official: str | None, jobs: int, seconds: float) -
     started = time.monotonic()
     while waiting or running:
         while waiting and len(running) < jobs:
-            name, tasks = waiting.pop(0)
+            name, tasks = waiting.pop(next_group([n for n, _ in waiting], [n for n, *_ in running.values()], jobs))
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=compile_group, args=(tasks, official, sender), daemon=True)
             process.start()

@@ -178,6 +178,15 @@ def test_every_kernel_is_compiled_once_and_what_broke_is_left_out():
     assert lost == {(Problem(2, 8192, 16, 16, 80), "ours")}
 
 
+def test_slow_compilations_start_first_and_take_half_of_the_processes():
+    waiting = [*bench_warm.groups(tasks(True, True))]
+    running: list[str] = []
+    while len(running) < 8:
+        running.append(waiting.pop(bench_warm.next_group(waiting, running, jobs=8)))
+    assert [bench_warm.slow(name) for name in running] == [True] * 4 + [False] * 4
+    assert bench_warm.next_group([n for n in waiting if bench_warm.slow(n)], running, jobs=8) == 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what compiling reports where there is no GPU")
 def test_a_failure_while_compiling_is_reported_and_does_not_stop(capsys):
     plan = [Task("table", Problem(1, 64, 1, 1, D), ("ours",)) for D in (64, 128)]
