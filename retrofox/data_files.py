@@ -116,7 +116,7 @@ def is_complete(folder: Path, key: str) -> bool:
         if _note(folder, key)["modified"] == _modified(folder, key):
             return True
         intact = _checksum(folder, key) == shard.sha256  # copied, or changed: read again, as its time says nothing
-    except ValueError:
+    except (ValueError, KeyError, TypeError):  # a note that is damaged, or files that are not what it says
         return False
     if intact:
         with contextlib.suppress(OSError):  # a cache that is only read: read again next time

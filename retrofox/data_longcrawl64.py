@@ -48,10 +48,8 @@ class Block:
     def batches(self, text_field: str) -> Iterator[Batch]:
         """Rows as bytes of little-endian uint16, to be decoded on the tokenising side."""
         array, kind = _open(self.path), f"gpt2:{encoder(self.path)}"
-        try:
-            block = np.asarray(array[self.start : self.stop]).astype(
-                "<u2"
-            )  # a chunk is decompressed once, not 32 times
+        try:  # all rows: a chunk is decompressed once, not 32 times
+            block = np.asarray(array[self.start : self.stop]).astype("<u2")
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"{self.path}: a chunk of documents {self.start} to {self.stop - 1} can't be read ({error}): get "

@@ -187,6 +187,12 @@ def prepare_sources(
             for unit in units
             if not is_complete(folder, keys[id(unit)])
         ]
+        total = sum(len(units) for *_, units in plan)
+        if progress and len(missing) < total:
+            there, todo = total - len(missing), f"{len(missing)} to make" if missing else "nothing to tokenise"
+            Console(stderr=True, soft_wrap=True).print(
+                f"{there} of {total} token shards are in {folder}, {todo}", highlight=False
+            )
         _tokenise(missing, tokenizer, folder, workers, progress)
         for unit, name, key in missing:
             if _key(unit, name, made_from, digests) != key:
@@ -205,7 +211,6 @@ def prepare_sources(
         for source in prepared:
             if not source.tokens:
                 raise ValueError(f"{source.path}: no text in it, {sum(s.empty for s in source.shards)} empty documents")
-        total = sum(len(units) for *_, units in plan)
         manifest = Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(missing), total - len(missing))
         manifest.save()
     manifest.seconds = time.perf_counter() - started

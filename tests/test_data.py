@@ -341,6 +341,27 @@ def test_the_manifest_names_what_was_read(tmp_path, texts, tokenizer):
     assert loaded.sources == manifest.sources
 
 
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"shard": {}}', b'{"shard": []}', b"\xff", b"[]"])
+def test_a_damaged_note_makes_its_shard_anew(tmp_path, texts, tokenizer, damage):
+    first = prepared([texts[0]], tokenizer, tmp_path / "out")
+    (tmp_path / "out" / f"{first.sources[0].shards[0].key}.json").write_bytes(damage)
+    again = prepared([texts[0]], tokenizer, tmp_path / "out")
+    assert (again.made, again.sources) == (1, first.sources)
+
+
+def test_a_second_run_says_that_there_is_nothing_to_do(tmp_path, texts, tokenizer, capsys):
+    source = [DataSource(str(texts[0].parent))]
+    prepare_sources(source, tokenizer, tmp_path / "out")
+    assert "token shards are in" not in capsys.readouterr().err
+    prepare_sources(source, tokenizer, tmp_path / "out")
+    said = capsys.readouterr().err
+    assert "5 of 5 token shards are in" in said
+    assert "nothing to tokenise" in said
+    texts[3].write_text("something new")
+    prepare_sources(source, tokenizer, tmp_path / "out")
+    assert "4 of 5 token shards are in" in capsys.readouterr().err
+
+
 def test_a_truncated_shard_is_made_again_by_prepare_and_refused_by_open(tmp_path, texts, tokenizer):
     manifest = prepared([texts[0]], tokenizer, tmp_path / "out")
     (shard,) = (tmp_path / "out").glob("*.tokens")
