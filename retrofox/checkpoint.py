@@ -1,7 +1,7 @@
 """Checkpoints that survive kill -9: a COMPLETE marker written last, checksums, fallback, rotation.
 
 A checkpoint is a directory checkpoint-N. It counts only once it holds COMPLETE, a JSON file naming every other file
-with its size and SHA-256, written to disk after all of them. Whatever is killed at whatever instant, the newest
+with its size and SHA-256, and its own, written to disk after all of them. Whatever is killed at whatever instant, the newest
 directory with a COMPLETE that its files agree with is where training goes on.
 """
 
@@ -37,6 +37,9 @@ def checkpoints(root: Path) -> list[Path]:
 def commit(directory: Path, note: dict[str, Any]) -> None:
     """Declares a checkpoint complete: all its files reach the disk, then COMPLETE does.
 
+    Checkpoints of later steps are deleted then: a run that comes to save this one has passed over them as damaged, and
+    left there they would count as the newest.
+
     Args:
         note: JSON values kept in COMPLETE beside the file list (step, tokens, stage).
     """
@@ -47,8 +50,14 @@ def commit(directory: Path, note: dict[str, Any]) -> None:
                 "bytes": path.stat().st_size,
                 "sha256": _sync_and_hash(path),
             }
-    sync_directory(directory)
-    write_json(directory / MARKER, {**note, "files": files})
+    for folder in (directory.parent, directory, *(path for path in directory.rglob("*") if path.is_dir())):
+        sync_directory(folder)
+    values = {**note, "files": files}
+    write_json(directory / MARKER, {**values, "sha256": _hash_of(values)})
+    if _NAME.fullmatch(directory.name):
+        for later in checkpoints(directory.parent):
+            if step_of(later) > step_of(directory):
+                discard(later)
 
 
 def problem(directory: Path) -> str | None:
@@ -57,9 +66,13 @@ def problem(directory: Path) -> str | None:
     if not marker.is_file():
         return "it has no COMPLETE marker: its save was interrupted"
     try:
-        files = json.loads(marker.read_text(encoding="utf-8"))["files"]
-    except (json.JSONDecodeError, KeyError) as error:
+        values = json.loads(marker.read_bytes())
+        intact = values.pop("sha256") == _hash_of(values)
+        files = values["files"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its COMPLETE marker is damaged ({type(error).__name__})"
+    if not intact:
+        return "its COMPLETE marker does not match its own checksum"
     for name, wanted in files.items():
         path = directory / name
         if not path.is_file():
@@ -85,7 +98,7 @@ def newest_good(root: Path) -> tuple[Path | None, list[str]]:
 def note_of(directory: Path) -> dict[str, Any]:
     """What `commit` was told, without the file list."""
     values = json.loads((directory / MARKER).read_text(encoding="utf-8"))
-    return {key: value for key, value in values.items() if key != "files"}
+    return {key: value for key, value in values.items() if key not in ("files", "sha256")}
 
 
 def rotate(root: Path, keep: int) -> None:
@@ -156,6 +169,11 @@ def _sync_and_hash(path: Path) -> str:
     finally:
         os.close(descriptor)
     return _hash(path)
+
+
+def _hash_of(values: dict[str, Any]) -> str:
+    """SHA-256 of JSON values, the same before they were written and after they were read."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(values)), sort_keys=True).encode()).hexdigest()
 
 
 def _hash(path: Path) -> str:

@@ -49,6 +49,31 @@ def test_newest_good_falls_back_and_says_why(tmp_path, damage):
     assert skipped[0].startswith("checkpoint-10: ")
 
 
+def test_a_marker_damaged_in_any_byte_is_passed_over(tmp_path):
+    make(tmp_path, 9)
+    marker = make(tmp_path, 10) / checkpoint.MARKER
+    whole = marker.read_bytes()
+    damaged = [whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :] for at in range(len(whole)) for bit in (1, 0x80)]
+    for content in (*damaged, b"", b"[]", b"null", b'{"files": {}}', b'{"files": []}', whole[:-2]):
+        marker.write_bytes(content)
+        found, _ = checkpoint.newest_good(tmp_path)
+        assert found is not None
+        if found.name == "checkpoint-10":  # a bit of the white space between the values
+            assert json.loads(content) == json.loads(whole)
+
+
+def test_a_save_outlives_later_ones_that_were_passed_over(tmp_path):
+    make(tmp_path, 4)
+    for step in (6, 8):  # damaged after they were complete
+        (make(tmp_path, step) / "weights.bin").write_bytes(b"torn")
+    found, skipped = checkpoint.newest_good(tmp_path)
+    assert found is not None
+    assert (found.name, len(skipped)) == ("checkpoint-4", 2)
+    make(tmp_path, 5)
+    checkpoint.rotate(tmp_path, keep=2)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-5"]
+
+
 def test_nothing_there_is_no_checkpoint(tmp_path):
     assert checkpoint.newest_good(tmp_path / "absent") == (None, [])
     make(tmp_path, 1, complete=False)
