@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,22 @@ def check_supported(config: Any) -> None:
     model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
     if model_type not in SUPPORTED:
         raise ValueError(f"model_type {model_type!r} is not supported; families known: {', '.join(SUPPORTED)}")
+
+
+REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "qwen2_moe": (
+        lambda config: "sliding_attention" in config.layer_types,
+        "its sliding windows are known to its masks only, not to its attention: set use_sliding_window to false",
+    ),
+}
+"""Settings under which a supported family can't be converted, and what to say about them."""
+
+
+def check_settings(config: Any) -> None:
+    """Raises ValueError for settings of a supported family's config that its converted form would not honour."""
+    refused, why = REFUSED.get(config.model_type, (None, ""))
+    if refused is not None and refused(config):
+        raise ValueError(f"this {config.model_type} model can't be converted: {why}")
 
 
 def trained_length(config: Any) -> int:
@@ -46,15 +63,17 @@ def fitting_families() -> dict[str, str]:
 
     The convention: an attention whose forward takes (hidden_states, position_embeddings, attention_mask,
     past_key_values, **kwargs), rotates with apply_rotary_pos_emb, updates the cache and passes **kwargs on to the
-    registered attention function. Read from the source, so that nothing is imported. A family that fits is supported
-    once it has a row in SUPPORTED and a configuration in the tests.
+    registered attention function. Read from the source, so that hardly anything is imported. A family that fits is
+    supported once it has a row in SUPPORTED and a configuration in the tests.
     """
     root = Path(transformers.__file__).parent / "models"
     found = {}
-    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         module = model_type_to_module_name(model_type)
         source = root / module / f"modeling_{module}.py"
-        fitting = _fitting_attentions(source.read_text()) if source.is_file() else []
+        if not source.is_file():  # it runs with another family's classes
+            source = Path(inspect.getfile(getattr(transformers, name)))
+        fitting = _fitting_attentions(source.read_text())
         if fitting:
             found[model_type] = fitting[0]
     return found

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import retrofox
-from retrofox.families import check_supported, trained_length
+from retrofox.families import check_settings, check_supported, trained_length
 from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.attention import MODES, FoxMixin
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
@@ -73,6 +73,7 @@ class Plan:
 def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str | None = None) -> Plan:
     """Plans the conversion of a model with this config; raises ValueError for what can't be converted."""
     check_supported(config)
+    check_settings(config)
     spec = replace(
         spec.resolved(trained_length(config)),
         base=spec.base or base,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import retrofox
 from retrofox import FoxSpec
@@ -256,6 +257,18 @@ def test_other_families_are_refused_with_the_list(model_type):
     with pytest.raises(ValueError, match="not supported") as error:
         check_supported(AutoConfig.for_model(model_type))
     assert all(family in str(error.value) for family in SUPPORTED)
+
+
+def test_windows_that_the_attention_is_not_told_of_are_refused():
+    settings = {"use_sliding_window": True, "sliding_window": 7, "layer_types": MIXED}
+    config = AutoConfig.for_model("qwen2_moe", **{**PICO, **ROWS["qwen2_moe"], **settings})
+    with pytest.raises(ValueError, match="set use_sliding_window to false"):
+        retrofox.convert(AutoModelForCausalLM.from_config(config))
+
+
+def test_families_that_borrow_the_classes_of_another_are_found():
+    borrowed = {name for name, c in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if c == "LlamaForCausalLM"}
+    assert borrowed <= set(fitting_families())
 
 
 def test_fitting_families_without_a_row_are_reported_and_refused(record_property):
