@@ -57,11 +57,8 @@ def measure(kind: str, tokens: int, vocabulary: int, hidden_size: int, device: t
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     hidden = (torch.randn(1, tokens, hidden_size, device=device) * 2).to(dtype).requires_grad_()
     targets = torch.randint(0, vocabulary, (1, tokens), device=device)
-    objective = Extend(
-        model,
-        Stage(objective="extend", tokens=1, sequence_length=1, cross_entropy=kind),
-        device,  # type: ignore[arg-type]
-    )
+    stage = Stage.model_validate({"objective": "extend", "tokens": 1, "sequence_length": 1, "cross_entropy": kind})
+    objective = Extend(model, stage, device)
     weight = model.lm_head.weight
 
     def once() -> None:
@@ -99,6 +96,7 @@ def measure(kind: str, tokens: int, vocabulary: int, hidden_size: int, device: t
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         objective.from_hidden(model, hidden_part, targets_part)[0].backward()
     assert hidden_part.grad is not None
+    assert weight.grad is not None
     wanted = reference(hidden_part[0], weight, targets_part[0])
     errors = [
         float((a.float() - b).norm() / b.norm())

@@ -97,7 +97,7 @@ def print_plan(report: dict[str, Any]) -> None:
         console.print(
             f"{report['parameters']:,} parameters, {report['parameters_added']:,} of them added by the retrofit; "
             f"{report['devices']} x {report['device']} with {report['device_memory_gb']:.1f} GB; "
-            f"disk {report['disk_gb']['total']:.1f} GB"
+            f"disk {size(report['disk_gb']['total'])}"
         )
     for number, stage in enumerate(report["stages"]):
         table = Table(title=f"stage {number}: {stage['objective']}", title_justify="left", show_header=False)
@@ -107,9 +107,10 @@ def print_plan(report: dict[str, Any]) -> None:
         if stage["frozen_parameters"]:
             table.add_row("frozen", f"{stage['frozen_parameters']:,} parameters")
         for component, gigabytes in stage["memory_gb"].items():
-            table.add_row(component, f"{gigabytes:.2f} GB")
+            if gigabytes:
+                table.add_row(component, size(gigabytes))
         verdict = "fits" if stage["fits"] else "DOES NOT FIT"
-        table.add_row("memory", f"{math.fsum(stage['memory_gb'].values()):.2f} GB a device: {verdict}")
+        table.add_row("memory", f"{size(math.fsum(stage['memory_gb'].values()))} a device: {verdict}")
         table.add_row("longest row", f"{stage['longest_sequence']:,} tokens, one to a micro-batch")
         if stage["hours"] is not None:
             table.add_row("hours", f"{stage['hours']:.2f} ({stage['hours_from']})")
@@ -117,10 +118,15 @@ def print_plan(report: dict[str, Any]) -> None:
             table.add_row("hours", "unknown for this device: run with --measure")
         if "measured" in stage:
             found = stage["measured"]
-            table.add_row("measured", f"{found['tokens_per_second']:,.0f} tok/s, {found['peak_memory_gb']:.2f} GB")
+            table.add_row("measured", f"{found['tokens_per_second']:,.0f} tok/s, {size(found['peak_memory_gb'])}")
         console.print(table)
     for refusal in report["refusals"]:
         console.print(f"[red]refused:[/red] {refusal}", highlight=False)
+
+
+def size(gigabytes: float) -> str:
+    """10^9 bytes as "1.23 GB", less than a tenth of one as "12.3 MB"."""
+    return f"{gigabytes:.2f} GB" if gigabytes >= 0.1 else f"{1e3 * gigabytes:.1f} MB"
 
 
 def _refusals(recipe: Recipe, devices: int) -> list[str]:

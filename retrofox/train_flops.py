@@ -38,17 +38,22 @@ def flops_per_token(model: Any, stage: Stage) -> float:
     lm = causal_lm(model)
     config = lm.config
     matrices = [m for m in lm.modules() if isinstance(m, nn.Linear)]
-    all_of_them = sum(m.weight.numel() for m in matrices)
-    trained = sum(m.weight.numel() for m in matrices if m.weight.requires_grad)
+    all_of_them = sum(_products(m) for m in matrices)
+    trained = sum(_products(m) for m in matrices if m.weight.requires_grad)
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = 2.0 * config.num_hidden_layers * heads * width * stage.sequence_length
     forward = 2.0 * all_of_them + attention
     if stage.objective == "align":
-        inside = sum(m.weight.numel() for name, m in lm.named_modules() if isinstance(m, nn.Linear) and "attn" in name)
+        inside = sum(_products(m) for name, m in lm.named_modules() if isinstance(m, nn.Linear) and "attn" in name)
         return forward + 4.0 * inside + 3 * attention
     training = forward + 2.0 * all_of_them + 2.0 * trained + 2 * attention
     return training + (forward if stage.objective == "distill" else 0.0)
+
+
+def _products(linear: nn.Linear) -> int:
+    """Multiplications per token; of a 4-bit layer, whose weight tensor holds two numbers in a byte, too."""
+    return linear.in_features * linear.out_features
 
 
 def peak_flops(device: torch.device) -> float | None:

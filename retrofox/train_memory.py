@@ -35,6 +35,8 @@ STATE_BYTES = {
     "adagrad": 4,
 }
 """Optimizer state per trained parameter, by optim; 8 (two float32 moments) where it is not listed."""
+NF4_BYTES = 0.52
+"""Per weight of a base quantised to nf4 with double quantisation: half a byte, and the scales of its blocks."""
 PROBE_ROWS = {"cuda": (2048, 4096, 8192), "cpu": (64, 128, 192)}
 """Lengths of the rows the probes run."""
 
@@ -91,8 +93,9 @@ def memory(
     if recipe.lora is None:
         weights = 4 * total / shards
     else:
-        frozen = 0.55 if recipe.lora.quantize else (2 if mixed else 4)  # nf4: half a byte, and its scales
-        weights = (4 * trained + frozen * (total - trained)) / shards
+        inside = sum(m.weight.numel() for m in lm.modules() if isinstance(m, torch.nn.Linear)) - _of_head(lm)
+        packed = inside - trained if recipe.lora.quantize else 0
+        weights = (4 * trained + (2 if mixed else 4) * (total - trained - packed) + NF4_BYTES * packed) / shards
     every = {"none": 0, "full": 1}.get(str(stage.gradient_checkpointing), stage.gradient_checkpointing)
     assert isinstance(every, int)
     recomputed = 0 if every == 0 else -(-layers // every)
@@ -103,7 +106,8 @@ def memory(
     kept = [(layers - recomputed, plain.layer), (recomputed, again.layer), (1, plain.outside)]
     activations = sum(count * curve._replace(constant=0).at(rows, tokens) for count, curve in kept)
     if sharded and mixed:
-        copies = 2 * (total - 2 * _of_embedding(lm)) / layers * 2 + 4 * _of_embedding(lm)  # two layers gathered at once
+        # Two layers are gathered in 16 bits at one time; embedding and head stay gathered.
+        copies = 4 * (total - 2 * _of_embedding(lm)) / layers + 2 * (_of_embedding(lm) + _of_head(lm))
     rows_of_logits = _rows_of_logits(stage, lm, device)
     longest_probe = PROBE_ROWS[device.type][-1]
     at_once = tokens if rows_of_logits <= longest_probe else min(tokens, rows_of_logits / rows)
@@ -131,6 +135,10 @@ def memory(
 
 def _of_embedding(lm: Any) -> int:
     return lm.get_input_embeddings().weight.numel()
+
+
+def _of_head(lm: Any) -> int:
+    return lm.get_output_embeddings().weight.numel()
 
 
 def _rows_of_logits(stage: Stage, lm: Any, device: torch.device) -> int:
@@ -231,6 +239,7 @@ def _pass(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.d
 
 def _allocated(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.device) -> tuple[float, ...]:
     """(bytes kept after the forward, peak above them in the forward, peak above them in the backward) on a GPU."""
+    kept = peak = behind = 0
     for _ in range(2):  # the first pass loads kernels and their workspaces
         small.zero_grad(set_to_none=True)
         before = torch.cuda.memory_allocated(device)

@@ -25,9 +25,10 @@ from retrofox.train_loop import FoxTrainer
 
 event, when, sharded = sys.argv[2], int(sys.argv[3]), sys.argv[4] == "fsdp"
 if event in ("SIGKILL", "SIGTERM", "SIGINT"):
-    plain = FoxTrainer.training_step
+    plain, sent = FoxTrainer.training_step, []
     def training_step(self, *args, **kwargs):
-        if self.state.global_step == when:
+        if self.state.global_step == when and not sent:
+            sent.append(event)
             os.kill(os.getpid(), getattr(signal, event))
         return plain(self, *args, **kwargs)
     FoxTrainer.training_step = training_step
@@ -197,6 +198,21 @@ def test_fsdp2_survives_a_kill_and_runs_every_objective_in_bfloat16(recipe_for):
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed stage 2 at step 2 of 4" in resumed.stderr
     assert curve(file) == curve(whole)
+
+
+@pytest.mark.slow
+def test_fsdp2_saved_on_four_processes_goes_on_on_two(recipe_for):
+    stage = {"objective": "extend", "tokens": 2048, "sequence_length": 64, "batch_tokens": 256, "learning_rate": 3e-3}
+    whole = recipe_for("whole", stages=[stage])
+    train(load_recipe(whole))
+    file = recipe_for("sharded", stages=[stage])
+    four = run(file, "SIGTERM", 3, processes=4, mode="fsdp")
+    assert "signal 15: saved at step 4" in four.stderr, four.stderr
+    two = run(file, processes=2, mode="fsdp")
+    assert two.returncode == 0, two.stderr
+    assert "resumed stage 0 at step 4 of 8" in two.stderr
+    for ours, theirs in zip(curve(file), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 @pytest.mark.slow
