@@ -1,8 +1,8 @@
 """Checkpoints that survive kill -9: a COMPLETE marker written last, checksums, fallback, rotation.
 
 A checkpoint is a directory checkpoint-N. It counts only once it holds COMPLETE, a JSON file naming every other file
-with its size and SHA-256, and its own, written to disk after all of them. Whatever is killed at whatever instant, the newest
-directory with a COMPLETE that its files agree with is where training goes on.
+with its size and SHA-256, written to disk after all of them, with a checksum of its own. Whatever is killed at whatever
+instant, the newest directory with a COMPLETE that its files agree with is where training goes on.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from retrofox.data_encode import Encoder
+from retrofox.data_files import write_whole
 from retrofox.data_order import Mixture, Order, StepSampler
 from retrofox.data_pack import PACKING, Plan, cached_plan
 from retrofox.data_shards import Manifest, PreparedSource, prepare_sources
@@ -38,6 +39,7 @@ __all__ = [
     "PackedDataset",
     "StepSampler",
     "Tokens",
+    "claim",
     "collate",
     "documents",
     "open_tokens",
@@ -85,6 +87,35 @@ def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
                     str(data.sequence_length): {"windows": len(data), "fill": round(data.fill, 6)} for data in packed
                 }
     return report
+
+
+def claim(file: Path, train: Manifest, held_out: Manifest | None = None) -> None:
+    """Writes which tokens a run uses into its folder; from then on refuses others, at whatever stage the run is.
+
+    Raises:
+        ValueError: a source or the tokenizer is not what it was when the run began.
+    """
+    now = {
+        "tokenizer": train.tokenizer,
+        "sources": [[s.path, s.fingerprint] for part in (train, held_out) if part for s in part.sources],
+    }
+    if not file.is_file():
+        write_whole(file, json.dumps(now, indent=1).encode() + b"\n")
+        return
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        before, sources = kept["tokenizer"], [tuple(pair) for pair in kept["sources"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is damaged ({error}): delete it if the data did not change since the run began"
+        ) from error
+    changed = [] if before == now["tokenizer"] else ["the tokenizer"]
+    changed += [path for path, fingerprint in now["sources"] if (path, fingerprint) not in sources]
+    if changed or len(sources) != len(now["sources"]):
+        raise ValueError(
+            f"the data under this run changed: {', '.join(changed) or 'the list of sources'}. Restore it, or choose "
+            "another `output`"
+        )
 
 
 def _lengths(recipe: Recipe) -> set[int]:

@@ -29,6 +29,7 @@ from retrofox.data import (
     Manifest,
     PackedDataset,
     StepSampler,
+    claim,
     collate,
     documents,
     open_tokens,
@@ -579,6 +580,28 @@ def test_a_loader_goes_on_where_another_world_stopped(tmp_path, texts, tokenizer
     texts[4].write_text("other text")
     with pytest.raises(ValueError, match="data under this run changed: its fingerprint"):
         PackedDataset(prepared([texts[0].parent, texts[0]], tokenizer, tmp_path / "out"), 16, seed=7).check(state)
+
+
+def test_a_run_keeps_to_the_data_it_began_with(tmp_path, texts, tokenizer):
+    def claimed(*, again=tokenizer, held_out=True):
+        train = prepared([texts[0].parent], again, tmp_path / "out")
+        claim(tmp_path / "data.json", train, prepared([texts[1]], again, tmp_path / "out") if held_out else None)
+
+    claimed()
+    claimed()
+    before = texts[1].read_text()
+    texts[1].write_text("other text")
+    with pytest.raises(ValueError, match=rf"data under this run changed: {texts[0].parent}, {texts[1]}\. Restore it"):
+        claimed()
+    texts[1].write_text(before)
+    claimed()
+    with pytest.raises(ValueError, match="changed: the tokenizer"):
+        claimed(again=make_tokenizer(bos=True))
+    with pytest.raises(ValueError, match="changed: the list of sources"):
+        claimed(held_out=False)
+    (tmp_path / "data.json").write_text("{")
+    with pytest.raises(ValueError, match=r"data\.json is damaged"):
+        claimed()
 
 
 def test_weights_are_shares_of_tokens(tmp_path, tokenizer):
