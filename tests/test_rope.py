@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 import retrofox
 from retrofox import FoxSpec
 from retrofox.model import attention as attention_module
-from retrofox.model.attention import without_rotary
+from retrofox.model.fused import unrotated, with_rotary
 from retrofox.model.rope import fades
 from retrofox.surgery import attention_mode, attentions
 
@@ -246,7 +246,7 @@ def test_a_dropped_rotary_is_skipped_not_multiplied_by_one(tokens):
     assert native.__globals__["apply_rotary_pos_emb"] is not real, "the base's own module is left alone"
     q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 1, 3, 16)
     assert real(q, k, None, None) == (q, k)
-    assert without_rotary(torch.nn.Linear.forward) is None
+    assert with_rotary(torch.nn.Linear.forward, unrotated) is None
 
 
 def test_attention_scaling_of_dropped_pairs_stays(tokens):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import types
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -16,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import GateCache
 from .configuration_fox import FoxSpec
+from .fused import Entered, available, enterable
 from .gates import ForgetGate
 from .pro import PRO_MODULES, ProjectedAttention, add_pro
 from .rope import RotaryFade
@@ -34,7 +33,6 @@ SHORT_SCORES = 1 << 25  # elements of one layer's score matrix: 9 heads x 1900 t
 MODES = ("fox", "open", "shuffled", "original")
 NEW_MODULES = ("forget_gate", *PRO_MODULES)
 """Names of the modules a conversion adds to an attention layer; each has reset(), and all stay float32."""
-ROTARY = "apply_rotary_pos_emb"
 _warned_slow = False
 
 
@@ -51,6 +49,8 @@ class FoxMixin(nn.Module):
 
     native_forward: Any  # the base class's forward
     unrotated_forward: Any  # the same without rotary embedding, or None
+    fused_forward: Any  # the same with one kernel for the rotary embedding, or None
+    plain_forward: bool  # whether it does nothing else between projections and rotary embedding
     forget_gate: Any  # ForgetGate, or None where the spec has no gate
     rotary_fade: Any  # RotaryFade, or None in a layer without RoPE
     output_norm: Any  # this and the other Pro parts: None where the spec has none
@@ -83,24 +83,45 @@ class FoxMixin(nn.Module):
         **kwargs: Any,
     ):
         _refuse_other_attention(self.config, kwargs)
-        gates = GateCache(past_key_values, self.log_f(hidden_states), hidden_states)
-        forward, seen_as = self.native_forward.__func__, self
-        if self.mode != "original":
-            if position_embeddings is not None and self.rotary_fade is not None:
-                position_embeddings = self.rotary_fade(*position_embeddings, kwargs.get("position_ids"))
-                if self.rotary_fade.skippable and self.unrotated_forward is not None:
-                    forward = self.unrotated_forward.__func__
-            if self.projects:
-                seen_as = ProjectedAttention(self, gates, attention_mask, kwargs.get("cu_seqlens"))
-        return forward(
+        forward, angles = self._rotary(position_embeddings, kwargs.get("position_ids"), hidden_states)
+        entered = self._entered(forward, hidden_states, angles)
+        log_f = self.log_f(hidden_states) if entered is None else entered.log_f
+        gates = GateCache(past_key_values, log_f, hidden_states)
+        seen_as: Any = self
+        if entered is not None:
+            seen_as, forward, angles = entered, self.unrotated_forward, position_embeddings
+        elif self.projects and self.mode != "original":
+            seen_as = ProjectedAttention(self, gates, attention_mask, kwargs.get("cu_seqlens"))
+        return forward.__func__(
             seen_as,
             hidden_states,
-            position_embeddings=position_embeddings,
+            position_embeddings=angles,
             attention_mask=attention_mask,
             past_key_values=gates,
             gates=gates,
             **kwargs,
         )
+
+    def _rotary(self, angles: Any, position_ids: torch.Tensor | None, hidden_states: torch.Tensor) -> tuple[Any, Any]:
+        """(the native forward or a copy with another rotary embedding, the (cos, sin) it needs)."""
+        fade = self.rotary_fade
+        if self.mode == "original" or angles is None or fade is None:
+            return self.native_forward, angles
+        if fade.skippable and self.unrotated_forward is not None:
+            return self.unrotated_forward, angles
+        if self.fused_forward is not None and available(hidden_states) and fade.fits(angles[0], self.head_dim):
+            return self.fused_forward, fade.leading(*angles, position_ids)
+        return self.native_forward, fade(*angles, position_ids)
+
+    def _entered(self, forward: Any, hidden_states: torch.Tensor, angles: Any) -> Entered | None:
+        """Queries, keys, values and gates made together by one function, where this layer is plain enough."""
+        turns = forward == self.fused_forward
+        if not (turns or forward == self.unrotated_forward) or not (
+            self.plain_forward and enterable(self, hidden_states)
+        ):
+            return None
+        nothing = hidden_states.new_empty(1, hidden_states.shape[1], 0)
+        return Entered(self, hidden_states, *(angles if turns else (nothing, nothing)))
 
     def finish(self, output: torch.Tensor, hidden_states: torch.Tensor | None) -> torch.Tensor:
         """Output norm and output gate on the attention's output (B, T, H, D), where the spec has them."""
@@ -349,25 +370,6 @@ def _refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
             "the attention function 'fox' was replaced (DeepSpeed sequence parallelism does that): it would move "
             "queries, keys and values between processes without the forget gates; train without sequence parallelism"
         )
-
-
-def without_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A copy of a native attention forward in which apply_rotary_pos_emb is the identity; None if it isn't called.
-
-    The copy has globals of its own, so nothing else sees the change. They carry no __name__: torch.compile would
-    look names up in the module of that name and find the real function.
-    """
-    if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
-        return None
-    names = {**forward.__globals__, ROTARY: _unrotated}
-    names.pop("__name__", None)
-    copy = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
-
-
-def _unrotated(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return query, key
 
 
 AttentionInterface.register("fox", fox_attention)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from . import fused
 from .configuration_fox import OPEN_BIAS, FoxSpec, bias_from_half_life, half_life_ladder
 
 
@@ -73,13 +74,13 @@ class ForgetGate(AddedModule):
         return values
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            bias = self.bias.float()
-            if self.weight is None:
-                logit = bias.expand(*hidden_states.shape[:-1], -1)
-            else:
-                logit = F.linear(hidden_states.float(), self.weight.float(), bias)
-            log_f = F.logsigmoid(logit)
+        if self.weight is None:
+            log_f = F.logsigmoid(self.bias.float()).expand(*hidden_states.shape[:-1], -1)
+        elif fused.available(hidden_states):
+            log_f = fused.gate(hidden_states, self.weight.float(), self.bias.float())
+        else:
+            with torch.autocast(hidden_states.device.type, enabled=False):
+                log_f = F.logsigmoid(F.linear(hidden_states.float(), self.weight.float(), self.bias.float()))
         if self.record:
             self.last_log_f = log_f.detach()
         return log_f

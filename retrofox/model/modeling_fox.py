@@ -23,8 +23,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from . import configuration_fox
-from .attention import NEW_MODULES, FoxMixin, without_rotary
+from .attention import NEW_MODULES, FoxMixin
 from .configuration_fox import SUPPORTED, FoxSpec
+from .fused import fused_forward, is_plain, unrotated, with_rotary
 from .gates import AddedModule
 from .pro import calibrate_norms
 from .rope import RotaryFade
@@ -35,6 +36,7 @@ REMOTE_FILES = (
     "attention.py",
     "cache.py",
     "forgetting_eager.py",
+    "fused.py",
     "gates.py",
     "pro.py",
     "rope.py",
@@ -133,10 +135,13 @@ _attention_classes: dict[type, type] = {}
 
 def _attention_class(native: type) -> type:
     if native not in _attention_classes:
+        forward: Any = native.forward  # type: ignore[attr-defined]
         body = {
             "__module__": __name__,
-            "native_forward": native.forward,  # type: ignore[attr-defined]
-            "unrotated_forward": without_rotary(native.forward),  # type: ignore[attr-defined]
+            "native_forward": forward,
+            "unrotated_forward": with_rotary(forward, unrotated),
+            "fused_forward": fused_forward(forward),
+            "plain_forward": is_plain(forward),
         }
         _attention_classes[native] = type(f"Fox{native.__name__}", (FoxMixin, native), body)
     return _attention_classes[native]

@@ -83,8 +83,8 @@ class RotaryFade(nn.Module):
             halves = torch.arange(len(inv_freq)).repeat(2)
             interleaved = torch.arange(len(inv_freq)).repeat_interleave(2)
             expected = (inv_freq.cos() * self.attention_scaling).to(cos.dtype)
-            stacked = torch.allclose(cos[0, 0], expected[halves])
-            self.channel_pair = (halves if stacked else interleaved).tolist()
+            self.stacked = torch.allclose(cos[0, 0], expected[halves])
+            self.channel_pair = (halves if self.stacked else interleaved).tolist()
         self.inv_freq = inv_freq.tolist()
         self.set(spec)
 
@@ -93,6 +93,10 @@ class RotaryFade(nn.Module):
         self.fade = fades(self.inv_freq, spec, self.layer_idx)
         self.kept = all(f == 1.0 for f in self.fade)
         self.gone = all(f == 0.0 for f in self.fade)
+        kept = sum(f == 1.0 for f in self.fade)
+        in_order = self.fade == [1.0] * kept + [0.0] * (len(self.fade) - kept) and self.attention_scaling == 1.0
+        self.num_leading = kept if in_order else None  # pairs that turn, if the others are exactly left alone
+        self._shared_by = (tuple(self.fade), self.layer_type)
         self._tensors: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
@@ -100,11 +104,37 @@ class RotaryFade(nn.Module):
         """Whether applying the rotary would multiply by one: every pair is gone and no scaling is left on cos."""
         return self.gone and self.attention_scaling == 1.0
 
+    def fits(self, cos: torch.Tensor, head_dim: int) -> bool:
+        """Whether `leading` says all that there is to say: halves stacked, over the whole head."""
+        return self.stacked and cos.dim() == 3 and cos.shape[-1] == head_dim
+
+    def leading(
+        self, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin (B, T, P) of the first P pairs, the others being left alone: what the fused rotary takes."""
+        pairs = self.num_leading
+        if pairs is None:
+            cos, sin = self(cos, sin, position_ids)
+            pairs = len(self.fade)
+        return cos[..., :pairs], sin[..., :pairs]
+
     def forward(
         self, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.kept:
             return cos, sin
+        if torch.compiler.is_compiling():
+            return self._faded(cos, sin, position_ids)
+        # Kept on the tensor, which every layer of one forward gets: layers that fade alike edit it once.
+        made: dict[Any, Any] = getattr(cos, "_fox_faded", None) or {}
+        cos._fox_faded = made  # type: ignore[attr-defined]
+        if self._shared_by not in made or made[self._shared_by][0] is not position_ids:
+            made[self._shared_by] = (position_ids, self._faded(cos, sin, position_ids))
+        return made[self._shared_by][1]
+
+    def _faded(
+        self, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.skippable:
             return cos.new_ones(1).expand_as(cos), sin.new_zeros(1).expand_as(sin)
         fade, pair = self._on(cos.device)

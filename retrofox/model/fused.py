@@ -1,0 +1,163 @@
+"""Where fox_kernels' fused functions stand in for a native rotary embedding and native projections, on a GPU.
+
+Everything here is an optimisation of what attention.py does anyway: without fox_kernels, Triton and a GPU `available`
+is false and nothing else is called. A native function is replaced only where it was found to compute the same thing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+try:
+    from fox_kernels.fused_entry import entry
+    from fox_kernels.fused_gate import gate
+    from fox_kernels.fused_rotary import rotary
+    from fox_kernels.fused_support import available
+except ImportError:  # no fox_kernels, or no Triton
+    entry: Any = None
+    gate: Any = None
+    rotary: Any = None
+
+    def available(x: torch.Tensor) -> bool:
+        """No fused kernel is installed."""
+        return False
+
+
+ROTARY = "apply_rotary_pos_emb"
+PLAIN = ("llama.LlamaAttention", "mistral.MistralAttention", "qwen2.Qwen2Attention")
+"""Attentions whose forward does nothing but project, turn, cache and attend; others that read the same byte for byte
+count as these."""
+
+
+def with_rotary(forward: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A copy of a native attention forward with `replacement` for apply_rotary_pos_emb; None if it isn't called.
+
+    The copy has globals of its own, so nothing else sees the change. They carry no __name__: torch.compile would
+    look names up in the module of that name and find the real function.
+    """
+    if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
+        return None
+    names = {**forward.__globals__, ROTARY: replacement}
+    names.pop("__name__", None)
+    copy = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def unrotated(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """apply_rotary_pos_emb where nothing turns, or what turns has turned already."""
+    return query, key
+
+
+def turned(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """apply_rotary_pos_emb by one kernel; cos and sin (B or 1, T, P) are those of the pairs that turn."""
+    return rotary(query, key, cos, sin)
+
+
+def fused_forward(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The native forward with the fused rotary, or None where the native rotary isn't the same function."""
+    copy = with_rotary(forward, turned)
+    if entry is None or copy is None:
+        return None
+    return copy if _turns_halves(forward.__globals__[ROTARY]) else None  # type: ignore[attr-defined]
+
+
+def _turns_halves(native: Callable[..., Any]) -> bool:
+    """Whether apply_rotary_pos_emb pairs channel p with p + D/2, found by trying it."""
+    with torch.device("cpu"), torch.no_grad():
+        generator = torch.Generator().manual_seed(0)  # its own: looking must not move the random numbers of a run
+        q, k = torch.randn(1, 3, 5, 8, generator=generator).split((2, 1), 1)
+        angle = torch.randn(1, 5, 4, generator=generator).repeat(1, 1, 2)
+        cos, sin = angle.cos() * 1.5, angle.sin() * 1.5
+        try:
+            found = native(q, k, cos, sin)
+        except (TypeError, RuntimeError, ValueError):  # another signature or shape
+            return False
+        for x, y in zip((q, k), found, strict=True):
+            half = torch.cat((-x[..., 4:], x[..., :4]), -1)
+            if y.shape != x.shape or not torch.allclose(y, x * cos[:, None] + half * sin[:, None], atol=1e-6):
+                return False
+    return True
+
+
+def is_plain(forward: Callable[..., Any]) -> bool:
+    """Whether a native forward does nothing between its projections and the rotary embedding."""
+    code = getattr(forward, "__code__", None)
+    if code is None:
+        return False
+    for path in PLAIN:
+        family, name = path.split(".")
+        plain = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name).forward
+        same = getattr(plain, "__code__", None)
+        if same is not None and (code.co_code, code.co_names) == (same.co_code, same.co_names):
+            return True
+    return False
+
+
+class Entered:
+    """An attention module seen as one whose projections are done: `entry` made q, k, v and the gates together.
+
+    The native forward runs with this in place of `self`. Projections with hooks, adapters, quantised or sharded weights
+    are left alone (`enterable`).
+    """
+
+    def __init__(self, module: Any, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        self._module, self._hidden = module, hidden_states
+        linears = [module.q_proj, module.k_proj, module.v_proj]
+        bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+        gates = module.forget_gate
+        self._q, self._k, self._v, self.log_f = entry(
+            hidden_states, *(linear.weight for linear in linears), bias, gates.weight, gates.bias, cos, sin,
+            module.head_dim,
+        )  # fmt: skip
+        if gates.record:
+            gates.last_log_f = self.log_f.detach()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def q_proj(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        assert hidden_states is self._hidden
+        return self._q
+
+    def k_proj(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        assert hidden_states is self._hidden
+        return self._k
+
+    def v_proj(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        assert hidden_states is self._hidden
+        return self._v
+
+
+def enterable(module: Any, hidden_states: torch.Tensor) -> bool:
+    """Whether `Entered` may do this layer's projections: training, eager, linear layers, a data-dependent gate."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or module.mode != "fox" or module.projects:
+        return False
+    gates = module.forget_gate
+    if not (gates is not None and gates.weight is not None and _untouched(gates) and available(hidden_states)):
+        return False
+    if gates.weight.dtype != torch.float32:
+        return False
+    linears = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    if not all(type(linear) is nn.Linear and _untouched(linear) for linear in linears):
+        return False
+    device = hidden_states.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else linears[0].weight.dtype  # type: ignore[union-attr]
+    same_bias = len({linear.bias is None for linear in linears}) == 1  # type: ignore[union-attr]
+    return hidden_states.dtype == dtype and hidden_states.dim() == 3 and same_bias
+
+
+def _untouched(module: nn.Module) -> bool:
+    """No hooks (FSDP, ZeRO and offloading gather weights by them), no replaced forward, ordinary tensors."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    ordinary = all(type(p) in (nn.Parameter, torch.Tensor) for p in module._parameters.values() if p is not None)
+    return not hooks and ordinary and "forward" not in module.__dict__
