@@ -1,0 +1,195 @@
+"""The fused helpers of a training step against their eager twins: in Triton's interpreter on a CPU, and on a GPU."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+SMALL = {
+    "rotary": [(2, 3, 1, 70, 64, 16, False), (1, 2, 2, 1, 80, 40, True), (2, 4, 2, 5, 16, 0, False)],
+    "gate": [((2, 70), 96, 9), ((1, 1), 33, 3), ((3, 50), 64, 17), ((130,), 40, 70), ((0, 3), 16, 2)],
+    "entry": [(2, 70, 48, 3, 1, 16, 5, False), (1, 40, 33, 4, 2, 32, 16, True), (2, 65, 40, 9, 3, 16, 0, False)],
+}  # fmt: skip
+REAL = {
+    "rotary": [(8, 9, 3, 4096, 64, 16, False), (1, 32, 8, 4096, 128, 64, True), (2, 8, 4, 1000, 256, 128, False)],
+    "gate": [((8, 4096), 576, 9), ((1, 4097), 4096, 32), ((3, 1001), 2048, 64), ((5,), 64, 128)],
+    "entry": [(8, 4096, 576, 9, 3, 64, 16, False), (1, 3001, 2048, 32, 8, 64, 32, True), (2, 700, 96, 9, 3, 80, 0, 0)],
+}  # fmt: skip
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    norm = wanted.double().norm()
+    return ((found.double() - wanted.double()).norm() / (norm if norm > 0 else 1.0)).item()
+
+
+def gradients(function, inputs: list, seeds: list | None = None):
+    """Outputs, gradients of all inputs that want one, and the upstream gradients that were used."""
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    seeds = [torch.randn_like(x) for x in outputs] if seeds is None else seeds
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    return [
+        *outputs,
+        *torch.autograd.grad(outputs, leaves, [s.to(x) for s, x in zip(seeds, outputs, strict=True)]),
+    ], seeds
+
+
+def no_worse(ours: list, eager: list, exact: list, floor: float) -> list[str]:
+    """The error bound of every kernel here: at most twice the eager twin's own, or the dtype's rounding."""
+    errors = [(relative(a, c), relative(b, c)) for a, b, c in zip(ours, eager, exact, strict=True)]
+    return [f"{n}: {a:.1e} against {b:.1e}" for n, (a, b) in enumerate(errors) if not a <= max(2 * b, floor)]
+
+
+def widened(inputs: list) -> list:
+    return [x.detach().double().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
+FLOOR = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}
+
+
+def check_rotary(device: str, dtype: torch.dtype, B, H, Hkv, T, D, P, per_row) -> list[str]:
+    from fox_kernels import fused_rotary
+
+    q = torch.randn(B, T, H, D, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+    k = torch.randn(B, Hkv, T, D, device=device, dtype=dtype, requires_grad=True)
+    cos, sin = torch.randn(2, B if per_row else 1, T, P + 3, device=device)[..., :P]
+    ours, seeds = gradients(fused_rotary.rotary, [q, k, cos, sin])
+    wide, _ = gradients(
+        fused_rotary.rotary_torch, [x.detach().float().requires_grad_() for x in (q, k)] + [cos, sin], seeds
+    )
+    failed = [] if all(relative(a, b) <= FLOOR[dtype] for a, b in zip(ours, wide, strict=True)) else ["rotary"]
+    half, still = D // 2, slice(P, D // 2)
+    for x, y in zip((q, k), ours, strict=False):
+        if not torch.equal(x[..., still], y[..., still]) or not torch.equal(x[..., half + P :], y[..., half + P :]):
+            failed.append("a pair that stays was changed")
+    return failed
+
+
+def check_gate(device: str, dtype: torch.dtype, rows, K, H) -> list[str]:
+    from fox_kernels import fused_gate
+
+    def exact(x, w, b):
+        return torch.nn.functional.logsigmoid(x @ w.T + b)
+
+    x = torch.randn(*rows, K, device=device, dtype=dtype, requires_grad=True)
+    w = (torch.randn(H, K, device=device) * 0.1).requires_grad_()
+    b = (torch.randn(H, device=device) * 6 + 6).requires_grad_()  # shut to open: log f from -10 to -1e-10
+    ours, seeds = gradients(fused_gate.gate, [x, w, b])
+    eager, _ = gradients(fused_gate.gate_torch, [x, w, b], seeds)
+    wide, _ = gradients(exact, widened([x, w, b]), seeds)
+    failed = no_worse(ours, eager, wide, 2e-6)
+    if x.numel() and not ((ours[0] - wide[0]) / wide[0]).abs().max() < 2e-5:
+        failed.append("an open gate's log f lost its digits")
+    again, _ = gradients(fused_gate.gate, [x, w, b], seeds)
+    return failed + [
+        f"{n} differs from run to run" for n, (a, b) in enumerate(zip(ours, again, strict=True)) if not a.equal(b)
+    ]
+
+
+def check_entry(device: str, dtype: torch.dtype, B, T, K, H, Hkv, D, P, bias) -> list[str]:
+    from fox_kernels import fused_entry
+
+    def exact(x, wq, wk, wv, b, wf, bf, cos, sin, D):
+        qkv = torch.nn.functional.linear(x, torch.cat((wq, wk, wv)), b)
+        q, k, v = qkv.split((H * D, Hkv * D, Hkv * D), -1)
+        c, s = (y[:, :, None].double() for y in (cos, sin))
+        turn = []
+        for h in (q, k):
+            h = h.unflatten(-1, (-1, D))
+            a, z = h[..., :P], h[..., D // 2 : D // 2 + P]
+            turn.append(
+                torch.cat((a * c - z * s, h[..., P : D // 2], z * c + a * s, h[..., D // 2 + P :]), -1).flatten(2)
+            )
+        return *turn, v, torch.nn.functional.logsigmoid(x @ wf.T + bf)
+
+    x = torch.randn(B, T, K, device=device, dtype=dtype, requires_grad=True)
+    weights = [(torch.randn(n * D, K, device=device) * 0.1).requires_grad_() for n in (H, Hkv, Hkv)]
+    b = torch.randn((H + 2 * Hkv) * D, device=device).requires_grad_() if bias else None
+    wf = (torch.randn(H, K, device=device) * 0.1).requires_grad_()
+    bf = torch.randn(H, device=device).requires_grad_()
+    angle = torch.randn(1 if P == 16 else B, T, P, device=device)
+    inputs = [x, *weights, b, wf, bf, angle.cos(), angle.sin(), D]
+    ours, seeds = gradients(fused_entry.entry, inputs)
+    eager, _ = gradients(fused_entry.entry_torch, inputs, seeds)
+    wide, _ = gradients(exact, widened(inputs), seeds)
+    failed = no_worse(ours, eager, wide, 3e-6 if dtype == torch.float32 else FLOOR[dtype] / 4)
+    gate = len(ours) - 2  # dW_f: its dz travels as two 16-bit numbers, so it has float32's digits
+    if relative(ours[gate], wide[gate]) > 2e-5:
+        failed.append(f"dW_f: {relative(ours[gate], wide[gate]):.1e}")
+    again, _ = gradients(fused_entry.entry, inputs, seeds)
+    return failed + [
+        f"{n} differs from run to run" for n, (a, b) in enumerate(zip(ours, again, strict=True)) if not a.equal(b)
+    ]
+
+
+CHECKS = {"rotary": check_rotary, "gate": check_gate, "entry": check_entry}
+
+
+def run_all(device: str, cases: dict, dtypes: tuple) -> dict[str, list[str]]:
+    report = {}
+    for name, sizes in cases.items():
+        for n, size in enumerate(sizes):
+            for dtype in dtypes:
+                torch.manual_seed(n)
+                report[f"{name} {n} {dtype}"] = CHECKS[name](device, dtype, *size)
+    return report
+
+
+@pytest.fixture(scope="module")
+def report():
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.float16"])
+@pytest.mark.parametrize("case", [f"{name} {n}" for name, sizes in SMALL.items() for n in range(len(sizes))])
+def test_in_the_interpreter(case, dtype, report):
+    assert report[f"{case} {dtype}"] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("name", "n"), [(name, n) for name, sizes in REAL.items() for n in range(len(sizes))])
+def test_on_a_gpu(name, n, dtype):
+    torch.manual_seed(n)
+    assert CHECKS[name]("cuda", dtype, *REAL[name][n]) == []
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    from fox_kernels.fused_entry import entry
+    from fox_kernels.fused_gate import gate
+    from fox_kernels.fused_rotary import rotary
+
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
+    angle = torch.randn(1, 5, 4)
+    with pytest.raises(ValueError, match="one dtype"):
+        rotary(q, k.half(), angle, angle)
+    with pytest.raises(ValueError, match="4 pairs"):
+        rotary(q, k, torch.randn(1, 5, 5), torch.randn(1, 5, 5))
+    with pytest.raises(ValueError, match="cos and sin"):
+        rotary(q, k, angle[:, :4], angle[:, :4])
+    with pytest.raises(ValueError, match="float32"):
+        gate(torch.randn(2, 4), torch.randn(3, 4).bfloat16(), torch.randn(3))
+    with pytest.raises(ValueError, match="don't fit"):
+        gate(torch.randn(2, 4), torch.randn(3, 5), torch.randn(3))
+    w = torch.randn(16, 4)
+    with pytest.raises(ValueError, match="don't fit"):
+        entry(torch.randn(1, 5, 4), w, w[:8], w[:4], None, torch.randn(2, 4), torch.randn(2), angle, angle, 8)
+
+
+if __name__ == "__main__":
+    json.dump(run_all("cpu", SMALL, (torch.float32, torch.float16)), sys.stdout)
