@@ -20,6 +20,8 @@ from peft import PeftModel, get_peft_model
 from safetensors import safe_open
 from torch import nn
 
+import retrofox
+from retrofox import checkpoint
 from retrofox.config import LoraConfig, Recipe
 from retrofox.model.gates import ForgetGate
 from retrofox.model.modeling_fox import NEW_MODULES
@@ -40,7 +42,9 @@ def adapted(recipe: Recipe, source: Path, state: Any) -> Any:
         base = _base(recipe, base_of(source), state)
         with _peft_is_behind():
             return _float32_parts(PeftModel.from_pretrained(base, str(source), is_trainable=True))
-    return add_adapters(_base(recipe, str(source), state), recipe.lora, str(source))
+    # An absolute path: the adapter must find its base from any directory.
+    where = str(source.resolve()) if source.is_dir() else str(source)
+    return add_adapters(_base(recipe, where, state), recipe.lora, where)
 
 
 def add_adapters(base: Any, lora: LoraConfig, source: str) -> Any:
@@ -170,8 +174,33 @@ def assert_gates_saved(directory: Path, model: nn.Module) -> None:
 
 
 def base_of(adapter: Path) -> str:
-    """The base checkpoint an adapter names."""
-    return json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    """The base checkpoint an adapter names; beside the adapter's directory where both were moved together.
+
+    Raises:
+        FileNotFoundError: a local base that is in neither place.
+    """
+    named = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    moved = adapter.resolve().parent / Path(named).name
+    local = Path(named).is_absolute() or named.count("/") != 1
+    if not Path(named).exists() and (moved / "config.json").is_file():
+        return str(moved)
+    if local and not Path(named).exists():
+        raise FileNotFoundError(
+            f"the base of {adapter} is gone: neither {named} nor {moved} exists. Set base_model_name_or_path in "
+            f"{adapter / 'adapter_config.json'} to where the converted base is now (a directory or Hub id)"
+        )
+    return named
+
+
+def say_where_the_base_is(adapter: Path) -> None:
+    """Warns of a base that only this machine has: the path in adapter_config.json travels with the adapter."""
+    base = base_of(adapter)
+    if Path(base).exists():
+        print(
+            f"{adapter} names its base by a path of this machine, {base}: before sharing it, push that base and set "
+            "base_model_name_or_path in adapter_config.json to its Hub id, or share what `retrofox merge` makes",
+            file=sys.stderr,
+        )
 
 
 def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
@@ -208,15 +237,20 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
             parameter.data = parameter.data.to(stored)
     limit = 1e-4 if stored == torch.float32 else 2e-2
     difference = math.inf
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a merge that was killed
+    note = {"retrofox": retrofox.__version__, "merged": {"adapter": str(adapter), "base": base}}
     try:
-        merged.save_pretrained(str(out))
+        merged.save_pretrained(str(partial))
         tokenizer = load_tokenizer(base)
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(out))
-        difference = float((_fresh_logits(out) - unmerged).norm() / unmerged.norm())
+            tokenizer.save_pretrained(str(partial))
+        checkpoint.write_json(partial / "retrofox.json", note)
+        difference = float((_fresh_logits(partial) - unmerged).norm() / unmerged.norm())
+        if difference <= limit:
+            partial.rename(out)
     finally:
-        if not difference <= limit:
-            shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     if not difference <= limit:
         raise ValueError(
             f"merged logits differ by {difference:.2e} (limit {limit:.0e}) from the adapter's: not written"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from retrofox.config import Stage
 from retrofox.families import inner_model, logits_from_hidden
@@ -333,6 +334,7 @@ class Align:
     def __init__(self, model: Any, stage: Stage, device: torch.device, teacher: Any = None):
         self.teacher = teacher
         self.kind, self.reason = "none", "align computes no logits"
+        self.recomputed = recomputed_layers(stage.gradient_checkpointing, len(list(attentions(causal_lm(model)))))
 
     def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         lm = causal_lm(model)
@@ -341,8 +343,8 @@ class Align:
         teachers = [module for _, module in attentions(original)]
         errors: list[torch.Tensor] = []
         hooks = [
-            module.register_forward_hook(_beside(student, errors), with_kwargs=True)
-            for module, student in zip(teachers, students, strict=True)
+            module.register_forward_hook(_beside(student, errors, index in self.recomputed), with_kwargs=True)
+            for index, (module, student) in enumerate(zip(teachers, students, strict=True))
         ]
         try:
             with torch.no_grad(), original_form(original):
@@ -355,21 +357,30 @@ class Align:
         return torch.stack(errors).mean() * count, errors[0].new_zeros(0)
 
 
-def _beside(student: Any, errors: list[torch.Tensor]) -> Any:
+def _beside(student: Any, errors: list[torch.Tensor], recomputed: bool) -> Any:
     """A forward hook that runs `student` in mode "fox" on the inputs its original just had."""
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         wanted = output[0].float()
-        before, student.mode = student.mode, "fox"
-        try:
-            with torch.enable_grad():
+
+        def error() -> torch.Tensor:
+            before, student.mode = student.mode, "fox"
+            try:
                 found = student.forward(*args, **kwargs)[0].float()
-                error = (found - wanted).square().sum() / wanted.square().sum().clamp_min(1e-20)
-        finally:
-            student.mode = before
-        errors.append(error)
+            finally:
+                student.mode = before
+            return (found - wanted).square().sum() / wanted.square().sum().clamp_min(1e-20)
+
+        with torch.enable_grad():
+            errors.append(checkpoint(error, use_reentrant=False) if recomputed else error())  # type: ignore[arg-type]
 
     return hook
+
+
+def recomputed_layers(which: str | int, layers: int) -> range:
+    """Layers whose activations are recomputed in the backward: "none", "full", or every n-th."""
+    every = {"none": layers, "full": 1}[which] if isinstance(which, str) else which
+    return range(0, 0 if which == "none" else layers, every)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from retrofox.train_data import StageData, prepare_tokens
 from retrofox.train_flops import flops_per_token, peak_flops
 from retrofox.train_groups import accumulation, count_steps, role_of, set_trainable
 from retrofox.train_loop import FoxTrainer
+from retrofox.train_memory import STATE_BYTES
 from retrofox.train_model import DTYPES, build_model, resolve_source, teacher_for
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
 
@@ -314,10 +315,13 @@ def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[
 
 
 def _checkpoint_bytes(trainer: FoxTrainer) -> int:
-    """Size of one checkpoint: all weights, and two moments of what is trained."""
+    """Size of one checkpoint: all weights (of an adapter, what is trained), and two moments of what is trained."""
     parameters = list(trainer.model.parameters())  # type: ignore[union-attr]
-    weights = sum(p.numel() * p.element_size() for p in parameters)
-    return weights + sum(8 * p.numel() for p in parameters if p.requires_grad)
+    saved = [p for p in parameters if p.requires_grad or trainer.recipe.lora is None]
+    moments = STATE_BYTES.get(trainer.recipe.optim, 8)
+    return sum(p.numel() * p.element_size() for p in saved) + sum(
+        moments * p.numel() for p in parameters if p.requires_grad
+    )
 
 
 def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:
@@ -347,6 +351,10 @@ def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, no
             tokenizer.save_pretrained(str(directory))
         for path in directory.rglob("*.safetensors"):
             path.chmod(0o666 & ~_umask())  # safetensors writes 0600 whatever the umask
+        if trainer.recipe.lora is not None and last:
+            from retrofox.lora import say_where_the_base_is
+
+            say_where_the_base_is(directory)
         checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": retrofox.__version__})
     trainer.accelerator.wait_for_everyone()
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from retrofox.config import Recipe, Stage
-from retrofox.objectives import OBJECTIVES, Extend, causal_lm, chunk_rows, is_plain_head
+from retrofox.objectives import OBJECTIVES, Extend, causal_lm, chunk_rows, is_plain_head, recomputed_layers
 from retrofox.surgery import is_new_tensor
 from retrofox.train_groups import set_trainable
 from retrofox.train_model import DTYPES
@@ -96,9 +96,7 @@ def memory(
         inside = sum(m.weight.numel() for m in lm.modules() if isinstance(m, torch.nn.Linear)) - _of_head(lm)
         packed = inside - trained if recipe.lora.quantize else 0
         weights = (4 * trained + (2 if mixed else 4) * (total - trained - packed) + NF4_BYTES * packed) / shards
-    every = {"none": 0, "full": 1}.get(str(stage.gradient_checkpointing), stage.gradient_checkpointing)
-    assert isinstance(every, int)
-    recomputed = 0 if every == 0 else -(-layers // every)
+    recomputed = len(recomputed_layers(stage.gradient_checkpointing, layers))
     plain = probe(recipe, stage, model, False, device)
     again = probe(recipe, stage, model, True, device) if recomputed else plain
     # 16-bit copies of weights that the graph keeps do not grow with the tokens: they are weights, not activations.
@@ -159,6 +157,7 @@ def _head_bytes(stage: Stage, lm: Any, rows: int, tokens: int, mixed: bool) -> f
 def probe(recipe: Recipe, stage: Stage, model: Any, recomputed: bool, device: torch.device) -> Probe:
     """Measures one- and two-layer copies of the model; kept for the next stage that differs in lengths only."""
     lm = causal_lm(model)
+    stage = stage.model_copy(update={"gradient_checkpointing": "full" if recomputed else "none"})
     trained = sorted({role for role, rate in stage.rates.model_dump().items() if rate})
     shape = (type(lm).__name__, lm.config.to_json_string(), stage.objective, trained, stage.trainable)
     how = (stage.cross_entropy, stage.compile, recomputed, recipe.precision, recipe.lora, recipe.attention, device.type)
@@ -168,7 +167,7 @@ def probe(recipe: Recipe, stage: Stage, model: Any, recomputed: bool, device: to
         measure = _allocated if device.type == "cuda" else _saved
         found = np.zeros((2, len(lengths), 3))
         for layers in (1, 2):
-            small = _small(lm, layers, recipe, stage, recomputed, device)
+            small = _small(lm, layers, recipe, stage, device)
             for index, tokens in enumerate(lengths):
                 found[layers - 1, index] = measure(small, recipe, stage, tokens, device)
             del small
@@ -187,7 +186,7 @@ def _fit(lengths: tuple[int, ...], values: np.ndarray) -> Curve:
     return Curve(constant, linear, square)
 
 
-def _small(lm: Any, layers: int, recipe: Recipe, stage: Stage, recomputed: bool, device: torch.device) -> Any:
+def _small(lm: Any, layers: int, recipe: Recipe, stage: Stage, device: torch.device) -> Any:
     """The model at its width with random weights and few layers, prepared as `train` prepares it."""
     config = copy.deepcopy(lm.config)
     config.num_hidden_layers = layers
@@ -213,7 +212,7 @@ def _small(lm: Any, layers: int, recipe: Recipe, stage: Stage, recomputed: bool,
     if recipe.precision != "fp32":
         lower_precision_stream(small, dtype)
         fuse_norms(small)
-    recompute(small, "full" if recomputed else "none")
+    recompute(small, stage.gradient_checkpointing)
     if device.type == "cuda":
         compile_parts(small, stage.compile)
     return small.train()

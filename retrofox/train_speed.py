@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from retrofox.objectives import causal_lm
+from retrofox.objectives import causal_lm, recomputed_layers
 
 
 @contextlib.contextmanager
@@ -106,12 +106,11 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 def recompute(model: Any, which: str | int) -> int:
     """Turns on activation recomputation: "none", "full", or every n-th layer; returns how many layers recompute."""
     layers: Any = decoder_layers(model)
-    every = {"none": 0, "full": 1}.get(which, which) if isinstance(which, str) else which
-    assert isinstance(every, int)
+    chosen = recomputed_layers(which, len(layers))
     function = functools.partial(checkpoint, use_reentrant=False)
     count = 0
     for index, layer in enumerate(layers):
-        on = every > 0 and index % every == 0
+        on = index in chosen
         if on and not hasattr(type(layer), "gradient_checkpointing"):
             raise ValueError(f"{type(layer).__name__} has no gradient checkpointing: set gradient_checkpointing: none")
         layer.gradient_checkpointing = on

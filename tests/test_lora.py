@@ -67,6 +67,37 @@ def test_gates_are_trained_saved_and_merged(make_recipe, tmp_path, dora):
         merge(adapter, tmp_path / "merged")
 
 
+def test_dora_beside_the_pro_parts_is_merged(make_recipe, pico_fox, pico_tokenizer, tmp_path):
+    pico_fox(pro="all").save_pretrained(tmp_path / "pro")
+    pico_tokenizer.save_pretrained(tmp_path / "pro")
+    recipe = make_recipe(model=str(tmp_path / "pro"), lora={"rank": 2, "dora": True})
+    adapter = Path(train(recipe)["model"])
+    saved = load_file(adapter / "adapter_model.safetensors")
+    for part in ("forget_gate", "q_norm_fox", "k_norm_fox", "output_norm", "output_gate", "k_shift", "v_shift"):
+        found = [value for name, value in saved.items() if f".{part}." in name]
+        assert found, part
+        assert all(value.dtype == torch.float32 for value in found)
+    assert not any("output_gate.lora" in name or "forget_gate.lora" in name for name in saved)
+    report = merge(adapter, tmp_path / "merged")
+    assert report["relative_difference"] < report["limit"]
+
+
+def test_a_base_that_moved_with_its_adapter_is_found(make_recipe, pico_checkpoint, tmp_path, capsys):
+    recipe = make_recipe(model=str(pico_checkpoint), fox={"half_life": [2, 200]})
+    adapter = Path(train(recipe)["model"])
+    assert "names its base by a path of this machine" in capsys.readouterr().err
+    assert Path(json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]).is_absolute()
+    moved = tmp_path / "elsewhere"
+    Path(recipe.output).rename(moved)
+    report = merge(moved / "model", tmp_path / "merged")
+    assert report["relative_difference"] < report["limit"]
+    assert "merged" in json.loads((tmp_path / "merged" / "retrofox.json").read_text())
+    (moved / "converted").rename(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match="Set base_model_name_or_path"):
+        merge(moved / "model", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
 def test_adapters_distil_from_the_weights_they_sit_on_and_resume(make_recipe):
     common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128}
     stages = [{"objective": "distill", **common}, {"objective": "extend", **common}]

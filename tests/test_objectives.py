@@ -190,6 +190,26 @@ def test_align_compares_each_block_on_the_originals_inputs(pico_fox, batch):
         torch.testing.assert_close(found[name], expected[name])
 
 
+def test_align_recomputes_what_it_is_told_to_and_finds_the_same_gradients(pico_fox, batch, monkeypatch):
+    from retrofox import objectives
+
+    calls = []
+    plain = objectives.checkpoint
+    monkeypatch.setattr(objectives, "checkpoint", lambda *args, **options: calls.append(1) or plain(*args, **options))
+    found = {}
+    for which, layers in (("none", 0), (2, 1), ("full", 2)):
+        model, before = pico_fox(), len(calls)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("forget_gate" in name)
+        loss, _ = Align(model, stage("align", gradient_checkpointing=which), CPU)(model, batch)
+        found[which] = gradients(model, loss)
+        assert len(calls) - before == layers
+        assert all(module.mode == "fox" for _, module in attentions(model))
+    for which in (2, "full"):
+        for name in found["none"]:
+            assert torch.equal(found[which][name], found["none"][name])
+
+
 def test_align_is_zero_where_the_retrofit_is_the_original(pico_fox, batch):
     model = pico_fox(stirred=False, rope="keep", init="open")
     loss, _ = Align(model, stage("align"), CPU)(model, batch)
