@@ -69,9 +69,10 @@ def recipe_of(shape: str, length: int, row_tokens: int, deterministic: bool) -> 
     )
 
 
-def build(shape: str, converted: bool, device: torch.device) -> Any:
+def build(shape: str, converted: bool, device: torch.device, layers: int | None = None) -> Any:
     """The model on its device; a base under adapters in bfloat16, everything that is trained in float32."""
     family, config_class, values = SHAPES[shape]
+    values = {**values, "num_hidden_layers": layers or values["num_hidden_layers"]}
     config = config_class(**values, max_position_embeddings=131072, rope_theta=500000.0, use_cache=False)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if shape in ADAPTED else torch.float32)
@@ -97,6 +98,10 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768, 65536])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--step-tokens", type=int, default=16384, help="tokens of a step where rows are shorter")
+    parser.add_argument(
+        "--once-from", type=int, default=1 << 30, help="lengths from here on run one step, not warmed up"
+    )
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has: to compile its kernels only")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -104,44 +109,54 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     found: dict = {"device": name, "torch": torch.__version__, "deterministic": options.deterministic, "rows": []}
     for shape in options.shapes:
-        for length in options.lengths:
-            for converted in (False, True):
-                row = measure(shape, length, converted, options, device)
-                found["rows"].append(row)
-                print(json.dumps(row), flush=True)
+        for converted in (False, True):
+            model: Any = None
+            for length in options.lengths:
+                started, before = time.perf_counter(), reset_peak(device)
+                recipe = recipe_of(shape, length, options.step_tokens, options.deterministic)
+                row = describe(shape, converted, recipe)
+                try:
+                    model = build(shape, converted, device, options.layers) if model is None else model
+                    row["parameters"] = sum(p.numel() for p in model.parameters())
+                    row |= measure(recipe, model, device, options.steps if length < options.once_from else 1, before)
+                except torch.cuda.OutOfMemoryError:
+                    row["out_of_memory"] = True
+                    model = None
+                release(device)
+                found["rows"].append({**row, "seconds_in_all": round(time.perf_counter() - started, 1)})
+                print(json.dumps(found["rows"][-1]), flush=True)
                 if options.out:
                     options.out.write_text(json.dumps(found, indent=1) + "\n")
+            model = None
+            release(device)
 
 
-def measure(shape: str, length: int, converted: bool, options: Any, device: torch.device) -> dict[str, Any]:
-    """One row of the table."""
-    started = time.perf_counter()
-    recipe = recipe_of(shape, length, options.step_tokens, options.deterministic)
+def describe(shape: str, converted: bool, recipe: Recipe) -> dict[str, Any]:
+    """What a row of the table is about."""
     stage = recipe.stages[0]
-    row = {
+    adapters = "rank-16 adapters" + (" and gates" if converted else "")
+    return {
         "shape": shape,
         "converted": converted,
-        "length": length,
+        "length": stage.sequence_length,
         "rows": stage.micro_batch,
-        "trains": "rank-16 adapters" + (" and gates" if converted else "") if recipe.lora else "all weights",
+        "trains": adapters if recipe.lora else "all weights",
         "recomputation": stage.gradient_checkpointing,
     }
-    before = reset_peak(device)
-    try:
-        model = build(shape, converted, device)
-        row["parameters"] = sum(p.numel() for p in model.parameters())
-        set_trainable(model, stage, adapters=recipe.lora is not None)
-        result = measure_steps(recipe, stage, model, device, steps=options.steps, documents=1, before=before)
-    except torch.cuda.OutOfMemoryError:
-        result = {"out_of_memory": True}
-    row |= {
-        key: value if value is None or isinstance(value, bool) else round(value, 4) for key, value in result.items()
-    }
-    model = None
+
+
+def measure(recipe: Recipe, model: Any, device: torch.device, steps: int, before: float) -> dict[str, Any]:
+    """Speed, utilisation and peak memory of a few steps, rounded."""
+    set_trainable(model, recipe.stages[0], adapters=recipe.lora is not None)
+    found = measure_steps(recipe, recipe.stages[0], model, device, steps=steps, documents=1, before=before)
+    return {key: value if value is None else round(value, 4) for key, value in found.items()} | {"steps": steps}
+
+
+def release(device: torch.device) -> None:
+    """Gives memory back that nothing holds any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return {**row, "seconds_in_all": round(time.perf_counter() - started, 1)}
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def measure_steps(
     documents: int = 2,
     before: float = 0.0,
 ) -> dict[str, Any]:
-    """Trains `model` for a few steps of a stage, the first to warm up, through the Trainer itself; uses the model up.
+    """Trains `model` for a few steps of a stage through the Trainer itself; the first warms up, unless it is the only.
 
     Args:
         model: with requires_grad set as the stage trains it.
@@ -77,7 +77,7 @@ def measure_steps(
         )
         with repeatable(recipe.deterministic):
             trainer.train()
-    speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:])
+    speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:] or trainer.history)
     speed = speeds[len(speeds) // 2]
     found = {
         "tokens_per_second": speed,
@@ -85,7 +85,9 @@ def measure_steps(
         "peak_memory_gb": (peak_bytes(device) - (before if device.type == "cpu" else 0.0)) / 1e9,
         "mfu": None if clock.peak is None else speed * clock.flops_per_token / clock.peak,
     }
+    trainer.release()
     trainer.accelerator.free_memory()
+    model.zero_grad(set_to_none=True)
     del trainer
     gc.collect()
     if device.type == "cuda":
