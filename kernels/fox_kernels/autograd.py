@@ -1,10 +1,13 @@
-"""The Triton implementations as one torch operator, with a fake and a gradient: torch.compile sees no graph break.
+"""The Triton and Gluon implementations under autograd: straight to the kernels in eager mode, and as one torch operator
+with a fake and a gradient wherever something watches or rewrites operators, so that torch.compile sees no graph break.
 
-    fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo, residual   (backend "triton" or "gluon")
+    fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo, residual, bounds
     fox_kernels::attention_backward   -> dq, dk, dv, dlog_f
 
 The residual is what rounding o to 16 bits lost, kept for the backward by the Triton kernels: with saturated gates the
-gradients are differences of do.v and do.o that agree in more digits than o has. It is empty where nothing needs it.
+gradients are differences of do.v and do.o that agree in more digits than o has. The bounds are what pruning leaves out,
+searched once for both passes. Each is empty where nothing needs it. Torch's machinery for operators written in Python
+costs the host more than 0.1 ms a call, as much as a short problem takes: hence the two ways in.
 
 No value is read back to the host, so both can be captured in a CUDA graph.
 """
@@ -14,18 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import cumsum, decode, determinism
+from . import cumsum, decode, determinism, prune
 from .backward import launch_backward
 from .forward import launch_forward
 
 LN_2 = math.log(2)
-
-
-def _residual(q: Tensor, backend: str, for_backward: bool) -> Tensor:
-    """Return room for what rounding o loses, or an empty tensor."""
-    wanted = for_backward and backend == "triton" and q.element_size() == 2
-    return q.new_empty(q.shape if wanted else (0,))
 
 
 def _launchers(backend: str):
@@ -34,6 +33,57 @@ def _launchers(backend: str):
 
         return hopper_forward.launch_forward, hopper_backward.launch_backward
     return launch_forward, launch_backward
+
+
+def _kept(q: Tensor, backend: str, for_backward: bool, log_eps: float | None) -> tuple[Tensor, Tensor]:
+    """Return room for the residual and the pruning bounds that the backward will want; empty where it wants none."""
+    for_triton = for_backward and backend == "triton"
+    B, T, H, _ = q.shape
+    residual = q.new_empty(q.shape if for_triton and q.element_size() == 2 else (0,))
+    tiles = (B, H, -(-T // prune.BLOCK_M)) if for_triton and log_eps is not None else (0,)
+    return residual, q.new_empty(tiles, dtype=torch.int32)
+
+
+def _attend(
+    q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, log_eps, backend, for_backward, deterministic
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be the tensors'
+        c_hi, c_lo = cumsum.cumulative(log_f)
+        options: dict[str, Any] = {
+            "scale": scale,
+            "seq_start": seq_start,
+            "window": window,
+            "sink": sink,
+            "softcap": softcap,
+            "prune": log_eps,
+        }
+        residual, bounds = _kept(q, backend, for_backward, log_eps)
+        if cu_seqlens is None and not for_backward and decode.pays(q, k):
+            return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, residual, bounds
+        if residual.numel():
+            options["residual"] = residual
+        if bounds.numel():
+            options["bounds"] = prune.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, out=bounds)
+        launch, _ = _launchers(backend)
+        return *launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, **options), c_hi, c_lo, residual, bounds
+
+
+def _differentiate(
+    do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual, bounds, scale, cu_seqlens, seq_start, window, sink,
+    softcap, log_eps, backend, deterministic,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    with torch.cuda.device_of(q):
+        _, launch = _launchers(backend)
+        extra: dict[str, Any] = {"residual": residual} if residual.numel() else {}
+        if bounds.numel():
+            extra["bounds"] = bounds
+        if backend == "gluon":  # the Triton backward is deterministic, whatever is asked for
+            extra["deterministic"] = deterministic
+        dq, dk, dv, dc = launch(
+            do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start,
+            window=window, sink=sink, softcap=softcap, prune=log_eps, **extra,
+        )  # fmt: skip
+        return dq, dk, dv, cumsum.gate_gradient(dc, log_f)
 
 
 @torch.library.custom_op("fox_kernels::attention", mutates_args=())
@@ -52,24 +102,10 @@ def attention(
     backend: str,
     for_backward: bool,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be the tensors'
-        c_hi, c_lo = cumsum.cumulative(log_f)
-        options: dict[str, Any] = {
-            "scale": scale,
-            "seq_start": seq_start,
-            "window": window,
-            "sink": sink,
-            "softcap": softcap,
-            "prune": prune,
-        }
-        residual = _residual(q, backend, for_backward)
-        if cu_seqlens is None and not for_backward and decode.pays(q, k):
-            return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, residual
-        if residual.numel():
-            options["residual"] = residual
-        launch, _ = _launchers(backend)
-        return *launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, **options), c_hi, c_lo, residual
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _attend(
+        q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, for_backward, deterministic
+    )
 
 
 @attention.register_fake
@@ -77,7 +113,7 @@ def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune
     (B, T, H, D), S = q.shape, k.shape[1]
     o = q.new_empty(B, T, H, D)
     lse2, c_hi, c_lo = (q.new_empty(B, H, n, dtype=torch.float32) for n in (T, S, S))
-    return o, lse2, c_hi, c_lo, _residual(q, backend, for_backward)
+    return o, lse2, c_hi, c_lo, *_kept(q, backend, for_backward, prune)
 
 
 @torch.library.custom_op("fox_kernels::attention_backward", mutates_args=())
@@ -93,6 +129,7 @@ def attention_backward(
     c_hi: Tensor,
     c_lo: Tensor,
     residual: Tensor,
+    bounds: Tensor,
     scale: float,
     cu_seqlens: Tensor | None,
     seq_start: Tensor | None,
@@ -103,16 +140,10 @@ def attention_backward(
     backend: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with torch.cuda.device_of(q):
-        _, launch = _launchers(backend)
-        extra: dict[str, Any] = {"residual": residual} if residual.numel() else {}
-        if backend == "gluon":  # the Triton backward is deterministic, whatever is asked for
-            extra["deterministic"] = deterministic
-        dq, dk, dv, dc = launch(
-            do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start,
-            window=window, sink=sink, softcap=softcap, prune=prune, **extra,
-        )  # fmt: skip
-        return dq, dk, dv, cumsum.gate_gradient(dc, log_f)
+    return _differentiate(
+        do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual, bounds, scale, cu_seqlens, seq_start, window, sink,
+        softcap, prune, backend, deterministic,
+    )  # fmt: skip
 
 
 @attention_backward.register_fake
@@ -131,16 +162,45 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, do, dlse2, *_):
-    q, k, v, log_f, o, lse2, c_hi, c_lo, residual, cu_seqlens, seq_start = ctx.saved_tensors
+def _gradients(ctx, do, dlse2, differentiate):
+    q, k, v, log_f, o, lse2, c_hi, c_lo, residual, bounds, cu_seqlens, seq_start = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    grads = attention_backward(
-        do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual, ctx.scale, cu_seqlens, seq_start, *ctx.options
+    grads = differentiate(
+        do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual, bounds, ctx.scale, cu_seqlens, seq_start, *ctx.options
     )
     return *grads, *[None] * 10
 
 
+def _backward(ctx, do, dlse2, *_):
+    return _gradients(ctx, do, dlse2, attention_backward)
+
+
 attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Attention(torch.autograd.Function):
+    """The same as the operator, without its machinery."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _attend(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output[:2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, dlse2):
+        return _gradients(ctx, do, dlse2, _differentiate)
+
+
+def _watched(*tensors: Tensor) -> bool:
+    """Return whether compilers, tensor subclasses, function transforms or dispatch modes must see an operator."""
+    return (
+        torch.compiler.is_compiling()
+        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+        or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+        or is_in_torch_dispatch_mode()
+    )
 
 
 def forgetting_attention(
@@ -148,8 +208,12 @@ def forgetting_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels."""
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
-    o, lse2, *_ = attention(
+    inputs = (
         q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, None if softcap is None else float(softcap),
         None if prune is None else float(prune), backend, for_backward, determinism.is_deterministic(),
     )  # fmt: skip
+    if _watched(q, k, v, log_f):
+        o, lse2, *_ = attention(*inputs)
+    else:
+        o, lse2, *_ = _Attention.apply(*inputs) if for_backward else _attend(*inputs)
     return (o, lse2.transpose(1, 2) * LN_2) if return_lse else o

@@ -13,13 +13,13 @@ The row and column sums come from the same float32 ds: with either left out, or 
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import torch
-import triton
 
 from . import prune as pruning
 from .backward_dkdv import dkdv_kernel
 from .backward_dq import dq_kernel
 from .cumsum import block_relative
-from .forward import LOG2_E, document_bounds, no_bounds, unit_last
+from .forward import LOG2_E, document_bounds, no_bounds, unit_last, walked_together
+from .launch import cdiv, describable, launch, source
 from .tiles import Tile, split_head_dim, tile_for
 
 
@@ -43,7 +43,8 @@ def launch_backward(
     dc = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_(), dc.zero_()
-    facts = torch.empty(B, H, 5, T, dtype=torch.float32, device=q.device)
+    padded = cdiv(T, 16) * 16  # so that the rows of facts are aligned
+    facts = torch.empty(B, H, 5, padded, dtype=torch.float32, device=q.device)
     row_sum = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if starts is None:
         starts = document_bounds(B, S, cu_seqlens, seq_start, q.device)
@@ -53,26 +54,45 @@ def launch_backward(
     start, end = (None, None) if starts is None else starts
     rows, columns = tiles or tuple(tile_for(kernel, D, q.dtype, q.device) for kernel in ("dq", "dkdv"))
     D0, D1 = split_head_dim(D)
-    sizes = (T, S, H, q_offset, window or 0, sink, int(bounds is not None), scale, scale * LOG2_E)
-    caps = (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
-    flags = {
-        "GROUP": H // Hkv, "D0": D0, "D1": D1, "CAUSAL": causal, "STARTS": starts is not None,
-        "WINDOW": window is not None, "SINK": sink > 0, "CAP": softcap is not None,
-        "PRUNE_M": pruning.BLOCK_M, "SHIFT": c_offset is not None,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-    }  # fmt: skip
-    dq_kernel[(triton.cdiv(T, rows.block_m) * B * H,)](
-        q, k, v, o, residual, do, None if dlse2 is None else dlse2.contiguous(), lse2, c_hi, c_lo,
-        block_relative(c_hi, c_lo, rows.block_n), start, bounds_or_none, c_offset, dq, facts, row_sum,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *sizes, *caps,
-        **flags, BM=rows.block_m, BN=rows.block_n, DLSE=dlse2 is not None,
-        RESIDUAL=residual is not None, NEXT_BM=columns.block_m, num_warps=rows.warps, num_stages=rows.stages,
+    numbers = (q_offset, window or 0, sink, int(bounds is not None), scale, scale * LOG2_E)
+    numbers += (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
+    options = (
+        causal, starts is not None, window is not None, sink > 0, softcap is not None, pruning.BLOCK_M,
+        c_offset is not None,
     )  # fmt: skip
-    dkdv_kernel[(triton.cdiv(S, columns.block_n) * B * Hkv,)](
-        q, k, v, do, facts, row_sum, c_hi, c_lo, start, end, bounds_or_none, c_offset, dk, dv, dc,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *sizes, *caps,
-        **flags, BM=columns.block_m, BN=columns.block_n,
-        num_warps=columns.warps, num_stages=columns.stages,
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    tma = D1 == 0 and q.element_size() == 2 and describable(q, k, v, do)
+    row_tma, column_tma = rows.tma * tma, columns.tma * tma
+    relative = block_relative(c_hi, c_lo, rows.block_n)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    launch(
+        dq_kernel,
+        (cdiv(T, rows.block_m) * B * H,),
+        (
+            source(q, rows.block_m, row_tma > 1), source(k, rows.block_n, row_tma), source(v, rows.block_n, row_tma),
+            o, residual, source(do, rows.block_m, row_tma > 1), None if dlse2 is None else dlse2.contiguous(), lse2,
+            c_hi, c_lo, relative, start, bounds_or_none, c_offset, dq, facts, row_sum,
+            *strides, *o.stride()[:3], *do.stride()[:3], T, S, padded, relative.shape[-1], H,
+            walked_together(2 * S * D * k.element_size(), H // Hkv), *numbers,
+        ),
+        (
+            H // Hkv, D0, D1, rows.block_m, rows.block_n, *options, dlse2 is not None, residual is not None,
+            columns.block_m, precision, row_tma,
+        ),
+        warps=rows.warps, stages=rows.stages,
+    )  # fmt: skip
+    launch(
+        dkdv_kernel,
+        (cdiv(S, columns.block_n) * B * Hkv,),
+        (
+            source(q, columns.block_m, column_tma), source(k, columns.block_n, column_tma > 2),
+            source(v, columns.block_n, column_tma > 1), source(do, columns.block_m, column_tma), facts, row_sum,
+            c_hi, c_lo, start, end, bounds_or_none, c_offset, dk, dv, dc,
+            *strides, *do.stride()[:3], T, S, padded, H, walked_together(2 * T * D * q.element_size() * (H // Hkv)),
+            *numbers,
+        ),
+        (H // Hkv, D0, D1, columns.block_m, columns.block_n, *options, precision, column_tma),
+        warps=columns.warps, stages=columns.stages,
     )  # fmt: skip
     if q_offset + T > S:  # queries past the keys share c[S - 1]
         dc[..., S - 1] += row_sum[..., max(0, S - q_offset) :].sum(-1)

@@ -11,7 +11,7 @@ miscompile that on Hopper. Formulas: `backward`.
 import triton
 import triton.language as tl
 
-from .forward import block_scalars, decayed, load_rows, soft_capped, visible
+from .forward import block_scalars, decayed, load_rows, place, soft_capped, visible
 
 
 @triton.jit
@@ -50,11 +50,11 @@ def query_range(
 
 @triton.jit
 def _dkdv_block(
-    m0, k0, k1, v0, v1, q_ptr, do_ptr, facts_ptr, c_hi_ptr, c_lo_ptr, start_ptr, stride_q, stride_do,
-    offs_m, offs_d0, offs_d1, j, bias_hi, bias_lo, key_bias, offset, T, S, q_offset, window, sink,
+    b, h, m0, k0, k1, v0, v1, q_ptr, do_ptr, facts_ptr, c_hi_ptr, c_lo_ptr, start_ptr, stride_q, stride_do,
+    offs_m, offs_d0, offs_d1, j, bias_hi, bias_lo, key_bias, offset, T, S, TP, q_offset, window, sink,
     scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One query tile, transposed. bias: c_ref (interior, scalars, with key_bias = c_ref - c_j) or c_j (masked)."""
     t = m0 + offs_m
@@ -62,20 +62,20 @@ def _dkdv_block(
     facts = facts_ptr + t
     if MASKED:
         e_hi = tl.load(facts, mask=t < T, other=0.0)
-        e_lo = tl.load(facts + T, mask=t < T, other=0.0)
-        delta = tl.load(facts + 2 * T, mask=t < T, other=0.0)
+        e_lo = tl.load(facts + TP, mask=t < T, other=0.0)
+        delta = tl.load(facts + 2 * TP, mask=t < T, other=0.0)
     else:
-        relative = tl.load(facts + 4 * T)
-        delta = tl.load(facts + 2 * T)
+        relative = tl.load(facts + 4 * TP)
+        delta = tl.load(facts + 2 * TP)
         first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0, S)
         lift = (first_hi - bias_hi) + (first_lo - bias_lo)
-    q0 = load_rows(q_ptr, m0, stride_q, offs_m, offs_d0, T, MASKED)
-    do0 = load_rows(do_ptr, m0, stride_do, offs_m, offs_d0, T, MASKED)
+    q0 = load_rows(q_ptr, b, h, m0, stride_q, offs_m, offs_d0, T, MASKED, TMA > 0)
+    do0 = load_rows(do_ptr, b, h, m0, stride_do, offs_m, offs_d0, T, MASKED, TMA > 0)
     s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
     dp = tl.dot(v0, tl.trans(do0), input_precision=PRECISION)
     if D1 > 0:
-        q1 = load_rows(q_ptr, m0, stride_q, offs_m, offs_d1, T, MASKED)
-        do1 = load_rows(do_ptr, m0, stride_do, offs_m, offs_d1, T, MASKED)
+        q1 = load_rows(q_ptr, b, h, m0, stride_q, offs_m, offs_d1, T, MASKED, TMA > 0)
+        do1 = load_rows(do_ptr, b, h, m0, stride_do, offs_m, offs_d1, T, MASKED, TMA > 0)
         s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
         dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
     tanh = s
@@ -88,7 +88,7 @@ def _dkdv_block(
         if STARTS:
             start = tl.load(start_ptr + pos)
         if SINK:
-            sink_bias = (0.0 - offset - tl.load(facts + 3 * T, mask=t < T, other=0.0))[None, :]
+            sink_bias = (0.0 - offset - tl.load(facts + 3 * TP, mask=t < T, other=0.0))[None, :]
         else:
             sink_bias = 0.0
         s = decayed(s, e_hi[None, :], e_lo[None, :], bias_hi[:, None], bias_lo[:, None],
@@ -98,6 +98,10 @@ def _dkdv_block(
         p = tl.exp2(tl.where(seen & (t < T)[None, :], s, float("-inf")))
     else:
         p = tl.exp2(s + relative[None, :] + (key_bias + lift)[:, None])
+    p_rounded = p.to(do0.dtype)
+    dv0 = tl.dot(p_rounded, do0, dv0, input_precision=PRECISION)
+    if D1 > 0:
+        dv1 = tl.dot(p_rounded, do1, dv1, input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
     if MASKED:
         column_sum += tl.sum(tl.where(j[:, None] == (q_offset + t)[None, :], 0.0, ds), 1)
@@ -105,30 +109,27 @@ def _dkdv_block(
         column_sum += tl.sum(ds, 1)
     if CAP:
         ds = ds * (1.0 - tanh * tanh)
-    p = p.to(do0.dtype)
     ds = ds.to(q0.dtype)
-    dv0 = tl.dot(p, do0, dv0, input_precision=PRECISION)
     dk0 = tl.dot(ds, q0, dk0, input_precision=PRECISION)
     if D1 > 0:
-        dv1 = tl.dot(p, do1, dv1, input_precision=PRECISION)
         dk1 = tl.dot(ds, q1, dk1, input_precision=PRECISION)
     return column_sum, dk0, dk1, dv0, dv1
 
 
-@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink", "prune"])
+@triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, facts_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr, end_ptr, first_ptr,
     c_offset_ptr, dk_ptr, dv_ptr, dc_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sdo_b, sdo_t, sdo_h,
-    T, S, H, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
+    T, S, TP, H, together, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr,
+    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # The first key blocks have the most queries: they go first.
-    pairs = tl.num_programs(0) // tl.cdiv(S, BN)
-    n0 = (tl.program_id(0) // pairs) * BN
-    kv = (tl.program_id(0) % pairs).to(tl.int64)
+    blocks = tl.cdiv(S, BN)
+    block, kv = place(blocks, tl.num_programs(0) // blocks, together)
+    n0 = block * BN
     heads = H // GROUP
     b, h_kv = kv // heads, kv % heads
     if STARTS:
@@ -147,26 +148,31 @@ def dkdv_kernel(
             is_sink = j < tl.load(start_ptr + j, mask=j < S, other=0) + sink
     sinky = tl.max(is_sink.to(tl.int32), 0) > 0
 
-    k_ptr += b * sk_b + h_kv * sk_h
-    v_ptr += b * sv_b + h_kv * sv_h
-    k0 = load_rows(k_ptr, n0, sk_s, offs_n, offs_d0, S, True)
-    v0 = load_rows(v_ptr, n0, sv_s, offs_n, offs_d0, S, True)
+    if TMA < 3:
+        k_ptr += b * sk_b + h_kv * sk_h
+    if TMA < 2:
+        v_ptr += b * sv_b + h_kv * sv_h
+    row_b, row_kv = b.to(tl.int32), h_kv.to(tl.int32)
+    k0 = load_rows(k_ptr, row_b, row_kv, n0, sk_s, offs_n, offs_d0, S, True, TMA > 2)
+    v0 = load_rows(v_ptr, row_b, row_kv, n0, sv_s, offs_n, offs_d0, S, True, TMA > 1)
     k1, v1 = k0, v0
     dk0 = tl.zeros([BN, D0], tl.float32)
     dv0 = tl.zeros([BN, D0], tl.float32)
     dk1, dv1 = dk0, dv0
     if D1 > 0:
-        k1 = load_rows(k_ptr, n0, sk_s, offs_n, offs_d1, S, True)
-        v1 = load_rows(v_ptr, n0, sv_s, offs_n, offs_d1, S, True)
+        k1 = load_rows(k_ptr, row_b, row_kv, n0, sk_s, offs_n, offs_d1, S, True, False)
+        v1 = load_rows(v_ptr, row_b, row_kv, n0, sv_s, offs_n, offs_d1, S, True, False)
         dk1 = tl.zeros([BN, D1], tl.float32)
         dv1 = tl.zeros([BN, D1], tl.float32)
 
     for g in range(GROUP):
         h = h_kv * GROUP + g
         bh = b * H + h
-        q_head = q_ptr + b * sq_b + h * sq_h
-        do_head = do_ptr + b * sdo_b + h * sdo_h
-        facts_head = facts_ptr + bh * 5 * T
+        q_head, do_head = q_ptr, do_ptr
+        if TMA == 0:
+            q_head += b * sq_b + h * sq_h
+            do_head += b * sdo_b + h * sdo_h
+        facts_head = facts_ptr + bh * 5 * TP
         c_hi_head, c_lo_head = c_hi_ptr + bh * S, c_lo_ptr + bh * S
         first_head = first_ptr + bh * tl.cdiv(T, PRUNE_M)
         low, mid_low, mid_high, high = query_range(
@@ -184,17 +190,17 @@ def dkdv_kernel(
         for it in range(mid_low - low + high - mid_high):
             m0 = tl.where(it < mid_low - low, low + it, mid_high + it - (mid_low - low)) * BM
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                m0, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head, c_lo_head, start_ptr, sq_t, sdo_t,
-                offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, offset, T, S, q_offset, window, sink,
-                scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION)  # fmt: skip
+                row_b, h.to(tl.int32), m0, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head, c_lo_head,
+                start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, offset, T, S,
+                TP, q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
+                True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA)  # fmt: skip
         for it in range(mid_high - mid_low):
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                (mid_low + it) * BM, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head, c_lo_head,
-                start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset,
-                T, S, q_offset, window, sink,
+                row_b, h.to(tl.int32), (mid_low + it) * BM, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head,
+                c_lo_head, start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset,
+                T, S, TP, q_offset, window, sink,
                 scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION)  # fmt: skip
+                False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA)  # fmt: skip
         if SINK:
             column_sum = tl.where(is_sink, 0.0, column_sum)
         t = j - q_offset

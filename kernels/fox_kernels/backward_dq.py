@@ -10,16 +10,26 @@ Its prologue also leaves what the kernel for dk and dv needs of every query (del
 import triton
 import triton.language as tl
 
-from .forward import block_scalars, decayed, key_range, load_rows, masked_block, query_facts, soft_capped, visible
+from .forward import (
+    block_scalars,
+    decayed,
+    key_range,
+    load_rows,
+    masked_block,
+    place,
+    query_facts,
+    soft_capped,
+    visible,
+)
 
 
 @triton.jit
 def _dq_block(
-    n0, q0, q1, do0, do1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, lse, delta,
-    c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+    b, h, n0, q0, q1, do0, do1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, lse,
+    delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
     row_sum, dq0, dq1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     j = n0 + offs_n
     if MASKED:
@@ -29,13 +39,13 @@ def _dq_block(
         rel = tl.load(c_rel_ptr + j)
         last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
         lift = (bias_hi - last_hi) + (bias_lo - last_lo)
-    k0 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d0, S, MASKED)
-    v0 = load_rows(v_ptr, n0, stride_v, offs_n, offs_d0, S, MASKED)
+    k0 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d0, S, MASKED, TMA > 0)
+    v0 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d0, S, MASKED, TMA > 0)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     dp = tl.dot(do0, tl.trans(v0), input_precision=PRECISION)
     if D1 > 0:
-        k1 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d1, S, MASKED)
-        v1 = load_rows(v_ptr, n0, stride_v, offs_n, offs_d1, S, MASKED)
+        k1 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d1, S, MASKED, TMA > 0)
+        v1 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d1, S, MASKED, TMA > 0)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
         dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
     tanh = s
@@ -68,32 +78,36 @@ def _dq_block(
     return row_sum, dq0, dq1
 
 
-@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink", "prune"])
+@triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr,
     first_ptr, c_offset_ptr, dq_ptr, facts_ptr, row_sum_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
-    T, S, H, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
+    T, S, TP, SP, H, together, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
     PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, RESIDUAL: tl.constexpr,
-    NEXT_BM: tl.constexpr, PRECISION: tl.constexpr,
+    NEXT_BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM)
-    pairs = tl.num_programs(0) // tiles
-    m0 = (tiles - 1 - tl.program_id(0) // pairs) * BM
-    bh = (tl.program_id(0) % pairs).to(tl.int64)
+    tile, bh = place(tiles, tl.num_programs(0) // tiles, together)
+    m0 = (tiles - 1 - tile) * BM
     b, h = bh // H, bh % H
-    q_ptr += b * sq_b + h * sq_h
-    k_ptr += b * sk_b + (h // GROUP) * sk_h
-    v_ptr += b * sv_b + (h // GROUP) * sv_h
+    if TMA < 2:
+        q_ptr += b * sq_b + h * sq_h
+    if TMA == 0:
+        k_ptr += b * sk_b + (h // GROUP) * sk_h
+        v_ptr += b * sv_b + (h // GROUP) * sv_h
+    if TMA < 2:
+        do_ptr += b * sdo_b + h * sdo_h
+    row_b, row_h = b.to(tl.int32), h.to(tl.int32)
+    row_kv = row_h // GROUP
     o_ptr += b * so_b + h * so_h
     if RESIDUAL:
         residual_ptr += b * so_b + h * so_h
-    do_ptr += b * sdo_b + h * sdo_h
     c_hi_ptr += bh * S
     c_lo_ptr += bh * S
-    c_rel_ptr += bh * S
+    c_rel_ptr += bh * SP
     if STARTS:
         start_ptr += b * S
     first_ptr += bh * tl.cdiv(T, PRUNE_M)
@@ -108,19 +122,19 @@ def dq_kernel(
         BM, BN, CAUSAL, WINDOW, PRUNE_M)  # fmt: skip
 
     rows = m0 + offs_m < T
-    do0 = load_rows(do_ptr, m0, sdo_t, offs_m, offs_d0, T, True)
-    o0 = load_rows(o_ptr, m0, so_t, offs_m, offs_d0, T, True)
+    do0 = load_rows(do_ptr, row_b, row_h, m0, sdo_t, offs_m, offs_d0, T, True, TMA > 1)
+    o0 = load_rows(o_ptr, row_b, row_h, m0, so_t, offs_m, offs_d0, T, True, False)
     o0 = o0.to(tl.float32)
     if RESIDUAL:  # of o's rounding: where one key holds nearly all the weight, delta is all but the whole of do.v
-        o0 += load_rows(residual_ptr, m0, so_t, offs_m, offs_d0, T, True)
+        o0 += load_rows(residual_ptr, row_b, row_h, m0, so_t, offs_m, offs_d0, T, True, False)
     delta = tl.sum(do0.to(tl.float32) * o0, 1)
     do1 = do0
     if D1 > 0:
-        do1 = load_rows(do_ptr, m0, sdo_t, offs_m, offs_d1, T, True)
-        o1 = load_rows(o_ptr, m0, so_t, offs_m, offs_d1, T, True)
+        do1 = load_rows(do_ptr, row_b, row_h, m0, sdo_t, offs_m, offs_d1, T, True, TMA > 1)
+        o1 = load_rows(o_ptr, row_b, row_h, m0, so_t, offs_m, offs_d1, T, True, False)
         o1 = o1.to(tl.float32)
         if RESIDUAL:
-            o1 += load_rows(residual_ptr, m0, so_t, offs_m, offs_d1, T, True)
+            o1 += load_rows(residual_ptr, row_b, row_h, m0, so_t, offs_m, offs_d1, T, True, False)
         delta += tl.sum(do1.to(tl.float32) * o1, 1)
     lse = tl.load(lse_ptr + bh * T + m0 + offs_m, mask=rows, other=float("-inf"))
     empty = lse == float("-inf")
@@ -128,12 +142,12 @@ def dq_kernel(
         dlse = tl.load(dlse_ptr + bh * T + m0 + offs_m, mask=lse > float("-inf"), other=0.0)
         delta -= dlse * 1.4426950408889634
 
-    q0 = load_rows(q_ptr, m0, sq_t, offs_m, offs_d0, T, True)
+    q0 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d0, T, True, TMA > 1)
     q1 = q0
     dq0 = tl.zeros([BM, D0], tl.float32)
     dq1 = dq0
     if D1 > 0:
-        q1 = load_rows(q_ptr, m0, sq_t, offs_m, offs_d1, T, True)
+        q1 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d1, T, True, TMA > 1)
         dq1 = tl.zeros([BM, D1], tl.float32)
     row_sum = tl.zeros([BM], tl.float32)
     c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
@@ -145,37 +159,37 @@ def dq_kernel(
     lse = tl.where(empty, 0.0, lse) - offset
     sink_bias = 0.0 - offset
 
-    # What the next kernel needs of a query, [5, T] per head: c_i - lse_i in two floats, delta, lse, and c_i - lse_i
+    # What the next kernel needs of a query, [5, TP] per head: c_i - lse_i in two floats, delta, lse, and c_i - lse_i
     # relative to c of the first query of its tile there.
     difference = c_i_hi - lse
     virtual = difference - c_i_hi
     lost = (c_i_hi - (difference - virtual)) - (lse + virtual)
-    facts = facts_ptr + bh * 5 * T + m0 + offs_m
+    facts = facts_ptr + bh * 5 * TP + m0 + offs_m
     tl.store(facts, tl.where(empty, float("-inf"), difference), mask=rows)
-    tl.store(facts + T, lost + c_i_lo, mask=rows)
+    tl.store(facts + TP, lost + c_i_lo, mask=rows)
     first = q_offset + (m0 + offs_m) // NEXT_BM * NEXT_BM
     first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, first, S)
     relative = (c_i_hi - first_hi) + (c_i_lo - first_lo) - lse
-    tl.store(facts + 4 * T, tl.where(empty, float("-inf"), relative), mask=rows)
-    tl.store(facts + 2 * T, delta, mask=rows)
+    tl.store(facts + 4 * TP, tl.where(empty, float("-inf"), relative), mask=rows)
+    tl.store(facts + 2 * TP, delta, mask=rows)
     lse = tl.where(empty, float("inf"), lse)
-    tl.store(facts + 3 * T, lse, mask=rows)
+    tl.store(facts + 3 * TP, lse, mask=rows)
 
     for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
         row_sum, dq0, dq1 = _dq_block(
-            n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lse, delta,
-            c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
-            row_sum, dq0, dq1,
-            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION)  # fmt: skip
+            row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
+            lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+            inverse_cap, row_sum, dq0, dq1,
+            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
     lse -= (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
     for it in range(mid_high - mid_low):
         n0 = (mid_high - 1 - it) * BN
         row_sum, dq0, dq1 = _dq_block(
-            n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo, lse, delta,
-            c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
-            row_sum, dq0, dq1,
-            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION)  # fmt: skip
+            row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo,
+            lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+            inverse_cap, row_sum, dq0, dq1,
+            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
 
     tl.store(row_sum_ptr + bh * T + m0 + offs_m, row_sum, mask=rows)
     dq_rows = dq_ptr + ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .chunked import LOG_F_MIN
+from .launch import cdiv, launch
 
 LOG2_E = 1.4426950408889634
 BLOCK = 1024
@@ -53,25 +54,27 @@ def suffix_kernel(dc_ptr, x_ptr, out_ptr, sx_b, sx_s, sx_h, S, H, floor, BLOCK: 
 
 
 @triton.jit(do_not_specialize=["S"])
-def relative_kernel(hi_ptr, lo_ptr, out_ptr, S, GROUP: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) // tl.cdiv(S, GROUP) * S
+def relative_kernel(hi_ptr, lo_ptr, out_ptr, S, SP, GROUP: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) // tl.cdiv(S, GROUP)
+    row = index * S
     first = tl.program_id(0) % tl.cdiv(S, GROUP) * GROUP
     last = row + tl.minimum(first + GROUP, S) - 1
     s = first + tl.arange(0, GROUP)
     hi = tl.load(hi_ptr + row + s, mask=s < S, other=0.0)
     lo = tl.load(lo_ptr + row + s, mask=s < S, other=0.0)
     out = (tl.load(hi_ptr + last) - hi) + (tl.load(lo_ptr + last) - lo)
-    tl.store(out_ptr + row + s, out, mask=s < S)
+    tl.store(out_ptr + index * SP + s, out, mask=s < S)
 
 
 def block_relative(hi: torch.Tensor, lo: torch.Tensor, block: int) -> torch.Tensor:
-    """Return c_last - c_j (B, H, S) float32, c_last being the last value of j's block of `block` keys.
+    """Return c_last - c_j (B, H, S to 16s) float32, c_last being the last value of j's block of `block` keys.
 
     One float is enough: where the difference is large, the gates between have cut j off from every later query.
     """
     B, H, S = hi.shape
-    out = torch.empty_like(hi)
-    relative_kernel[(B * H * triton.cdiv(S, block),)](hi, lo, out, S, GROUP=block, num_warps=1)
+    padded = cdiv(S, 16) * 16  # so that the rows are aligned
+    out = torch.empty(B, H, padded, dtype=torch.float32, device=hi.device)
+    launch(relative_kernel, (B * H * cdiv(S, block),), (hi, lo, out, S, padded), (block,), warps=1)
     return out
 
 
@@ -87,7 +90,7 @@ def cumulative(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     B, S, H = log_f.shape
     hi, lo = (torch.empty(B, H, S, dtype=torch.float32, device=log_f.device) for _ in range(2))
     if log_f.numel():
-        cumulative_kernel[(B * H,)](log_f, hi, lo, *log_f.stride(), S, H, LOG_F_MIN, BLOCK=BLOCK)
+        launch(cumulative_kernel, (B * H,), (log_f, hi, lo, *log_f.stride(), S, H, LOG_F_MIN), (BLOCK,))
     return hi, lo
 
 
@@ -111,5 +114,5 @@ def gate_gradient(dc: torch.Tensor, log_f: torch.Tensor) -> torch.Tensor:
     B, S, H = log_f.shape
     out = torch.empty(B, S, H, dtype=log_f.dtype, device=log_f.device)
     if log_f.numel():
-        suffix_kernel[(B * H,)](dc, log_f, out, *log_f.stride(), S, H, LOG_F_MIN, BLOCK=BLOCK)
+        launch(suffix_kernel, (B * H,), (dc, log_f, out, *log_f.stride(), S, H, LOG_F_MIN), (BLOCK,))
     return out

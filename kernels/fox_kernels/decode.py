@@ -11,12 +11,15 @@ With pruning on, a program whose keys no query of the group needs leaves after r
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from . import prune as pruning
 from .forward import LOG2_E, soft_capped, unit_last, visible
+from .launch import cdiv, launch
 from .tiles import split_head_dim
 
 MAX_ROWS = 64  # T * H / Hkv that share a tile
@@ -146,6 +149,12 @@ def merge_kernel(
     tl.store(lse_ptr + (b * H + h) * T + t, tl.where(total > 0, base + tl.log2(safe), float("-inf")))
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has; asking CUDA takes longer than a launch."""
+    return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def skip_before(q, k, c_hi, c_lo, scale, softcap, log_eps) -> torch.Tensor:
     """Return first (B, Hkv) int32: keys before it hold at most exp(log_eps) of the weight of every query of the group.
 
@@ -177,25 +186,33 @@ def launch_decode(
     D0, D1 = split_head_dim(D)
     block = 32 if D > 128 or q.dtype == torch.float32 else 64 if D > 64 else 128
     if splits is None:
-        processors = 8 if q.device.type == "cpu" else torch.cuda.get_device_properties(q.device).multi_processor_count
-        splits = max(1, min(256, triton.cdiv(S, 4 * block), 2 * processors // (B * Hkv)))
-    span = triton.cdiv(triton.cdiv(S, splits), block) * block
-    splits = triton.cdiv(S, span)
-    part = torch.empty(B * Hkv, splits, T * group, D, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(B * Hkv, splits, T * group, dtype=torch.float32, device=q.device)
+        splits = max(1, min(256, cdiv(S, 4 * block), processors(q.device) // (B * Hkv)))
+    span = cdiv(cdiv(S, splits), block) * block
+    splits = cdiv(S, span)
+    rows = B * Hkv * splits * T * group
+    parts = torch.empty(rows * (D + 1), dtype=torch.float32, device=q.device)  # o of every part, then its lse
     o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    split_kernel[(splits, B * Hkv)](
-        q, k, v, c_hi, c_lo, seq_start, first, part, part_lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *c_hi.stride()[:2],
-        T, S, H, span, window or 0, sink, scale * LOG2_E, 0.0 if softcap is None else softcap * LOG2_E,
-        0.0 if softcap is None else 2.0 / softcap,
-        GROUP=group, D0=D0, D1=D1, ROWS=max(16, triton.next_power_of_2(T * group)), BN=block,
-        STARTS=seq_start is not None, WINDOW=window is not None, SINK=sink > 0, CAP=softcap is not None,
-        PRUNE=first is not None, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+    part_lse = parts[rows * D :]
+    launch(
+        split_kernel,
+        (splits, B * Hkv),
+        (
+            q, k, v, c_hi, c_lo, seq_start, first, parts, part_lse,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *c_hi.stride()[:2],
+            T, S, H, span, window or 0, sink, scale * LOG2_E, 0.0 if softcap is None else softcap * LOG2_E,
+            0.0 if softcap is None else 2.0 / softcap,
+        ),
+        (
+            group, D0, D1, max(16, triton.next_power_of_2(T * group)), block, seq_start is not None,
+            window is not None, sink > 0, softcap is not None, first is not None,
+            "ieee" if q.dtype == torch.float32 else "tf32",
+        ),
     )  # fmt: skip
-    merge_kernel[(T * group, B * Hkv)](
-        part, part_lse, o, lse2, T, H, splits,
-        GROUP=group, D=D, DP=triton.next_power_of_2(D), SPLITS=triton.next_power_of_2(splits), num_warps=4,
-    )  # fmt: skip
+    launch(
+        merge_kernel,
+        (T * group, B * Hkv),
+        (parts, part_lse, o, lse2, T, H, splits),
+        (group, D, triton.next_power_of_2(D), triton.next_power_of_2(splits)),
+    )
     return o, lse2

@@ -21,9 +21,11 @@ import triton.language as tl
 from . import prune as pruning
 from .chunked import document_starts
 from .cumsum import block_relative
+from .launch import cdiv, describable, launch, source
 from .tiles import Tile, split_head_dim, tile_for
 
 LOG2_E = 1.4426950408889634
+L2_BYTES = 24 << 20  # of Hopper's 50 MB: what the heads walked together may fill
 
 
 @triton.jit
@@ -61,12 +63,32 @@ def soft_capped(s, softcap2, inverse_cap):
 
 
 @triton.jit
-def load_rows(ptr, row, stride, offs_r, offs_d, limit, MASKED: tl.constexpr):
-    """Rows row + offs_r of a (rows, D) matrix with unit last stride; the block's base is 64 bit."""
-    ptrs = ptr + row.to(tl.int64) * stride + offs_r[:, None] * stride + offs_d[None, :]
-    if MASKED:
-        return tl.load(ptrs, mask=(row + offs_r < limit)[:, None], other=0.0)
-    return tl.load(ptrs)
+def load_rows(ptr, b, h, row, stride, offs_r, offs_d, limit, MASKED: tl.constexpr, TMA: tl.constexpr):
+    """Rows row + offs_r of a (rows, D) matrix with unit last stride; the block's base is 64 bit.
+
+    With TMA, ptr describes the whole (B, rows, H, D) tensor, and rows beyond the last are zero.
+    """
+    if TMA:
+        x = ptr.load([b, row, h, 0]).reshape(offs_r.shape[0], offs_d.shape[0])
+    elif MASKED:
+        ptrs = ptr + row.to(tl.int64) * stride + offs_r[:, None] * stride + offs_d[None, :]
+        x = tl.load(ptrs, mask=(row + offs_r < limit)[:, None], other=0.0)
+    else:
+        x = tl.load(ptr + row.to(tl.int64) * stride + offs_r[:, None] * stride + offs_d[None, :])
+    return x
+
+
+@triton.jit
+def place(tiles, pairs, together):
+    """This program's tile, counted from the heaviest, and its (batch, head) pair.
+
+    So many pairs as `together` says are walked at a time: what their tiles share stays in the L2 cache.
+    """
+    size = together * tiles
+    first = tl.program_id(0) // size * together
+    rest = tl.program_id(0) % size
+    width = tl.minimum(together, pairs - first)
+    return rest // width, (first + rest % width).to(tl.int64)
 
 
 @triton.jit
@@ -131,10 +153,10 @@ def masked_block(it, low, mid_low, mid_high, high, sink_low):
 
 @triton.jit
 def _attend(
-    n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr,
+    b, h, n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr,
     c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One key block of the online softmax. bias: c_ref (interior, scalars) or c_i (masked, one per row)."""
     j = n0 + offs_n
@@ -146,10 +168,10 @@ def _attend(
         rel = tl.load(c_rel_ptr + j)
         last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
         lift = (bias_hi - last_hi) + (bias_lo - last_lo)
-    k0 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d0, S, MASKED)
+    k0 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d0, S, MASKED, TMA > 0)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     if D1 > 0:
-        k1 = load_rows(k_ptr, n0, stride_k, offs_n, offs_d1, S, MASKED)
+        k1 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d1, S, MASKED, TMA > 0)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
     if CAP:
         s, _t = soft_capped(s * scale2, softcap2, inverse_cap)
@@ -167,10 +189,10 @@ def _attend(
     p = tl.exp2(s - (base - lift)[:, None])
     alpha = tl.exp2(m - base)
     l = l * alpha + tl.sum(p, 1)
-    v0 = load_rows(v_ptr, n0, stride_v, offs_n, offs_d0, S, MASKED)
+    v0 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d0, S, MASKED, TMA > 0)
     acc0 = tl.dot(p.to(v0.dtype), v0, acc0 * alpha[:, None], input_precision=PRECISION)
     if D1 > 0:
-        v1 = load_rows(v_ptr, n0, stride_v, offs_n, offs_d1, S, MASKED)
+        v1 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d1, S, MASKED, TMA > 0)
         acc1 = tl.dot(p.to(v1.dtype), v1, acc1 * alpha[:, None], input_precision=PRECISION)
     return top, l, acc0, acc1
 
@@ -184,29 +206,32 @@ def store_rounded(ptr, residual_ptr, at, x, mask, RESIDUAL: tl.constexpr):
         tl.store(residual_ptr + at, (x - rounded.to(tl.float32)).to(residual_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "S", "q_offset", "window", "sink", "prune"])
+@triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
     c_offset_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h,
-    T, S, H, q_offset, window, sink, prune, scale2, softcap2, inverse_cap,
+    T, S, SP, H, together, q_offset, window, sink, prune, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
     PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, RESIDUAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    # The longest rows first: tiles in falling order; a group's heads are side by side and share K and V in L2.
+    # The longest rows first; the query heads of a kv head are side by side.
     tiles = tl.cdiv(T, BM)
-    pairs = tl.num_programs(0) // tiles
-    m0 = (tiles - 1 - tl.program_id(0) // pairs) * BM
-    bh = (tl.program_id(0) % pairs).to(tl.int64)
+    tile, bh = place(tiles, tl.num_programs(0) // tiles, together)
+    m0 = (tiles - 1 - tile) * BM
     b, h = bh // H, bh % H
-    q_ptr += b * sq_b + h * sq_h
-    k_ptr += b * sk_b + (h // GROUP) * sk_h
-    v_ptr += b * sv_b + (h // GROUP) * sv_h
+    if TMA < 2:
+        q_ptr += b * sq_b + h * sq_h
+    if TMA == 0:
+        k_ptr += b * sk_b + (h // GROUP) * sk_h
+        v_ptr += b * sv_b + (h // GROUP) * sv_h
+    row_b, row_h = b.to(tl.int32), h.to(tl.int32)
+    row_kv = row_h // GROUP
     c_hi_ptr += bh * S
     c_lo_ptr += bh * S
-    c_rel_ptr += bh * S
+    c_rel_ptr += bh * SP
     if STARTS:
         start_ptr += b * S
     first_ptr += bh * tl.cdiv(T, PRUNE_M)
@@ -220,12 +245,12 @@ def forward_kernel(
         first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
         BM, BN, CAUSAL, WINDOW, PRUNE_M)  # fmt: skip
 
-    q0 = load_rows(q_ptr, m0, sq_t, offs_m, offs_d0, T, True)
+    q0 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d0, T, True, TMA > 1)
     q1 = q0
     acc0 = tl.zeros([BM, D0], tl.float32)
     acc1 = acc0
     if D1 > 0:
-        q1 = load_rows(q_ptr, m0, sq_t, offs_m, offs_d1, T, True)
+        q1 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d1, T, True, TMA > 1)
         acc1 = tl.zeros([BM, D1], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -240,9 +265,9 @@ def forward_kernel(
     for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
         m, l, acc0, acc1 = _attend(
-            n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, c_hi_ptr, c_lo_ptr,
-            c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
-            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION)  # fmt: skip
+            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l,
+            acc0, acc1, True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
 
     # From exact units to units relative to c_ref; the rounding of the sum goes into l and acc.
     shift = (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
@@ -258,9 +283,9 @@ def forward_kernel(
     for it in range(mid_high - mid_low):
         n0 = (mid_high - 1 - it) * BN
         m, l, acc0, acc1 = _attend(
-            n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo, c_hi_ptr, c_lo_ptr,
-            c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
-            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION)  # fmt: skip
+            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l,
+            acc0, acc1, False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
 
     seen = l > 0
     l = tl.where(seen, l, 1.0)
@@ -295,6 +320,11 @@ def unit_last(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def walked_together(bytes_per_head: int, heads: int = 1) -> int:
+    """Return how many (batch, head) pairs to walk at a time, `heads` of which share what fills the L2 cache."""
+    return heads * max(1, L2_BYTES // bytes_per_head)
+
+
 def launch_forward(
     q, k, v, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None,
     prune=None, q_offset=None, c_offset=None, causal=True, residual=None, tile: Tile | None = None, bounds=None,
@@ -321,15 +351,24 @@ def launch_forward(
     tile = tile or tile_for("forward", D, q.dtype, q.device)
     D0, D1 = split_head_dim(D)
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
-    forward_kernel[(triton.cdiv(T, tile.block_m) * B * H,)](
-        q, k, v, o, residual, lse2, c_hi, c_lo, block_relative(c_hi, c_lo, tile.block_n),
-        None if starts is None else starts[0], no_bounds(q.device) if bounds is None else bounds, c_offset,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        T, S, H, q_offset, window or 0, sink, int(bounds is not None), scale * LOG2_E, cap2,
-        0.0 if softcap is None else 2.0 / softcap,
-        GROUP=H // Hkv, D0=D0, D1=D1, BM=tile.block_m, BN=tile.block_n,
-        CAUSAL=causal, STARTS=starts is not None, WINDOW=window is not None, SINK=sink > 0, CAP=softcap is not None,
-        PRUNE_M=pruning.BLOCK_M, SHIFT=c_offset is not None, RESIDUAL=residual is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+    relative = block_relative(c_hi, c_lo, tile.block_n)
+    tma = tile.tma * (D1 == 0 and q.element_size() == 2 and describable(q, k, v))
+    launch(
+        forward_kernel,
+        (cdiv(T, tile.block_m) * B * H,),
+        (
+            source(q, tile.block_m, tma > 1), source(k, tile.block_n, tma), source(v, tile.block_n, tma), o, residual,
+            lse2, c_hi, c_lo, relative, None if starts is None else starts[0],
+            no_bounds(q.device) if bounds is None else bounds, c_offset,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T, S, relative.shape[-1], H,
+            walked_together(2 * S * D * q.element_size(), H // Hkv), q_offset, window or 0, sink,
+            int(bounds is not None), scale * LOG2_E, cap2, 0.0 if softcap is None else 2.0 / softcap,
+        ),
+        (
+            H // Hkv, D0, D1, tile.block_m, tile.block_n, causal, starts is not None, window is not None, sink > 0,
+            softcap is not None, pruning.BLOCK_M, c_offset is not None, residual is not None,
+            "ieee" if q.dtype == torch.float32 else "tf32", tma,
+        ),
+        warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
     return o, lse2

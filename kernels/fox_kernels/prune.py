@@ -23,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import cdiv, launch
+
 BLOCK_M = 64  # queries per bound; the tiles of the forward and of dq take the least of theirs
 BLOCK_N = 64  # keys per step of the bound
 LOG2_E = 1.4426950408889634
@@ -140,29 +142,36 @@ def bounds_kernel(
     tl.store(first_ptr + bh * tiles + tile, skipped * BN, mask=real)
 
 
-def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal=True) -> torch.Tensor:
+def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal=True, out=None) -> torch.Tensor:
     """Return first (B, H, ceil(T / BLOCK_M)) int32: for each tile of queries the first key that may not be skipped.
 
-    At most exp(log_eps) of any query's attention weight lies before it. Raises ValueError where a query may not see its
-    own key, which the bound rests on.
+    At most exp(log_eps) of any query's attention weight lies before it. Written to out, if given. Raises ValueError
+    where a query may not see its own key, which the bound rests on.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q_offset = S - T if q_offset is None else q_offset
     if not causal or q_offset + T > S:
         raise ValueError("prune needs causal=True and q_offset + T <= S: the bound rests on each query's own key")
-    tiles, blocks = triton.cdiv(T, BLOCK_M), triton.cdiv(S, BLOCK_N)
+    tiles, blocks = cdiv(T, BLOCK_M), cdiv(S, BLOCK_N)
     q_norm, ahead = torch.empty(2, B, H, tiles, dtype=torch.float32, device=q.device)
     k_norm = torch.empty(B, Hkv, blocks, dtype=torch.float32, device=q.device)
-    first = torch.empty(B, H, tiles, dtype=torch.int32, device=q.device)
+    first = torch.empty(B, H, tiles, dtype=torch.int32, device=q.device) if out is None else out
     never = log_eps * LOG2_E - math.log2(S)  # a fall of c not below this keeps every key
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
-    norms_kernel[(triton.cdiv(B * H * tiles + B * Hkv * blocks, 4),)](
-        q, k, c_hi, c_lo, q_norm, ahead, k_norm, *q.stride()[:3], *k.stride()[:3],
-        T, S, H, q_offset, B * H * tiles, B * Hkv * blocks, scale * LOG2_E, cap2, never,
-        GROUP=H // Hkv, D=D, DP=triton.next_power_of_2(D), BM=BLOCK_M, BN=BLOCK_N, CAP=softcap is not None, PER=4,
+    group, width, capped_scores = H // Hkv, triton.next_power_of_2(D), softcap is not None
+    launch(
+        norms_kernel,
+        (cdiv(B * H * tiles + B * Hkv * blocks, 4),),
+        (
+            q, k, c_hi, c_lo, q_norm, ahead, k_norm, *q.stride()[:3], *k.stride()[:3],
+            T, S, H, q_offset, B * H * tiles, B * Hkv * blocks, scale * LOG2_E, cap2, never,
+        ),
+        (group, D, width, BLOCK_M, BLOCK_N, capped_scores, 4),
     )  # fmt: skip
-    bounds_kernel[(B * H, triton.cdiv(tiles, 32))](
-        c_hi, c_lo, q_norm, ahead, k_norm, first, T, S, H, q_offset, scale * LOG2_E, cap2, never,
-        GROUP=H // Hkv, BM=BLOCK_M, BN=BLOCK_N, TILES=32, BLOCKS=64, CAP=softcap is not None,
-    )  # fmt: skip
+    launch(
+        bounds_kernel,
+        (B * H, cdiv(tiles, 32)),
+        (c_hi, c_lo, q_norm, ahead, k_norm, first, T, S, H, q_offset, scale * LOG2_E, cap2, never),
+        (group, BLOCK_M, BLOCK_N, 32, 64, capped_scores),
+    )
     return first

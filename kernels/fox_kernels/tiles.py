@@ -1,32 +1,34 @@
 """Tile shapes of the plain Triton kernels: rows of a table, by kernel, head dim, dtype and architecture."""
 
+import functools
 from typing import NamedTuple
 
 import torch
 
 
 class Tile(NamedTuple):
-    """Queries x keys per step, warps and pipeline stages of one program."""
+    """Queries x keys per step, warps and pipeline stages of one program, and what it copies by TMA where it can."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    tma: int = 0  # 1: what the loop reads; 2: also q and do, in dkdv v; 3: also k: those then stay in registers
 
 
 # (kernel, head dim) -> Tile for 16-bit inputs. Shared memory: Hopper 227 KB, Ampere 163, Ada and small Blackwell 99.
-HOPPER = {  # each the fastest of those tried on an H200 at 2 x 8192 tokens, 16 heads (8 at D = 256), bf16
-    ("forward", 64): Tile(64, 128, 4, 3),  # 345 TFLOP/s; 128 x 64 with 4 warps 309, 128 x 128 with 8 warps 214
-    ("forward", 96): Tile(64, 64, 4, 3),  # 317; 128 x 64 with 8 warps 294
-    ("forward", 128): Tile(64, 64, 4, 3),  # 385; 128 x 64 with 8 warps 366, 128 x 128 with 8 warps 306: two small
-    ("forward", 256): Tile(128, 64, 8, 2),  # programs per processor overlap one's products with the other's softmax
-    ("dq", 64): Tile(64, 128, 4, 2),
+HOPPER = {  # each the fastest of those tried on an H100 at 2 x 8192 tokens, 16 heads (8 at D = 256), bf16; TFLOP/s done
+    ("forward", 64): Tile(64, 128, 4, 3, 2),  # 368; without TMA 348, 128 x 128 with 8 warps 255
+    ("forward", 96): Tile(64, 64, 4, 3),
+    ("forward", 128): Tile(64, 64, 4, 3, 2),  # 449; without TMA 377, 128 x 64 with 8 warps 388: two small programs per
+    ("forward", 256): Tile(128, 64, 8, 2, 1),  # processor overlap one's products with the other's softmax
+    ("dq", 64): Tile(64, 128, 4, 2, 1),  # 424; without TMA 381
     ("dq", 96): Tile(64, 64, 4, 2),
-    ("dq", 128): Tile(128, 32, 8, 3),
-    ("dq", 256): Tile(128, 32, 8, 1),
-    ("dkdv", 64): Tile(32, 64, 4, 3),
+    ("dq", 128): Tile(64, 64, 4, 3, 2),  # 535; q and do in shared memory 481, 128 x 64 with 8 warps 524
+    ("dq", 256): Tile(128, 32, 8, 2, 1),  # 398; 64 x 32 with 4 warps 280
+    ("dkdv", 64): Tile(64, 64, 4, 3, 1),  # 397; 32 x 64 353
     ("dkdv", 96): Tile(32, 128, 8, 3),
-    ("dkdv", 128): Tile(32, 128, 8, 3),
+    ("dkdv", 128): Tile(32, 64, 4, 4, 1),  # 487; 32 x 128 with 8 warps 473, 64 x 64 353: it spills
     ("dkdv", 256): Tile(32, 64, 8, 2),
 }
 AMPERE = {
@@ -71,48 +73,48 @@ RECORDED = {
     (80, "forward", 64): (255, 0),
     (80, "forward", 80): (255, 0),
     (80, "forward", 96): (255, 0),
-    (80, "forward", 128): (255, 16),
+    (80, "forward", 128): (255, 32),
     (80, "forward", 256): (255, 0),
     (80, "dq", 64): (255, 4),
     (80, "dq", 80): (255, 12),
     (80, "dq", 96): (255, 40),
     (80, "dq", 128): (252, 0),
-    (80, "dq", 256): (207, 0),
-    (80, "dkdv", 64): (255, 20),
-    (80, "dkdv", 80): (255, 12),
-    (80, "dkdv", 96): (255, 84),
+    (80, "dq", 256): (206, 0),
+    (80, "dkdv", 64): (255, 12),
+    (80, "dkdv", 80): (255, 24),
+    (80, "dkdv", 96): (255, 92),
     (80, "dkdv", 128): (255, 0),
-    (80, "dkdv", 256): (230, 0),
-    (89, "forward", 64): (255, 0),
+    (80, "dkdv", 256): (229, 0),
+    (89, "forward", 64): (255, 8),
     (89, "forward", 80): (255, 0),
     (89, "forward", 96): (255, 0),
-    (89, "forward", 128): (255, 28),
-    (89, "forward", 256): (244, 0),
+    (89, "forward", 128): (255, 4),
+    (89, "forward", 256): (242, 0),
     (89, "dq", 64): (255, 4),
-    (89, "dq", 80): (192, 0),
-    (89, "dq", 96): (194, 0),
-    (89, "dq", 128): (240, 0),
-    (89, "dq", 256): (179, 0),
-    (89, "dkdv", 64): (255, 8),
+    (89, "dq", 80): (186, 0),
+    (89, "dq", 96): (196, 0),
+    (89, "dq", 128): (242, 0),
+    (89, "dq", 256): (178, 0),
+    (89, "dkdv", 64): (255, 0),
     (89, "dkdv", 80): (255, 0),
-    (89, "dkdv", 96): (255, 16),
+    (89, "dkdv", 96): (255, 8),
     (89, "dkdv", 128): (255, 8),
     (89, "dkdv", 256): (212, 0),
-    (90, "forward", 64): (255, 16),
+    (90, "forward", 64): (255, 0),
     (90, "forward", 80): (255, 0),
     (90, "forward", 96): (255, 0),
-    (90, "forward", 128): (255, 20),
-    (90, "forward", 256): (255, 56),
-    (90, "dq", 64): (255, 88),
+    (90, "forward", 128): (255, 0),
+    (90, "forward", 256): (255, 216),
+    (90, "dq", 64): (255, 48),
     (90, "dq", 80): (247, 0),
     (90, "dq", 96): (255, 0),
-    (90, "dq", 128): (224, 0),
-    (90, "dq", 256): (255, 228),
-    (90, "dkdv", 64): (236, 0),
-    (90, "dkdv", 80): (238, 0),
-    (90, "dkdv", 96): (254, 0),
-    (90, "dkdv", 128): (255, 0),
-    (90, "dkdv", 256): (255, 328),
+    (90, "dq", 128): (255, 36),
+    (90, "dq", 256): (255, 200),
+    (90, "dkdv", 64): (255, 16),
+    (90, "dkdv", 80): (239, 0),
+    (90, "dkdv", 96): (246, 0),
+    (90, "dkdv", 128): (255, 52),
+    (90, "dkdv", 256): (255, 364),
 }
 
 
@@ -134,7 +136,13 @@ def tile_for(kernel: str, D: int, dtype: torch.dtype, device: torch.device) -> T
     """Return the tile of a kernel ("forward", "dq" or "dkdv"); on a CPU (Triton's interpreter) a small one."""
     if device.type == "cpu":
         return Tile(32, 32, 4, 1)
-    return row_for(kernel, D, table_for(dtype, torch.cuda.get_device_capability(device)))
+    return row_for(kernel, D, table_for(dtype, capability(device)))
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a device."""
+    return torch.cuda.get_device_capability(device)
 
 
 def row_for(kernel: str, D: int, table: dict) -> Tile:

@@ -28,22 +28,39 @@ FLOATS = {"scale", "scale2", "softcap2", "inverse_cap", "never", "floor"}
 INTEGERS = {"first_ptr", "start_ptr", "end_ptr"}
 
 
-def compiled(function, constants: dict, arch: int, warps: int, stages: int):
-    """Compile with pointers and strides known to be multiples of 16, as they are for ordinary tensors."""
+def compiled(function, constants: dict, arch: int, warps: int, stages: int, described: dict[str, int]):
+    """Compile with pointers and strides known to be multiples of 16, as they are for ordinary tensors.
+
+    described: the rows of a block by the names of the tensors that TMA copies.
+    """
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
         if name in constants:
             signature[name] = "constexpr"
             continue
+        if name in described:
+            signature[name] = f"tensordesc<bf16[1, {described[name]}, 1, {constants['D0']}]>"
+            continue
         pointer = "*bf16" if name in HALVES else "*i32" if name in INTEGERS else "*fp32"
         signature[name] = pointer if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
-        if name.endswith("_ptr") or re.match(r"s(q|k|v|o|do)_", name):
+        if name.endswith("_ptr") or re.match(r"s(q|k|v|o|do)_|TP|SP", name):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
     return triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages}
     )
+
+
+def copied_by_tma(kernel: str, tile, tma: int) -> dict[str, int]:
+    """Return the rows of a block by the names of the tensors that a kernel copies by TMA."""
+    m, n = tile.block_m, tile.block_n
+    stages = {
+        "forward": ({"k_ptr": n, "v_ptr": n}, {"q_ptr": m}),
+        "dq": ({"k_ptr": n, "v_ptr": n}, {"q_ptr": m, "do_ptr": m}),
+        "dkdv": ({"q_ptr": m, "do_ptr": m}, {"v_ptr": n}, {"k_ptr": n}),
+    }
+    return {name: rows for some in stages[kernel][:tma] for name, rows in some.items()}
 
 
 def compiled_tile(kernel: str, D: int, arch: int, **flags):
@@ -52,11 +69,12 @@ def compiled_tile(kernel: str, D: int, arch: int, **flags):
     constants = {
         "GROUP": 1, "D0": D0, "D1": D1, "BM": tile.block_m, "BN": tile.block_n, "CAUSAL": True, "STARTS": False,
         "WINDOW": False, "SINK": False, "CAP": False, "PRUNE_M": 64, "SHIFT": False, "DLSE": False, "RESIDUAL": True,
-        "NEXT_BM": 32, "PRECISION": "tf32",
+        "NEXT_BM": 32, "PRECISION": "tf32", "TMA": tile.tma if D1 == 0 else 0,
     }  # fmt: skip
     needs = {"start_ptr": "STARTS", "end_ptr": "STARTS", "c_offset_ptr": "SHIFT", "dlse_ptr": "DLSE"}
     constants |= {pointer: None for pointer, flag in needs.items() if not flags.get(flag)}
-    return compiled(KERNELS[kernel], constants | flags, arch, tile.warps, tile.stages)
+    described = copied_by_tma(kernel, tile, constants["TMA"])
+    return compiled(KERNELS[kernel], constants | flags, arch, tile.warps, tile.stages, described)
 
 
 def registers_and_spills(binary, arch: int, folder: Path) -> tuple[int, int]:
@@ -122,7 +140,7 @@ recorded = pytest.mark.skipif(
 
 
 def test_the_hazard_would_be_seen():
-    binary = compiled(hazard_kernel, {}, 90, 4, 2)
+    binary = compiled(hazard_kernel, {}, 90, 4, 2, {})
     assert len(transposed_dot_results(binary.asm["ttir"])) == 1
 
 
