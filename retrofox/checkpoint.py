@@ -137,9 +137,13 @@ def check_writable(root: Path, bytes_needed: int) -> None:
     free = shutil.disk_usage(root).free
     if free < bytes_needed:
         raise ValueError(
-            f"the disk of {root} has {free / 1e9:.1f} GB free and a checkpoint takes {bytes_needed / 1e9:.1f} GB: "
+            f"the disk of {root} has {_size(free)} free and a checkpoint takes {_size(bytes_needed)}: "
             "free some, lower checkpoint.keep, or choose another `output`"
         )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -59,13 +60,14 @@ class Anneal(TrainerCallback):
         self.limit = model.config.fox["anneal_tokens"]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._move(state.global_step)
+        self.move(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save or control.should_training_stop:
-            self._move(state.global_step)
+            self.move(state.global_step)
 
-    def _move(self, step: int) -> None:
+    def move(self, step: int) -> None:
+        """Sets the dial where it stands after `step` steps of this stage."""
         tokens = min(self.limit, self.start_tokens + step * self.batch_tokens)
         if tokens != self.model.config.fox["annealed_tokens"]:
             self.model.set_annealed_tokens(tokens)
@@ -244,8 +246,9 @@ class JsonLog:
         self.path, self.stage = path, stage
         kept = [line for line in self._lines() if (line["stage"], line["step"]) <= (stage, resumed_step)]
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        partial.replace(path)
+        with self._clear_errors():
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            partial.replace(path)
 
     def _lines(self) -> list[dict[str, Any]]:
         if not self.path.is_file():
@@ -254,6 +257,20 @@ class JsonLog:
         return [json.loads(line) for line in lines if line.endswith("}")]
 
     def write(self, values: dict[str, Any]) -> None:
-        """Appends one line."""
-        with open(self.path, "a", encoding="utf-8") as file:
+        """Appends one line.
+
+        Raises:
+            ValueError: the disk is full or only read.
+        """
+        with self._clear_errors(), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"stage": self.stage, **values}) + "\n")
+
+    @contextlib.contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(
+                f"could not write {self.path}: {error.strerror}. Free some disk space or mend the directory, and run "
+                "the same command again: it goes on from the last complete checkpoint"
+            ) from error
