@@ -1,9 +1,10 @@
-"""What calibration recovers: loss of a converted model before and after, by rotary pairs kept and sink tokens.
+"""What calibration recovers: loss of a converted model over its base's, by rotary pairs kept and sink tokens.
 
     python benchmarks/calibrate.py MODEL --calibrate TEXT... --evaluate TEXT... --rows 16:1 8:1 4:1 --out results.json
 
-A row "16:1" keeps the 16 fastest rotary pairs and exempts 1 sink token; "16:1:gates" leaves the queries as they are.
-"16:1:init" only measures half-lives. Windows of both texts are cut at `--length` tokens; the documents must differ.
+A row "16:1" keeps the 16 fastest rotary pairs and exempts 1 sink token, and fits gates and queries; "16:1:gates" leaves
+the queries as they are; "16:1:slopes" fits one constant slope per head and nothing else; "16:1:init" only measures
+half-lives. Windows of both texts are cut at `--length` tokens; the documents must differ.
 """
 
 from __future__ import annotations
@@ -25,18 +26,25 @@ from retrofox.plots import write_atomic
 from retrofox.report import environment
 from retrofox.surgery import apply, attention_mode, load_base, make_plan
 
+HELD_OUT = 2
+FITTED = {
+    "refit": "slopes, gate weights, queries",
+    "gates": "slopes, gate weights",
+    "slopes": "slopes",
+    "init": "half-lives only",
+}
+
 
 def main() -> None:
     options = _options()
     base, tokenizer = load_base(options.model)
     base = base.float().eval()
-    fitted = _windows(options.calibrate, tokenizer, options.length, options.windows + 2, seed=0)
+    fitted = _windows(options.calibrate, tokenizer, options.length, options.windows + HELD_OUT, seed=0)
     judged = _windows(options.evaluate, tokenizer, options.length, options.judged, seed=1)
     results = {
         "environment": environment(),
         "length_tokens": options.length,
-        "windows": {"fitted": options.windows, "held_out": 2, "evaluated": options.judged},
-        "steps": options.steps,
+        "windows": {"evaluated": options.judged},
         "loss_base": None,
         "rows": [],
     }
@@ -53,50 +61,55 @@ def main() -> None:
 
 
 def _row(row: str, base: Any, fitted: torch.Tensor, judged: torch.Tensor, losses: torch.Tensor, options: Any) -> dict:
-    kept, sink, *how = row.split(":")
-    spec = _spec(base.config, int(kept), int(sink), "calibrated" if how == ["init"] else "slopes")
+    kept, sink, *rest = row.split(":")
+    how = rest[0] if rest else "refit"
+    spec = _spec(base.config, int(kept), int(sink), how)
     result = calibrate(
         base,
         spec,
         fitted,
         out_dir=options.work / row.replace(":", "-"),
-        steps=0 if how == ["init"] else options.steps,
-        refit_queries=not how,
+        steps=0 if how == "init" else options.steps,
+        refit_queries=how == "refit",
         layer_losses=options.layer_losses,
     )
     model = apply(base, make_plan(base.config, FoxSpec(**{**spec.to_dict(), "init": "slopes"})))
-    before = _losses(model, judged)
     after = _losses(apply_to(model, result), judged)
     opened = None
     if options.gates_open:
         with attention_mode(model, "open"):
             opened = round(float(_losses(model, judged).mean()), 4)
     difference = (after - losses).mean(1)
+    shown = ("layer", "kl_before", "kl_after", "loss_before", "loss_after", "heads_fitted", "seconds")
     return {
         "row": row,
         "pairs_kept": int(kept),
         "sink_tokens": int(sink),
-        "refit_queries": not how,
-        "loss_before": round(float(before.mean()), 4),
+        "fitted": FITTED[how],
         "loss_after": round(float(after.mean()), 4),
         "loss_after_gates_open": opened,
         "difference": round(float(difference.mean()), 4),
         "standard_error": round(float(difference.std() / len(difference) ** 0.5), 4),
+        "steps": options.steps,
+        "windows": {"fitted": options.windows, "held_out": HELD_OUT},
         "seconds": result.report["seconds"],
-        "kl": {k: v for k, v in result.report["summary"].items() if k.startswith("kl")},
-        "layers": result.report["layers"],
+        "held_out": result.report["summary"],
+        "layers": [{key: layer[key] for key in shown} for layer in result.report["layers"]],
+        "environment": result.report["environment"],
     }
 
 
-def _spec(config: Any, kept: int, sink: int, init: str) -> FoxSpec:
+def _spec(config: Any, kept: int, sink: int, how: str) -> FoxSpec:
+    same: dict[str, Any] = {"sink_tokens": sink, "init": "calibrated" if how == "init" else "slopes"}
+    same["gate"] = "bias" if how == "slopes" else "data"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     theta = config.rope_parameters["rope_theta"]
     if kept == head_dim // 2:
-        return FoxSpec(rope="keep", sink_tokens=sink, init=init)
+        return FoxSpec(rope="keep", **same)
     if kept == 0:
-        return FoxSpec(rope="drop", sink_tokens=sink, init=init)
+        return FoxSpec(rope="drop", **same)
     longest = 2 * math.pi * theta ** (2 * (kept - 1) / head_dim)
-    return FoxSpec(rope="partial", max_wavelength=longest * 1.001, sink_tokens=sink, init=init)
+    return FoxSpec(rope="partial", max_wavelength=longest * 1.001, **same)
 
 
 @torch.no_grad()
@@ -119,9 +132,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="directory for the unfinished work of each row")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--judged", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--gates-open", action="store_true", help="also measure with the gates forced open")
     parser.add_argument("--layer-losses", action="store_true")
     return parser.parse_args()

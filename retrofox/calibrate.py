@@ -11,26 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+import retrofox
 from retrofox import calibrate_capture as capture
+from retrofox.calibrate_files import write_result, write_tables
 from retrofox.calibrate_half_life import calibrate_half_lives, write_half_lives
 from retrofox.calibrate_run import Run, put
 from retrofox.calibrate_source import Source, open_source
 from retrofox.calibrate_state import State, fingerprint
+from retrofox.calibrate_text import choose_windows, documents_of, full_windows
 from retrofox.families import trained_length
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
-from retrofox.plots import save_csv, write_atomic
 from retrofox.report import environment, progress_bar
 from retrofox.surgery import attentions, load_tokenizer
 
 __all__ = ["Calibration", "apply_to", "calibrate", "calibrate_half_lives"]
 
-COLUMNS = ("layer", "kl_before", "kl_after", "loss_before", "loss_after", "heads_fitted", "seconds")
+LENGTHS = (1024, 512, 256, 128, 64)
+"""Tokens per window to choose from where none are asked for: those that make the most of the documents there are."""
 
 
 @dataclass
@@ -86,13 +87,13 @@ def calibrate(
     files: Sequence[str | os.PathLike] | torch.Tensor,
     *,
     out_dir: str | os.PathLike,
-    steps: int = 100,
+    steps: int = 200,
     refit_queries: bool = True,
     progress: bool = True,
     resume: bool = True,
     tokenizer: Any = None,
     length: int | None = None,
-    windows: int = 8,
+    windows: int = 16,
     held_out: int = 2,
     layer_losses: bool = True,
     layers_on_disk: bool | None = None,
@@ -109,19 +110,22 @@ def calibrate(
 
     q before rotation; M folds into q_proj (W' = M^T W, b' = M^T b). A head keeps what it started with if the fit is no
     better on held-out windows. One layer's inputs are in memory at a time; after each layer the run can be stopped
-    and gone on with. Into `out_dir` go calibration.json, calibration.csv and calibration.safetensors, and for
-    init="calibrated" half_lives.json, .csv, .png and .svg.
+    and gone on with. Into `out_dir` go calibration.json, calibration.csv (per layer: KL and loss before and after),
+    calibration_heads.csv (per head: KL and half-life before and after), calibration_heads.png and .svg (half-lives
+    after), calibration.safetensors, and for init="calibrated" half_lives.json, .csv, .png and .svg.
 
     Args:
         model_or_source: an unconverted live model, a Hub id, directory or .gguf file; or a live converted model, then
             with `spec` None. Nothing of a live unconverted model is changed.
         spec: what to convert to. init="calibrated" starts from half-lives measured at full context.
-        files: text or JSONL files; or (N, T) int64 tokens, the last `held_out` rows held out.
+        files: text or JSONL files, of which the first 2M tokens are read; or (N, T) int64 tokens, the last `held_out`
+            rows held out.
         steps: Adam steps per layer; 0 stops after the half-lives of init="calibrated".
         refit_queries: whether to fit M.
         resume: go on with the work found in `out_dir`; False starts anew.
         tokenizer: None = the one beside the source.
-        length: tokens per window; None = 1024, or what the model was trained to if that is less.
+        length: tokens per window; None = 1024 or what the model was trained to if that is less, and shorter where the
+            documents are too short or too few for it.
         windows: how many windows to fit on (fewer where there is less text); held_out: how many to measure on.
         layer_losses: also measure the loss with each layer alone converted, before and after.
         layers_on_disk: read a directory's weights a layer at a time (True), load it whole (False), or None: a layer
@@ -140,8 +144,12 @@ def calibrate(
         tokenizer = source.tokenizer or load_tokenizer(model.config._name_or_path)
     fox = FoxSpec.from_dict(model.config.fox)
     _check(fox, steps, refit_queries, windows, held_out, length)
-    length = length or min(1024, trained_length(model.config))
-    tokens = _windows(files, tokenizer, length, windows + held_out, 1 + held_out, seed)
+    found = [] if isinstance(files, torch.Tensor) else documents_of(files, tokenizer)
+    if isinstance(files, torch.Tensor):
+        tokens = _checked(files)
+    else:
+        lengths = [length] if length else [n for n in LENGTHS if n <= max(64, trained_length(model.config))]
+        tokens = choose_windows(found, tokenizer, lengths, windows + held_out, 1 + held_out, seed)
     if len(tokens) <= held_out:
         raise ValueError(
             f"{len(tokens)} windows of {tokens.shape[1]} tokens are too few to hold {held_out} out: give more text"
@@ -154,6 +162,7 @@ def calibrate(
             "can't fold into it: calibrate the unquantised model without adapters, or pass refit_queries=False"
         )
     settings = {
+        "retrofox": retrofox.__version__,
         "spec": fox.to_dict(),
         "steps": steps,
         "refit_queries": refit_queries,
@@ -167,7 +176,8 @@ def calibrate(
     written: dict[str, str] = {}
     with _restored(model):
         if fox.init == "calibrated":
-            written |= _start(source, files, tokenizer, state, out, progress)
+            full = tokens if not found else full_windows(found, tokenizer, trained_length(model.config))
+            written |= _start(source, full, state, out, progress)
         run = Run(source, fox, tokens, held_out, steps, refit_queries, layer_losses, seed)
         rows = run.all_layers(state, progress) if steps else []
         summary = run.summary(state, rows) if rows else {}
@@ -183,7 +193,8 @@ def calibrate(
     }
     result = Calibration(values, report, written)
     report["rewritten"] = result.rewritten()
-    _write(result, out)
+    written |= write_tables(rows, tokens.shape[1], out)
+    write_result(values, report, written, out)
     return result
 
 
@@ -237,61 +248,22 @@ def _check(fox: FoxSpec, steps: int, refit: bool, windows: int, held_out: int, l
         raise ValueError("gate='none' leaves only the queries to fit: pass refit_queries=True and steps > 0")
 
 
-def _windows(
-    files: Sequence[str | os.PathLike] | torch.Tensor, tokenizer: Any, length: int, most: int, least: int, seed: int
-) -> torch.Tensor:
-    """(N, length) int64 tokens, least <= N <= most: windows from all over the files, chosen by seed."""
-    if isinstance(files, torch.Tensor):
-        if files.dim() != 2 or files.dtype != torch.int64:
-            raise ValueError(f"token windows must be (N, T) int64, got {tuple(files.shape)} {files.dtype}")
-        return files
-    whole = [ids for ids in _pieces(files, tokenizer, length, 2) if len(ids) == length]
-    if len(whole) < least:
-        raise ValueError(
-            f"the calibration files give {len(whole)} windows of {length} tokens, at least {least} are needed: give "
-            "more text or a smaller length"
-        )
-    order = np.random.default_rng(seed).permutation(len(whole))[:most]
-    return torch.from_numpy(np.stack([whole[i] for i in order]))
+def _checked(tokens: torch.Tensor) -> torch.Tensor:
+    if tokens.dim() != 2 or tokens.dtype != torch.int64:
+        raise ValueError(f"token windows must be (N, T) int64, got {tuple(tokens.shape)} {tokens.dtype}")
+    return tokens
 
 
-def _pieces(files: Sequence[str | os.PathLike], tokenizer: Any, length: int, least: int) -> list[np.ndarray]:
-    """Every stretch of at most `length` tokens; each begins with the token that the tokenizer begins documents with."""
-    from retrofox.evaluate import choose_windows
-
-    if tokenizer is None:
-        raise ValueError("no tokenizer beside the model: pass tokenizer=, or token windows instead of files")
-    found = [w.token_ids for w in choose_windows(list(files), tokenizer, length, windows=None, min_tokens=least)]
-    begin = tokenizer.bos_token_id
-    if begin is None or found[0][0] != begin:
-        return found
-    return [ids if ids[0] == begin else np.r_[begin, ids[:-1]] for ids in found]
-
-
-def _start(
-    source: Source,
-    files: Sequence[str | os.PathLike] | torch.Tensor,
-    tokenizer: Any,
-    state: State,
-    out: Path,
-    progress: bool,
-) -> dict[str, str]:
+def _start(source: Source, tokens: torch.Tensor, state: State, out: Path, progress: bool) -> dict[str, str]:
     """Sets the gates to half-lives measured at full context, once per run; returns the files written."""
     model = source.model
-    length = trained_length(model.config)
     table_file = out / "half_lives.json"
     if not (state.finished() and table_file.exists()):
-        if isinstance(files, torch.Tensor):
-            tokens = files
-        else:
-            found = _pieces(files, tokenizer, length, 2)
-            full = [ids for ids in found if len(ids) == max(map(len, found))]
-            tokens = torch.from_numpy(np.stack([full[i] for i in {0, len(full) // 2}]))
         with progress_bar("layers", progress) as bar:
             task = bar.add_task("measuring half-lives", total=len(capture.decoder_layers(model)))
             sink = FoxSpec.from_dict(model.config.fox).sink_tokens
             _, table = calibrate_half_lives(source, tokens, sink, advance=lambda n: bar.update(task, advance=n))
-        write_half_lives(table, out, tokens.shape[1], length)
+        write_half_lives(table, out, tokens.shape[1], trained_length(model.config))
     by_place = {(h["layer"], h["head"]): h["half_life_tokens"] for h in json.loads(table_file.read_text())["heads"]}
     for number, (_, attention) in enumerate(attentions(model)):
         if attention.forget_gate is not None:
@@ -300,15 +272,3 @@ def _start(
             attention.forget_gate.reset()
             put(attention, "forget_gate.bias", bias)
     return {f"half_lives_{kind}": f"half_lives.{kind}" for kind in ("json", "csv", "png", "svg")}
-
-
-def _write(result: Calibration, out: Path) -> None:
-    """calibration.json, .csv and .safetensors, each whole or not at all, the JSON last."""
-    partial = out / "calibration.partial"
-    save_file({k: v.contiguous() for k, v in result.values.items()}, partial, metadata={"format": "pt"})
-    os.replace(partial, out / "calibration.safetensors")
-    rows = result.report["layers"]
-    save_csv(out / "calibration.csv", COLUMNS, [[row[c] for c in COLUMNS] for row in rows])
-    result.files |= {kind: f"calibration.{kind}" for kind in ("safetensors", "csv", "json")}
-    document = {**result.report, "files": result.files}
-    write_atomic(out / "calibration.json", (json.dumps(document, indent=1) + "\n").encode())

@@ -186,8 +186,18 @@ def run_original(
     with mode(attention, "original"), _watch(attention, compute=True) as seen:
         for row in hidden.split(1):
             outputs.append(through(layer, row, call))
-            captured.append((_operands(attention, seen), dict(seen.block)))
+            operands = _operands(attention, seen)
+            operands.raw_queries = None  # only the converted queries are made anew from them
+            captured.append((operands, dict(seen.block)))
     return torch.cat(outputs), captured
+
+
+@torch.no_grad()
+def through_original(layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
+    """What leaves one decoder layer as the base model has it, (N, T, hidden)."""
+    attention: FoxMixin = layer.self_attn  # type: ignore[assignment]
+    with mode(attention, "original"), _watch(attention, compute=True):
+        return through(layer, hidden, call)
 
 
 @torch.no_grad()

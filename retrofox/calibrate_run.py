@@ -18,6 +18,9 @@ from retrofox.model.attention import FoxMixin
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.report import progress_bar
 
+SINGLE_LENGTH = 512
+"""Tokens on which the loss with one layer alone converted is measured: two passes per layer through all later ones."""
+
 
 class Run:
     """The layer-by-layer fit: hidden states of the original, and of the variants whose loss will be measured."""
@@ -37,10 +40,12 @@ class Run:
         self.tokens, self.held_out = tokens, held_out
         self.steps, self.refit, self.layer_losses, self.seed = steps, refit, layer_losses, seed
         self.num_layers = len(capture.decoder_layers(self.model))
+        self.single_ids = tokens[-1:, :SINGLE_LENGTH]
 
     def all_layers(self, state: State, progress: bool) -> list[dict[str, Any]]:
         """Fits every layer that is not yet done; returns the measurements of all."""
         entering, calls = capture.enter(self.model, self.tokens)
+        single_calls = capture.enter(self.model, self.single_ids)[1]
         number = state.finished()
         rows = [state.read_layer(done)[1] for done in range(number)]
         streams = self._read(state, number) if number else self._first_streams(entering)
@@ -48,7 +53,7 @@ class Run:
             task = bar.add_task("calibrating", total=self.num_layers, completed=number)
             for number in range(len(rows), self.num_layers):
                 with self.source.layer(number) as layer:
-                    tensors, row, streams = self._layer(number, layer, calls[number], streams)
+                    tensors, row, streams = self._layer(number, layer, calls[number], single_calls[number], streams)
                 state.write_inputs(number + 1, streams)
                 state.write_layer(number, tensors, row)
                 state.drop_inputs(number)
@@ -63,27 +68,33 @@ class Run:
 
     def _first_streams(self, entering: torch.Tensor) -> dict[str, torch.Tensor]:
         held = entering[-self.held_out :]
-        single = held[:0]
+        single = held[:0, :SINGLE_LENGTH].clone()
         return {"original": entering, "before": held, "after": held.clone(), "single": single}
 
     def _layer(
-        self, number: int, layer: nn.Module, call: capture.LayerCall, streams: dict[str, torch.Tensor]
+        self,
+        number: int,
+        layer: nn.Module,
+        call: capture.LayerCall,
+        single_call: capture.LayerCall,
+        streams: dict[str, torch.Tensor],
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]:
         started = time.perf_counter()
         attention: FoxMixin = layer.self_attn  # type: ignore[assignment]
-        held, nothing = streams["original"][-1:], streams["original"][:0]
-        with capture.mode(attention, "original"):
-            single = capture.through(layer, streams["single"], call) if len(streams["single"]) else nothing
+        held, single = streams["original"][-1:, :SINGLE_LENGTH], streams["single"]
+        if len(single):
+            single = capture.through_original(layer, single, single_call)
         before = capture.through(layer, streams["before"], call)
-        single_before = capture.through(layer, held, call) if self.layer_losses else nothing
+        if self.layer_losses:
+            single = torch.cat([single, capture.through(layer, held, single_call)])
         original, captured = capture.run_original(layer, streams["original"], call)
         tensors, row = self._fit(number, attention, captured)
         for name, value in tensors.items():
             put(attention, name, value)
         after = capture.through(layer, streams["after"], call)
-        single_after = capture.through(layer, held, call) if self.layer_losses else nothing
+        if self.layer_losses:
+            single = torch.cat([single, capture.through(layer, held, single_call)])
         row["seconds"] = round(time.perf_counter() - started, 2)
-        single = torch.cat([single, single_before, single_after])
         return tensors, row, {"original": original, "before": before, "after": after, "single": single}
 
     def _fit(
@@ -111,13 +122,17 @@ class Run:
             "kl_after": round(float(after.mean()), 5),
             "kl_before_by_head": [round(x, 5) for x in before.tolist()],
             "kl_after_by_head": [round(x, 5) for x in after.tolist()],
+            "half_life_before_by_head": _listed(fitting.half_lives(held, start)),
+            "half_life_after_by_head": _listed(fitting.half_lives(held, student)),
             "heads_fitted": int((~worse).sum()),
         }
         return folded(attention, student), row
 
     def _window(self, attention: FoxMixin, original: capture.Operands, block: dict[str, Any]) -> fitting.Window:
-        converted = capture.converted_operands(attention, block)
-        finish = capture.query_finish(attention, converted, block) if self.refit else None
+        converted, finish = capture.converted_operands(attention, block), None
+        if self.refit:
+            finish = capture.query_finish(attention, converted, block)
+            converted.query = converted.query.new_empty(0)  # made anew from what was projected, at each step
         return fitting.Window(original, converted, finish, attention.sink_tokens, attention.log_n)
 
     def _student(self, attention: FoxMixin, window: fitting.Window) -> fitting.Student:
@@ -139,11 +154,10 @@ class Run:
             "before": capture.losses_from(self.model, ids, streams["before"]),
             "after": capture.losses_from(self.model, ids, streams["after"]),
         }
-        single = (
-            capture.losses_from(self.model, ids[-1:].expand(len(streams["single"]), -1), streams["single"])
-            if len(streams["single"])
-            else None
-        )
+        single = None
+        if self.layer_losses:
+            single_ids = self.single_ids.expand(len(streams["single"]), -1)
+            single = capture.losses_from(self.model, single_ids, streams["single"])
         for number, row in enumerate(rows):
             row["loss_before"] = None if single is None else round(float(single[2 * number].mean()), 4)
             row["loss_after"] = None if single is None else round(float(single[2 * number + 1].mean()), 4)
@@ -153,8 +167,12 @@ class Run:
             "loss_original": round(float(losses["original"].mean()), 4),
             "loss_before": round(float(losses["before"].mean()), 4),
             "loss_after": round(float(losses["after"].mean()), 4),
-            "loss_original_of_layer_rows": round(float(losses["original"][-1].mean()), 4),
+            "loss_original_of_layer_rows": round(float(losses["original"][-1, : SINGLE_LENGTH - 1].mean()), 4),
         }
+
+
+def _listed(half_lives: torch.Tensor | None) -> list[float] | None:
+    return None if half_lives is None else [float(f"{value:.4g}") for value in half_lives.tolist()]
 
 
 def folded(attention: FoxMixin, student: fitting.Student) -> dict[str, torch.Tensor]:

@@ -39,8 +39,8 @@ class State:
             other = sorted(k for k in wanted.keys() | there.keys() if wanted.get(k) != there.get(k))
             if other:
                 raise ValueError(
-                    f"{directory} holds a calibration with another {', '.join(other)}: give the same settings, another "
-                    "directory, or resume=False to start anew"
+                    f"{directory} holds an unfinished or earlier calibration with another {', '.join(other)}: give the "
+                    "same settings to go on with it, or remove that directory (resume=False) to start anew"
                 )
             return
         if directory.exists():

@@ -1,5 +1,6 @@
 """Calibration: KL goes down, folding is exact, a run resumes to the same bits, planted decays are found."""
 
+import gzip
 import json
 import math
 from typing import Any
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -46,6 +51,10 @@ FAMILIES = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SHAPE, pad_token_id=0, rope_parameters=HALF_ROTARY)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=11)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SHAPE, head_dim=8, attn_logit_softcapping=5.0, sliding_window=9, layer_types=MIXED)
+    ),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=9, layer_types=MIXED)),
 }
 SPEC = FoxSpec(rope="partial", max_wavelength=20.0, sink_tokens=1)
@@ -78,6 +87,11 @@ def test_kl_goes_down_in_every_layer(family, tokens, tmp_path):
     written = json.loads((tmp_path / "calibration.json").read_text())
     assert written["summary"] == result.report["summary"]
     assert (tmp_path / "calibration.csv").read_text().count("\n") == 3
+    heads = (tmp_path / "calibration_heads.csv").read_text().splitlines()
+    assert heads[0] == "layer,head,kl_before,kl_after,half_life_before_tokens,half_life_after_tokens"
+    assert len(heads) == 1 + 2 * SHAPE["num_attention_heads"]
+    assert all((tmp_path / name).stat().st_size for name in written["files"].values())
+    assert {"heads_png", "heads_svg", "csv"} <= written["files"].keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,6 +133,61 @@ def test_refit_folded_equals_refit_applied(family, tokens):
     folded = capture.converted_operands(attention, block).query
     assert not torch.allclose(applied, operands.query, atol=0.1)
     torch.testing.assert_close(folded, applied, rtol=1e-4, atol=1e-4)
+
+
+def one_layer(family, tokens, spec=SPEC):
+    """Windows of a pico model's last layer."""
+    model = retrofox.convert(sharp(family), fox=spec)
+    hidden, calls = capture.enter(model, tokens)
+    layer = capture.decoder_layers(model)[-1]
+    _, captured = capture.run_original(layer, hidden, calls[-1])
+    windows = []
+    for original, block in captured:
+        converted = capture.converted_operands(layer.self_attn, block)
+        finish = capture.query_finish(layer.self_attn, converted, block)
+        windows.append(fitting.Window(original, converted, finish, spec.sink_tokens, None))
+    return windows
+
+
+@pytest.mark.parametrize("sink", [0, 1, 4])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3"])
+def test_gradient_of_a_block_is_that_of_the_kl_written_out(family, sink, tokens):
+    spec = FoxSpec(rope="partial", max_wavelength=20.0, sink_tokens=sink)
+    [window] = one_layer(family, tokens[:1], spec)
+    heads, length, head_dim = window.original.query.shape
+    start, stop = 16, 37
+    generator = torch.Generator().manual_seed(2)
+    student = fitting.Student(
+        torch.randn(heads, generator=generator),
+        0.3 * torch.randn(heads, SHAPE["hidden_size"], generator=generator),
+        torch.eye(head_dim) + 0.2 * torch.randn(heads, head_dim, head_dim, generator=generator),
+    )
+    for _, value in student.parameters():
+        value.requires_grad_()
+    fitting.accumulate(window, student, start, stop, fitting.Scratch())
+    found = [value.grad.clone() for _, value in student.parameters()]
+
+    def logits(operands, query):
+        keys = operands.key.repeat_interleave(heads // operands.key.shape[0], 0)
+        plain = query @ keys[:, :stop].transpose(1, 2) * operands.scaling
+        return plain if operands.softcap is None else operands.softcap * torch.tanh(plain / operands.softcap)
+
+    position = torch.arange(stop)
+    distance = position[start:, None] - position
+    hidden = (distance < 0) | (distance >= (window.original.window or length))
+    assert bool(window.original.window) == (family == "mistral")
+    log_f = torch.nn.functional.logsigmoid(student.bias[:, None] + student.weight @ window.converted.inputs[:stop].T)
+    c = log_f.double().cumsum(1)
+    decay = (c[:, start:, None] - c[:, None]).float()
+    if window.original.window is None:
+        decay = decay * (position >= sink)
+    query = window.finish(window.converted.raw_queries[:, start:stop] @ student.refit, start, stop)
+    log_q = (logits(window.converted, query) + decay).masked_fill(hidden, -1e30).log_softmax(-1)
+    log_p = logits(window.original, window.original.query[:, start:stop]).masked_fill(hidden, -1e30).log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).masked_fill(hidden, 0.0).sum((0, 2)).mean()
+    expected = torch.autograd.grad(kl, [value for _, value in student.parameters()])
+    for (name, _), a, b in zip(student.parameters(), found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_folding_leaves_fused_keys_and_values_alone():
@@ -327,6 +396,25 @@ def test_text_files_are_cut_into_windows_and_too_little_text_is_refused(pico_che
         calibrate(pico_checkpoint, SPEC, [text], out_dir=tmp_path / "more", length=2000, **options)
     with pytest.raises(FileNotFoundError):
         calibrate(pico_checkpoint, SPEC, [str(tmp_path / "nothing.txt")], out_dir=tmp_path / "none", **options)
+
+
+def test_short_documents_make_shorter_windows_and_many_files_share(pico_checkpoint, tmp_path):
+    lines = [json.dumps({"text": f"The fox forgets gate {n}, then all the gates beside it. " * 3}) for n in range(40)]
+    (tmp_path / "short.jsonl").write_text("\n".join(lines) + "\n")
+    with gzip.open(tmp_path / "more.jsonl.gz", "wt") as more:
+        more.write("\n".join(lines) + "\n")
+    files = [str(tmp_path / "short.jsonl"), str(tmp_path / "more.jsonl.gz")]
+    options = {"steps": 1, "progress": False}
+    result = calibrate(pico_checkpoint, SPEC, files, out_dir=tmp_path / "out", windows=3, **options)
+    assert result.report["windows"] == {"fitted": 3, "held_out": 2, "length_tokens": 64}
+    for name, text in (("empty.txt", ""), ("tiny.txt", "A fox.")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=r"no text in|3 are needed; give more text"):
+            calibrate(pico_checkpoint, SPEC, [str(tmp_path / name)], out_dir=tmp_path / "bad", **options)
+    (tmp_path / "latin.txt").write_bytes("Übermut ".encode("latin-1") * 2000)
+    with pytest.raises(ValueError, match="not UTF-8"):
+        calibrate(pico_checkpoint, SPEC, [str(tmp_path / "latin.txt")], out_dir=tmp_path / "bad", **options)
+    assert not (tmp_path / "bad").exists()
 
 
 def test_best_constant_gates_are_those_of_least_divergence(tokens):
