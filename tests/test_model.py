@@ -352,3 +352,47 @@ def test_fixed_gates_have_nothing_to_train(pico_fox):
     model = pico_fox(gate="fixed", stirred=False)
     assert not [name for name, _ in model.named_parameters() if is_new_tensor(name)]
     assert sum(name.endswith("forget_gate.bias") for name in model.state_dict()) == 2
+
+
+# pruning
+
+
+@pytest.mark.parametrize("sink_tokens", [0, 1])
+def test_pruning_loses_at_most_its_share_of_the_attention(pico_fox, tokens, monkeypatch, sink_tokens):
+    monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+    spec = {"half_life": (0.3, 3.0), "sink_tokens": sink_tokens, "rope": "drop"}
+    whole, pruned = pico_fox(**spec), pico_fox(**spec, prune=-8.0)
+    seen = []
+    operator = attention_module.forgetting_attention
+
+    def watched(q, k, v, log_f, **options):
+        seen.append(options["prune"])
+        out = operator(q, k, v, log_f, **options)
+        exact = operator(q, k, v, log_f, **{**options, "prune": None})
+        limit = 2 * 2.72**-8 * v.abs().amax()
+        assert (out - exact).abs().max() <= limit
+        return out
+
+    monkeypatch.setattr(attention_module, "forgetting_attention", watched)
+    close(logits(pruned, tokens), logits(whole, tokens), 0.05)
+    assert set(seen) == {None, -8.0}
+    pruned(tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None for p in pruned.parameters())
+    close(decode(pruned, tokens, cache_of("dynamic", pruned), 9), logits(whole, tokens), 0.05)
+    seen.clear()
+    with attention_mode(pruned, "original"):
+        logits(pruned, tokens)
+    assert set(seen) == {None}
+
+
+def test_pruning_is_kept_with_the_config(pico_fox, tmp_path):
+    pico_fox(prune=-10).save_pretrained(tmp_path)
+    model = retrofox.load(tmp_path)
+    assert model.config.fox["prune"] == -10.0
+    assert all(module.prune == -10.0 for _, module in attentions(model))
+
+
+@pytest.mark.parametrize("prune", [0.5, float("nan"), float("-inf"), True])
+def test_a_prune_that_is_no_log_share_is_refused(prune):
+    with pytest.raises(ValueError, match="prune"):
+        FoxSpec(prune=prune)

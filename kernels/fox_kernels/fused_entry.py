@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import fused_gate, fused_rotary
+from .fused_support import power_of_2
+from .launch import launch
 
 
 @triton.jit
@@ -114,7 +116,7 @@ def _stacked_weights(wq: Tensor, wk: Tensor, wv: Tensor, wf: Tensor, dtype: torc
     (Q, K), KV, H = wq.shape, wk.shape[0], wf.shape[0]
     padded = -(-H // 8) * 8
     out = torch.empty(Q + 2 * KV + 2 * padded, K, dtype=dtype, device=wq.device)
-    weights_kernel[(out.shape[0], -(-K // 1024))](wq, wk, wv, wf, out, K, Q, KV, H, padded, BK=1024, num_warps=4)
+    launch(weights_kernel, (out.shape[0], -(-K // 1024)), (wq, wk, wv, wf, out, K, Q, KV, H, padded), (1024,))
     return out
 
 
@@ -124,21 +126,21 @@ class _Entry(torch.autograd.Function):
         (B, T, K), (Q, KV, H) = x.shape, (w.shape[0] for w in (wq, wk, wf))
         flat = x.reshape(B * T, K)
         with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-            weights = _stacked_weights(wq, wk, wv, wf, x.dtype)[: Q + 2 * KV]
-            if bias is None:
-                qkv = flat @ weights.t()
-            else:
-                qkv = torch.addmm(bias.to(x.dtype), flat, weights.t())
+            weights = _stacked_weights(wq, wk, wv, wf, x.dtype)
+            columns = weights[: Q + 2 * KV].t()
+            qkv = flat @ columns if bias is None else torch.addmm(bias.to(x.dtype), flat, columns)
             heads = (Q + KV) // head_dim
             if cos.shape[-1]:
                 block = fused_rotary.tokens_per_program(head_dim // 2)
-                turn_kernel[(-(-B * T // block) * heads,)](
+                arguments = (
                     qkv, cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), B * T, T, heads,
-                    qkv.shape[1], head_dim // 2, cos.shape[-1], HALF=triton.next_power_of_2(head_dim // 2), BLOCK=block,
-                    num_warps=4,
+                    qkv.shape[1], head_dim // 2, cos.shape[-1],
                 )  # fmt: skip
+                launch(turn_kernel, (-(-B * T // block) * heads,), arguments, (power_of_2(head_dim // 2), block))
             log_f, z = fused_gate.gate_and_logit(flat, wf, bf)
-        ctx.save_for_backward(flat, wq, wk, wv, wf, z, cos, sin)
+        # Weights of another dtype are cast anyway, and autocast keeps its casts for the backward, too.
+        kept = weights if wq.dtype != x.dtype else None
+        ctx.save_for_backward(flat, wq, wk, wv, wf, z, cos, sin, kept)
         ctx.head_dim, ctx.bias_dtype = head_dim, None if bias is None else bias.dtype
         q, k, v = qkv.view(B, T, -1).split((Q, KV, KV), -1)
         return q, k, v, log_f.view(B, T, H)
@@ -146,7 +148,7 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dq, dk, dv, dlog_f):
-        x, wq, wk, wv, wf, z, cos, sin = ctx.saved_tensors
+        x, wq, wk, wv, wf, z, cos, sin, weights = ctx.saved_tensors
         (B, T, Q), (N, K), KV, H = dq.shape, x.shape, wk.shape[0], wf.shape[0]
         R, D, padded = Q + 2 * KV, ctx.head_dim, -(-H // 8) * 8
         dq, dk, dv = (d.reshape(N, -1) for d in (dq, dk, dv))
@@ -158,27 +160,25 @@ class _Entry(torch.autograd.Function):
             block = fused_rotary.tokens_per_program(D // 2)
             blocks = -(-N // block)
             db = torch.empty(blocks, H, dtype=torch.float32, device=x.device)
-            pack_kernel[(blocks * ((Q + 2 * KV) // D + 1),)](
+            arguments = (
                 dq, dk, dv, dlog_f, z, cos, sin, g, db, dq.stride(0), dk.stride(0), dv.stride(0), *dlog_f.stride(),
                 cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), N, T, Q // D, KV // D, D // 2, cos.shape[-1],
-                g.shape[1], padded, HALF=triton.next_power_of_2(D // 2), HEADS=triton.next_power_of_2(padded),
-                BLOCK=block, num_warps=4,
+                g.shape[1], padded,
             )  # fmt: skip
-            dx = (g @ _stacked_weights(wq, wk, wv, wf, x.dtype)).view(B, T, K) if needs[0] else None
+            constants = (power_of_2(D // 2), power_of_2(padded), block)
+            launch(pack_kernel, (blocks * ((Q + 2 * KV) // D + 1),), arguments, constants)
+            if weights is None:
+                weights = _stacked_weights(wq, wk, wv, wf, x.dtype)
+            dx = (g @ weights).view(B, T, K) if needs[0] else None
             dwq = dwk = dwv = dwf = None
-            if any(needs[1:4]):
-                columns = g
-            elif needs[5]:
-                columns = g[:, R:]
-            else:
-                columns = None
-            if columns is not None:
-                dw = _transposed_product(columns, x)
-                dwf = dw[-2 * padded : H - 2 * padded] + dw[-padded : H - padded]
-                if any(needs[1:4]):
-                    dwq, dwk, dwv = (
-                        d.to(w.dtype) for d, w in zip(dw[:R].split((Q, KV, KV)), (wq, wk, wv), strict=True)
-                    )
+            if any(needs[1:4]) or needs[5]:
+                first = 0 if any(needs[1:4]) else R
+                dw = _transposed_product(g[:, first:] if first else g, x)
+                dwf = dw[-2 * padded :].view(2, padded, K)[:, :H].sum(0)
+                if not first:
+                    dwq, dwk, dwv = dw[:R].split((Q, KV, KV))
+                    if wq.dtype != dw.dtype:
+                        dwq, dwk, dwv = dwq.to(wq.dtype), dwk.to(wk.dtype), dwv.to(wv.dtype)
             dbias = g[:, :R].sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs[4] else None
             return dx, dwq, dwk, dwv, dbias, dwf, db.sum(0), None, None, None
 

@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fused_support import power_of_2
+from .launch import launch
+
 SPLITS = 64  # parts of the tokens whose sums for dW are formed side by side
 
 
@@ -82,7 +85,7 @@ def gate_torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def forward_tile(H: int) -> dict[str, int]:
     """Return the tile of `gate_kernel`: the largest that spills nothing on Ampere, Ada and Hopper."""
-    heads = max(16, 1 << (H - 1).bit_length())
+    heads = max(16, power_of_2(H))
     if heads == 16:
         return {"HEADS": heads, "BM": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
     return {"HEADS": heads, "BM": 32, "BK": 32, "num_warps": 8, "num_stages": 2}
@@ -90,9 +93,14 @@ def forward_tile(H: int) -> dict[str, int]:
 
 def backward_tile(H: int) -> dict[str, int]:
     """Return the tile of `gate_backward_kernel`."""
-    heads = max(16, 1 << (H - 1).bit_length())
+    heads = max(16, power_of_2(H))
     BM, BK = (32, 64) if heads == 16 else (32, 32) if heads <= 64 else (16, 32)
     return {"HEADS": heads, "BM": BM, "BK": BK, "num_warps": 4, "num_stages": 2}
+
+
+def _launch(kernel, programs: int, arguments: tuple, tile: dict[str, int]) -> None:
+    constants = (tile["HEADS"], tile["BM"], tile["BK"])
+    launch(kernel, (programs,), arguments, constants, warps=tile["num_warps"], stages=tile["num_stages"])
 
 
 def gate_and_logit(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,9 +109,8 @@ def gate_and_logit(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     log_f, z = (torch.empty(N, H, dtype=torch.float32, device=x.device) for _ in range(2))
     if N:
         tile = forward_tile(H)
-        gate_kernel[(-(-N // tile["BM"]),)](
-            x, weight.contiguous(), bias.contiguous(), log_f, z, x.stride(0), N, K, H, **tile
-        )
+        arguments = (x, weight.contiguous(), bias.contiguous(), log_f, z, x.stride(0), N, K, H)
+        _launch(gate_kernel, -(-N // tile["BM"]), arguments, tile)
     return log_f, z
 
 
@@ -118,9 +125,10 @@ def _backward(dlog_f: Tensor, z: Tensor, x: Tensor, weight: Tensor) -> tuple[Ten
     splits = -(-N // (tile["BM"] * steps))
     dw = torch.empty(splits, H, K, dtype=torch.float32, device=x.device)
     db = torch.empty(splits, H, dtype=torch.float32, device=x.device)
-    gate_backward_kernel[(splits * -(-K // tile["BK"]),)](
-        dlog_f, z, x, weight.contiguous(), dx, dw, db, *dlog_f.stride(), x.stride(0), N, K, H, steps, **tile
-    )
+    arguments = (
+        dlog_f, z, x, weight.contiguous(), dx, dw, db, *dlog_f.stride(), x.stride(0), N, K, H, steps,
+    )  # fmt: skip
+    _launch(gate_backward_kernel, splits * -(-K // tile["BK"]), arguments, tile)
     return dx, dw.sum(0), db.sum(0)
 
 

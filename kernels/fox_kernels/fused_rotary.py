@@ -17,10 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fused_support import power_of_2
+from .launch import launch
+
 
 def tokens_per_program(half: int) -> int:
     """Return how many tokens of one head a program turns: 1024 pairs, so that nothing spills at any head dim."""
-    return max(8, 1024 // (1 << (half - 1).bit_length()))
+    return max(8, 1024 // power_of_2(half))
 
 
 @triton.jit
@@ -86,11 +89,13 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tu
     ok = torch.empty(B, T, Hkv, D, dtype=k.dtype, device=k.device).transpose(1, 2)
     if q.numel() and k.numel():
         block = tokens_per_program(D // 2)
-        rotary_kernel[(B * -(-T // block) * (H + Hkv),)](
-            q, k, cos, sin, oq, ok, *q.stride()[:3], *k.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0,
-            cos.stride(1), T, H, Hkv, D // 2, cos.shape[-1], INVERSE=inverse, HALF=triton.next_power_of_2(D // 2),
-            BLOCK=block, num_warps=4,
+        grid = (B * -(-T // block) * (H + Hkv),)
+        shared = cos.stride(0) if cos.shape[0] > 1 else 0
+        arguments = (
+            q, k, cos, sin, oq, ok, *q.stride()[:3], *k.stride()[:3], shared, cos.stride(1), T, H, Hkv, D // 2,
+            cos.shape[-1],
         )  # fmt: skip
+        launch(rotary_kernel, grid, arguments, (inverse, power_of_2(D // 2), block))
     return oq, ok
 
 

@@ -20,3 +20,8 @@ def available(x: torch.Tensor) -> bool:
     if x.is_cuda:
         return _device_runs_triton(x.device)
     return x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def power_of_2(n: int) -> int:
+    """Return the least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()

@@ -67,6 +67,7 @@ class FoxMixin(nn.Module):
         heads = config.num_attention_heads
         self.mode = "fox"
         self.log_n = spec.log_n
+        self.prune = spec.prune
         self.sink_tokens = spec.sink_tokens
         self.num_fox_heads = heads
         self.forget_gate = None if spec.gate == "none" else ForgetGate(config.hidden_size, heads, spec)
@@ -120,8 +121,9 @@ class FoxMixin(nn.Module):
             self.plain_forward and enterable(self, hidden_states)
         ):
             return None
-        nothing = hidden_states.new_empty(1, hidden_states.shape[1], 0)
-        return Entered(self, hidden_states, *(angles if turns else (nothing, nothing)))
+        if not turns:
+            angles = (hidden_states.new_empty(1, hidden_states.shape[1], 0),) * 2
+        return Entered(self, hidden_states, *angles)
 
     def finish(self, output: torch.Tensor, hidden_states: torch.Tensor | None) -> torch.Tensor:
         """Output norm and output gate on the attention's output (B, T, H, D), where the spec has them."""
@@ -192,6 +194,7 @@ def fox_attention(
         # A windowed layer drops its first keys from the cache, so it can exempt none of them.
         "sink": module.sink_tokens if sliding_window is None else 0,
         "softcap": softcap,
+        "prune": None if module.mode == "original" else module.prune,
     }
     output = _attend(query, key, value, gates.log_f, attention_mask, cu_seqlens, options)
     return module.finish(output, gates.hidden_states), None

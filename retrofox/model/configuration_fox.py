@@ -40,6 +40,10 @@ class FoxSpec:
         sink_tokens: first positions of each document whose keys are exempt from decay; 0 is the paper's FoX.
         pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift".
         log_n: if set, logits of position i are scaled by max(1, ln(i + 1) / ln(log_n)), log_n in tokens.
+        prune: if set, ln(eps), say -10: keys that the gates have cut off are left out, in training and generation, as
+            long as what is left out holds at most eps of a query's attention weight, by a bound that holds for any
+            q and k (Lin et al. 2025, "Adaptive Computation Pruning"). Small texts on a CPU and custom masks compute
+            every key, which is within the same bound.
         base: model id or path the weights come from (filled in by convert).
         base_revision: commit of `base` on the Hub, if known.
         version: retrofox version that converted the model.
@@ -60,6 +64,7 @@ class FoxSpec:
     sink_tokens: int = 1
     pro: tuple[str, ...] = ()
     log_n: int | None = None
+    prune: float | None = None
     base: str | None = None
     base_revision: str | None = None
     version: str | None = None
@@ -94,6 +99,12 @@ class FoxSpec:
             raise ValueError(f"sink_tokens must be an integer >= 0, got {self.sink_tokens!r}")
         if self.log_n is not None and self.log_n < 2:
             raise ValueError(f"log_n must be a trained length of at least 2 tokens, got {self.log_n}")
+        if self.prune is not None:
+            if isinstance(self.prune, bool) or not (math.isfinite(self.prune) and self.prune <= 0):
+                raise ValueError(
+                    f"prune must be ln(eps) of the attention weight that may be lost, <= 0, say -10; got {self.prune!r}"
+                )
+            self.prune = float(self.prune)
         if self.rope == "anneal" and self.anneal_tokens <= 0:
             raise ValueError("rope='anneal' needs anneal_tokens > 0: the training tokens over which pairs fade")
 
