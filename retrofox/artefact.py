@@ -47,6 +47,8 @@ def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str 
     if isinstance(source, PreTrainedModel):
         check_live(source)
         return make_plan(source.config, spec, base=source.config._name_or_path or None)
+    if revision is not None and Path(source).exists():
+        raise ValueError(f"revision {revision!r} belongs to a Hub id, and {source} is a local path: drop one of them")
     if str(source).endswith(".gguf"):
         path = Path(source)
         if not path.is_file():
@@ -54,6 +56,46 @@ def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str 
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         return make_plan(config, spec, base=str(source))
     return make_plan(base_config(source, revision), spec, base=str(source), revision=revision)
+
+
+def preview(
+    source: str | Path,
+    out: Path,
+    spec: FoxSpec,
+    *,
+    link: bool = False,
+    revision: str | None = None,
+    calibrate: Sequence[str] = (),
+) -> tuple[Plan, dict[str, Any]]:
+    """What a conversion would do: its plan, and the same as JSON values with the bytes that would be written.
+
+    Nothing is written and no weight is read; of a local directory the weight files' headers are, and whatever would be
+    refused is refused. Of a Hub id only config.json is fetched.
+    """
+    check_out(source, out)
+    _check_options(source, spec, link, calibrate)
+    plan = plan_for(source, spec, revision)
+    values: dict[str, Any] = plan.to_dict()
+    if Path(source).is_dir():
+        found = shards.find(Path(source))
+        if not found.pickled:
+            check_weights(Path(source), found.tensors, plan)
+        if not link:
+            shards.refuse_full_disk(out, found.bytes)
+        values |= {"weight_files": len(found.files), "weight_bytes": found.bytes, "weights_linked": link}
+    return plan, values
+
+
+def _check_options(source: str | Path | PreTrainedModel, spec: FoxSpec, link: bool, calibrate: Sequence[str]) -> None:
+    if spec.init == "calibrated" and not calibrate:
+        raise ValueError("init 'calibrated' measures the base on text: name files with --calibrate FILES")
+    missing = [file for file in calibrate if not Path(file).exists()]
+    if missing:
+        raise FileNotFoundError(f"--calibrate names {missing[0]}, which is not there")
+    if link and (isinstance(source, PreTrainedModel) or str(source).endswith(".gguf")):
+        raise ValueError(
+            "--link shares the weight files of a directory; a .gguf file or a live model has none: drop it"
+        )
 
 
 def write(
@@ -88,12 +130,7 @@ def write(
     live = isinstance(source, PreTrainedModel)
     if appearing is None:
         check_out("" if live else source, out)
-    if spec.init == "calibrated" and not calibrate:
-        raise ValueError("init 'calibrated' measures the base on text: name files with --calibrate FILES")
-    if link and (live or str(source).endswith(".gguf")):
-        raise ValueError(
-            "--link shares the weight files of a directory; a .gguf file or a live model has none: drop it"
-        )
+    _check_options(source, spec, link, calibrate)
     started = time.perf_counter()
     plan = plan_for(source, spec, revision)
     whole = live or str(source).endswith(".gguf")

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from retrofox import cli_convert
+
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -27,7 +29,6 @@ config_app = typer.Typer(no_args_is_help=True, help="About recipes.")
 app.add_typer(config_app, name="config")
 
 MODEL = "a converted model: directory or Hub id (a plain model works too where it makes sense)"
-Revision = Annotated[str | None, typer.Option(help="Hub revision: branch, tag or commit.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: CUDA where there is one.")]
 Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored (gates stay float32).")
@@ -52,93 +53,7 @@ def _root(
     pass
 
 
-@app.command()
-def convert(
-    source: Annotated[str, typer.Argument(help="Hub id, local directory, or .gguf file of a pretrained model.")],
-    out: Annotated[Path, typer.Argument(help="Directory to write; it must not exist yet.")],
-    rope: Annotated[str, typer.Option(help="keep, partial (keep the short wavelengths) or drop.")] = "partial",
-    max_wavelength: Annotated[
-        float | None, typer.Option(help="partial: longest wavelength kept, in tokens. [default: trained length / 4]")
-    ] = None,
-    gate: Annotated[str, typer.Option(help="data (from the hidden state), bias, fixed (ALiBi) or none.")] = "data",
-    init: Annotated[
-        str, typer.Option(help="slopes (log-spaced half-lives), open (starts as the base) or calibrated.")
-    ] = "slopes",
-    half_life: Annotated[
-        tuple[float, float] | None,
-        typer.Option(metavar="MIN MAX", help="Half-lives of the heads, in tokens. [default: length/32 length*8]"),
-    ] = None,
-    sink_tokens: Annotated[
-        int, typer.Option(help="First tokens of a document that never decay; 0 is the paper's.")
-    ] = 1,
-    pro: Annotated[str, typer.Option(help="qk-norm,output-norm,output-gate,k-shift,v-shift; all; none.")] = "none",
-    log_n: Annotated[
-        int | None, typer.Option(help="Scale logits by ln(position)/ln(N) beyond N trained tokens.")
-    ] = None,
-    calibrate: Annotated[
-        list[Path] | None, typer.Option(help="Text files: fit gates and queries to the base's attention.")
-    ] = None,
-    calibrate_steps: Annotated[
-        int, typer.Option(help="Steps per layer; 0: only --init calibrated's half-lives.")
-    ] = 100,
-    refit_queries: Annotated[bool, typer.Option(help="Let calibration rewrite the query projections.")] = True,
-    link: Annotated[bool, typer.Option("--link", help="Hard-link the weight files instead of copying them.")] = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the parity proof (and say so in OUT).")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
-    revision: Revision = None,
-) -> None:
-    """Converts a pretrained model: gates in, RoPE out (wholly, partly or not), proven against the original.
-
-    Weights are copied or linked, never loaded (a .gguf file is dequantised); OUT appears whole or not at all. It ends
-    with a parity proof in a fresh process: gates open + RoPE kept must give the base model's logits.
-    """
-    from retrofox.model.configuration_fox import FoxSpec
-
-    if max_wavelength is not None and rope in ("keep", "drop"):
-        raise ValueError(f"--max-wavelength belongs to --rope partial, and --rope is {rope}: drop one of them")
-    if half_life is not None and (init == "open" or gate == "none"):
-        given = "--init open" if init == "open" else "--gate none"
-        raise ValueError(f"--half-life says where gates start, and {given} leaves it no say: drop one of them")
-    spec = FoxSpec(
-        rope=rope,
-        max_wavelength=max_wavelength,
-        gate=gate,
-        init=init,
-        half_life=half_life,
-        sink_tokens=sink_tokens,
-        pro=pro,  # type: ignore[arg-type]
-        log_n=log_n,
-    )
-    files = [str(file) for file in calibrate or []]
-    if dry_run:
-        from retrofox import artefact
-        from retrofox import conversion_report as report
-
-        plan = artefact.plan_for(source, spec, revision)
-        print(json.dumps(plan.to_dict(), indent=2)) if as_json else report.print_plan(plan)
-        return
-    from retrofox.source import begun
-
-    with begun(source, out, link, wanted=not files) as appearing:  # copies while the next lines import torch
-        from retrofox import artefact
-        from retrofox import conversion_report as report
-
-        with report.copying(quiet=as_json) as progress:
-            result = artefact.write(
-                source,
-                out,
-                spec,
-                link=link,
-                verify=not no_verify,
-                revision=revision,
-                progress=progress,
-                calibrate=files,
-                calibrate_steps=calibrate_steps,
-                refit_queries=refit_queries,
-                appearing=appearing,
-            )
-    print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)
+app.command()(cli_convert.convert)
 
 
 @app.command()

@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from retrofox.shards import size
 from retrofox.surgery import Plan
 
 
-def print_plan(plan: Plan) -> None:
-    """The plan as a table on stdout."""
-    _table(f"plan: {plan.spec.base} -> fox_{plan.model_type}", plan.to_dict())
+def print_plan(plan: Plan, values: dict[str, Any]) -> None:
+    """The plan as a table on stdout; `values` as `retrofox.artefact.preview` gives them."""
+    _table(f"plan: {plan.spec.base} -> fox_{plan.model_type}", values)
     shapes = {name.split(".", 3)[-1]: shape for name, shape in plan.tensors.items()}
     for name, shape in shapes.items():
         Console(soft_wrap=True).print(
@@ -66,8 +67,13 @@ def _table(title: str, plan: dict[str, Any]) -> None:
         "RoPE": f"{spec['rope']}: {pairs} of {plan['rotary_pairs']} pairs kept{span}",
         "sink tokens": str(spec["sink_tokens"]),
         "Pro parts": ", ".join(spec["pro"]) or "none",
-        "added": f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters",
+        "pruning": "none" if spec["prune"] is None else f"keys that weigh at most e^{spec['prune']:g} are left out",
+        "added": f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters, "
+        + size(plan["bytes_added"]),
     }
+    if "weight_bytes" in plan:
+        how = "hard-linked" if plan["weights_linked"] else "copied"
+        rows["weights"] = f"{plan['weight_files']} files, {size(plan['weight_bytes'])}, {how}, never loaded"
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)

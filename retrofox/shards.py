@@ -9,6 +9,7 @@ when the *process* dies (rename is last); after a power cut within seconds of a 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -188,6 +189,7 @@ class Appearing:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Appearing:
+        self._made = [folder for folder in self.out.absolute().parents if not folder.exists()]
         self.partial.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.partial, os.O_RDONLY)
         try:
@@ -205,6 +207,9 @@ class Appearing:
             self._thread.join()
         if not self._committed:
             shutil.rmtree(self.partial, ignore_errors=True)
+            with contextlib.suppress(OSError):  # something else is in them
+                for folder in self._made:
+                    folder.rmdir()
         os.close(self._lock)
 
     def place(self, shards: Shards, link: bool) -> None:
@@ -257,9 +262,17 @@ def refuse_full_disk(out: Path, needed: int) -> None:
     free = shutil.disk_usage(there).free
     if free < needed:
         raise ValueError(
-            f"{out} needs {needed / 1e9:.1f} GB and {there} has {free / 1e9:.1f} GB free: choose another disk, or "
+            f"{out} needs {size(needed)} and {there} has {size(free)} free: choose another disk, or "
             "--link on the disk of the source"
         )
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: "16.1 GB", "352 MB", "7 kB"."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.{1 if unit == 1e9 else 0}f} {name}"
+    return f"{nbytes} bytes"
 
 
 def _link(file: Path, target: Path) -> None:

@@ -30,6 +30,8 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
         ValueError: config.json is no JSON object.
     """
     directory = Path(path)
+    if directory.is_file():
+        raise FileNotFoundError(f"{directory} is a file: give a model directory, a Hub id or a .gguf file")
     if directory.exists():
         file = directory / "config.json"
         if not file.is_file():

@@ -24,6 +24,9 @@ from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.model.gates import half_life_tokens
 from retrofox.source import check_source, read_config, refuse_adapter
 
+NO_LIMIT = 1e12
+"""Tokens, longer than any wavelength: stands for inf, which JSON lacks."""
+
 
 @dataclass
 class Plan:
@@ -80,6 +83,8 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         base_revision=spec.base_revision or revision,
         version=retrofox.__version__,
     )
+    finite = {layer: min(tokens, NO_LIMIT) for layer, tokens in spec.layer_max_wavelength.items()}
+    spec.layer_max_wavelength = finite
     too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < config.num_hidden_layers]
     if too_deep:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,12 @@ def check_weights(where: Path, tensors: Mapping[str, Mapping[str, Any]], plan: P
     missing = [name for name in plan.base_tensors if name not in tensors and name not in plan.tied]
     if missing:
         ending = next((n for n in tensors if missing[0].endswith(n) or n.endswith(missing[0].partition(".")[2])), None)
-        hint = f"; its tensors are named like {ending}" if ending else ""
+        renamed = (
+            f"it has {ending} instead: load it with AutoModelForCausalLM, save_pretrained it anew, then convert that"
+        )
         raise ValueError(
-            f"{where} lacks {len(missing)} tensors of a {plan.model_type} causal LM, such as {missing[0]}{hint}: "
-            "load it with AutoModelForCausalLM and save_pretrained it anew, then convert that"
+            f"{where} lacks {len(missing)} tensors that its config.json asks for, such as {missing[0]}; "
+            + (renamed if ending else "the two don't belong together")
         )
 
 
@@ -94,9 +97,11 @@ def _unpickled(file: Path) -> dict[str, Any]:
                 raise
             state = torch.load(file, map_location="cpu", weights_only=True)  # written before torch 1.6
     except pickle.UnpicklingError as error:
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        what = wanted[1] if wanted else "a damaged or foreign pickle"
         raise ValueError(
-            f"{file} holds more than tensors and could run code when it is opened, so it was not: convert a "
-            f"safetensors version of the model ({str(error).splitlines()[0]})"
+            f"{file} holds more than tensors ({what}) and could run code when it is opened, so it was not: convert a "
+            "safetensors version of the model"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{file} can't be read ({str(error).splitlines()[0]}): download it again") from error

@@ -1,6 +1,7 @@
 """The command line: fast to start, clear when wrong, exit code 2 and nothing left behind."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrofox import cli
+from retrofox.cli_convert import layer_wavelengths
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,53 @@ def test_dry_run_prints_the_plan_and_writes_nothing(monkeypatch, capsys, source,
     assert not (tmp_path / "out").exists()
 
 
+def test_every_part_of_the_spec_can_be_given(monkeypatch, capsys, source, tmp_path):
+    options = "--rope anneal --anneal-to drop --anneal-tokens 1000 --prune -9 --sink-tokens 2 --log-n 128 --pro k-shift"
+    options += " --layer-max-wavelength 0=inf --gate bias --init slopes --half-life 4 8 --dry-run --json"
+    code, out, _ = run(monkeypatch, capsys, "convert", source, tmp_path / "out", *options.split())
+    assert code == 0
+    spec = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["spec"]
+    given = {
+        "rope": "anneal",
+        "anneal_to": "drop",
+        "anneal_tokens": 1000,
+        "prune": -9.0,
+        "sink_tokens": 2,
+        "log_n": 128,
+    }
+    assert given.items() <= spec.items()
+    assert spec["pro"] == ["k-shift"]
+    assert spec["layer_max_wavelength"] == {"0": 1e12}
+    assert spec["half_life"] == [4.0, 8.0]
+
+
+def test_layers_with_a_wavelength_of_their_own(monkeypatch, capsys, source, tmp_path):
+    assert layer_wavelengths("0-2=8,5=0") == {0: 8.0, 1: 8.0, 2: 8.0, 5: 0.0}
+    arguments = ["convert", source, tmp_path / "out", "--layer-max-wavelength", "0=7", "--no-verify", "--json"]
+    code, out, _ = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert json.loads(out)["plan"]["rotary_pairs_kept"] == [1]  # 2 pi tokens, the next is 63
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["fox"]["layer_max_wavelength"] == {"0": 7.0}
+
+
+def test_a_dry_run_says_what_would_be_refused(monkeypatch, capsys, source, tmp_path):
+    code, out, _ = run(monkeypatch, capsys, "convert", source, tmp_path / "out", "--dry-run", "--prune", -10)
+    assert code == 0
+    for text in ("1 x 2", "2 tensors, 34 parameters, 136 bytes", "1 files", "copied, never loaded", "e^-10"):
+        assert text in out
+    cut = tmp_path / "cut"
+    shutil.copytree(source, cut)
+    (cut / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-8])
+    code, _, err = run(monkeypatch, capsys, "convert", cut, tmp_path / "out", "--dry-run")
+    assert code == 2
+    assert "download it again" in err
+    code, _, err = run(monkeypatch, capsys, "convert", source, cut, "--dry-run")
+    assert code == 2
+    assert "exists: remove it" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["cut"]
+
+
 def test_convert_prints_json_alone_on_stdout(monkeypatch, capsys, source, tmp_path):
     code, out, _ = run(
         monkeypatch, capsys, "convert", source, tmp_path / "out", "--no-verify", "--json", "--rope", "drop"
@@ -74,8 +123,24 @@ BAD = {
     "--max-wavelength 0": "max_wavelength must be a positive number",
     "--pro qknorm": "pro must be one of",
     "--log-n 1": "log_n",
-    "--rope drop --max-wavelength 100": "--max-wavelength belongs to --rope partial",
-    "--init open --half-life 8 64": "--half-life says where gates start",
+    "--rope drop --max-wavelength 100": "--max-wavelength says the pairs kept by --rope partial, and --rope drop",
+    "--rope anneal --anneal-to drop --anneal-tokens 9 --max-wavelength 9": "--anneal-to drop leaves it no say",
+    "--rope anneal": "anneal_tokens > 0",
+    "--anneal-tokens 100": "--anneal-tokens says how long --rope anneal takes, and --rope partial",
+    "--anneal-to drop": "--anneal-to says where --rope anneal ends",
+    "--init open --half-life 8 64": "--half-life says where gates start, and --init open",
+    "--gate none --init slopes": "--init says where gates start, and --gate none",
+    "--gate none --sink-tokens 2": "--sink-tokens says what gates leave alone",
+    "--gate none --prune -10": "--prune says what gates cut off",
+    "--prune 10": "prune must be ln(eps)",
+    "--layer-max-wavelength 0:5": "--layer-max-wavelength takes layers and tokens",
+    "--layer-max-wavelength 0=5,0-1=6": "each layer once",
+    "--layer-max-wavelength 7=5": "layer_max_wavelength names layers [7]; the model has 0..0",
+    "--calibrate-steps 5": "belong to --calibrate FILES",
+    "--no-refit-queries": "belong to --calibrate FILES",
+    "--calibrate missing.txt": "missing.txt, which is not there",
+    "--init calibrated": "--calibrate FILES",
+    "--revision main": "belongs to a Hub id",
     "--bogus": "--bogus",
 }
 
