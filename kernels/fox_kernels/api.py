@@ -15,6 +15,8 @@ TRITON_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
+POSITIVE_LOG_F = 1e-3  # let pass: finite differences around an open gate
+
 _announced: set[tuple[str, str]] = set()
 
 
@@ -91,6 +93,22 @@ def choose(
     return ("gluon", "Hopper GPU") if no_gluon is None else ("triton", f"CUDA tensors; not gluon: {no_gluon}")
 
 
+def under_transform() -> bool:
+    """Return whether torch.func (grad, vmap, jvp) is at work on what is called now."""
+    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_gates(log_f: Tensor) -> None:
+    """Raise ValueError for positive log_f, where its values can be read without a stall: eager mode on a CPU."""
+    if log_f.device.type != "cpu" or type(log_f) not in (Tensor, torch.nn.Parameter) or not log_f.numel():
+        return
+    if torch.compiler.is_compiling() or under_transform():
+        return
+    top = log_f.detach().amax().item()
+    if top > POSITIVE_LOG_F:
+        raise ValueError(f"log_f must be <= 0, the log of a gate in [0, 1], got up to {top:.3g}: apply logsigmoid")
+
+
 def announce(backend: str, reason: str) -> None:
     """Print a choice to stderr, the first time that it is made."""
     if (backend, reason) not in _announced:
@@ -120,7 +138,8 @@ def forgetting_attention(
 
     q           (B, T, H, D); queries are the last T of the S positions
     k, v        (B, S, Hkv, D), q's dtype, H % Hkv == 0
-    log_f       (B, S, H) float32 (or float64), natural log of the forget gates, <= 0; below -1e4 counts as -1e4
+    log_f       (B, S, H) float32 (or float64), natural log of the forget gates, <= 0; below -1e4 counts as -1e4. NaN
+                reaches every output it is on the way to
     scale       any finite float, D ** -0.5 if None
     cu_seqlens  (N + 1,) int32, rising from 0 to S: N documents packed into B == 1, none sees another
     seq_start   (B,) int32, first visible position of each row (left padding); queries before it get o = 0, lse = -inf
@@ -132,7 +151,8 @@ def forgetting_attention(
 
     Under torch.autocast q, k and v are taken in its dtype. Returns o (B, T, H, D) in q's dtype and, with return_lse,
     lse (B, T, H) float32 (natural log, differentiable; float64 for float64). Raises ValueError for arguments out of
-    range and for a named backend that can't run.
+    range, for a named backend that can't run, and for a second derivative of any backend but "reference". The values
+    of log_f, cu_seqlens and seq_start are checked on a CPU only: reading them would stall a GPU.
     Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """
     q, k, v = chunked.under_autocast(q, k, v)
@@ -144,9 +164,14 @@ def forgetting_attention(
         "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink, "softcap": softcap,
         "prune": prune,
     }  # fmt: skip
+    check_gates(log_f)
     chosen, reason = choose(q, k, v, log_f, backend=backend, **options)
     if not torch.compiler.is_compiling():
         announce(chosen, reason)
+        if chosen != "reference" and under_transform():
+            raise ValueError(
+                f'backend "{chosen}" can\'t run under torch.func (grad, vmap, jvp); use backend="reference"'
+            )
     if chosen == "reference":
         return reference.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **options)
     if chosen == "chunked":

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import cumsum, decode, determinism, prune
 from .backward import launch_backward
+from .chunked import refuse_second_derivative
 from .forward import launch_forward
 
 LN_2 = math.log(2)
@@ -188,17 +188,16 @@ class _Attention(torch.autograd.Function):
         return output[:2]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do, dlse2):
+        refuse_second_derivative()
         return _gradients(ctx, do, dlse2, _differentiate)
 
 
 def _watched(*tensors: Tensor) -> bool:
-    """Return whether compilers, tensor subclasses, function transforms or dispatch modes must see an operator."""
+    """Return whether compilers, tensor subclasses or dispatch modes must see an operator."""
     return (
         torch.compiler.is_compiling()
         or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
-        or torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
         or is_in_torch_dispatch_mode()
     )
 
@@ -207,6 +206,7 @@ def forgetting_attention(
     q, k, v, log_f, *, scale, cu_seqlens, seq_start, window, sink, softcap, prune, return_lse, backend
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels."""
+    window, sink = None if window is None else min(window, k.shape[1]), min(sink, k.shape[1])  # ints of 32 bits
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
     inputs = (
         q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, None if softcap is None else float(softcap),

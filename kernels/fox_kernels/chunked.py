@@ -15,6 +15,7 @@ Sink keys have zeros in the decay channels.
 """
 
 import math
+import numbers
 from typing import NamedTuple
 
 import torch
@@ -31,11 +32,23 @@ def check_arguments(
     prune: float | None = None,
 ) -> float:  # fmt: skip
     """Return the scale to use, or raise ValueError saying which argument is wrong, what is allowed and what to do."""
+    for name, x in (
+        ("q", q),
+        ("k", k),
+        ("v", v),
+        ("log_f", log_f),
+        ("cu_seqlens", cu_seqlens),
+        ("seq_start", seq_start),
+    ):
+        if not isinstance(x, Tensor) and not (x is None and name in ("cu_seqlens", "seq_start")):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, tokens, heads, head_dim), got {tuple(x.shape)}")
     B, T, H, D = q.shape
     S, Hkv = k.shape[1], k.shape[2]
+    if D == 0:
+        raise ValueError(f"head_dim must be at least 1, got q of {tuple(q.shape)}")
     if tuple(k.shape) != tuple(v.shape):
         raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
     if k.shape[0] != B or k.shape[3] != D:
@@ -56,26 +69,41 @@ def check_arguments(
     if not q.device == k.device == v.device == log_f.device:
         devices = f"{q.device}, {k.device}, {v.device}, {log_f.device}"
         raise ValueError(f"q, k, v and log_f must be on one device, got {devices}")
+    if q.device.type == "meta":
+        raise ValueError("tensors on the meta device have no values to attend to: FakeTensorMode propagates shapes")
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, B, S, q.device)
-    if seq_start is not None and (tuple(seq_start.shape) != (B,) or seq_start.dtype not in (torch.int32, torch.int64)):
-        raise ValueError(
-            f"seq_start must be ({B},) int32, the first visible position of each row, "
-            f"got {tuple(seq_start.shape)} {seq_start.dtype}"
-        )
-    if seq_start is not None and seq_start.device != q.device:
-        raise ValueError(f"seq_start must be on {q.device} as q is, got {seq_start.device}")
+    if seq_start is not None:
+        _check_seq_start(seq_start, B, S, q.device)
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"window must be an int >= 1 (keys seen, the query's own included) or None, got {window!r}")
     if isinstance(sink, bool) or not isinstance(sink, int) or sink < 0:
         raise ValueError(f"sink must be an int >= 0, the number of decay-free first positions, got {sink!r}")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+    if softcap is not None and not (_is_finite(softcap) and softcap > 0):
         raise ValueError(f"softcap must be a finite float > 0 or None, got {softcap!r}")
-    if prune is not None and not (math.isfinite(prune) and prune <= 0):
+    if prune is not None and not (_is_finite(prune) and prune <= 0):
         raise ValueError(f"prune is ln(eps) of the weight that may be lost, <= 0 (say -10.0), or None; got {prune!r}")
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not _is_finite(scale):
         raise ValueError(f"scale must be a finite float or None for head_dim ** -0.5, got {scale!r}")
     return D**-0.5 if scale is None else float(scale)
+
+
+def _is_finite(x) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _check_seq_start(seq_start: Tensor, B: int, S: int, device: torch.device) -> None:
+    if tuple(seq_start.shape) != (B,) or seq_start.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"seq_start must be ({B},) int32, the first visible position of each row, "
+            f"got {tuple(seq_start.shape)} {seq_start.dtype}"
+        )
+    if seq_start.device != device:
+        raise ValueError(f"seq_start must be on {device} as q is, got {seq_start.device}")
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return  # reading the values would stall the device or break the graph
+    if bool(((seq_start < 0) | (seq_start > S)).any()):
+        raise ValueError(f"seq_start must lie between 0 and S = {S}, got {seq_start.tolist()}")
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, B: int, S: int, device: torch.device) -> None:
@@ -88,13 +116,15 @@ def _check_cu_seqlens(cu_seqlens: Tensor, B: int, S: int, device: torch.device) 
     if cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens must be on {device} as q is, got {cu_seqlens.device}")
     if device.type != "cpu" or torch.compiler.is_compiling():
-        return  # reading the values would stall the device or break the graph
+        return  # as above
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != S or bool((cu_seqlens.diff() < 0).any()):
         raise ValueError(f"cu_seqlens must rise from 0 to S = {S}, got {cu_seqlens.tolist()}")
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v in autocast's dtype where it is on (float64 stays), as torch's own attention would see them."""
+    if not all(isinstance(x, Tensor) for x in (q, k, v)) or q.device.type == "meta":
+        return q, k, v
     device = q.device.type
     if not torch.is_autocast_enabled(device) or torch.float64 in (q.dtype, k.dtype, v.dtype):
         return q, k, v
@@ -321,6 +351,12 @@ def _add_rows(total: Tensor, ranges: list, left: Tensor, right: Tensor) -> None:
         n += b - a
 
 
+def refuse_second_derivative() -> None:
+    """Raise ValueError in a backward that is to be differentiated itself (create_graph=True), rather than give zero."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise ValueError("no second derivative: leave create_graph=True out, or use fox_kernels.reference")
+
+
 class _ForgettingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, log_f, *options):
@@ -332,8 +368,8 @@ class _ForgettingAttention(torch.autograd.Function):
         return _outward(o, q), lse.transpose(1, 2).contiguous()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
+        refuse_second_derivative()
         q, k, v, log_f, o, lse = ctx.saved_tensors
         (B, T, H, D), Hkv = q.shape, k.shape[2]
         if do is None:

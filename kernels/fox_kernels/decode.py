@@ -55,7 +55,7 @@ def split_kernel(
     begin, end = split * span, tl.minimum((split + 1) * span, S)
     least = split * 0
     if STARTS:
-        least = tl.load(start_ptr + b)
+        least = tl.maximum(tl.load(start_ptr + b), 0)
     low = least
     if WINDOW:
         low = tl.maximum(low, S - T - window + 1)
