@@ -251,10 +251,14 @@ class JsonLog:
             partial.replace(path)
 
     def _lines(self) -> list[dict[str, Any]]:
-        if not self.path.is_file():
-            return []
-        lines = self.path.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        """The entries that can be read: what a power cut left of the last one never stops a run."""
+        found = []
+        for line in self.path.read_bytes().split(b"\n") if self.path.is_file() else ():
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and {"stage", "step"} <= entry.keys():
+                    found.append(entry)
+        return found
 
     def write(self, values: dict[str, Any]) -> None:
         """Appends one line.

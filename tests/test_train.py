@@ -283,6 +283,17 @@ def test_half_life_statistics():
     assert "eta 1:01:01" in line
 
 
+def test_json_log_survives_what_a_power_cut_left_of_it(tmp_path):
+    file = tmp_path / "log.jsonl"
+    file.write_bytes(b'\xff\xfe garbage}\n[]\n{"stage": 0, "step": 1}\n\0\0\0}\n{"stage": 0}\n')
+    JsonLog(file, 0, 2).write({"step": 3})
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 3]
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ValueError, match=r"could not write .*log\.jsonl: .*the same command again"):
+        JsonLog(tmp_path / "log.jsonl" / "absent" / "log.jsonl", 0, 0)
+
+
 def test_json_log_drops_what_will_be_run_again(tmp_path):
     file = tmp_path / "log.jsonl"
     log = JsonLog(file, 0, 0)
