@@ -63,7 +63,8 @@ def apply_to(model: PreTrainedModel, result: Calibration) -> PreTrainedModel:
     """Puts a calibration into a live converted model, in place, and returns it.
 
     Gates are overwritten; a refitted projection becomes a parameter of its own, so a base model that shares its
-    tensors with `model` keeps what it has.
+    tensors with `model` keeps what it has. After a refit the model's attention in mode "original" is no longer the
+    base's, nor are its logits with gates open and all rotary pairs: keep the base where either is needed.
 
     Raises:
         ValueError: the model has no such tensors, or of another shape.

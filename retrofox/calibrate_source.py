@@ -159,6 +159,8 @@ def open_source(
         converted = source.config.model_type.startswith("fox_")
         if converted and spec is not None:
             raise ValueError("a converted model has its own spec: pass spec=None, or calibrate its base model")
+        if converted:
+            _require_own_queries(source)
         return Source(source if converted else _converted(source, spec), source.dtype, None)
     path = Path(source)
     possible = path.is_dir() and layerwise(path)
@@ -169,6 +171,18 @@ def open_source(
     base, tokenizer = load_base(os.fspath(source), revision=revision)
     dtype = base.dtype
     return Source(_converted(base.float(), spec), dtype, tokenizer)
+
+
+def _require_own_queries(model: PreTrainedModel) -> None:
+    """Refuses a model that was written with refitted queries: its attention in mode "original" is not the base's."""
+    report = Path(model.config._name_or_path) / "retrofox.json"
+    if not report.is_file():
+        return
+    if json.loads(report.read_text(encoding="utf-8")).get("calibration", {}).get("rewritten"):
+        raise ValueError(
+            f"calibration rewrote query projections of {report.parent}, so the original's attention is not in it any "
+            f"more: calibrate its base model {model.config.fox.get('base') or ''}".rstrip()
+        )
 
 
 def _converted(base: PreTrainedModel, spec: FoxSpec | None) -> PreTrainedModel:

@@ -162,10 +162,9 @@ def test_gradient_of_a_block_is_that_of_the_kl_written_out(family, sink, tokens)
         0.3 * torch.randn(heads, SHAPE["hidden_size"], generator=generator),
         torch.eye(head_dim) + 0.2 * torch.randn(heads, head_dim, head_dim, generator=generator),
     )
-    for _, value in student.parameters():
-        value.requires_grad_()
+    values = bias, weight, refit = [value.requires_grad_() for _, value in student.parameters()]
     fitting.accumulate(window, student, start, stop, fitting.Scratch())
-    found = [value.grad.clone() for _, value in student.parameters()]
+    found = [value.grad for value in values]
 
     def logits(operands, query):
         keys = operands.key.repeat_interleave(heads // operands.key.shape[0], 0)
@@ -176,16 +175,16 @@ def test_gradient_of_a_block_is_that_of_the_kl_written_out(family, sink, tokens)
     distance = position[start:, None] - position
     hidden = (distance < 0) | (distance >= (window.original.window or length))
     assert bool(window.original.window) == (family == "mistral")
-    log_f = torch.nn.functional.logsigmoid(student.bias[:, None] + student.weight @ window.converted.inputs[:stop].T)
+    log_f = torch.nn.functional.logsigmoid(bias[:, None] + weight @ window.converted.inputs[:stop].T)
     c = log_f.double().cumsum(1)
     decay = (c[:, start:, None] - c[:, None]).float()
     if window.original.window is None:
         decay = decay * (position >= sink)
-    query = window.finish(window.converted.raw_queries[:, start:stop] @ student.refit, start, stop)
+    query = window.finish(window.converted.raw_queries[:, start:stop] @ refit, start, stop)
     log_q = (logits(window.converted, query) + decay).masked_fill(hidden, -1e30).log_softmax(-1)
     log_p = logits(window.original, window.original.query[:, start:stop]).masked_fill(hidden, -1e30).log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).masked_fill(hidden, 0.0).sum((0, 2)).mean()
-    expected = torch.autograd.grad(kl, [value for _, value in student.parameters()])
+    expected = torch.autograd.grad(kl, values)
     for (name, _), a, b in zip(student.parameters(), found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -264,6 +263,17 @@ def test_nothing_to_fit_is_refused(tokens, tmp_path):
         calibrate(sharp(), FoxSpec(gate="none"), tokens, out_dir=tmp_path, refit_queries=False, progress=False)
     with pytest.raises(ValueError, match="hold 9 out"):
         calibrate(sharp(), SPEC, tokens, out_dir=tmp_path, held_out=9, progress=False)
+
+
+def test_a_model_with_refitted_queries_is_not_calibrated_again(pico_checkpoint, tokens, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"The fox forgets gate {n}. " for n in range(200)))
+    options = {"fox": SPEC, "verify": False, "calibrate": [str(tmp_path / "text.txt")]}
+    retrofox.convert(pico_checkpoint, tmp_path / "out", **options)
+    report = json.loads((tmp_path / "out" / "retrofox.json").read_text())["calibration"]
+    columns = {"kl_before", "kl_after", "loss_before", "loss_after"}
+    assert all(row[c] is not None for row in report["layers"] for c in columns)
+    with pytest.raises(ValueError, match=r"rewrote query projections.*calibrate its base model .*pico"):
+        calibrate(retrofox.load(tmp_path / "out"), None, tokens, out_dir=tmp_path / "again", steps=2, progress=False)
 
 
 def test_refit_of_a_projection_that_is_no_plain_linear_is_refused(tokens, tmp_path):
