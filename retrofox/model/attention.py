@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import GateCache
 from .configuration_fox import FoxSpec
-from .fused import Entered, available, enterable
+from .fused import Entered, available, enterable, untouched
 from .gates import ForgetGate
 from .pro import PRO_MODULES, ProjectedAttention, add_pro
 from .rope import RotaryFade
@@ -129,8 +129,11 @@ class FoxMixin(nn.Module):
         """Output norm and output gate on the attention's output (B, T, H, D), where the spec has them."""
         if self.mode == "original":
             return output
-        if self.output_norm is not None:
-            output = self.output_norm(output)
+        norm, gate = self.output_norm, self.output_gate
+        if norm is not None and gate is not None and not norm.calibrating and untouched(norm) and untouched(gate):
+            return gate.gated(output, hidden_states, norm)
+        if norm is not None:
+            output = norm(output)
         return output if self.output_gate is None else self.output_gate(output, hidden_states)
 
     def new_modules(self) -> list[tuple[str, Any]]:

@@ -17,12 +17,16 @@ from torch import nn
 try:
     from fox_kernels.fused_entry import entry
     from fox_kernels.fused_gate import gate
+    from fox_kernels.fused_norm import head_norm
     from fox_kernels.fused_rotary import rotary
+    from fox_kernels.fused_shift import shift
     from fox_kernels.fused_support import available
 except ImportError:  # no fox_kernels, or no Triton
     entry: Any = None
     gate: Any = None
+    head_norm: Any = None
     rotary: Any = None
+    shift: Any = None
 
     def available(x: torch.Tensor) -> bool:
         """No fused kernel is installed."""
@@ -139,15 +143,15 @@ class Entered:
 
 def enterable(module: Any, hidden_states: torch.Tensor) -> bool:
     """Whether `Entered` may do this layer's projections: training, eager, linear layers, a data-dependent gate."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or module.mode != "fox" or module.projects:
+    if not module.training or torch.compiler.is_compiling() or module.mode != "fox" or module.projects:
         return False
     gates = module.forget_gate
-    if not (gates is not None and gates.weight is not None and _untouched(gates) and available(hidden_states)):
+    if not (gates is not None and gates.weight is not None and untouched(gates) and available(hidden_states)):
         return False
     if gates.weight.dtype != torch.float32:
         return False
     linears = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    if not all(type(linear) is nn.Linear and _untouched(linear) for linear in linears):
+    if not all(type(linear) is nn.Linear and untouched(linear) for linear in linears):
         return False
     device = hidden_states.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -156,7 +160,7 @@ def enterable(module: Any, hidden_states: torch.Tensor) -> bool:
     return hidden_states.dtype == dtype and hidden_states.dim() == 3 and same_bias
 
 
-def _untouched(module: nn.Module) -> bool:
+def untouched(module: nn.Module) -> bool:
     """No hooks (FSDP, ZeRO and offloading gather weights by them), no replaced forward, ordinary tensors."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     ordinary = all(type(p) in (nn.Parameter, torch.Tensor) for p in module._parameters.values() if p is not None)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from . import fused
 from .cache import GateCache
 from .gates import AddedModule
 
@@ -36,6 +37,8 @@ class HeadNorm(AddedModule):
         return {"gain": torch.ones(self.gain.shape)}
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if fused.available(states) and not self.calibrating:
+            return fused.head_norm(states, self.gain.float(), None, self.eps)
         wide = states.float()
         square = wide.square().mean(-1, keepdim=True)
         if self.calibrating:
@@ -63,8 +66,16 @@ class OutputGate(AddedModule):
         return {"weight": torch.zeros(self.weight.shape)}
 
     def forward(self, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        logit = F.linear(hidden_states, self.weight.to(hidden_states.dtype)).view(output.shape)
-        return (output * (2 * torch.sigmoid(logit.float()))).to(output.dtype)
+        return self.gated(output, hidden_states, None)
+
+    def gated(self, output: torch.Tensor, hidden_states: torch.Tensor, norm: HeadNorm | None) -> torch.Tensor:
+        """The gate on the output as it is or, with `norm`, on the normed output, in one kernel where there is one."""
+        logit = F.linear(hidden_states, self.weight.to(hidden_states.dtype))
+        if fused.available(output):
+            gain, eps = (None, 0.0) if norm is None else (norm.gain.float(), norm.eps)
+            return fused.head_norm(output, gain, logit, eps)
+        output = output if norm is None else norm(output)
+        return (output * (2 * torch.sigmoid(logit.view(output.shape).float()))).to(output.dtype)
 
 
 class Shift(AddedModule):
@@ -76,7 +87,7 @@ class Shift(AddedModule):
     The first token of a document has no predecessor and stays as it is.
 
     Shapes: states (B, T, Hkv, D); before (B, Hkv, D), the token before the first one, or None; joined (B, T) bool,
-    whether a token's predecessor belongs to its document; hidden_states (B, T, hidden).
+    whether a token's predecessor belongs to its document, None if all but the first do; hidden_states (B, T, hidden).
     Parameters (float32): weight (Hkv, hidden), gain (Hkv,). Source: Lin et al. (ICLR 2025), section 3.3.
     """
 
@@ -92,27 +103,33 @@ class Shift(AddedModule):
         self,
         states: torch.Tensor,
         before: torch.Tensor | None,
-        joined: torch.Tensor,
+        joined: torch.Tensor | None,
         hidden_states: torch.Tensor,
     ) -> torch.Tensor:
+        if before is None and fused.available(states) and fused.available(hidden_states):
+            weight, gain = self.weight.float(), self.gain.float()
+            amount = fused.gate(hidden_states, weight, torch.zeros_like(gain)).exp() * gain
+            return fused.shift(states, amount if joined is None else amount * joined[..., None])
         first = states[:, 0] if before is None else before
         previous = torch.cat([first[:, None], states[:, :-1]], dim=1)
         with torch.autocast(hidden_states.device.type, enabled=False):
             amount = self.gain * torch.sigmoid(F.linear(hidden_states.float(), self.weight))
-            amount = amount * joined[..., None]
+            if joined is not None:
+                amount = amount * joined[..., None]
             return torch.lerp(states.float(), previous.float(), amount[..., None]).to(states.dtype)
 
 
 def joined_tokens(
-    attention_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, hidden_states: torch.Tensor, has_past: bool
-) -> torch.Tensor:
+    attention_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, hidden_states: torch.Tensor
+) -> torch.Tensor | None:
     """(B, T) bool: whether the token before each of these T belongs to the same document and is visible to it.
+
+    None where that is so for all, except for a first token that has none before it.
 
     Args:
         attention_mask: what the attention gets: None, (B, S) bool or (B, 1, T, S).
         cu_seqlens: (N + 1,) document starts over the flattened tokens, or None.
         hidden_states: (B, T, hidden), for its shape and device.
-        has_past: whether a token before the first one is in the cache.
     """
     batch, length = hidden_states.shape[:2]
     if cu_seqlens is not None:
@@ -120,9 +137,7 @@ def joined_tokens(
         inside[cu_seqlens[:-1].long()] = False
         return inside[:-1].view(batch, length)
     if attention_mask is None:
-        joined = torch.ones(batch, length, dtype=torch.bool, device=hidden_states.device)
-        joined[:, 0] = has_past
-        return joined
+        return None
     if attention_mask.dim() == 2:
         seen = F.pad(attention_mask, (1, 0), value=False)
         return attention_mask[:, -length:] & seen[:, -length - 1 : -1]
@@ -149,7 +164,7 @@ class ProjectedAttention:
             before = call.previous(module.layer_idx, len(shifts) * module.head_dim)
             parts = [None] * len(shifts) if before is None else before.split(module.head_dim, dim=-1)
             self._before = dict(zip(map(id, shifts), parts, strict=True))
-            self._joined = joined_tokens(attention_mask, cu_seqlens, call.hidden_states, before is not None)
+            self._joined = joined_tokens(attention_mask, cu_seqlens, call.hidden_states)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

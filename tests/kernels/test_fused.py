@@ -13,11 +13,15 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 SMALL = {
+    "norm": [(2, 70, 3, 64, 1, 1), (1, 1, 2, 80, 1, 0), (2, 9, 4, 16, 0, 1), (1, 300, 2, 24, 1, 1)],
+    "shift": [(2, 70, 3, 64), (1, 1, 2, 80), (1, 300, 1, 24)],
     "rotary": [(2, 3, 1, 70, 64, 16, False), (1, 2, 2, 1, 80, 40, True), (2, 4, 2, 5, 16, 0, False)],
     "gate": [((2, 70), 96, 9), ((1, 1), 33, 3), ((3, 50), 64, 17), ((130,), 40, 70), ((0, 3), 16, 2)],
     "entry": [(2, 70, 48, 3, 1, 16, 5, False), (1, 40, 33, 4, 2, 32, 16, True), (2, 65, 40, 9, 3, 16, 0, False)],
 }  # fmt: skip
 REAL = {
+    "norm": [(8, 4096, 9, 64, 1, 1), (1, 3001, 32, 128, 1, 0), (2, 1000, 8, 256, 0, 1), (2, 1000, 4, 80, 1, 1)],
+    "shift": [(8, 4096, 3, 64), (1, 3001, 8, 128), (2, 1000, 4, 80)],
     "rotary": [(8, 9, 3, 4096, 64, 16, False), (1, 32, 8, 4096, 128, 64, True), (2, 8, 4, 1000, 256, 128, False)],
     "gate": [((8, 4096), 576, 9), ((1, 4097), 4096, 32), ((3, 1001), 2048, 64), ((5,), 64, 128)],
     "entry": [(8, 4096, 576, 9, 3, 64, 16, False), (1, 3001, 2048, 32, 8, 64, 32, True), (2, 700, 96, 9, 3, 80, 0, 0)],
@@ -129,7 +133,45 @@ def check_entry(device: str, dtype: torch.dtype, B, T, K, H, Hkv, D, P, bias) ->
     ]
 
 
-CHECKS = {"rotary": check_rotary, "gate": check_gate, "entry": check_entry}
+def check_norm(device: str, dtype: torch.dtype, B, T, H, D, with_gain, with_logit) -> list[str]:
+    from fox_kernels import fused_norm
+
+    x = torch.randn(B, H, T, D, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+    gain = torch.randn(H, D, device=device).requires_grad_() if with_gain else None
+    logit = torch.randn(B, T, H * D, device=device, dtype=dtype).requires_grad_() if with_logit else None
+    ours, seeds = gradients(fused_norm.head_norm, [x, gain, logit, 1e-5])
+    eager, _ = gradients(fused_norm.head_norm_torch, [x, gain, logit, 1e-5], seeds)
+    wide, _ = gradients(exact_norm, [*widened([x, gain, logit]), 1e-5], seeds)
+    again, _ = gradients(fused_norm.head_norm, [x, gain, logit, 1e-5], seeds)
+    failed = no_worse(ours, eager, wide, FLOOR[dtype] / 2)
+    return failed + [
+        f"{n} differs from run to run" for n, (a, b) in enumerate(zip(ours, again, strict=True)) if not a.equal(b)
+    ]
+
+
+def exact_norm(x, gain, logit, eps):
+    if gain is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain
+    return x if logit is None else x * 2 * torch.sigmoid(logit).view(x.shape)
+
+
+def check_shift(device: str, dtype: torch.dtype, B, T, H, D) -> list[str]:
+    from fox_kernels import fused_shift
+
+    x = torch.randn(B, H, T, D, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
+    amount = torch.rand(B, T, H, device=device) * (torch.rand(B, T, 1, device=device) > 0.2)  # some documents start
+    amount.requires_grad_()
+    ours, seeds = gradients(fused_shift.shift, [x, amount])
+    eager, _ = gradients(fused_shift.shift_torch, [x, amount], seeds)
+
+    def exact(x, amount):
+        return x + amount[..., None] * (torch.cat((x[:, :1], x[:, :-1]), 1) - x)
+
+    wide, _ = gradients(exact, widened([x, amount]), seeds)
+    return no_worse(ours, eager, wide, FLOOR[dtype])
+
+
+CHECKS = {"norm": check_norm, "shift": check_shift, "rotary": check_rotary, "gate": check_gate, "entry": check_entry}
 
 
 def run_all(device: str, cases: dict, dtypes: tuple) -> dict[str, list[str]]:
@@ -170,6 +212,15 @@ def test_on_a_gpu(name, n, dtype):
 
 
 def test_shapes_that_do_not_fit_are_refused():
+    from fox_kernels.fused_norm import head_norm
+    from fox_kernels.fused_shift import shift
+
+    with pytest.raises(ValueError, match="gain"):
+        head_norm(torch.randn(2, 3, 8), torch.randn(3, 4), None)
+    with pytest.raises(ValueError, match="logit"):
+        head_norm(torch.randn(2, 3, 8), None, torch.randn(2, 8))
+    with pytest.raises(ValueError, match="amount"):
+        shift(torch.randn(1, 2, 3, 8), torch.rand(1, 2, 4))
     from fox_kernels.fused_entry import entry
     from fox_kernels.fused_gate import gate
     from fox_kernels.fused_rotary import rotary

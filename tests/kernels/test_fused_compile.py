@@ -8,13 +8,32 @@ triton = pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from fox_kernels import fused_entry, fused_gate, fused_rotary  # noqa: E402
+from fox_kernels import fused_entry, fused_gate, fused_norm, fused_rotary, fused_shift  # noqa: E402
 from test_compile import SHARED_MEMORY, registers_and_spills  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-FLOATS = {"w_ptr", "b_ptr", "log_f_ptr", "z_ptr", "dlog_f_ptr", "dw_ptr", "db_ptr", "f_ptr"}
+FLOATS = {
+    "gain_ptr",
+    "dgain_ptr",
+    "amount_ptr",
+    "damount_ptr",
+    "w_ptr",
+    "b_ptr",
+    "log_f_ptr",
+    "z_ptr",
+    "dlog_f_ptr",
+    "dw_ptr",
+    "db_ptr",
+    "f_ptr",
+}
+NORM = {"NORM": True, "GATE": True, "D": 64, "COLUMNS": 64, "BLOCK": 32}
 KERNELS = {
+    "norm": (fused_norm.head_norm_kernel, NORM),
+    "norm backward": (fused_norm.head_norm_backward_kernel, NORM),
+    "norm backward, D = 256": (fused_norm.head_norm_backward_kernel, NORM | {"D": 256, "COLUMNS": 256, "BLOCK": 8}),
+    "shift": (fused_shift.shift_kernel, {"D": 64, "COLUMNS": 64, "BLOCK": 32}),
+    "shift backward": (fused_shift.shift_backward_kernel, {"D": 64, "COLUMNS": 64, "BLOCK": 32}),
     "rotary": (fused_rotary.rotary_kernel, {"INVERSE": False, "HALF": 32, "BLOCK": 32}),
     "rotary inverse, D = 128": (fused_rotary.rotary_kernel, {"INVERSE": True, "HALF": 64, "BLOCK": 16}),
     **{f"gate, {H} heads": (fused_gate.gate_kernel, fused_gate.forward_tile(H)) for H in (9, 64)},
@@ -38,7 +57,7 @@ def compiled(name: str, arch: int):
             signature[argument] = "*fp32" if argument in FLOATS else "*bf16"
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
-            signature[argument] = "i32"
+            signature[argument] = "fp32" if argument == "eps" else "i32"
     source = ASTSource(function, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
