@@ -1,19 +1,21 @@
-"""Forgetting Attention backward in Gluon for Hopper: dq, dk, dv and the gate's gradient in one kernel.
+"""Forgetting Attention backward in Gluon for Hopper: dq, dk, dv and the gate's gradient in one persistent kernel.
 
-One program owns 128 keys: two consumer warpgroups of 64 keys each hold dk and dv in registers and walk the query tiles
-that see them (every query head of a GQA group in turn), in the transposed form S^T = K Q^T. They exchange dS through
-shared memory, each computes half of dq's columns over all 128 keys, and a writer partition adds them to a float32 dq by
-TMA: in key order behind a ticket per query tile (deterministic; programs ascend in keys and walk the queries downward,
-so a program trails its predecessor by one tile), or as they come. Row and column sums of the same rounded dS, which
-the gate needs, come out of the tensor cores too: dS times ones (zeros where a key is a sink).
+A key tile is 128 keys: two consumer warpgroups of 64 keys each hold dk and dv in registers and walk the query tiles
+that see them, at each the query heads of a GQA group in turn, in the transposed form S^T = K Q^T. They exchange dS
+through shared memory, each computes half of dq over all 128 keys, and a writer partition adds it to a float32 dq by
+TMA: in key order behind a ticket per query tile (deterministic), or as it comes. Row and column sums of the same
+rounded dS, which the gate needs, come out of the tensor cores too: dS times ones (zeros where a key is a sink), the
+column sums of several heads into a column each of one accumulator.
+
+Order: key tiles are handed out by an atomic counter, ascending within a head, and walk the queries downward. So a tile
+waits for tiles handed out before it only, which makes a deadlock impossible; and as it starts one step behind its
+predecessor and has fewer steps, it hardly waits at all.
 """
 
 # Gluon is a language of its own in Python's clothes: what its names mean inside a kernel their annotations don't say.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
-import triton
-import triton.language as tl
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,13 +32,12 @@ from .hopper_forward_kernel import difference
 
 EXCHANGE_BARRIER = gl.constexpr(8)  # Gluon itself numbers its barriers from 0: one per partition and one to switch
 LOG2E = gl.constexpr(1.4426950408889634)
-BM = gl.constexpr(64)  # query rows per step
-BN = gl.constexpr(128)  # keys per program, 64 per consumer warpgroup
-# barriers
-KV_FULL, DQ_FULL, DQ_EMPTY = gl.constexpr(0), gl.constexpr(2), gl.constexpr(3)
-HEAD_FULL, HEAD_EMPTY, Q_FULL = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6)
-# 64-vectors after the stages' four (c_i - lse_i and its remainder, delta, -lse): one of each per consumer warpgroup
-V_SUM, V_KEY, V_KEY_LO, V_LIVE = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4), gl.constexpr(6)
+BN = gl.constexpr(128)  # keys per tile, 64 per consumer warpgroup
+# barriers; those of two come one per slot, those from Q_FULL on full ones and empty ones of each stage
+DQ_FULL, DQ_EMPTY, HEAD_FULL, HEAD_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
+KV_FULL, KV_EMPTY, Q_FULL = gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)
+# what the producer says of a chunk of heads: its key tile's index (-1: no more), its walk, each head's last query tile
+INFO, I_INDEX, I_LO, I_HI, I_STEPS, I_HEADS = (gl.constexpr(x) for x in (16, 0, 1, 2, 3, 4))
 
 
 @builtin
@@ -48,81 +49,9 @@ def _tma_reduce_add(descriptor, coordinates, source, _semantic=None):
     )
 
 
-@triton.jit(do_not_specialize=["T", "rows"])
-def prepare_kernel(
-    o_ptr, do_ptr, dlse2_ptr, delta_ptr, dq_ptr, row_sum_ptr, ticket_ptr, so_b, so_t, so_h, sd_b, sd_t, sd_h, sl_b,
-    sl_h, sl_t,
-    T, H, rows, D: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """delta_i = do_i . o_i, less the gradient of lse_i; zeros for the sums of dq and of dS's rows, and the tickets."""
-    tiles = rows // BM
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = bh // H, bh % H
-    offs_m = (tl.program_id(0) % tiles) * BM + tl.arange(0, BM)
-    offs_d = tl.arange(0, D)
-    inside = offs_m < T
-    row = offs_m.to(tl.int64)[:, None]
-    o = tl.load(o_ptr + b * so_b + h * so_h + row * so_t + offs_d[None, :], mask=inside[:, None], other=0.0)
-    do = tl.load(do_ptr + b * sd_b + h * sd_h + row * sd_t + offs_d[None, :], mask=inside[:, None], other=0.0)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if dlse2_ptr is not None:
-        dlse2 = tl.load(dlse2_ptr + b * sl_b + h * sl_h + offs_m.to(tl.int64) * sl_t, mask=inside, other=0.0)
-        delta -= dlse2.to(tl.float32) * 1.4426950408889634
-    tl.store(delta_ptr + bh * rows + offs_m, delta)
-    tl.store(row_sum_ptr + bh * rows + offs_m, tl.zeros([BM], tl.float32))
-    tl.store(dq_ptr + (bh * rows + row) * D + offs_d[None, :], tl.zeros([BM, D], tl.float32))
-    tl.store(ticket_ptr + tl.program_id(0), 0)
-
-
-@triton.jit(do_not_specialize=["T", "S", "rows"])
-def finish_kernel(
-    sum_ptr, dq_ptr, row_sum_ptr, dc_ptr, sq_b, sq_t, sq_h, scale, T, S, H, rows, D: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """dq = scale * its float32 sums, rounded; dc_i += dS's row sum."""
-    tiles = rows // BM
-    bh = (tl.program_id(0) // tiles).to(tl.int64)
-    b, h = bh // H, bh % H
-    offs_m = (tl.program_id(0) % tiles) * BM + tl.arange(0, BM)
-    offs_d = tl.arange(0, D)
-    inside = offs_m < T
-    row = offs_m.to(tl.int64)[:, None]
-    dq = tl.load(sum_ptr + (bh * rows + row) * D + offs_d[None, :]) * scale
-    tl.store(
-        dq_ptr + b * sq_b + h * sq_h + row * sq_t + offs_d[None, :],
-        dq.to(dq_ptr.dtype.element_ty),
-        mask=inside[:, None],
-    )
-    dc = dc_ptr + bh * S + (S - T) + offs_m
-    tl.store(dc, tl.load(dc, mask=inside, other=0.0) + tl.load(row_sum_ptr + bh * rows + offs_m), mask=inside)
-
-
-@triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b)
-
-
-@triton.jit(do_not_specialize=["T", "S", "tiles", "num_n"])
-def query_ranges_kernel(
-    first_ptr, start_ptr, lo_ptr, hi_ptr, T, S, H, tiles, num_n, HAS_START: tl.constexpr, SIZE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):  # fmt: skip
-    """From the first key each query tile keeps: its first key tile, never falling; each key tile's last query tile."""
-    bh = tl.program_id(0).to(tl.int64)
-    m = tl.arange(0, SIZE)
-    real = m < tiles
-    first = tl.load(first_ptr + bh * tiles + m, mask=real, other=S)
-    if HAS_START:
-        first = tl.maximum(first, tl.load(start_ptr + (bh // H) * S + S - T + m * BM, mask=real, other=S))
-    lo = tl.associative_scan(first // BN, 0, _smaller, reverse=True)
-    tl.store(lo_ptr + bh * tiles + m, lo, mask=real)
-    for n in range(num_n):
-        tl.store(hi_ptr + bh * num_n + n, tl.sum((real & (lo <= n)).to(tl.int32), 0))
-
-
 @gluon.jit
 def _key_tile(index, num_n, num_bh, group):
-    """The index-th program's key tile: groups of heads, in each group ascending keys (the longest walks first)."""
+    """The index-th key tile: groups of heads, in each group ascending keys (the longest walks first)."""
     per_group = group * num_n
     g = index // per_group
     r = index - g * per_group
@@ -132,7 +61,7 @@ def _key_tile(index, num_n, num_bh, group):
 
 @gluon.jit
 def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
-                 SINK: gl.constexpr):  # fmt: skip
+                 SINK: gl.constexpr, BM: gl.constexpr):  # fmt: skip
     """Query tiles [lo, hi) that see key tile n, and the rows [clean_lo, clean_hi) that see it whole and no sink."""
     n0 = n * BN
     n_last = gl.minimum(n0 + BN, S) - 1
@@ -158,81 +87,128 @@ def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.const
             clean_hi = 0
         if last_start + SINK > n0:  # a sink's tile is seen by the whole document
             hi = (gl.minimum(end - shift, T) + BM - 1) // BM
-    return lo, hi, clean_lo, clean_hi
+    return lo, gl.maximum(hi, lo), clean_lo, clean_hi
 
 
 @gluon.jit
-def _producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, kv_s, qdo_s, vec_s,
-              start_s, info_s,
-              bars, n, b, hk, T, T_PAD, S, H, KV_GROUP, num_n, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
-              SINK: gl.constexpr, NB: gl.constexpr):  # fmt: skip
+def _producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s, qdo_s,
+              row_s, key_s, live_s, start_s, info_s, step_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group,
+              HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr,
+              NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    for w in gl.static_range(2):
-        mbarrier.expect(bars.index(KV_FULL + w), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, [b, n * BN + w * 64, hk, 0], bars.index(KV_FULL + w), kv_s.index(w))
-        tma.async_copy_global_to_shared(v_desc, [b, n * BN + w * 64, hk, 0], bars.index(KV_FULL + w), kv_s.index(2 + w))
-    n_last = gl.minimum(n * BN + BN, S) - 1
+    one = gl.full([1], 1, gl.int32, layout=VEC)
+    index = gl.program_id(0)
     it = 0
-    for g in range(KV_GROUP):
-        h = hk * KV_GROUP + g
-        bh = b * H + h
-        lo, hi, clean_lo, clean_hi = _query_tiles(
-            n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, HAS_PRUNE, SINK
-        )
-        c_hi = C_HI + bh.to(gl.int64) * S
-        c_lo = C_LO + bh.to(gl.int64) * S
-        lse = LSE + bh.to(gl.int64) * T
-        delta = DELTA + bh.to(gl.int64) * T_PAD
-        ref_hi = gl.load(c_hi + n_last)
-        ref_lo = gl.load(c_lo + n_last)
-
-        # what the consumers need to know of this head: the walk, and each key's decay from the tile's last key
-        mbarrier.wait(bars.index(HEAD_EMPTY), (g & 1) ^ 1)
-        info_s.index(0).store(gl.full([1], 0, gl.int32, layout=VEC) + lo)
-        info_s.index(1).store(gl.full([1], 0, gl.int32, layout=VEC) + hi)
-        info_s.index(2).store(gl.full([1], 0, gl.int32, layout=VEC) + clean_lo)
-        info_s.index(3).store(gl.full([1], 0, gl.int32, layout=VEC) + clean_hi)
+    tiles = 0
+    chunk = 0
+    while index < num_n * num_bh:
+        n, bhk = _key_tile(index, num_n, num_bh, group)
+        b = bhk // (H // KV_GROUP)
+        hk = bhk - b * (H // KV_GROUP)
+        n_last = gl.minimum(n * BN + BN, S) - 1
+        kv = tiles % NKV
+        mbarrier.wait(bars.index(KV_EMPTY + kv), ((tiles // NKV) & 1) ^ 1)
+        mbarrier.expect(bars.index(KV_FULL + kv), 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
         for w in gl.static_range(2):
-            keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
-            key_hi = gl.load(c_hi + keys, mask=keys < S, other=0.0)
-            key_lo = gl.load(c_lo + keys, mask=keys < S, other=0.0)
-            high, low = difference(ref_hi, ref_lo, key_hi, key_lo)
-            vec_s.index(4 * NB + V_KEY + w).store(high)
-            vec_s.index(4 * NB + V_KEY_LO + w).store(low)
+            full = bars.index(KV_FULL + kv)
+            tma.async_copy_global_to_shared(k_desc, [b, n * BN + w * 64, hk, 0], full, kv_s.index(kv * 4 + w))
+            tma.async_copy_global_to_shared(v_desc, [b, n * BN + w * 64, hk, 0], full, kv_s.index(kv * 4 + 2 + w))
+        for g0 in range(0, KV_GROUP, HEADS):
+            # what the consumers need to know of these heads: the walk, and each key's decay from the tile's last key
+            heads = gl.minimum(KV_GROUP - g0, HEADS)
+            bh0 = b * H + hk * KV_GROUP + g0
+            slot = chunk & 1
+            mbarrier.wait(bars.index(HEAD_EMPTY + slot), ((chunk >> 1) & 1) ^ 1)
+            top = 0 * n
+            steps = 0 * n
+            lo = 0 * n
+            clean_lo = 0 * n
+            clean_hi = 0 * n
+            for g in range(heads):
+                bh = bh0 + g
+                lo, hi, clean_lo, clean_hi = _query_tiles(
+                    n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, HAS_PRUNE, SINK, BM
+                )
+                top = gl.maximum(top, hi)
+                steps += hi - lo
+                info_s.index(slot * INFO + I_HEADS + g).store(one * hi)
+                c_hi = C_HI + bh.to(gl.int64) * S
+                c_lo = C_LO + bh.to(gl.int64) * S
+                ref_hi = gl.load(c_hi + n_last)
+                ref_lo = gl.load(c_lo + n_last)
+                for w in gl.static_range(2):
+                    keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
+                    key_hi = gl.load(c_hi + keys, mask=keys < S, other=0.0)
+                    key_lo = gl.load(c_lo + keys, mask=keys < S, other=0.0)
+                    high, low = difference(ref_hi, ref_lo, key_hi, key_lo)
+                    place = ((slot * HEADS + g) * 2 + w) * 2
+                    key_s.index(place).store(high)
+                    key_s.index(place + 1).store(low)
             if SINK > 0:
-                sink_end = gl.full([64], SINK, gl.int32, layout=VEC)
-                if HAS_START:
-                    sink_end += gl.load(START + b * S + keys, mask=keys < S, other=0)
-                vec_s.index(4 * NB + V_LIVE + w).store(gl.where(keys < sink_end, 0.0, 1.0))
-        mbarrier.arrive(bars.index(HEAD_FULL), count=1)
+                for w in gl.static_range(2):
+                    keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
+                    sink_end = gl.full([64], SINK, gl.int32, layout=VEC)
+                    if HAS_START:
+                        sink_end += gl.load(START + b * S + keys, mask=keys < S, other=0)
+                    live_s.index(slot * 2 + w).store(gl.where(keys < sink_end, 0.0, 1.0))
+            info_s.index(slot * INFO + I_INDEX).store(one * index)
+            info_s.index(slot * INFO + I_LO).store(one * lo)
+            info_s.index(slot * INFO + I_HI).store(one * top)
+            info_s.index(slot * INFO + I_STEPS).store(one * steps)
+            mbarrier.arrive(bars.index(HEAD_FULL + slot), count=1)
+            chunk += 1
 
-        for i in range(lo, hi):
-            m = hi - 1 - (i - lo)
-            s = it % NB
-            rows = m * BM + gl.arange(0, BM, layout=VEC)
-            inside = rows < T
-            row_hi = gl.load(c_hi + S - T + rows, mask=inside, other=0.0)
-            row_lo = gl.load(c_lo + S - T + rows, mask=inside, other=0.0)
-            row_lse = gl.load(lse + rows, mask=inside, other=-float("inf"))
-            row_delta = gl.load(delta + rows)
-            if HAS_START:
-                start = gl.load(START + b * S + S - T + rows, mask=inside, other=S)
-            mbarrier.wait(bars.index(Q_FULL + NB + s), ((it // NB) & 1) ^ 1)
-            mbarrier.expect(bars.index(Q_FULL + s), q_desc.block_type.nbytes + do_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [b, m * BM, h, 0], bars.index(Q_FULL + s), qdo_s.index(s))
-            tma.async_copy_global_to_shared(do_desc, [b, m * BM, h, 0], bars.index(Q_FULL + s), qdo_s.index(NB + s))
-            high, low = difference(row_hi, row_lo, ref_hi, ref_lo)
-            empty = row_lse == -float("inf")  # rows beyond T and rows that see nothing: weight 0
-            high, low = difference(high, low, gl.where(empty, 0.0, row_lse), gl.zeros_like(low))
-            vec_s.index(s).store(gl.where(empty, -float("inf"), high))
-            vec_s.index(NB + s).store(low)
-            vec_s.index(2 * NB + s).store(row_delta)
-            if SINK > 0:
-                vec_s.index(3 * NB + s).store(gl.where(empty, -float("inf"), -row_lse))
-            if HAS_START:
-                start_s.index(s).store(start)
-            mbarrier.arrive(bars.index(Q_FULL + s), count=1)
-            it += 1
+            for i in range(lo, top):
+                m = top - 1 - (i - lo)
+                masked = ((m * BM < clean_lo) | (m * BM + BM > clean_hi)).to(gl.int32)
+                rows = m * BM + gl.arange(0, BM, layout=VEC)
+                inside = rows < T
+                for g in range(heads):
+                    bh = bh0 + g
+                    visited = 0 * m == 0
+                    if HAS_PRUNE:
+                        visited = m < gl.max(info_s.index(slot * INFO + I_HEADS + g).load(VEC), 0)
+                    if visited:
+                        s = it % NB
+                        c_hi = C_HI + bh.to(gl.int64) * S
+                        c_lo = C_LO + bh.to(gl.int64) * S
+                        ref_hi = gl.load(c_hi + n_last)
+                        ref_lo = gl.load(c_lo + n_last)
+                        row_hi = gl.load(c_hi + S - T + rows, mask=inside, other=0.0)
+                        row_lo = gl.load(c_lo + S - T + rows, mask=inside, other=0.0)
+                        row_lse = gl.load(LSE + bh.to(gl.int64) * T + rows, mask=inside, other=-float("inf"))
+                        row_delta = gl.load(DELTA + bh.to(gl.int64) * T_PAD + rows)
+                        if HAS_START:
+                            start = gl.load(START + b * S + S - T + rows, mask=inside, other=S)
+                        full = bars.index(Q_FULL + s)
+                        mbarrier.wait(bars.index(Q_FULL + NB + s), ((it // NB) & 1) ^ 1)
+                        mbarrier.expect(full, q_desc.block_type.nbytes + do_desc.block_type.nbytes)
+                        h = hk * KV_GROUP + g0 + g
+                        tma.async_copy_global_to_shared(q_desc, [b, m * BM, h, 0], full, qdo_s.index(s))
+                        tma.async_copy_global_to_shared(do_desc, [b, m * BM, h, 0], full, qdo_s.index(NB + s))
+                        high, low = difference(row_hi, row_lo, ref_hi, ref_lo)
+                        empty = row_lse == -float("inf")  # rows beyond T and rows that see nothing: weight 0
+                        high, low = difference(high, low, gl.where(empty, 0.0, row_lse), gl.zeros_like(low))
+                        row_s.index(s).store(gl.where(empty, -float("inf"), high))
+                        row_s.index(NB + s).store(low)
+                        row_s.index(2 * NB + s).store(row_delta)
+                        if SINK > 0:
+                            row_s.index(3 * NB + s).store(gl.where(empty, -float("inf"), -row_lse))
+                        if HAS_START:
+                            start_s.index(s).store(start)
+                        step_s.index(s).store(one * (m * 32 + g * 2 + masked))
+                        mbarrier.arrive(full, count=1)
+                        it += 1
+        index = gl.atomic_add(COUNTER, 1) + gl.num_programs(0)
+        tiles += 1
+    mbarrier.wait(bars.index(HEAD_EMPTY + (chunk & 1)), ((chunk >> 1) & 1) ^ 1)
+    info_s.index((chunk & 1) * INFO + I_INDEX).store(one * -1)
+    mbarrier.arrive(bars.index(HEAD_FULL + (chunk & 1)), count=1)
+
+
+@gluon.jit
+def _scalar(info):
+    return gl.max(info.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
@@ -243,88 +219,169 @@ def _acquire(pointer):
 
 
 @gluon.jit
-def _writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, END, TILE_HI, TILE_LO, kv_s, dq_s, vec_s, bars, n,
-            b, hk, T,
-            T_PAD, S, H, KV_GROUP, num_n, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr,
-            NB: gl.constexpr, HD: gl.constexpr, DETERMINISTIC: gl.constexpr):  # fmt: skip
+def _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
+          SINK: gl.constexpr, BM: gl.constexpr):  # fmt: skip
+    """How many key tiles add to query tile m before key tile n."""
+    first = 0
+    if HAS_START:
+        first = gl.load(START + b * S + S - T + m * BM) // BN
+    if HAS_PRUNE:
+        sink_tile = first
+        first = gl.load(TILE_LO + bh * num_m + m)
+        if SINK > 0:  # the sink's tiles come before the interval's
+            sink_end = SINK - 1
+            if HAS_START:
+                sink_end += gl.load(START + b * S + S - T + m * BM)
+            extra = gl.maximum(gl.minimum(sink_end // BN + 1, first) - sink_tile, 0)
+            first = gl.where(n < first, sink_tile, first - extra)
+    return n - first
+
+
+@gluon.jit
+def _writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s, info_s,
+            bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
+            SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
+            DETERMINISTIC: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     num_m = T_PAD // BM
     it = 0
-    for g in range(KV_GROUP):
-        bh = b * H + hk * KV_GROUP + g
-        lo, hi, _clean_lo, _clean_hi = _query_tiles(
-            n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, HAS_PRUNE, SINK
-        )
-        now = -1 + 0 * n
-        for i in range(lo, hi):
-            m = hi - 1 - (i - lo)
-            turn = n  # how many key tiles add to query tile m before this one
-            if DETERMINISTIC and (HAS_START or HAS_PRUNE):
-                first = 0
-                if HAS_START:
-                    first = gl.load(START + b * S + S - T + m * BM) // BN
-                if HAS_PRUNE:
-                    sink_tile = first
-                    first = gl.load(TILE_LO + bh * num_m + m)
-                    if SINK > 0:  # the sink's tiles come before the interval's
-                        sink_end = SINK - 1
-                        if HAS_START:
-                            sink_end += gl.load(START + b * S + S - T + m * BM)
-                        extra = gl.maximum(gl.minimum(sink_end // BN + 1, first) - sink_tile, 0)
-                        first = gl.where(n < first, sink_tile, first - extra)
-                turn = n - first
-            rows = bh * T_PAD + m * BM
-            ticket = TICKET + bh * num_m + m
-            if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
-                while now < turn:
-                    now = _acquire(ticket)
+    tiles = 0
+    chunk = 0
+    mbarrier.wait(bars.index(HEAD_FULL), 0)
+    index = _scalar(info_s.index(I_INDEX))
+    while index >= 0:
+        n, bhk = _key_tile(index, num_n, num_bh, group)
+        b = bhk // (H // KV_GROUP)
+        hk = bhk - b * (H // KV_GROUP)
+        for g0 in range(0, KV_GROUP, HEADS):
+            heads = gl.minimum(KV_GROUP - g0, HEADS)
+            bh0 = b * H + hk * KV_GROUP + g0
+            slot = chunk & 1
+            mbarrier.wait(bars.index(HEAD_FULL + slot), (chunk >> 1) & 1)
+            lo = _scalar(info_s.index(slot * INFO + I_LO))
+            hi = _scalar(info_s.index(slot * INFO + I_HI))
+            now = -1 + 0 * n
+            for i in range(lo, hi):
+                m = hi - 1 - (i - lo)
+                for g in range(heads):
+                    bh = bh0 + g
+                    visited = 0 * m == 0
+                    if HAS_PRUNE and HEADS > 1:
+                        visited = m < _scalar(info_s.index(slot * INFO + I_HEADS + g))
+                        now = -1 + 0 * n
+                    if visited:
+                        rows = bh * T_PAD + m * BM
+                        ticket = TICKET + bh * num_m + m
+                        turn = n
+                        if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
+                            turn = _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM)
+                            while now < turn:
+                                now = _acquire(ticket)
+                        mbarrier.wait(bars.index(DQ_FULL), it & 1)
+                        down = 64 if BM == 128 else 0
+                        across = 0 if BM == 128 else dq_desc.block_type.shape[1]
+                        sums = ROW_SUM + rows + gl.arange(0, 64, layout=VEC)
+                        for w in gl.static_range(2):
+                            gl.atomic_add(sums + w * down, sum_s.index(w).load(VEC), sem="relaxed")
+                        if DETERMINISTIC and turn == 0:  # the first to come finds no zeros
+                            for w in gl.static_range(2):
+                                tma.async_copy_shared_to_global(dq_desc, [rows + w * down, w * across], dq_s.index(w))
+                        else:
+                            for w in gl.static_range(2):
+                                _tma_reduce_add(dq_desc, [rows + w * down, w * across], dq_s.index(w))
+                        tma.store_wait(0)
+                        mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
+                        if DETERMINISTIC:
+                            # the next tile's turn, while this one's sums land
+                            more = g + 1 < heads
+                            ahead = gl.where(more, m, gl.maximum(m - 1, lo))
+                            now = _acquire(TICKET + gl.where(more, bh + 1, bh0) * num_m + ahead)
+                            gl.inline_asm_elementwise(
+                                "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [turn], dtype=gl.int32,
+                                is_pure=False, pack=1,
+                            )  # fmt: skip
+                            gl.thread_barrier()
+                            gl.atomic_add(ticket, 1, sem="release", scope="gpu")
+                        it += 1
+            # column sums of these heads, where their decays were
             mbarrier.wait(bars.index(DQ_FULL), it & 1)
-            sums = vec_s.index(4 * NB + V_SUM).load(VEC) + vec_s.index(4 * NB + V_SUM + 1).load(VEC)
-            gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
-            for w in gl.static_range(2):
-                _tma_reduce_add(dq_desc, [rows, w * HD], dq_s.index(w))
-            tma.store_wait(0)
+            for g in range(heads):
+                for w in gl.static_range(2):
+                    keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
+                    column = key_s.index(((slot * HEADS + g) * 2 + w) * 2).load(VEC)
+                    if SINK > 0:
+                        column = gl.where(live_s.index(slot * 2 + w).load(VEC) > 0, column, 0.0)
+                    gl.store(DC + (bh0 + g).to(gl.int64) * S + keys, -column, mask=keys < S)
             mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
-            if DETERMINISTIC:
-                now = _acquire(
-                    TICKET + bh * num_m + gl.maximum(m - 1, lo)
-                )  # the next tile's, while this one's sums land
-                gl.inline_asm_elementwise(
-                    "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
-                )
-                gl.thread_barrier()
-                gl.atomic_add(ticket, 1, sem="release", scope="gpu")
+            mbarrier.arrive(bars.index(HEAD_EMPTY + slot), count=1)
             it += 1
-        # column sums of this head
+            chunk += 1
+        kv = tiles % NKV
         mbarrier.wait(bars.index(DQ_FULL), it & 1)
-        for w in gl.static_range(2):
-            keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
-            column = vec_s.index(4 * NB + V_SUM + w).load(VEC)
-            if SINK > 0:
-                column = gl.where(vec_s.index(4 * NB + V_LIVE + w).load(VEC) > 0, column, 0.0)
-            gl.store(DC + bh.to(gl.int64) * S + keys, -column, mask=keys < S)
         mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
+        for w in gl.static_range(2):
+            tma.async_copy_shared_to_global(dk_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + w))
+            tma.async_copy_shared_to_global(dv_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + 2 + w))
+        tma.store_wait(0)
+        mbarrier.arrive(bars.index(KV_EMPTY + kv), count=1)
         it += 1
-    mbarrier.wait(bars.index(DQ_FULL), it & 1)
-    for w in gl.static_range(2):
-        tma.async_copy_shared_to_global(dk_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(w))
-        tma.async_copy_shared_to_global(dv_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(2 + w))
-    tma.store_wait(0)
+        tiles += 1
+        mbarrier.wait(bars.index(HEAD_FULL + (chunk & 1)), (chunk >> 1) & 1)
+        index = _scalar(info_s.index((chunk & 1) * INFO + I_INDEX))
 
 
 @gluon.jit
-def _scalar(info):
-    return gl.max(info.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def _meet():
+    """Both consumer warpgroups have come here."""
+    turn = gl.to_tensor(EXCHANGE_BARRIER)
+    gl.inline_asm_elementwise("bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, info_s, bars, n, shift, KV_GROUP,
-              sm_scale,
-              HAS_START: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr, NB: gl.constexpr):  # fmt: skip
-    HD: gl.constexpr = D // 2
+def _read(w: gl.constexpr, DONE: gl.constexpr):
+    """Say that this warpgroup has read dS of both, or wait until the other one has said so."""
+    if DONE:
+        other = gl.to_tensor(EXCHANGE_BARRIER + 2 - w)
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [other], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        mine = gl.to_tensor(EXCHANGE_BARRIER + 1 + w)
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [mine], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _weights(st, step, keys, decay_s, decay_lo_s, row_s, row_lo_s, sink_row_s, live_s, start_s, shift, sm_scale,
+             HAS_START: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr, S_L: gl.constexpr):  # fmt: skip
+    """P^T from the scores of a step: its decays as one float each where every row sees every key, else as two."""
+    KEY: gl.constexpr = gl.SliceLayout(1, S_L)
+    QUERY: gl.constexpr = gl.SliceLayout(0, S_L)
+    if step & 1:
+        total = decay_s.load(KEY)[:, None] + row_s.load(QUERY)[None, :]
+        total = total + (decay_lo_s.load(KEY)[:, None] + row_lo_s.load(QUERY)[None, :])
+        rows = (step >> 5) * BM + shift + gl.arange(0, BM, layout=QUERY)
+        seen = keys[:, None] <= rows[None, :]
+        if HAS_START:
+            seen = seen & (keys[:, None] >= start_s.load(QUERY)[None, :])
+        if SINK > 0:
+            total = gl.where(live_s.load(KEY)[:, None] > 0, total, sink_row_s.load(QUERY)[None, :])
+        pt = gl.exp2(gl.where(seen, st * (sm_scale * LOG2E) + total, -float("inf")))
+    else:
+        pt = gl.exp2(st * (sm_scale * LOG2E) + (decay_s.load(KEY)[:, None] + row_s.load(QUERY)[None, :]))
+    return pt
+
+
+@gluon.jit
+def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s,
+              info_s, step_s, bars, shift, chunks, num_n, num_bh, group, sm_scale, HAS_START: gl.constexpr,
+              SINK: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr,
+              HEADS: gl.constexpr, GENERATIONS: gl.constexpr):  # fmt: skip
+    QC: gl.constexpr = D if BM == 128 else D // 2
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    Q_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HD, 16])
+    Q_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, QC, 16])
     C_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
     PC_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=C_L, k_width=2)
@@ -332,154 +389,178 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, 
     QUERY: gl.constexpr = gl.SliceLayout(0, S_L)
     ONE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     dtype: gl.constexpr = qdo_s.dtype
-    keys = n * BN + w * 64 + gl.arange(0, 64, layout=KEY)
-
-    dk = gl.zeros([64, D], gl.float32, layout=O_L)
-    dv = gl.zeros([64, D], gl.float32, layout=O_L)
     zero = gl.zeros([64, BM], gl.float32, layout=S_L)
-    zero_q = gl.zeros([BM, HD], gl.float32, layout=Q_L)
-    zero_r = gl.zeros([BM, 8], gl.float32, layout=C_L)
-    ones_s.index(w).store(gl.full([8, BM], 1.0, dtype, layout=ONE))
-    mbarrier.wait(bars.index(KV_FULL), 0)
-    mbarrier.wait(bars.index(KV_FULL + 1), 0)
+    zero_q = gl.zeros([64, QC], gl.float32, layout=Q_L)
+    zero_r = gl.zeros([64, 8], gl.float32, layout=C_L)
+    if w == 0:  # column g of the column sums' accumulator is head g's
+        for g in gl.static_range(HEADS):
+            column = gl.arange(0, 8, layout=gl.SliceLayout(1, ONE))[:, None]
+            hot = gl.where(column == g, gl.full([8, BM], 1.0, dtype, layout=ONE), gl.zeros([8, BM], dtype, layout=ONE))
+            ones_s.index(g).store(hot)
+        fence_async_shared()
+    _meet()
+    if GENERATIONS == 1:
+        _read(w, True)
     it = 0
     messages = 0
-    for g in range(KV_GROUP):
-        mbarrier.wait(bars.index(HEAD_FULL), g & 1)
-        lo = _scalar(info_s.index(0))
-        hi = _scalar(info_s.index(1))
-        clean_lo = _scalar(info_s.index(2))
-        clean_hi = _scalar(info_s.index(3))
-        decay = vec_s.index(4 * NB + V_KEY + w).load(KEY)
-        decay_lo = vec_s.index(4 * NB + V_KEY_LO + w).load(KEY)
-        # the row sums of dS leave the sink's keys out: ones where a key decays
-        live = gl.full([8, 64], 1.0, dtype, layout=ONE)
-        if SINK > 0:
-            key_live = vec_s.index(4 * NB + V_LIVE + w).load(KEY)
-            live = live * vec_s.index(4 * NB + V_LIVE + w).load(gl.SliceLayout(0, ONE)).to(dtype)[None, :]
-        ones_s.index(2 + w).store(live)
-        fence_async_shared()
-        mbarrier.arrive(bars.index(HEAD_EMPTY), count=1)
-        dc = gl.zeros([64, 8], gl.float32, layout=C_L)
-        for i in range(lo, hi):
-            m = hi - 1 - (i - lo)
-            # an opaque zero keeps two dozen invariant matrix descriptors from being hoisted into registers: 200 spills
-            z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [m], dtype=gl.int32, is_pure=False, pack=1)
-            s = it % NB + z
-            mbarrier.wait(bars.index(Q_FULL + s), (it // NB) & 1)
-            k = kv_s.index(w + z).reshape([64, D])
-            v = kv_s.index(2 + w + z).reshape([64, D])
-            q = qdo_s.index(s).reshape([BM, D])
-            do = qdo_s.index(NB + s).reshape([BM, D])
-            st = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-            dpt = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-            st = warpgroup_mma_wait(1, deps=(st,))
-            if (m * BM < clean_lo) | (m * BM + BM > clean_hi):
-                r = vec_s.index(s).load(QUERY)
-                r_lo = vec_s.index(NB + s).load(QUERY)
-                total = (decay[:, None] + r[None, :]) + (decay_lo[:, None] + r_lo[None, :])
-                rows = m * BM + shift + gl.arange(0, BM, layout=QUERY)
-                seen = keys[:, None] <= rows[None, :]
-                if HAS_START:
-                    seen = seen & (keys[:, None] >= start_s.index(s).load(QUERY)[None, :])
-                if SINK > 0:
-                    total = gl.where(key_live[:, None] > 0, total, vec_s.index(3 * NB + s).load(QUERY)[None, :])
-                pt = gl.exp2(gl.where(seen, st * (sm_scale * LOG2E) + total, -float("inf")))
-            else:
-                r = vec_s.index(s).load(QUERY)
-                pt = gl.exp2(st * (sm_scale * LOG2E) + (decay[:, None] + r[None, :]))
-            dv = warpgroup_mma(gl.convert_layout(pt.to(dtype), P_L), do, dv, is_async=True)
-            dpt = warpgroup_mma_wait(1, deps=(dpt,))
-            delta = vec_s.index(2 * NB + s).load(QUERY)
-            dst = (pt * (dpt - delta[None, :])).to(dtype)
-            ds_s.index((it & 1) * 2 + w + z).store(dst)
+    tiles = 0
+    chunk = 0
+    mbarrier.wait(bars.index(HEAD_FULL), 0)
+    index = _scalar(info_s.index(I_INDEX))
+    while index >= 0:
+        n, _ = _key_tile(index, num_n, num_bh, group)
+        kv = (tiles % NKV) * 4
+        dk = gl.zeros([64, D], gl.float32, layout=O_L)
+        dv = gl.zeros([64, D], gl.float32, layout=O_L)
+        mbarrier.wait(bars.index(KV_FULL + tiles % NKV), (tiles // NKV) & 1)
+        for _c in range(chunks):
+            slot = chunk & 1
+            mbarrier.wait(bars.index(HEAD_FULL + slot), (chunk >> 1) & 1)
+            steps = _scalar(info_s.index(slot * INFO + I_STEPS))
+            # the row sums of dS leave the sink's keys out: ones where a key decays
+            live = gl.full([8, 64], 1.0, dtype, layout=ONE)
+            if SINK > 0:
+                live = live * live_s.index(slot * 2 + w).load(gl.SliceLayout(0, ONE)).to(dtype)[None, :]
+            live_ones_s.index(w).store(live)
             fence_async_shared()
-            turn = gl.to_tensor(EXCHANGE_BARRIER)
-            gl.inline_asm_elementwise(
-                "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
-            )
-            dq = zero_q
-            for u in gl.static_range(2):
-                half = kv_s.index(u + z).reshape([64, D]).slice(w * HD, HD, dim=1)
-                dq = warpgroup_mma(
-                    ds_s.index((it & 1) * 2 + u + z).permute((1, 0)), half, dq, use_acc=u > 0, is_async=True
-                )
-            mine = ds_s.index((it & 1) * 2 + w + z)
-            rs = warpgroup_mma(
-                mine.permute((1, 0)), ones_s.index(2 + w + z).permute((1, 0)), zero_r, use_acc=False, is_async=True
-            )
-            dc = warpgroup_mma(gl.convert_layout(dst, PC_L), ones_s.index(w + z).permute((1, 0)), dc, is_async=True)
-            dk = warpgroup_mma(gl.convert_layout(dst, P_L), q, dk, is_async=True)
-            dv, dq, rs, dc = warpgroup_mma_wait(1, deps=(dv, dq, rs, dc))
+            dc = gl.zeros([64, 8], gl.float32, layout=C_L)
+            for _i in range(steps):
+                # an opaque zero keeps two dozen invariant matrix descriptors from being hoisted into registers
+                z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [it], dtype=gl.int32, is_pure=False, pack=1)
+                s = it % NB + z
+                mbarrier.wait(bars.index(Q_FULL + s), (it // NB) & 1)
+                k = kv_s.index(kv + w + z).reshape([64, D])
+                v = kv_s.index(kv + 2 + w + z).reshape([64, D])
+                q = qdo_s.index(s).reshape([BM, D])
+                do = qdo_s.index(NB + s).reshape([BM, D])
+                st = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                dpt = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+                step = _scalar(step_s.index(s))
+                head = z  # the first of the chunk
+                if HEADS > 1:
+                    head += (step >> 1) & 15
+                place = ((slot * HEADS + head) * 2 + w) * 2
+                st = warpgroup_mma_wait(1, deps=(st,))
+                keys = n * BN + w * 64 + gl.arange(0, 64, layout=KEY)
+                pt = _weights(st, step, keys, key_s.index(place), key_s.index(place + 1), row_s.index(s),
+                              row_s.index(NB + s), row_s.index(3 * NB + s), live_s.index(slot * 2 + w),
+                              start_s.index(s), shift, sm_scale, HAS_START, SINK, BM, S_L)  # fmt: skip
+                dv = warpgroup_mma(gl.convert_layout(pt.to(dtype), P_L), do, dv, is_async=True)
+                dpt = warpgroup_mma_wait(1, deps=(dpt,))
+                delta = row_s.index(2 * NB + s).load(QUERY)
+                dst = (pt * (dpt - delta[None, :])).to(dtype)
+                place = (it % GENERATIONS) * 2 + z
+                if GENERATIONS == 1:
+                    _read(w, False)
+                ds_s.index(place + w).store(dst)
+                fence_async_shared()
+                _meet()
+                # dq: with 64 queries half of its columns, with 128 half of its rows
+                dq = zero_q
+                rs = zero_r
+                for u in gl.static_range(2):
+                    part = ds_s.index(place + u)
+                    half = kv_s.index(kv + u + z).reshape([64, D])
+                    if BM == 64:
+                        half = half.slice(w * QC, QC, dim=1)
+                    else:
+                        part = part.slice(w * 64, 64, dim=1)
+                    dq = warpgroup_mma(part.permute((1, 0)), half, dq, use_acc=u > 0, is_async=True)
+                    if BM == 128:
+                        rs = warpgroup_mma(
+                            part.permute((1, 0)), live_ones_s.index(u + z).permute((1, 0)), rs, use_acc=u > 0,
+                            is_async=True,
+                        )  # fmt: skip
+                    elif u == w:
+                        rs = warpgroup_mma(
+                            part.permute((1, 0)), live_ones_s.index(u + z).permute((1, 0)), rs, use_acc=False,
+                            is_async=True,
+                        )  # fmt: skip
+                dc = warpgroup_mma(gl.convert_layout(dst, PC_L), ones_s.index(head).permute((1, 0)), dc, is_async=True)
+                dk = warpgroup_mma(gl.convert_layout(dst, P_L), q, dk, is_async=True)
+                dv, dq, rs, dc = warpgroup_mma_wait(1, deps=(dv, dq, rs, dc))
+                if GENERATIONS == 1:
+                    _read(w, True)
+                mbarrier.wait(bars.index(DQ_EMPTY), (messages & 1) ^ 1)
+                dq_s.index(w + z).store(dq)
+                sum_s.index(w + z).store(gl.max(rs, 1))
+                fence_async_shared()
+                mbarrier.arrive(bars.index(DQ_FULL), count=1)
+                dk = warpgroup_mma_wait(0, deps=(dk,))
+                mbarrier.arrive(bars.index(Q_FULL + NB + s), count=1)
+                it += 1
+                messages += 1
             mbarrier.wait(bars.index(DQ_EMPTY), (messages & 1) ^ 1)
-            dq_s.index(w + z).store(dq)
-            vec_s.index(4 * NB + V_SUM + w + z).store(gl.max(rs, 1))
-            fence_async_shared()
+            columns = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :]
+            for g in gl.static_range(HEADS):
+                mine = gl.where(columns == g, dc, -float("inf"))
+                key_s.index(((slot * HEADS + g) * 2 + w) * 2).store(gl.max(mine, 1))
             mbarrier.arrive(bars.index(DQ_FULL), count=1)
-            dk = warpgroup_mma_wait(0, deps=(dk,))
-            mbarrier.arrive(bars.index(Q_FULL + NB + s), count=1)
-            it += 1
             messages += 1
+            chunk += 1
+        _meet()  # both read k and v until the last dq
+        kv_s.index(kv + w).reshape([64, D]).store((dk * sm_scale).to(dtype))
+        kv_s.index(kv + 2 + w).reshape([64, D]).store(dv.to(dtype))
+        fence_async_shared()
         mbarrier.wait(bars.index(DQ_EMPTY), (messages & 1) ^ 1)
-        vec_s.index(4 * NB + V_SUM + w).store(gl.max(dc, 1))
         mbarrier.arrive(bars.index(DQ_FULL), count=1)
         messages += 1
-    # k and v are read by both warpgroups until the last dq
-    turn = gl.to_tensor(EXCHANGE_BARRIER)
-    gl.inline_asm_elementwise("bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
-    kv_s.index(w).reshape([64, D]).store((dk * sm_scale).to(dtype))
-    kv_s.index(2 + w).reshape([64, D]).store(dv.to(dtype))
-    fence_async_shared()
-    mbarrier.wait(bars.index(DQ_EMPTY), (messages & 1) ^ 1)
-    mbarrier.arrive(bars.index(DQ_FULL), count=1)
+        tiles += 1
+        mbarrier.wait(bars.index(HEAD_FULL + (chunk & 1)), (chunk >> 1) & 1)
+        index = _scalar(info_s.index((chunk & 1) * INFO + I_INDEX))
 
 
 @gluon.jit(do_not_specialize=["T", "T_PAD", "S", "H", "KV_GROUP", "num_n", "num_bh", "group"])
 def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_HI, C_LO, LSE, DELTA, DC, ROW_SUM,
-                 TICKET, START,
-                 END, TILE_HI, TILE_LO, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group,
-                 HAS_START: gl.constexpr,
-                 HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr, NB: gl.constexpr,
-                 DETERMINISTIC: gl.constexpr,
-                 REGISTERS: gl.constexpr):  # fmt: skip
-    """dk, dv of 128 keys, their share of a float32 dq, and both sums of dS."""
+                 TICKET, COUNTER, START, END, TILE_HI, TILE_LO, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n, num_bh,
+                 group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr,
+                 BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
+                 DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
+                 GENERATIONS: gl.constexpr):  # fmt: skip
+    """dk, dv of every key tile, their shares of a float32 dq, and both sums of dS."""
     dtype: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
-    ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], dtype)
-    n, bhk = _key_tile(gl.program_id(0), num_n, num_bh, group)
-    b = bhk // (H // KV_GROUP)
-    hk = bhk - b * (H // KV_GROUP)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BM], dtype)
+    ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BM], dtype)
+    LIVE_ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], dtype)
     # few allocations: each costs every partition a register
-    kv_s = gl.allocate_shared_memory(dtype, [4, 1, 64, 1, D], k_desc.layout)  # k of both warpgroups, v of both
+    kv_s = gl.allocate_shared_memory(dtype, [NKV * 4, 1, 64, 1, D], k_desc.layout)  # k of both warpgroups, v of both
     qdo_s = gl.allocate_shared_memory(dtype, [2 * NB, 1, BM, 1, D], q_desc.layout)  # q of each stage, do of each
-    ds_s = gl.allocate_shared_memory(dtype, [4, 64, BM], SQUARE)  # two generations of both warpgroups'
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, BM, D // 2], dq_desc.layout)
-    ones_s = gl.allocate_shared_memory(dtype, [4, 8, 64], ONES)
-    vec_s = gl.allocate_shared_memory(gl.float32, [4 * NB + V_LIVE + 2, 64], VECTOR)
+    ds_s = gl.allocate_shared_memory(dtype, [2 * GENERATIONS, 64, BM], SQUARE)  # both warpgroups', one or two steps'
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, dq_desc.block_type.shape[1]], dq_desc.layout)
+    ones_s = gl.allocate_shared_memory(dtype, [HEADS, 8, BM], ONES)
+    live_ones_s = gl.allocate_shared_memory(dtype, [2, 8, 64], LIVE_ONES)
+    # of each stage: c_i - lse_i and its remainder, delta, -lse
+    row_s = gl.allocate_shared_memory(gl.float32, [(4 if SINK else 3) * NB, BM], VECTOR)
+    sum_s = gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR)
+    key_s = gl.allocate_shared_memory(gl.float32, [HEADS * 8, 64], VECTOR)
+    live_s = gl.allocate_shared_memory(gl.float32, [4, 64], VECTOR)
     start_s = gl.allocate_shared_memory(gl.int32, [NB, BM], VECTOR)
-    info_s = gl.allocate_shared_memory(gl.int32, [4, 1], VECTOR)
+    info_s = gl.allocate_shared_memory(gl.int32, [2 * INFO, 1], VECTOR)
+    step_s = gl.allocate_shared_memory(gl.int32, [NB, 1], VECTOR)
     bars = gl.allocate_shared_memory(gl.int64, [Q_FULL + 2 * NB, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(bars.index(KV_FULL), count=1)
-    mbarrier.init(bars.index(KV_FULL + 1), count=1)
     mbarrier.init(bars.index(DQ_FULL), count=2)
     mbarrier.init(bars.index(DQ_EMPTY), count=1)
-    mbarrier.init(bars.index(HEAD_FULL), count=1)
-    mbarrier.init(bars.index(HEAD_EMPTY), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(bars.index(HEAD_FULL + i), count=1)
+        mbarrier.init(bars.index(HEAD_EMPTY + i), count=1)
+        mbarrier.init(bars.index(KV_FULL + i), count=1)
+        mbarrier.init(bars.index(KV_EMPTY + i), count=1)
     for i in gl.static_range(NB):
         mbarrier.init(bars.index(Q_FULL + i), count=2)  # the TMA copies and the row vectors
-        mbarrier.init(bars.index(Q_FULL + NB + i), count=2)  # q_empty
+        mbarrier.init(bars.index(Q_FULL + NB + i), count=2)
+    chunks = (KV_GROUP + HEADS - 1) // HEADS
     gl.warp_specialize([
-        (_consumer, (0, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, info_s, bars, n, S - T, KV_GROUP, sm_scale,
-                     HAS_START,
-                     SINK, D, NB)),
-        (_consumer, (1, kv_s, qdo_s, ds_s, dq_s, ones_s, vec_s, start_s, info_s, bars, n, S - T, KV_GROUP, sm_scale,
-                     HAS_START,
-                     SINK, D, NB)),
-        (_producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, kv_s, qdo_s, vec_s,
-                     start_s,
-                     info_s, bars, n, b, hk, T, T_PAD, S, H, KV_GROUP, num_n, HAS_START, HAS_PRUNE, SINK, NB)),
-        (_writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, END, TILE_HI, TILE_LO, kv_s, dq_s, vec_s,
-                   bars, n, b,
-                   hk, T, T_PAD, S, H, KV_GROUP, num_n, HAS_START, HAS_PRUNE, SINK, NB, D // 2, DETERMINISTIC)),
-    ], [4, 2, 2], [REGISTERS, 32, 32])  # fmt: skip
+        (_consumer, (0, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
+                     step_s, bars, S - T, chunks, num_n, num_bh, group, sm_scale, HAS_START, SINK, D, BM, NB, NKV,
+                     HEADS, GENERATIONS)),
+        (_consumer, (1, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
+                     step_s, bars, S - T, chunks, num_n, num_bh, group, sm_scale, HAS_START, SINK, D, BM, NB, NKV,
+                     HEADS, GENERATIONS)),
+        (_producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s,
+                     qdo_s, row_s, key_s, live_s, start_s, info_s, step_s, bars, T, T_PAD, S, H, KV_GROUP, num_n,
+                     num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NB, NKV, HEADS)),
+        (_writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s,
+                   info_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NKV,
+                   HEADS, DETERMINISTIC)),
+    ], [4, 2, 2], [REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])  # fmt: skip

@@ -40,6 +40,12 @@ MIN_QUERIES = 64  # one warpgroup's rows
 
 
 @functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a GPU has: as many programs of a persistent kernel run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def gluon_missing() -> str | None:
     """Return why this installation has no Gluon that the Hopper kernels were written for, or None."""
     try:
@@ -133,22 +139,26 @@ def blocks_of(x: Tensor, rows: int, columns: int) -> Blocks:
 _compiled: dict = {}
 
 
-def launch(kernel, programs: int, arguments: list, constants: tuple) -> None:
-    """Run a Gluon kernel on `programs` programs, arguments in order, constants last.
+def _kind(x):
+    """Return what a kernel is specialised on in an argument."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, Blocks):
+        return x.base.dtype, *x.block
+    return (x == 1, x % 16 == 0, x.bit_length() > 31) if isinstance(x, int) else type(x)
 
-    Triton's own launcher spends 0.1 ms and more on recognising descriptors; here a kernel is recognised by what it was
-    specialised on: its constants, its blocks and the alignment of its pointers.
+
+def launch(kernel, programs: int, arguments: list, constants: tuple) -> None:
+    """Run a Triton or Gluon kernel of 4 warps on `programs` programs, arguments in order, constants last.
+
+    Triton's own launcher spends 0.03 ms on a kernel and 0.1 ms and more on one with descriptors; here a kernel is
+    recognised by all that it can be specialised on.
     """
-    kinds = tuple(
-        (x.base.dtype, *x.block) if isinstance(x, Blocks) else (x.dtype, x.data_ptr() % 16 == 0)
-        for x in arguments
-        if not isinstance(x, (int, float))
-    )
-    key = (kernel, torch.cuda.current_device(), kinds, constants)
+    key = (kernel, torch.cuda.current_device(), tuple(map(_kind, arguments)), constants)
     compiled = _compiled.get(key)
     if compiled is None:
         described = [x.descriptor() if isinstance(x, Blocks) else x for x in arguments]
-        _compiled[key] = kernel[(programs,)](*described, *constants)
+        _compiled[key] = kernel[(programs,)](*described, *constants, num_warps=4)
     else:
         compiled[(programs, 1, 1)](*arguments, *constants)
 
@@ -170,12 +180,13 @@ def heads_per_group(bytes_per_head: int) -> int:
 
 def launch_forward(
     q, k, v, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None, prune=None,
-    q_offset=None, c_offset=None, causal=True, shape: Shape | None = None,
+    q_offset=None, c_offset=None, causal=True, bounds=None, shape: Shape | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside, -inf for empty rows.
 
     q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others
-    are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. Raises ValueError for
+    are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. bounds is
+    what `prune.loop_bounds` returns, if that is known. Raises ValueError for
     what `unsupported` names.
     """
     from .hopper_forward_kernel import fox_forward
@@ -201,8 +212,8 @@ def launch_forward(
     o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     start = visible_from(B, S, cu_seqlens, seq_start, window, q.device)
-    first = None
-    if prune is not None:
+    first = bounds
+    if prune is not None and first is None:
         from .prune import loop_bounds
 
         first = loop_bounds(q, k, c_hi, c_lo, scale, None, prune)
@@ -212,7 +223,7 @@ def launch_forward(
     rows = (64, shape.keys, shape.keys, 64)
     described = [blocks_of(x, n, shape.columns) for x, n in zip((q, k, v, o), rows, strict=True)]
     rest = [blocks_of(x, n, shape.rest) if shape.rest else counter for x, n in zip((q, k, v, o), rows, strict=True)]
-    programs = min(tiles * B * H, torch.cuda.get_device_properties(q.device).multi_processor_count)
+    programs = min(tiles * B * H, processors(q.device))
     with torch.cuda.device(q.device):
         arguments = [
             *described, *rest, c_hi, c_lo, lse2, counter if start is None else start,

@@ -63,25 +63,29 @@ def forward_source(shape, dtype="bf16", start=False, first=False, sink=0):
     return fox_forward, arguments, constants
 
 
-def backward_source(D, dtype="bf16", start=False, prune=False, sink=0, deterministic=True):
-    from fox_kernels.hopper_backward import QUERIES, REGISTERS, STAGES
+def backward_source(D, dtype="bf16", start=False, prune=False, sink=0, deterministic=True, heads=1):
+    from fox_kernels.hopper_backward import CUTS
     from fox_kernels.hopper_backward_kernel import fox_backward
 
-    arguments: dict = {f"{n}_desc": (dtype, (1, 64, 1, D)) for n in ("q", "k", "v", "do", "dk", "dv")}
-    arguments["dq_desc"] = ("fp32", (QUERIES, D // 2))
+    cut = CUTS[D]
+    arguments: dict = {f"{n}_desc": (dtype, (1, cut.queries, 1, D)) for n in ("q", "do")}
+    arguments |= {f"{n}_desc": (dtype, (1, 64, 1, D)) for n in ("k", "v", "dk", "dv")}
+    arguments["dq_desc"] = ("fp32", (64, D // 2 if cut.queries == 64 else D))
     arguments |= dict.fromkeys(("C_HI", "C_LO", "LSE", "DELTA", "DC", "ROW_SUM"), "*fp32")
-    arguments |= dict.fromkeys(("TICKET", "START", "END", "TILE_HI", "TILE_LO"), "*i32") | {"sm_scale": "fp32"}
+    arguments |= dict.fromkeys(("TICKET", "COUNTER", "START", "END", "TILE_HI", "TILE_LO"), "*i32")
+    arguments |= {"sm_scale": "fp32"}
     arguments |= dict.fromkeys(("T", "T_PAD", "S", "H", "KV_GROUP", "num_n", "num_bh", "group"), "i32")
     constants = {
-        "HAS_START": start, "HAS_PRUNE": prune, "SINK": sink, "D": D, "NB": STAGES, "DETERMINISTIC": deterministic,
-        "REGISTERS": REGISTERS,
+        "HAS_START": start, "HAS_PRUNE": prune, "SINK": sink, "D": D, "BM": cut.queries, "NB": cut.stages,
+        "NKV": cut.key_slots, "HEADS": heads, "DETERMINISTIC": deterministic, "REGISTERS": cut.registers,
+        "HELPER_REGISTERS": cut.helper_registers, "GENERATIONS": cut.generations,
     }  # fmt: skip
     return fox_backward, arguments, constants
 
 
 # bytes that ptxas spills, as recorded when the kernels were measured (kernels/LOG.md); more is a regression
 FORWARD = {64: 0, 128: 0}
-BACKWARD = {64: 0, 128: 200}
+BACKWARD = {64: 320, 128: 320}
 
 
 @needs_gluon
@@ -97,7 +101,7 @@ def test_forward_compiles_for_hopper_without_spills_or_serialised_products(D, tm
 @pytest.mark.parametrize("D", BACKWARD)
 def test_backward_compiles_for_hopper_within_the_recorded_spills(D, tmp_path):
     found, said = compiled(*backward_source(D), tmp_path)
-    assert found["spilled"] <= BACKWARD[D]
+    assert found["spilled"] <= BACKWARD[D]  # nearly all of it in the producer and the writer, which have time
     assert found["shared"] <= 227 * 1024
     assert "serialized" not in said
 
@@ -115,10 +119,14 @@ def test_every_forward_variant_compiles(shape, options, tmp_path):
 @needs_gluon
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"start": True, "prune": True, "sink": 4}, {"deterministic": False}], ids=str)
+@pytest.mark.parametrize("heads", [1, None], ids=["MHA", "GQA"])
 @pytest.mark.parametrize("D", BACKWARD)
-def test_every_backward_variant_compiles(D, options, tmp_path):
-    found, said = compiled(*backward_source(D, **options), tmp_path)
-    assert found["spilled"] <= 400
+def test_every_backward_variant_compiles(D, heads, options, tmp_path):
+    from fox_kernels.hopper_backward import CUTS
+
+    found, said = compiled(*backward_source(D, heads=heads or CUTS[D].heads, **options), tmp_path)
+    assert found["spilled"] <= 900
+    assert found["shared"] <= 227 * 1024
     assert "serialized" not in said
 
 
