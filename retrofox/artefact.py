@@ -241,7 +241,7 @@ def _write_directory(
     if found.pickled:
         how = "converted from .bin"
         for name, file in found.files.items():
-            from_bin(file, partial / name, plan.config.tie_word_embeddings)
+            from_bin(file, partial / name, plan.tied)
         found = shards.read(partial, list(found.files))
         check_weights(directory, found.tensors, plan)
     elif appearing.placed is None:

@@ -139,6 +139,8 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
 @contextlib.contextmanager
 def _as_reference(base: Any, dtype: Any) -> Iterator[None]:
     """Runs the base in `dtype`, in eval mode, with an attention that drops nothing; a live model is then as it was."""
+    from accelerate import init_empty_weights
+
     from retrofox.surgery import has_softcap
 
     attention, training = base.config._attn_implementation, base.training
@@ -149,6 +151,12 @@ def _as_reference(base: Any, dtype: Any) -> Iterator[None]:
         base.set_attn_implementation(exact[-1])
     for parameter in base.parameters():
         parameter.data = parameter.data.to(dtype)
+    with init_empty_weights(include_buffers=False):  # a live model's own buffers may have been rounded to its dtype
+        twin = type(base)(base.config)
+    for module, fresh in zip(base.modules(), twin.modules(), strict=True):
+        for key in module._non_persistent_buffers_set:
+            if module._buffers[key] is not None:
+                module._buffers[key] = fresh._buffers[key].to(module._buffers[key].device)
     base.eval()
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,28 +64,30 @@ def check_weights(where: Path, tensors: Mapping[str, Mapping[str, Any]], plan: P
         )
 
 
-def from_bin(file: Path, target: Path, tied: bool) -> None:
+def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
     """Rewrites one .bin shard as safetensors: weights_only, memory-mapped, a tensor at a time.
 
     Args:
-        tied: whether the model ties its embeddings: of two tensors that share memory only the first is then kept.
+        tied: names that the model ties to others: left out where they share their memory with another tensor.
 
     Raises:
         ValueError: the file is damaged, holds something else than tensors, or would run code when unpickled.
     """
     state = _unpickled(file)
-    seen: set[tuple[Any, ...]] = set()
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
             kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ValueError(f"{file} holds {name!r}, a {kind}: only dense tensors of plain dtypes can be converted")
-        view = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        if not (tied and tensor.numel() and view in seen):
-            seen.add(view)
+        shared = (other for key, other in state.items() if key != name and key not in tied)
+        if name not in tied or not any(_same_memory(tensor, other) for other in shared):
             kept[name] = tensor
     entries = {name: (DTYPES[t.dtype], list(t.shape), t.numel() * t.element_size()) for name, t in kept.items()}
     shards.write_tensors(target, entries, map(_bytes, kept.values()))
+
+
+def _same_memory(one: torch.Tensor, other: Any) -> bool:
+    return isinstance(other, torch.Tensor) and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _unpickled(file: Path) -> dict[str, Any]:

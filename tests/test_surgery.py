@@ -1,0 +1,178 @@
+"""Surgery on live models, the gains of added norms, and the parity proof: what it undoes, reports and leaves alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import retrofox
+from retrofox import FoxSpec
+from retrofox.artefact import GATES_SHARD, INDEX
+from retrofox.conversion_report import print_conversion
+from retrofox.norm_gains import gains_of
+from retrofox.surgery import load_base
+from retrofox.verify import compare
+
+NORMS = FoxSpec(pro=("qk-norm", "output-norm", "output-gate"))
+TOKENS = torch.randint(2, 288, (1, 32), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+# norms
+
+
+def test_norms_start_at_the_rms_of_their_states(pico_llama):
+    base = pico_llama()
+    model = retrofox.convert(base, fox=FoxSpec(rope="keep", gate="none", pro=("qk-norm",)))
+    seen = {}
+    projection = base.model.layers[1].self_attn.q_proj
+    hook = projection.register_forward_hook(lambda module, args, out: seen.update(queries=out))
+    generator = torch.Generator().manual_seed(0)
+    logits_base = base(torch.randint(288, (1, 128), generator=generator)).logits
+    hook.remove()
+    assert logits_base.isfinite().all()
+    rms = seen["queries"].unflatten(-1, (-1, 8)).square().mean((0, 1, 3)).sqrt()
+    gain = model.model.layers[1].self_attn.q_norm_fox.gain
+    assert gain.std() > 0.01
+    torch.testing.assert_close(gain, rms[:, None].expand_as(gain), rtol=0.1, atol=0)  # its norms stood aside
+
+
+def test_a_directorys_norms_are_measured_layer_by_layer_without_loading_it(pico_checkpoint, tmp_path, monkeypatch):
+    live = retrofox.convert(load_base(pico_checkpoint)[0], fox=NORMS)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded it"))
+    report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=NORMS, verify=False)
+    assert report["plan"]["tensors_added"] == 2 * 6
+    stored = load_file(tmp_path / "out" / GATES_SHARD)
+    expected = gains_of(live)
+    assert len(expected) == 6
+    for name, gain in expected.items():
+        torch.testing.assert_close(stored[name], gain, rtol=1e-5, atol=0)
+    assert torch.allclose(logits(retrofox.load(tmp_path / "out")), logits(live), atol=1e-5)
+
+
+def test_the_report_says_what_each_part_that_is_no_identity_costs(pico_checkpoint, tmp_path, capsys):
+    report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=NORMS)
+    parity = report["parity"]
+    assert parity["equal"]
+    assert set(parity["parts"]) == {"qk-norm", "output-norm"}
+    for costs in parity["parts"].values():
+        assert costs["costs"] == pytest.approx(parity["loss_converted"] - costs["loss_without"])
+        assert costs["costs"] != 0
+    print_conversion(report, tmp_path / "out")
+    assert "of that, output-norm costs" in capsys.readouterr().out
+
+
+def test_a_familys_own_qk_norm_costs_nothing(pico_llama, pico_tokenizer, tmp_path):
+    values = {k: v for k, v in pico_llama().config.to_dict().items() if k not in ("model_type", "architectures")}
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **values))
+    base.save_pretrained(tmp_path / "base")
+    pico_tokenizer.save_pretrained(tmp_path / "base")
+    retrofox.convert(tmp_path / "base", tmp_path / "out", fox=FoxSpec(pro=("qk-norm",)), verify=False)
+    assert compare(tmp_path / "base", tmp_path / "out")["parts"]["qk-norm"]["costs"] == 0
+    added = load_file(tmp_path / "out" / GATES_SHARD)
+    assert all(".forget_gate." in name for name in added)
+
+
+def test_norms_and_calibration_together(pico_checkpoint, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a fox forgets what it need not keep, and keeps what it must not forget. " * 400)
+    spec = FoxSpec(half_life=(4, 64), pro=("qk-norm", "k-shift"))
+    report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=spec, calibrate=[str(text)])
+    assert report["parity"]["equal"]
+    assert report["calibration"]["summary"]["loss_after"] <= report["calibration"]["summary"]["loss_before"] + 0.05
+    assert {name.split(".")[-2] for name in report["calibration"]["rewritten"]} == {"q_proj"}
+    weight_map = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
+    gains = {n: t for n, t in load_file(tmp_path / "out" / GATES_SHARD).items() if n.endswith("norm_fox.gain")}
+    assert len(gains) == 4
+    assert all(weight_map[name] == GATES_SHARD and not torch.all(gain == 1) for name, gain in gains.items())
+
+
+# the proof
+
+
+def test_a_projection_that_is_no_refit_fails_the_proof(pico_checkpoint, tmp_path):
+    from retrofox.verify import prove
+    from retrofox.weights import replace_tensors
+
+    retrofox.convert(pico_checkpoint, tmp_path / "out", verify=False)
+    weight_map = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
+    name = "model.layers.1.self_attn.q_proj.weight"
+    base = load_file(pico_checkpoint / "model.safetensors")[name]
+    heads = base.unflatten(0, (4, 8))
+    matrices = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0))
+    replace_tensors(tmp_path / "out", {name: (matrices @ heads).flatten(0, 1)}, weight_map)
+    parity = prove(pico_checkpoint, tmp_path / "out", refitted=[name])
+    assert parity["equal"]
+    assert parity["refit"]["residual"] < 1e-4
+    assert parity["refit"]["max_difference_as_stored"] > 1e-2
+    with pytest.raises(ValueError, match="logits differ"):
+        prove(pico_checkpoint, tmp_path / "out")
+    replace_tensors(tmp_path / "out", {name: torch.randn_like(base)}, weight_map)
+    with pytest.raises(ValueError, match="not the base's with a matrix per head in front"):
+        prove(pico_checkpoint, tmp_path / "out", refitted=[name])
+
+
+def test_the_proof_leaves_a_live_model_as_it_was(pico_llama, tmp_path):
+    base = pico_llama().to(torch.bfloat16).train()
+    base.set_attn_implementation("eager")
+    before = {name: t.clone() for name, t in [*base.named_parameters(), *base.named_buffers()]}
+    report = retrofox.convert(base, tmp_path / "out", fox=FoxSpec(rope="keep"))
+    assert report["parity"]["dtype"] == "float32"
+    after = dict([*base.named_parameters(), *base.named_buffers()])
+    assert all(torch.equal(after[n], t) and after[n].dtype == t.dtype for n, t in before.items())
+    assert base.training
+    assert base.config._attn_implementation == "eager"
+
+
+def test_a_capped_base_is_compared_with_its_cap(pico_llama, tmp_path):
+    values = {k: v for k, v in pico_llama().config.to_dict().items() if k not in ("model_type", "architectures")}
+    config = AutoConfig.for_model("gemma2", **{**values, "attn_logit_softcapping": 0.5, "sliding_window": 8})
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    base.save_pretrained(tmp_path / "base")
+    assert load_base(tmp_path / "base")[0].config._attn_implementation == "eager"
+    retrofox.convert(tmp_path / "base", tmp_path / "out", verify=False)
+    assert compare(tmp_path / "base", tmp_path / "out")["equal"]
+    base.set_attn_implementation("eager")
+    assert compare(base, tmp_path / "out")["equal"]
+
+
+# what can't be converted
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft under the newest transformers
+def test_live_models_that_are_refused(pico_llama, pico_fox):
+    from peft import LoraConfig, get_peft_model
+
+    with pytest.raises(ValueError, match="already converted"):
+        retrofox.convert(pico_fox())
+    model = pico_llama()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        retrofox.convert(adapted)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="carries a LoRA adapter"):
+        retrofox.convert(model)
+    model = pico_llama()
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    with pytest.raises(ValueError, match="quantised"):
+        retrofox.convert(model)
+
+
+def test_converting_a_directory_in_memory_refuses_the_same(pico_checkpoint):
+    config = json.loads((pico_checkpoint / "config.json").read_text())
+    (pico_checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ValueError, match=r"quantised \(awq\)"):
+        retrofox.convert(pico_checkpoint)
+
+
+def test_a_revision_of_a_directory(pico_checkpoint: Path):
+    with pytest.raises(ValueError, match="belongs to a Hub id"):
+        retrofox.convert(pico_checkpoint, revision="main")
