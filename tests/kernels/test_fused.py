@@ -174,6 +174,31 @@ def check_shift(device: str, dtype: torch.dtype, B, T, H, D) -> list[str]:
 CHECKS = {"norm": check_norm, "shift": check_shift, "rotary": check_rotary, "gate": check_gate, "entry": check_entry}
 
 
+def check_compiled(device: str, name: str) -> list[str]:
+    """torch.compile takes each function whole, as operators, and differentiates it as eager mode does."""
+    from fox_kernels.fused_gate import gate
+    from fox_kernels.fused_norm import head_norm
+    from fox_kernels.fused_rotary import rotary
+    from fox_kernels.fused_shift import shift
+
+    def wants(*shape):
+        return torch.randn(*shape, device=device).requires_grad_()
+
+    function, inputs = {
+        "rotary": (rotary, [wants(2, 3, 7, 16), wants(2, 1, 7, 16), *torch.randn(2, 1, 7, 5, device=device)]),
+        "gate": (gate, [wants(2, 7, 24), wants(3, 24), wants(3)]),
+        "norm": (head_norm, [wants(2, 7, 3, 16), wants(3, 16), wants(2, 7, 48), 1e-5]),
+        "norm alone": (head_norm, [wants(2, 7, 3, 16), wants(3, 16), None, 1e-5]),
+        "shift": (shift, [wants(2, 7, 3, 16), wants(2, 7, 3)]),
+    }[name]
+    eager, seeds = gradients(function, inputs)
+    found, _ = gradients(torch.compile(function, fullgraph=True, backend="aot_eager"), inputs, seeds)
+    return [f"{n}" for n, (a, b) in enumerate(zip(eager, found, strict=True)) if relative(a, b) > 1e-6]
+
+
+COMPILED = ("rotary", "gate", "norm", "norm alone", "shift")
+
+
 def run_all(device: str, cases: dict, dtypes: tuple) -> dict[str, list[str]]:
     report = {}
     for name, sizes in cases.items():
@@ -181,7 +206,7 @@ def run_all(device: str, cases: dict, dtypes: tuple) -> dict[str, list[str]]:
             for dtype in dtypes:
                 torch.manual_seed(n)
                 report[f"{name} {n} {dtype}"] = CHECKS[name](device, dtype, *size)
-    return report
+    return report | {f"compiled {name}": check_compiled(device, name) for name in COMPILED}
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +226,17 @@ def report():
 @pytest.mark.parametrize("case", [f"{name} {n}" for name, sizes in SMALL.items() for n in range(len(sizes))])
 def test_in_the_interpreter(case, dtype, report):
     assert report[f"{case} {dtype}"] == []
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_without_graph_breaks(name, report):
+    assert report[f"compiled {name}"] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_on_a_gpu(name):
+    assert check_compiled("cuda", name) == []
 
 
 @pytest.mark.gpu
