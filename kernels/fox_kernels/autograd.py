@@ -37,10 +37,10 @@ def _launchers(backend: str):
 
 def _kept(q: Tensor, backend: str, for_backward: bool, log_eps: float | None) -> tuple[Tensor, Tensor]:
     """Return room for the residual and the pruning bounds that the backward will want; empty where it wants none."""
-    for_triton = for_backward and backend == "triton"
+    rounded = for_backward and backend == "triton" and q.element_size() == 2
     B, T, H, _ = q.shape
-    residual = q.new_empty(q.shape if for_triton and q.element_size() == 2 else (0,))
-    tiles = (B, H, -(-T // prune.BLOCK_M)) if for_triton and log_eps is not None else (0,)
+    residual = q.new_empty(q.shape if rounded else (0,))
+    tiles = (B, H, -(-T // prune.BLOCK_M)) if for_backward and log_eps is not None else (0,)
     return residual, q.new_empty(tiles, dtype=torch.int32)
 
 

@@ -52,7 +52,7 @@ def launch_backward(
     if D not in CUTS:
         from . import backward
 
-        return backward.launch_backward(do, dlse2, q, k, v, o, lse2, c_hi, c_lo, **options)
+        return backward.launch_backward(do, dlse2, q, k, v, o, lse2, c_hi, c_lo, bounds=bounds, **options)
     from .hopper_backward_kernel import fox_backward
     from .hopper_backward_steps import finish_kernel, prepare_kernel, query_ranges_kernel
 
