@@ -170,3 +170,11 @@ def test_heads_walked_together_are_a_power_of_two_that_fits_the_cache():
     assert heads_per_group(1 << 20) == 16
     assert heads_per_group(3 << 20) == 8
     assert heads_per_group(1 << 30) == 4
+
+
+def test_more_heads_are_walked_together_where_dq_is_summed_in_order():
+    from fox_kernels.hopper_backward import heads_together
+
+    assert heads_together(1 << 20, ordered=False) == 16
+    assert heads_together(1 << 20, ordered=True) == 32
+    assert heads_together(1 << 30, ordered=True) == 16

@@ -27,6 +27,10 @@ def problems() -> list[Case]:
         cases.append(Case(T=700, H=4, D=D, dtype=BF16, starts=[3, 700], options=extra))
         cases.append(Case(T=900, H=3, D=D, dtype=BF16, options=extra))
     cases += [Case(T=2048, D=D, dtype=BF16, gate="short", options={"prune": -10.0}) for D in (64, 128)]
+    # groups of more heads than are walked together, and pruned ones, whose heads end at different query tiles
+    for H, D in itertools.product((8, 12), (64, 128)):
+        cases.append(Case(T=700, S=800, H=H, Hkv=1, D=D, dtype=BF16))
+        cases.append(Case(T=1500, H=H, Hkv=1, D=D, dtype=BF16, gate="short", options={"prune": -10.0, "sink": 2}))
     cases += [Case(T=500, D=64, dtype=BF16, layout=layout) for layout in ("heads", "packed", "last")]
     return cases
 
@@ -38,7 +42,7 @@ def test_error_at_most_twice_eager(case):
 
 
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (12, 1)])
 def test_ordered_backward_is_the_same_bit_for_bit(D, heads):
     torch.manual_seed(0)
     q, do = (torch.randn(2, 2000, heads[0], D, device="cuda", dtype=BF16) for _ in range(2))
@@ -54,17 +58,44 @@ def test_ordered_backward_is_the_same_bit_for_bit(D, heads):
         assert (a.float() - b.float()).norm() <= 1e-3 * a.float().norm()
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("seq_start", [None, [0], [300], [1000]], ids=str)
 @pytest.mark.parametrize("D", [64, 128])
-def test_every_element_is_written(D):
-    """Outputs come from freshly poisoned memory."""
+def test_every_element_is_written(D, seq_start, deterministic):
+    """Outputs come from freshly poisoned memory; queries that see nothing, whole tiles of them, have no gradient."""
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(1, 1000, 4, D, device="cuda", dtype=BF16) for _ in range(4))
     c = cumsum.cumulative(torch.zeros(1, 1000, 4, device="cuda"))
     torch.full((64 << 20,), float("nan"), device="cuda")  # freed: the allocator hands it out again
-    o, lse2 = launch_forward(q, k, v, *c, scale=D**-0.5)
+    start = None if seq_start is None else torch.tensor(seq_start, dtype=torch.int32, device="cuda")
+    padded = 0 if seq_start is None else seq_start[0]
+    o, lse2 = launch_forward(q, k, v, *c, scale=D**-0.5, seq_start=start)
     torch.full((64 << 20,), float("nan"), device="cuda")
-    grads = launch_backward(do, None, q, k, v, o, lse2, *c, scale=D**-0.5)
-    assert all(bool(torch.isfinite(x).all()) for x in (o, lse2, *grads))
+    options = {"scale": D**-0.5, "seq_start": start, "deterministic": deterministic}
+    dq, dk, dv, dc = launch_backward(do, None, q, k, v, o, lse2, *c, **options)
+    assert all(bool(torch.isfinite(x).all()) for x in (o, lse2[..., padded:], dq, dk, dv, dc))
+    assert all(x[:, :padded].count_nonzero() == 0 for x in (o, dq, dk, dv))
+
+
+def test_the_switch_reaches_the_kernel_through_autograd(monkeypatch):
+    import fox_kernels
+    from fox_kernels import hopper_backward
+
+    told = []
+    launch = hopper_backward.launch_backward
+
+    def watched(*arguments, **options):
+        told.append(options["deterministic"])
+        return launch(*arguments, **options)
+
+    monkeypatch.setattr(hopper_backward, "launch_backward", watched)
+    q = torch.randn(1, 256, 2, 64, device="cuda", dtype=BF16, requires_grad=True)
+    log_f = torch.zeros(1, 256, 2, device="cuda")
+    for value in (True, False):
+        with fox_kernels.deterministic(value):
+            o = fox_kernels.forgetting_attention(q, q, q, log_f, backend="gluon")
+        o.sum().backward()
+    assert told == [True, False]
 
 
 def test_captured_in_a_graph():
