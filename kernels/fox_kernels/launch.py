@@ -15,15 +15,24 @@ from .tiles import capability
 _compiled: dict = {}
 
 
-def kind(x):
-    """Return what a kernel may be specialised on in an argument that is no constant."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, int):
-        return x == 1, x % 16 == 0, x.bit_length() > 31
-    if isinstance(x, TensorDescriptor):
-        return x.base.dtype, *x.block_shape
-    return None if x is None else float
+def of_tensor(x: torch.Tensor):
+    return x.dtype, x.data_ptr() % 16 == 0
+
+
+def of_descriptor(x: TensorDescriptor):
+    return x.base.dtype, *x.block_shape
+
+
+def of_int(x: int) -> int:
+    return (x == 1) + 2 * (x % 16 == 0) + 4 * (not -(2**31) <= x < 2**31)
+
+
+def of_other(x):
+    return of_tensor(x) if isinstance(x, torch.Tensor) else type(x)
+
+
+# What a kernel may be specialised on in an argument that is no constant, by the argument's type.
+KIND = {torch.Tensor: of_tensor, TensorDescriptor: of_descriptor, int: of_int}
 
 
 def launch(kernel, grid: tuple, arguments: tuple, constants: tuple, *, warps: int = 4, stages: int = 3) -> None:
@@ -31,7 +40,14 @@ def launch(kernel, grid: tuple, arguments: tuple, constants: tuple, *, warps: in
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         kernel[grid](*arguments, *constants)
         return
-    key = (kernel, torch.cuda.current_device(), tuple(map(kind, arguments)), constants, warps, stages)
+    key = (
+        kernel,
+        torch.cuda.current_device(),
+        tuple([KIND.get(type(x), of_other)(x) for x in arguments]),
+        constants,
+        warps,
+        stages,
+    )
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages)

@@ -6,12 +6,16 @@ Needs Triton, real or interpreted, at import.
 # The operator returns o or (o, lse), options travel as dicts and strict zips of slices are beyond the checker:
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
+import math
+
+import pytest
 import torch
-from cases import gates
-from fox_kernels import chunked, cumsum
+from cases import Case, draw, gates, results
+from fox_kernels import autograd, backward, chunked, cumsum, forgetting_attention, forward, prune, reference
 from fox_kernels.backward import launch_backward
 from fox_kernels.decode import launch_decode
 from fox_kernels.forward import launch_forward
+from fox_kernels.tiles import Tile
 
 
 def check_merging(device: str, n: int, D: int) -> None:
@@ -64,9 +68,9 @@ def check_decoding(device: str, S: int, dtype: torch.dtype, tolerance: float) ->
     hi, lo = cumsum.append(*cumsum.cumulative(log_f[:, :-1]), log_f[:, -1:])
     padded = [torch.nn.functional.pad(x, (0, room - S)) for x in (hi, lo)]
     exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f, seq_start=start, sink=4)
-    for prune in (None, -10.0):
+    for log_eps in (None, -10.0):
         o, _ = launch_decode(
-            q, k, v, padded[0][..., :S], padded[1][..., :S], scale=D**-0.5, seq_start=start, sink=4, prune=prune
+            q, k, v, padded[0][..., :S], padded[1][..., :S], scale=D**-0.5, seq_start=start, sink=4, prune=log_eps
         )
         assert (o - exact).norm() < tolerance * exact.norm()
 
@@ -87,3 +91,106 @@ def check_helpers(device: str, S: int) -> None:
         relative = cumsum.block_relative(hi, lo, 32)[..., :S]
         last = torch.arange(S, device=device).div(32, rounding_mode="floor").mul(32).add(31).clamp_max(S - 1).long()
         assert torch.allclose(relative.double(), exact[..., last] - exact, rtol=1e-6, atol=1e-6)
+
+
+def check_operator(device: str, backend: str = "triton") -> None:
+    """Eager mode, the operator and a compiled function give the same bits, decoding too; it passes torch's opcheck."""
+    torch.manual_seed(0)
+    options = {"window": 9, "sink": 1, "softcap": 5.0, "prune": -4.0}
+    inputs, gradients, options = draw(Case(T=40, D=16, starts=[3, 40], options=options), device)
+    arguments = (*inputs, 0.25, None, options["seq_start"], 9, 1, 5.0, -4.0, backend, True, True)
+    torch.library.opcheck(autograd.attention, arguments)
+
+    def operator(*args, **kwargs):
+        return forgetting_attention(*args, backend=backend, **kwargs)
+
+    compiled = torch.compile(operator, fullgraph=True, backend="aot_eager")
+    expected = results(operator, inputs, gradients, options)
+    for way in (compiled, watched(operator)):
+        for got, value in zip(results(way, inputs, gradients, options), expected, strict=True):
+            assert torch.equal(got, value)
+    decoded, _, _ = draw(Case(T=1, S=300, H=4, D=16), device)
+    with torch.no_grad():
+        assert torch.equal(compiled(*decoded, sink=2), operator(*decoded, sink=2))
+
+
+def watched(operator):
+    """Return the operator under a dispatch mode, which sees its calls: they then go through torch.library."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def run(*args, **kwargs):
+        with Watch():
+            return operator(*args, **kwargs)
+
+    return run
+
+
+def check_one_gradient(device: str, backend: str = "triton") -> None:
+    """With one input that requires a gradient, it gets the one it gets beside the others; no second derivative."""
+    torch.manual_seed(0)
+    inputs, (do, _), _ = draw(Case(T=20, D=16), device)
+
+    def gradients(*wanted, **kwargs):
+        given = [x if any(x is y for y in wanted) else x.detach() for x in inputs]
+        o = forgetting_attention(*given, backend=backend)
+        return torch.autograd.grad((o * do).sum(), wanted, **kwargs)
+
+    together = gradients(*inputs)
+    for x, expected in zip(inputs, together, strict=True):
+        assert torch.equal(gradients(x)[0], expected)
+    with pytest.raises(ValueError, match="second derivative"):
+        gradients(*inputs, create_graph=True)
+
+
+def check_pruning(device: str, T: int, D: int, log_eps: float) -> None:
+    """Pruning loses at most eps of any query's weight, so o moves by at most 2 eps max |v|; gradients as little.
+
+    Judged by the float64 reference without pruning. Something must have been pruned, heads with open gates not.
+    """
+    torch.manual_seed(0)
+    inputs, gradients, _ = draw(Case(B=1, T=T, H=3, Hkv=3, D=D, gate="short"), device)
+    inputs[3] = (inputs[3].detach() * torch.tensor([0.0, 5.0, 40.0], device=device)).requires_grad_()
+    eps = math.exp(log_eps)
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    o, lse, *exact = results(reference.forgetting_attention, exact_inputs, gradients, {})
+
+    def operator(*args, **kwargs):
+        return forgetting_attention(*args, backend="triton", **kwargs)
+
+    kept_o, kept_lse, *kept = results(operator, inputs, gradients, {"prune": log_eps})
+    lost = 1 - (kept_lse - lse).exp()
+    assert lost.max() <= eps + 1e-5
+    assert (kept_o - o).abs().max() <= 2 * eps * inputs[2].abs().max() + 1e-4
+    for x, y in zip(kept, exact, strict=True):
+        assert (x - y).norm() <= (2 * eps + 1e-4) * y.norm()
+    hi, lo = cumsum.cumulative(inputs[3].detach())
+    first = prune.loop_bounds(inputs[0], inputs[1], hi, lo, D**-0.5, None, log_eps)
+    assert first[:, 0].max() == 0
+    assert first[:, 2].max() >= T // 3
+
+
+def check_copies_by_tma() -> None:
+    """In the interpreter, what TMA would copy comes from tensor descriptors: same results, for every choice of them."""
+    torch.manual_seed(0)
+    case = Case(T=45, S=77, H=4, Hkv=2, D=32, starts=[3, 60], options={"sink": 2})
+    inputs, gradients, options = draw(case)
+
+    def operator(*args, **kwargs):
+        return forgetting_attention(*args, backend="triton", **kwargs)
+
+    usual = (forward.describable, forward.tile_for)
+    expected = results(operator, inputs, gradients, options)
+    try:
+        for tma in (1, 2, 3):
+            forward.describable = backward.describable = lambda *tensors: True
+            forward.tile_for = backward.tile_for = lambda *_, tma=tma: Tile(32, 32, 4, 1, tma)
+            halves = [x.detach().half().requires_grad_() if n < 3 else x for n, x in enumerate(inputs)]
+            for got, value in zip(results(operator, halves, gradients, options), expected, strict=True):
+                assert (got.float() - value).norm() <= 4e-3 * value.norm()
+    finally:
+        forward.describable = backward.describable = usual[0]
+        forward.tile_for = backward.tile_for = usual[1]

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -36,27 +37,57 @@ FEATURES = {
     "strided": {"layout": "packed"},
     "last stride": {"layout": "last", "options": {"scale": -0.1}},
 }
-RANDOM = 8
-CHECKS = ("merging", "decoding", "helpers")
+CHECKS = ("merging", "decoding", "helpers", "pruning", "operator", "one_gradient", "copies_by_tma")
+EXAMPLES = 24
+
+
+def properties() -> list[str]:
+    """Return the smallest problem that hypothesis finds to fail, with its errors; empty if it finds none."""
+    import torch
+    from cases import failures, problems
+    from hypothesis import HealthCheck, given, settings
+
+    @settings(
+        max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(problems((torch.float32, torch.float16)))
+    def check(case):
+        torch.manual_seed(0)
+        assert failures(case) == []
+
+    try:
+        check()
+    except AssertionError as error:
+        return [str(error)]
+    return []
 
 
 def run_all() -> dict[str, list[str]]:
     """Return the failures by name; runs in the subprocess, with the interpreter on."""
+    import launchers
     import torch
-    from cases import Case, failures, random_case
-    from launchers import check_decoding, check_helpers, check_merging
+    from cases import Case, failures
 
     dtypes = (torch.float32, torch.float16)
     report = {}
     for n, (name, fields) in enumerate(FEATURES.items()):
         torch.manual_seed(n)
         report[name] = failures(Case(dtype=dtypes[n % 2], **fields))
-    for seed in range(RANDOM):
-        torch.manual_seed(seed)
-        report[f"random {seed}"] = failures(random_case(seed, dtypes, longest=100))
-    check_merging("cpu", 40, 16)
-    check_decoding("cpu", 260, torch.float32, 1e-5)
-    check_helpers("cpu", 70)
+    report["any problem"] = properties()
+    arguments = {
+        "merging": (40, 16),
+        "decoding": (260, torch.float32, 1e-5),
+        "helpers": (70,),
+        "pruning": (160, 16, -4.0),
+    }
+    for check in CHECKS:
+        device = () if check == "copies_by_tma" else ("cpu",)
+        try:
+            getattr(launchers, f"check_{check}")(*device, *arguments.get(check, ()))
+            report[check] = []
+        except AssertionError:
+            report[check] = [traceback.format_exc()]
     return report
 
 
@@ -71,9 +102,15 @@ def report():
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [*FEATURES, *(f"random {seed}" for seed in range(RANDOM))])
+@pytest.mark.parametrize("name", [*FEATURES, "any problem"])
 def test_error_at_most_twice_eager(name, report):
     assert report[name] == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("check", CHECKS)
+def test_launchers_keep_their_promise(check, report):
+    assert report[check] == []
 
 
 if __name__ == "__main__":
