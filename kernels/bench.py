@@ -102,7 +102,8 @@ def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
     from bench_measure import Clock, ceilings, decode, errors, machine, measure
     from bench_warm import warm_up, without_broken
 
-    until = time.monotonic() + arguments.seconds
+    started = time.monotonic()
+    until = started + arguments.seconds
     broken = warm_up(plan, arguments.official, arguments.jobs, arguments.warm_up_seconds) if arguments.jobs else {}
     plan, left_out = without_broken(plan, broken)
     torch.manual_seed(0)
@@ -129,10 +130,14 @@ def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
             for name in names:
                 results.skip(task.problem.name, name, f"--seconds {arguments.seconds:g} were over")
             continue
+        began = time.monotonic()
         rows, skipped = one(task, names)
         results.add(task, rows)
         for name, why in skipped:
             results.skip(task.problem.name, name, why)
+        print(
+            f"  {task.stage} took {time.monotonic() - began:.1f} s, {time.monotonic() - started:.0f} in all", flush=True
+        )
         torch.cuda.empty_cache()
     results.data["machine_after"] = machine()
     results.data["complete"] = not any(name in OURS for _, name, _ in results.data["skipped"])

@@ -44,9 +44,9 @@ class Clock:
         return [start.elapsed_time(end) for start, end in events]
 
     def repeats(self, run: Callable) -> int:
-        """Warm up, and return how many calls fit the budget of milliseconds: 5 to 30."""
+        """Warm up, and return how many calls fit the budget of milliseconds: 3 to 30."""
         self.sample(run, 2)
-        return max(5, min(30, int(self.budget_ms / statistics.median(self.sample(run, 3)))))
+        return max(3, min(30, int(self.budget_ms / statistics.median(self.sample(run, 3)))))
 
     def median(self, run: Callable) -> float:
         return statistics.median(self.sample(run, self.repeats(run)))

@@ -122,7 +122,7 @@ def test_summary_names_each_shape_and_what_was_missed():
     text = bench_report.markdown(synthetic({"cuDNN, no gate": 0.5}))
     assert all(p.name.split(" ")[0] in text for p in TABLE)
     assert "2.00 (missed)" in text
-    assert "cuDNN, no gate at 8,2048,16,16,64 short: 2.000, target 1.00" in text
+    assert "cuDNN, no gate at 8,2048,16,16,64 short: 2.000 (GPU time alone 2.000), target 1.00" in text
 
 
 def test_chart_is_drawn_from_the_results_the_same_each_time(tmp_path, capsys):
