@@ -45,7 +45,6 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@functools.cache
 def gluon_missing() -> str | None:
     """Return why this installation has no Gluon that the Hopper kernels were written for, or None."""
     try:
@@ -56,6 +55,9 @@ def gluon_missing() -> str | None:
     if (major, minor) != (3, 6):
         return f"triton {version} is not 3.6, whose Gluon the Hopper kernels are written for"
     return None
+
+
+GLUON_MISSING = gluon_missing()  # not looked up while torch.compile traces
 
 
 def unsupported(
@@ -75,9 +77,8 @@ def unsupported(
     causal: bool = True,
 ) -> str | None:
     """Return why the Hopper kernels can't run this problem, or None if they can."""
-    missing = gluon_missing()
-    if missing is not None:
-        return missing
+    if GLUON_MISSING is not None:
+        return GLUON_MISSING
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
         return "the GPU is not a Hopper (compute capability 9.0)"
     if q.dtype not in (torch.bfloat16, torch.float16):

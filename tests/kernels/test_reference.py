@@ -308,6 +308,16 @@ def test_compiles_without_a_graph_break():
     torch.testing.assert_close(compiled(*inputs), expected)
 
 
+def test_asking_for_the_hopper_kernels_is_traced_without_a_warning():
+    from fox_kernels import hopper_forward
+
+    def scaled(q):
+        return q * (2.0 if hopper_forward.unsupported(q, q, q) else 3.0)
+
+    q = torch.ones(1, 64, 1, 64)
+    assert torch.equal(torch.compile(scaled, backend="eager", fullgraph=True)(q), 2 * q)
+
+
 def test_import_needs_no_triton():
     import subprocess
     import sys
