@@ -36,8 +36,9 @@ class Runs:
 
     def command(self, name: str, gpus: int, mode: str, steps: int, batch_gpus: int) -> list[str]:
         """The command line; `batch_gpus` sets the tokens of a step, `gpus` how many share them."""
-        settings = [
-            f"model={self.options.model}",
+        converted = self.work / "one" / "converted"  # made by the first run
+        settings = [f"model={converted}", "fox=null"] if name != "one" else [f"model={self.options.model}"]
+        settings += [
             f"output={self.work / name}",
             f"data.train=[{self.options.data}]",
             "data.eval=[]",
@@ -67,16 +68,27 @@ class Runs:
                 start_new_session=True,
             )
 
-    def wait(self, process: subprocess.Popen, what: str) -> bool:
-        """Whether a run ended well within the time allowed; prints the end of its output where it did not."""
+    def until(self, process: subprocess.Popen, name: str, step: int, number: int) -> bool:
+        """Waits for a step in the run's log, then sends its processes a signal; whether the step was reached."""
+        deadline = time.perf_counter() + self.options.timeout
+        while time.perf_counter() < deadline and process.poll() is None:
+            if any(line["step"] >= step for line in self.lines(name)):
+                os.killpg(process.pid, number)
+                process.wait()
+                return True
+            time.sleep(0.2)
+        return self.wait(process, name, 0) or any(line["step"] >= step for line in self.lines(name))
+
+    def wait(self, process: subprocess.Popen, name: str, seconds: float) -> bool:
+        """Whether a run ended well within so many seconds; prints the end of its output where it did not."""
         try:
-            code = process.wait(self.options.timeout)
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
         if code:
-            print(f"{what}: exit code {code}", flush=True)
-            for file in sorted(self.work.glob(f"{what}*.txt")):
+            print(f"{name}: exit code {code}", flush=True)
+            for file in sorted(self.work.glob(f"{name}.*.txt")):
                 print(file.name, file.read_text()[-2500:], flush=True)
         return code == 0
 
@@ -105,7 +117,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()))
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=120, help="seconds a run may take")
     parser.add_argument("--work", type=Path, default=Path("runs/scale"))
     parser.add_argument("--out", type=Path)
@@ -130,27 +142,21 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(found, indent=1) + "\n")
 
-    # One GPU first, alone: it also prepares the tokens and compiles the kernels that all others find in the cache.
-    if not runs.wait(runs.start([0], "one", "one", options.steps // 2, 1), "one"):
-        raise SystemExit(1)
+    # One GPU first, alone: it also converts, prepares the tokens and compiles what all others find in the caches.
+    # Runs are killed after their last step: only the checkpoint that another number of GPUs takes up is of use.
+    steps, everyone = options.steps, list(range(options.gpus))
+    if not runs.until(runs.start([0], "one", "one", steps, 1), "one", steps, signal.SIGKILL):
+        raise SystemExit("the run on one GPU failed")
     keep(runs.row("one", 1, "one process"))
-    everyone = list(range(options.gpus))
-    for gpus in sorted({2, options.gpus} - {1}):
+    for gpus in sorted({min(2, options.gpus), options.gpus} - {1}):
         name = f"ddp-{gpus}"
-        if gpus <= options.gpus and runs.wait(runs.start(everyone[:gpus], name, "ddp", options.steps, gpus), name):
+        if runs.until(runs.start(everyone[:gpus], name, "ddp", steps, gpus), name, steps, signal.SIGKILL):
             keep(runs.row(name, gpus, "DDP"))
     half, name = max(1, options.gpus // 2), f"fsdp2-{options.gpus}"
-    stopped = runs.start(everyone, name, "fsdp2", options.steps, options.gpus)
-    deadline = time.perf_counter() + options.timeout
-    while time.perf_counter() < deadline and stopped.poll() is None:
-        if any(line["step"] >= options.steps // 2 for line in runs.lines(name)):
-            os.killpg(stopped.pid, signal.SIGTERM)
-            break
-        time.sleep(0.2)
-    runs.wait(stopped, f"{name} until SIGTERM")
+    runs.until(runs.start(everyone, name, "fsdp2", steps, options.gpus), name, steps // 2, signal.SIGTERM)
     keep(runs.row(name, options.gpus, "FSDP2"))
     at = max((line["step"] for line in runs.lines(name)), default=0)
-    if runs.wait(runs.start(everyone[:half], name, "fsdp2", options.steps, options.gpus), name):
+    if runs.wait(runs.start(everyone[:half], name, "fsdp2", steps, options.gpus), name, options.timeout):
         keep(runs.row(name, half, "FSDP2", after=at))
         sharded = {line["step"]: line["loss"] for line in runs.lines(name)}
         whole = {line["step"]: line["loss"] for line in runs.lines(f"ddp-{options.gpus}")}

@@ -19,7 +19,7 @@ from retrofox.train_flops import flops_per_token, peak_flops
 from retrofox.train_groups import accumulation, count_steps, parameter_groups, set_trainable
 from retrofox.train_measure import measure_steps
 from retrofox.train_memory import STATE_BYTES, memory, reset_peak
-from retrofox.train_model import needs_teacher
+from retrofox.train_model import lower_frozen, needs_teacher
 
 LONGEST_BLOCKS = 1 << 16
 """Where the search for the longest row ends, in blocks of 256 tokens: 16M tokens."""
@@ -77,10 +77,12 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
         for stage, entry in zip(recipe.stages, stages, strict=True):
             torch.manual_seed(recipe.seed)
             before = reset_peak(device)
-            model, teacher = _built(config, recipe), None
-            set_trainable(model, stage, adapters=recipe.lora is not None)
-            if needs_teacher(recipe, stage, model, source):
-                teacher = _built(config, recipe.model_copy(update={"lora": None}))
+            with device:
+                model, teacher = _built(config, recipe), None
+                set_trainable(model, stage, adapters=recipe.lora is not None)
+                lower_frozen(model, recipe)
+                if needs_teacher(recipe, stage, model, source):
+                    teacher = _built(config, recipe.model_copy(update={"lora": None}))
             entry["measured"] = measure_steps(recipe, stage, model, device, teacher, before=before)
             entry["hours"] = stage.tokens / entry["measured"]["tokens_per_second"] / 3600
             entry["hours_from"] = "two steps measured here"

@@ -9,6 +9,7 @@ tokens; the difference of the copies is what a layer costs. So what a kernel, a 
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from typing import Any, NamedTuple
 
@@ -17,9 +18,8 @@ import torch
 
 from retrofox.config import Recipe, Stage
 from retrofox.objectives import OBJECTIVES, Extend, causal_lm, chunk_rows, is_plain_head, recomputed_layers
-from retrofox.surgery import is_new_tensor
 from retrofox.train_groups import set_trainable
-from retrofox.train_model import DTYPES
+from retrofox.train_model import DTYPES, lower_frozen
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute
 
 STATE_BYTES = {
@@ -106,12 +106,10 @@ def memory(
     if sharded and mixed:
         # Two layers are gathered in 16 bits at one time; embedding and head stay gathered.
         copies = 4 * (total - 2 * _of_embedding(lm)) / layers + 2 * (_of_embedding(lm) + _of_head(lm))
-    rows_of_logits = _rows_of_logits(stage, lm, device)
-    longest_probe = PROBE_ROWS[device.type][-1]
-    at_once = tokens if rows_of_logits <= longest_probe else min(tokens, rows_of_logits / rows)
-    logits = plain.head.at(rows, at_once)
+    at_once = min(rows * tokens, _rows_of_logits(stage, lm, device))
+    logits = plain.head.at(1, at_once)
     if device.type == "cpu" and stage.objective != "align":
-        logits = _head_bytes(stage, lm, min(rows * tokens, rows_of_logits), rows * tokens, mixed)
+        logits = _head_bytes(stage, lm, at_once, rows * tokens, mixed)
     workspace = max(plain.backward.at(rows, tokens), again.backward.at(rows, tokens))
     gradients = 4.0 * trained / shards
     if devices > 1 and not sharded:
@@ -167,13 +165,17 @@ def probe(recipe: Recipe, stage: Stage, model: Any, recomputed: bool, device: to
         measure = _allocated if device.type == "cuda" else _saved
         found = np.zeros((2, len(lengths), 3))
         for layers in (1, 2):
+            gc.collect()  # what an earlier copy left behind would be freed while this one is measured
             small = _small(lm, layers, recipe, stage, device)
             for index, tokens in enumerate(lengths):
                 found[layers - 1, index] = measure(small, recipe, stage, tokens, device)
             del small
         kept, head, backward = (found[:, :, kind] for kind in range(3))
         layer = kept[1] - kept[0]
-        _probes[key] = Probe(*(_fit(lengths, y) for y in (layer, kept[0] - layer, head[1], backward[1])))
+        at_once = np.minimum(lengths, _rows_of_logits(stage, lm, device))  # a piece of logits grows no further
+        head_curve = Curve(*np.polyfit(at_once, head[1], 1)[::-1], 0.0) if len(set(at_once)) > 1 else None
+        curves = [_fit(lengths, values) for values in (layer, kept[0] - layer, backward[1])]
+        _probes[key] = Probe(curves[0], curves[1], head_curve or Curve(float(head[1].max()), 0.0, 0.0), curves[2])
     return _probes[key]
 
 
@@ -205,10 +207,7 @@ def _small(lm: Any, layers: int, recipe: Recipe, stage: Stage, device: torch.dev
         small = add_adapters(small, recipe.lora, "").to(device)
     set_trainable(small, stage.model_copy(update={"trainable": None}), adapters=recipe.lora is not None)
     dtype = DTYPES[recipe.precision]
-    if recipe.lora is not None:
-        for name, parameter in small.named_parameters():
-            if not parameter.requires_grad and not is_new_tensor(name):
-                parameter.data = parameter.data.to(dtype)
+    lower_frozen(small, recipe)
     if recipe.precision != "fp32":
         lower_precision_stream(small, dtype)
         fuse_norms(small)

@@ -92,6 +92,15 @@ def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: P
     return teacher.to(state.device).requires_grad_(False).eval()
 
 
+def lower_frozen(model: Any, recipe: Recipe) -> None:
+    """The frozen base under adapters in the recipe's precision, as `adapted` loads it; gates and Pro parts float32."""
+    if recipe.lora is None:
+        return
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and not is_new_tensor(name):
+            parameter.data = parameter.data.to(DTYPES[recipe.precision])
+
+
 def needs_teacher(recipe: Recipe, stage: Stage, model: Any, source: Path | None = None) -> bool:
     """Whether a stage needs the original as a second model, beside the one it trains.
 
