@@ -155,6 +155,18 @@ def processors(device: torch.device) -> int:
     return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def splits_for(pairs: int, processors: int) -> int:
+    """Return into how many parts to split the keys of each (sequence, kv head) pair.
+
+    One program per processor reads fastest (0.73 of a copy's rate at 32k, two 0.72; H100); where whole splits would
+    leave a tenth of the processors idle, two.
+    """
+    splits = processors // pairs
+    if splits * pairs < 0.9 * processors:
+        splits = 2 * processors // pairs
+    return max(1, min(256, splits))
+
+
 def skip_before(q, k, c_hi, c_lo, scale, softcap, log_eps) -> torch.Tensor:
     """Return first (B, Hkv) int32: keys before it hold at most exp(log_eps) of the weight of every query of the group.
 
@@ -186,7 +198,7 @@ def launch_decode(
     D0, D1 = split_head_dim(D)
     block = 32 if D > 128 or q.dtype == torch.float32 else 64 if D > 64 else 128
     if splits is None:
-        splits = max(1, min(256, cdiv(S, 4 * block), processors(q.device) // (B * Hkv)))
+        splits = min(cdiv(S, 4 * block), splits_for(B * Hkv, processors(q.device)))
     span = cdiv(cdiv(S, splits), block) * block
     splits = cdiv(S, span)
     rows = B * Hkv * splits * T * group

@@ -7,7 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 
-from fox_kernels import launch  # noqa: E402
+from fox_kernels import decode, launch  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 
@@ -78,3 +78,12 @@ def test_a_dimension_of_size_1_gets_a_stride_that_tma_takes():
     assert (described.shape, described.block_shape) == ([1, 64, 1, 64], [1, 16, 1, 64])
     assert described.strides == [64, 64, 64, 1]
     assert launch.source(x, 16, False) is x
+
+
+@pytest.mark.parametrize("processors", [108, 132, 148])
+def test_decoding_keeps_two_thirds_of_the_processors_busy_whatever_the_batch(processors):
+    for pairs in range(1, processors + 1):
+        programs = pairs * decode.splits_for(pairs, processors)
+        assert programs <= 2 * processors
+        assert programs / processors >= 0.66 * -(-programs // processors)
+    assert decode.splits_for(5000, processors) == 1
