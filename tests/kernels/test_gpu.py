@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import Case, draw, errors, failures, gates
 from fox_kernels import forgetting_attention
-from launchers import check_decoding, check_merging
+from launchers import check_decoding, check_merging, check_one_gradient, check_pruning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -118,6 +118,15 @@ def test_offsets_beyond_32_bits():
 
 def test_parts_of_the_keys_merge_by_lse():
     check_merging("cuda", 640, 64)
+
+
+@pytest.mark.parametrize("log_eps", [-4.0, -10.0])
+def test_pruning_loses_at_most_eps(log_eps):
+    check_pruning("cuda", 2048, 64, log_eps)
+
+
+def test_each_input_may_be_the_only_one_with_a_gradient():
+    check_one_gradient("cuda")
 
 
 @pytest.mark.filterwarnings("default")  # inductor has advice of its own
