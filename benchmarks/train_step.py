@@ -17,7 +17,6 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import retrofox
-from retrofox.config import Stage
+import retrofox.train
+from retrofox.config import Stage, load_recipe
 from retrofox.objectives import Extend
 from retrofox.train_speed import fuse_norms, lower_precision_stream, repeatable
 
@@ -139,17 +139,14 @@ def measure(converted: bool, deterministic: bool) -> dict[str, Any]:
     }
 
 
-def train(name: str, recipe: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
-    """`retrofox train` of one recipe in a process of its own; what its result.json and log say."""
+def train(name: str, recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`retrofox train` of one recipe; what its result and its log say."""
     file, out = folder / f"{name}.yaml", folder / name
     file.write_text(yaml.safe_dump({**recipe, "output": str(out)}), encoding="utf-8")
-    command = [sys.executable, "-m", "retrofox", "train", str(file)]
-    subprocess.run(command, check=True, timeout=timeout, stdout=sys.stderr)
-    result = json.loads((out / "result.json").read_text(encoding="utf-8"))["stages"][0]
+    result = retrofox.train.train(load_recipe(file))["stages"][0]
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     last = [line for line in lines if "tokens_per_second" in line][-1]
-    keep = ("mfu", "memory_gb")
-    return {**result, **{k: last[k] for k in keep if k in last}}
+    return {**result, **{k: last[k] for k in ("mfu", "memory_gb") if k in last}}
 
 
 def recipes(tokens: str, model: Path, cache: Path) -> dict[str, dict[str, Any]]:
@@ -194,7 +191,6 @@ def main() -> None:
     parser.add_argument("--tokens", default="2M", help="training tokens of each run")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "train-step.json")
     parser.add_argument("--no-train", action="store_true", help="profile only")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each training run")
     arguments = parser.parse_args()
     if not arguments.no_train and arguments.tokenizer is None:
         parser.error("training needs --tokenizer, or choose --no-train")
@@ -219,21 +215,11 @@ def main() -> None:
 
     def save() -> None:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-    variants = {"unconverted": (False, False), "converted": (True, False), "converted, deterministic": (True, True)}
-    for name, (converted, deterministic) in variants.items():
-        report["profile"][name] = measure(converted, deterministic)
-        save()
         gc.collect()
         torch.cuda.empty_cache()
-    columns = {
-        "tokens_per_second": ",.0f", "wall_ms": ".1f", "host_ms": ".1f", "gpu_ms": ".1f", "kernels_launched": ",",
-        "peak_memory_gb": ".1f",
-    }  # fmt: skip
-    console.print(table("one step, head and optimizer included", report["profile"], columns))
-    kinds = list(dict.fromkeys(kind for row in report["profile"].values() for kind in row["costs_ms"]))
-    by_kind = {kind: {n: row["costs_ms"].get(kind) for n, row in report["profile"].items()} for kind in kinds}
-    console.print(table("GPU milliseconds by kind of kernel", by_kind, dict.fromkeys(report["profile"], ".1f")))
+
+    measure(converted=True, deterministic=False)  # compiles the kernels
+    save()
     if not arguments.no_train:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         with tempfile.TemporaryDirectory() as name:
@@ -242,12 +228,28 @@ def main() -> None:
             LlamaForCausalLM(LlamaConfig(**SHAPES)).save_pretrained(folder / "base")
             AutoTokenizer.from_pretrained(arguments.tokenizer).save_pretrained(folder / "base")
             for variant, recipe in recipes(arguments.tokens, folder / "base", folder / "cache").items():
-                report["train"][variant] = train(variant.replace(", ", "-"), recipe, folder, arguments.timeout)
+                found = train(variant.replace(", ", "-"), recipe, folder)
+                unconverted = report["train"].get("unconverted", found)
+                found["ratio"] = found["tokens_per_second"] / unconverted["tokens_per_second"]
+                report["train"][variant] = found
                 save()
-                speed = report["train"][variant]["tokens_per_second"]
-                report["train"][variant]["ratio"] = speed / report["train"]["unconverted"]["tokens_per_second"]
-        columns = {"tokens_per_second": ",.0f", "ratio": ".3f", "mfu": ".3f", "loss_last": ".3f", "seconds": ".1f"}
+        columns = {
+            "tokens_per_second": ",.0f", "ratio": ".3f", "mfu": ".3f", "memory_gb": ".1f", "loss_last": ".3f",
+            "seconds": ".1f",
+        }  # fmt: skip
         console.print(table(f"retrofox train, {arguments.tokens} tokens each", report["train"], columns))
+    variants = {"unconverted": (False, False), "converted": (True, False), "converted, deterministic": (True, True)}
+    for name, (converted, deterministic) in variants.items():
+        report["profile"][name] = measure(converted, deterministic)
+        save()
+    columns = {
+        "tokens_per_second": ",.0f", "wall_ms": ".1f", "host_ms": ".1f", "gpu_ms": ".1f", "kernels_launched": ",",
+        "peak_memory_gb": ".1f",
+    }  # fmt: skip
+    console.print(table("one step, head and optimizer included", report["profile"], columns))
+    kinds = list(dict.fromkeys(kind for row in report["profile"].values() for kind in row["costs_ms"]))
+    by_kind = {kind: {n: row["costs_ms"].get(kind) for n, row in report["profile"].items()} for kind in kinds}
+    console.print(table("GPU milliseconds by kind of kernel", by_kind, dict.fromkeys(report["profile"], ".1f")))
     save()
 
 

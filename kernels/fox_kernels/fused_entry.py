@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import fused_gate, fused_rotary
-from .fused_support import power_of_2
+from .fused_support import power_of_2, without_autocast
 from .launch import launch
 
 
@@ -125,7 +125,7 @@ class _Entry(torch.autograd.Function):
     def forward(ctx, x, wq, wk, wv, bias, wf, bf, cos, sin, head_dim):
         (B, T, K), (Q, KV, H) = x.shape, (w.shape[0] for w in (wq, wk, wf))
         flat = x.reshape(B * T, K)
-        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        with torch.cuda.device_of(x), without_autocast(x):
             weights = _stacked_weights(wq, wk, wv, wf, x.dtype)
             columns = weights[: Q + 2 * KV].t()
             qkv = flat @ columns if bias is None else torch.addmm(bias.to(x.dtype), flat, columns)
@@ -155,7 +155,7 @@ class _Entry(torch.autograd.Function):
         dq, dk, dv = (d if d.stride(1) == 1 else d.contiguous() for d in (dq, dk, dv))
         dlog_f = dlog_f.reshape(N, H)
         needs = ctx.needs_input_grad
-        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        with torch.cuda.device_of(x), without_autocast(x):
             g = torch.empty(N, R + 2 * padded, dtype=x.dtype, device=x.device)
             block = fused_rotary.tokens_per_program(D // 2)
             blocks = -(-N // block)

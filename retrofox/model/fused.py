@@ -143,25 +143,26 @@ class Entered:
 
 def enterable(module: Any, hidden_states: torch.Tensor) -> bool:
     """Whether `Entered` may do this layer's projections: training, eager, linear layers, a data-dependent gate."""
-    if not module.training or torch.compiler.is_compiling() or module.mode != "fox" or module.projects:
+    if not module.training or module.mode != "fox" or module.projects or torch.compiler.is_compiling():
         return False
-    gates = module.forget_gate
-    if not (gates is not None and gates.weight is not None and untouched(gates) and available(hidden_states)):
+    parts = module._modules
+    gates, q, k, v = (parts.get(name) for name in ("forget_gate", "q_proj", "k_proj", "v_proj"))
+    if not (type(q) is type(k) is type(v) is nn.Linear and gates is not None and available(hidden_states)):
         return False
-    if gates.weight.dtype != torch.float32:
+    if gates.weight is None or gates.weight.dtype != torch.float32:
         return False
-    linears = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    if not all(type(linear) is nn.Linear and untouched(linear) for linear in linears):
+    if (q.bias is None) != (k.bias is None) or (k.bias is None) != (v.bias is None):
         return False
     device = hidden_states.device.type
-    autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else linears[0].weight.dtype  # type: ignore[union-attr]
-    same_bias = len({linear.bias is None for linear in linears}) == 1  # type: ignore[union-attr]
-    return hidden_states.dtype == dtype and hidden_states.dim() == 3 and same_bias
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.weight.dtype
+    return hidden_states.dtype == dtype and hidden_states.dim() == 3 and all(map(untouched, (gates, q, k, v)))
 
 
 def untouched(module: nn.Module) -> bool:
     """No hooks (FSDP, ZeRO and offloading gather weights by them), no replaced forward, ordinary tensors."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    ordinary = all(type(p) in (nn.Parameter, torch.Tensor) for p in module._parameters.values() if p is not None)
-    return not hooks and ordinary and "forward" not in module.__dict__
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    for parameter in module._parameters.values():
+        if not (parameter is None or type(parameter) is nn.Parameter or type(parameter) is torch.Tensor):
+            return False
+    return "forward" not in module.__dict__
