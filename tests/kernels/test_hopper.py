@@ -125,7 +125,7 @@ def test_every_backward_variant_compiles(D, heads, options, tmp_path):
     from fox_kernels.hopper_backward import CUTS
 
     found, said = compiled(*backward_source(D, heads=heads or CUTS[D].heads, **options), tmp_path)
-    assert found["spilled"] <= 900
+    assert found["spilled"] <= 1100
     assert found["shared"] <= 227 * 1024
     assert "serialized" not in said
 
