@@ -199,32 +199,46 @@ def best_constant_gates(windows: list[Window], student: Student, half_lives: lis
     student.bias.copy_(torch.tensor(best))
 
 
-def fit(windows: list[Window], student: Student, steps: int, generator: torch.Generator) -> None:
-    """Adam on KL(original's attention || student's), BLOCKS_PER_STEP blocks of queries per step, in place.
+class Fit:
+    """Adam on KL(original's attention || student's), BLOCKS_PER_STEP blocks of queries per step.
 
-    Learning rates fall to zero along a half cosine. The refit is sought in whitened coordinates.
+    Learning rates fall to zero along a half cosine over all steps; the windows may come in groups, of which only one
+    is in memory at a time. The refit is sought in whitened coordinates.
     """
-    for _, value in student.parameters():
-        value.requires_grad_()
-    whitened = None if student.refit is None else _Whitened(student.refit, windows)
-    sought = dict(student.parameters()) if whitened is None else {**dict(student.parameters()), "refit": whitened.place}
-    groups = [{"params": [value], "lr": LEARNING_RATE[name]} for name, value in sought.items()]
-    optimizer = torch.optim.Adam(groups, betas=(0.8, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.5 * (1 + math.cos(math.pi * s / max(1, steps))))
-    scratch = Scratch()
-    for work in _order(windows, steps, generator):
+
+    def __init__(self, windows: list[Window], student: Student, steps: int, generator: torch.Generator):
+        """windows: the first group, whose queries the whitening is of. The student is changed in place by `run`."""
+        self.student, self.generator, self.scratch = student, generator, Scratch()
         for _, value in student.parameters():
-            value.grad = None
-        for window, start, stop in work:
-            accumulate(window, student, start, stop, scratch)
-        if whitened is not None:
-            whitened.take_gradient()
-        optimizer.step()
-        schedule.step()
-        if whitened is not None:
-            whitened.give_value()
-    for _, value in student.parameters():
-        value.requires_grad_(False)
+            value.requires_grad_()
+        sought = dict(student.parameters())
+        self.whitened = None if student.refit is None else _Whitened(student.refit, windows)
+        if self.whitened is not None:
+            sought["refit"] = self.whitened.place
+        groups = [{"params": [value], "lr": LEARNING_RATE[name]} for name, value in sought.items()]
+        self.optimizer = torch.optim.Adam(groups, betas=(0.8, 0.95))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / max(1, steps)))
+        )
+
+    def run(self, windows: list[Window], steps: int) -> None:
+        """The next `steps` steps, on these windows."""
+        for work in _order(windows, steps, self.generator):
+            for _, value in self.student.parameters():
+                value.grad = None
+            for window, start, stop in work:
+                accumulate(window, self.student, start, stop, self.scratch)
+            if self.whitened is not None:
+                self.whitened.take_gradient()
+            self.optimizer.step()
+            self.schedule.step()
+            if self.whitened is not None:
+                self.whitened.give_value()
+
+    def finish(self) -> None:
+        """Leaves the student as plain numbers."""
+        for _, value in self.student.parameters():
+            value.requires_grad_(False)
 
 
 class _Whitened:

@@ -18,6 +18,8 @@ from retrofox.model.attention import FoxMixin
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.report import progress_bar
 
+WINDOWS_AT_ONCE = 16
+"""Windows whose queries and keys are in memory at one time; more than these are fitted in groups, one after another."""
 SINGLE_LENGTH = 512
 """Tokens on which the loss with one layer alone converted is measured: two passes per layer through all later ones."""
 
@@ -87,8 +89,7 @@ class Run:
         before = capture.through(layer, streams["before"], call)
         if self.layer_losses:
             single = torch.cat([single, capture.through(layer, held, single_call)])
-        original, captured = capture.run_original(layer, streams["original"], call)
-        tensors, row = self._fit(number, attention, captured)
+        original, tensors, row = self._fit(number, layer, call, streams["original"])
         for name, value in tensors.items():
             put(attention, name, value)
         after = capture.through(layer, streams["after"], call)
@@ -98,20 +99,27 @@ class Run:
         return tensors, row, {"original": original, "before": before, "after": after, "single": single}
 
     def _fit(
-        self, number: int, attention: FoxMixin, captured: list[tuple[capture.Operands, dict[str, Any]]]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(the layer's new tensors by name below its attention, KL before and after)."""
-        windows = [self._window(attention, *entry) for entry in captured]
-        fitted, held = windows[: -self.held_out], windows[-self.held_out :]
-        start = self._student(attention, windows[0])
+        self, number: int, layer: nn.Module, call: capture.LayerCall, entering: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
+        """(what leaves the original's layer, the layer's new tensors by name below its attention, its measurements)"""
+        attention: FoxMixin = layer.self_attn  # type: ignore[assignment]
+        leaving = torch.empty_like(entering)
+        count = len(entering) - self.held_out
+        held = self._windows(layer, call, entering, leaving, slice(count, len(entering)))
+        start = self._student(attention, held[0])
         before = fitting.divergence(held, start)
-        student = start.clone()
-        constant = student.bias is not None and (student.weight is None or not student.weight.any())
-        if constant and self.fox.init != "calibrated":
-            longest = float(LONGEST * self.tokens.shape[1])
-            fitting.best_constant_gates(fitted[:1], student, list(np.geomspace(4.0, longest, 10)))
+        student, fit = start.clone(), None
         generator = torch.Generator().manual_seed(1000 * self.seed + number)
-        fitting.fit(fitted, student, self.steps, generator)
+        for first in range(0, count, WINDOWS_AT_ONCE):
+            last = min(first + WINDOWS_AT_ONCE, count)
+            windows = self._windows(layer, call, entering, leaving, slice(first, last))
+            if fit is None:
+                self._choose_constant_gates(windows[:1], student)
+                fit = fitting.Fit(windows, student, self.steps, generator)
+            fit.run(windows, self.steps * last // count - self.steps * first // count)
+            del windows  # before the next are made
+        assert fit is not None
+        fit.finish()
         after = fitting.divergence(held, student)
         worse = after > before
         student.take(worse, start)
@@ -126,7 +134,21 @@ class Run:
             "half_life_after_by_head": _listed(fitting.half_lives(held, student)),
             "heads_fitted": int((~worse).sum()),
         }
-        return folded(attention, student), row
+        return leaving, folded(attention, student), row
+
+    def _choose_constant_gates(self, windows: list[fitting.Window], student: fitting.Student) -> None:
+        """A better start than open or log-spaced gates, unless they were measured or trained before."""
+        constant = student.bias is not None and (student.weight is None or not student.weight.any())
+        if constant and self.fox.init != "calibrated":
+            longest = float(LONGEST * self.tokens.shape[1])
+            fitting.best_constant_gates(windows, student, list(np.geomspace(4.0, longest, 10)))
+
+    def _windows(
+        self, layer: nn.Module, call: capture.LayerCall, entering: torch.Tensor, leaving: torch.Tensor, part: slice
+    ) -> list[fitting.Window]:
+        """Some of the windows, with what leaves the original's layer for them written into `leaving`."""
+        leaving[part], captured = capture.run_original(layer, entering[part], call)
+        return [self._window(layer.self_attn, *entry) for entry in captured]  # type: ignore[arg-type]
 
     def _window(self, attention: FoxMixin, original: capture.Operands, block: dict[str, Any]) -> fitting.Window:
         converted, finish = capture.converted_operands(attention, block), None

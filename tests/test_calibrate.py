@@ -202,7 +202,7 @@ class Stop(Exception):
 def test_resumed_run_equals_uninterrupted(tokens, tmp_path, monkeypatch):
     base = sharp()
     whole = calibrate(base, SPEC, tokens, out_dir=tmp_path / "whole", steps=8, progress=False)
-    real = fitting.fit
+    real = fitting.Fit.run
     calls = []
 
     def stops_in_second_layer(*arguments):
@@ -211,7 +211,7 @@ def test_resumed_run_equals_uninterrupted(tokens, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         real(*arguments)
 
-    monkeypatch.setattr(fitting, "fit", stops_in_second_layer)
+    monkeypatch.setattr(fitting.Fit, "run", stops_in_second_layer)
     with pytest.raises(KeyboardInterrupt):
         calibrate(base, SPEC, tokens, out_dir=tmp_path / "cut", steps=8, progress=False)
     assert not (tmp_path / "cut" / "calibration.json").exists()
@@ -223,6 +223,26 @@ def test_resumed_run_equals_uninterrupted(tokens, tmp_path, monkeypatch):
     timeless = [{**row, "seconds": 0} for row in whole.report["layers"]]
     assert [{**row, "seconds": 0} for row in resumed.report["layers"]] == timeless
     assert resumed.report["summary"] == whole.report["summary"]
+
+
+def test_windows_in_groups_leave_the_originals_stream_and_all_steps_as_they_were(tokens, tmp_path, monkeypatch):
+    base = sharp()
+    whole = calibrate(base, SPEC, tokens, out_dir=tmp_path / "whole", steps=30, progress=False)
+    groups = []
+    real = fitting.Fit.run
+
+    def noting(fit, windows, steps):
+        groups.append((len(windows), steps))
+        real(fit, windows, steps)
+
+    monkeypatch.setattr(fitting.Fit, "run", noting)
+    monkeypatch.setattr("retrofox.calibrate_run.WINDOWS_AT_ONCE", 3)
+    grouped = calibrate(base, SPEC, tokens, out_dir=tmp_path / "groups", steps=30, progress=False)
+    assert groups == [(3, 22), (1, 8)] * 2
+    for a, b in zip(grouped.report["layers"], whole.report["layers"], strict=True):
+        assert a["kl_before"] == b["kl_before"]
+        assert a["kl_after"] < 1.2 * b["kl_after"] < a["kl_before"]
+    assert grouped.report["summary"]["loss_original"] == whole.report["summary"]["loss_original"]
 
 
 def test_other_settings_in_the_same_directory_are_refused(tokens, tmp_path):
