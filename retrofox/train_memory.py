@@ -173,9 +173,12 @@ def probe(recipe: Recipe, stage: Stage, model: Any, recomputed: bool, device: to
         kept, head, backward = (found[:, :, kind] for kind in range(3))
         layer = kept[1] - kept[0]
         at_once = np.minimum(lengths, _rows_of_logits(stage, lm, device))  # a piece of logits grows no further
-        head_curve = Curve(*np.polyfit(at_once, head[1], 1)[::-1], 0.0) if len(set(at_once)) > 1 else None
+        head_curve = Curve(float(head[1].max()), 0.0, 0.0)
+        if len(set(at_once)) > 1:
+            linear, constant = np.polyfit(at_once, head[1], 1).tolist()
+            head_curve = Curve(constant, linear, 0.0)
         curves = [_fit(lengths, values) for values in (layer, kept[0] - layer, backward[1])]
-        _probes[key] = Probe(curves[0], curves[1], head_curve or Curve(float(head[1].max()), 0.0, 0.0), curves[2])
+        _probes[key] = Probe(curves[0], curves[1], head_curve, curves[2])
     return _probes[key]
 
 
