@@ -112,6 +112,12 @@ class Runs:
         }
 
 
+def windows(lines: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
+    """Mean loss of each window of the log, by its first and last step."""
+    before = [0, *(line["step"] for line in lines)]
+    return {(first + 1, line["step"]): line["loss"] for first, line in zip(before, lines, strict=False)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -158,15 +164,14 @@ def main() -> None:
     at = max((line["step"] for line in runs.lines(name)), default=0)
     if runs.wait(runs.start(everyone[:half], name, "fsdp2", steps, options.gpus), name, options.timeout):
         keep(runs.row(name, half, "FSDP2", after=at))
-        sharded = {line["step"]: line["loss"] for line in runs.lines(name)}
-        whole = {line["step"]: line["loss"] for line in runs.lines(f"ddp-{options.gpus}")}
-        apart = {step: abs(sharded[step] - whole[step]) for step in sharded if step in whole}
+        sharded, whole = windows(runs.lines(name)), windows(runs.lines(f"ddp-{options.gpus}"))
+        apart = {steps: abs(sharded[steps] - whole[steps]) for steps in sharded if steps in whole}
         found["resumed"] = {
             "saved_on": options.gpus,
             "resumed_on": half,
             "at_step": at,
             "largest_difference_of_loss_to_ddp": max(apart.values(), default=None),
-            "differences": {str(step): round(value, 5) for step, value in apart.items()},
+            "differences": {f"{first}-{last}": round(value, 5) for (first, last), value in apart.items()},
         }
         print(json.dumps(found["resumed"]), flush=True)
     found["seconds"] = round(time.perf_counter() - started)
