@@ -20,6 +20,8 @@ from transformers import TrainingArguments
 import retrofox
 from retrofox import checkpoint
 from retrofox.config import Recipe, Stage, dump
+from retrofox.data import claim
+from retrofox.data_files import write_whole
 from retrofox.objectives import OBJECTIVES, causal_lm, is_converted
 from retrofox.surgery import is_new_tensor, load_tokenizer
 from retrofox.train_callbacks import Clock
@@ -33,6 +35,7 @@ from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stre
 
 logger = logging.getLogger(__name__)
 FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers", "deterministic")
+FREE_IN_DATA = ("cache", "workers")
 FREE_IN_STAGE = ("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor")
 
 
@@ -64,10 +67,16 @@ def _train(recipe: Recipe) -> dict[str, Any]:
     batches = _claim(out, recipe, state)
     if (out / "model" / checkpoint.MARKER).is_file():
         say(state, f"{out / 'model'} is complete: nothing left to do")
+        if not (out / "result.json").is_file():  # killed between the two
+            folders = [*(_root(out, recipe, number) for number in range(len(recipe.stages) - 1)), out]
+            reports = [checkpoint.note_of(folder / "model")["report"] for folder in folders]
+            return _finish(out, reports, sum(report["seconds"] for report in reports), state)
         return json.loads((out / "result.json").read_text(encoding="utf-8"))
     source = resolve_source(recipe, out, state)
     tokenizer = load_tokenizer(recipe.data.tokenizer or recipe.model)
     tokens = prepare_tokens(recipe, tokenizer, state)
+    with state.main_process_first():
+        claim(out / "data.json", tokens.train, tokens.eval)
     model: Any = None
     rows: dict[int, int] = {}
     reports = []
@@ -75,13 +84,13 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         first_row = rows.get(stage.sequence_length, 0)
         steps = count_steps(stage, batches[number])
         rows[stage.sequence_length] = first_row + steps * batches[number] // stage.sequence_length
-        root = out / f"stage-{number}-{stage.objective}"
+        root = _root(out, recipe, number)
         if (root / "model" / checkpoint.MARKER).is_file():
             reports.append(checkpoint.note_of(root / "model")["report"])
             say(state, f"stage {number} ({stage.objective}) is complete")
             continue
         if model is None:
-            before = out / f"stage-{number - 1}-{recipe.stages[number - 1].objective}" / "model" if number else source
+            before = _root(out, recipe, number - 1) / "model" if number else source
             model = build_model(recipe, before, state)
             rows_of_embedding = causal_lm(model).config.vocab_size
             if len(tokenizer) > rows_of_embedding:
@@ -100,11 +109,21 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             model = None  # sharded for what this stage trained: the next one starts from the export
             trainer.accelerator.free_memory()
+    return _finish(out, reports, time.perf_counter() - started, state)
+
+
+def _root(out: Path, recipe: Recipe, number: int) -> Path:
+    """The folder of a stage."""
+    return out / f"stage-{number}-{recipe.stages[number].objective}"
+
+
+def _finish(out: Path, reports: list[dict[str, Any]], seconds: float, state: Any) -> dict[str, Any]:
+    """Writes result.json."""
     result = {
         "output": str(out),
         "model": str(out / "model"),
         "stages": reports,
-        "seconds": time.perf_counter() - started,
+        "seconds": seconds,
         "version": retrofox.__version__,
     }
     if state.is_main_process:
@@ -141,14 +160,19 @@ def _claim(out: Path, recipe: Recipe, state: Any) -> list[int]:
     """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage."""
     file = out / "recipe.yaml"
     if file.is_file():
-        kept = yaml.safe_load(file.read_text(encoding="utf-8"))
-        changed = _changes(kept["recipe"], yaml.safe_load(dump(recipe)))
+        try:
+            kept = yaml.safe_load(file.read_text(encoding="utf-8"))
+            before, batches = kept["recipe"], kept["batch_tokens"]
+        except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{file} is damaged: delete it to go on with the recipe given, or choose another `output`"
+            ) from error
+        changed = _changes(before, yaml.safe_load(dump(recipe)))
         if changed:
             raise ValueError(
                 f"{out} holds another run: {', '.join(changed)} differ from {file}. "
                 "Choose another `output`, or delete it"
             )
-        batches = kept["batch_tokens"]
     else:
         batches = [
             stage.batch_tokens or stage.sequence_length * stage.micro_batch * state.num_processes
@@ -160,15 +184,14 @@ def _claim(out: Path, recipe: Recipe, state: Any) -> list[int]:
     state.wait_for_everyone()
     if state.is_main_process and not file.is_file():
         values = {"retrofox": retrofox.__version__, "batch_tokens": batches, "recipe": yaml.safe_load(dump(recipe))}
-        partial = out / ".recipe.yaml.partial"
-        partial.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-        partial.replace(file)
+        write_whole(file, yaml.safe_dump(values, sort_keys=False).encode())
     state.wait_for_everyone()
     return batches
 
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Keys whose change would make a resumed run another run."""
+    old, new = ({**r, "data": {k: v for k, v in r["data"].items() if k not in FREE_IN_DATA}} for r in (old, new))
     found = [key for key in new if key not in (*FREE_TO_CHANGE, "stages") and old.get(key) != new[key]]
     if len(old["stages"]) != len(new["stages"]):
         return [*found, "stages"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,7 @@ class StageData:
             collate_fn=collate_with_targets,
             num_workers=workers,
             prefetch_factor=4 if workers else None,
+            worker_init_fn=_leave_signals,
             pin_memory=torch.cuda.is_available(),
             # Its own generator: else starting the processes would draw from the run's random numbers.
             generator=torch.Generator().manual_seed(self.recipe.seed),
@@ -100,6 +102,12 @@ class StageData:
         mine = windows[rank::world] if wanted >= world else windows
         for start in range(0, len(mine), size):
             yield collate_with_targets([self.held_out[int(i)] for i in mine[start : start + size]])
+
+
+def _leave_signals(worker: int) -> None:
+    """A signal to the whole group is the trainer's to answer: a loader process that died of it would break the save."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def collate_with_targets(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:

@@ -231,8 +231,9 @@ class FoxTrainer(Trainer):
         """Writes checkpoint-N, then its COMPLETE marker, then rotates; says what failed and what still stands."""
         root = Path(str(self.args.output_dir))
         directory = root / f"checkpoint-{self.state.global_step}"
-        if (directory / checkpoint.MARKER).is_file():
+        if checkpoint.problem(directory) is None:
             return
+        self.accelerator.wait_for_everyone()
         if self.args.should_save and directory.exists():
             checkpoint.discard(directory)  # what an interrupted save left
         self.accelerator.wait_for_everyone()
@@ -271,6 +272,9 @@ class FoxTrainer(Trainer):
             self._prepare_for_training(self.args.max_steps, None, str(directory))
         else:
             self._load_from_checkpoint(str(directory))
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, Anneal):
+                callback.move(self.state.global_step)  # the dial is no tensor of the checkpoint
 
     def _after_save(self, directory: Path) -> None:
         if self.args.should_save and (directory / "adapter_config.json").is_file():

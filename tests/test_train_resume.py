@@ -1,0 +1,144 @@
+"""What a run that stopped at an awkward place does when it is started again: goes on bit for bit, or says why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import retrofox.train
+from retrofox import checkpoint
+from retrofox.config import load_recipe
+from retrofox.train import train
+
+
+@pytest.fixture
+def recipe(tmp_path, pico_fox, pico_tokenizer) -> Path:
+    """Two stages of 4 steps with a checkpoint each, the first annealing rotary pairs half way."""
+    (tmp_path / "text.txt").write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(200)))
+    pico_fox(rope="anneal", anneal_tokens=700).save_pretrained(tmp_path / "model")
+    pico_tokenizer.save_pretrained(tmp_path / "model")
+    stage = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
+    values = {
+        "model": str(tmp_path / "model"),
+        "output": str(tmp_path / "run"),
+        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
+        "stages": [stage, {**stage, "anneal": False}],
+        "precision": "fp32",
+        "log": {"every": 1},
+        "checkpoint": {"every_steps": 1, "keep": 9},
+        "dataloader_workers": 0,
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def run(recipe: Path, *changes: str) -> dict:
+    return train(load_recipe(recipe, list(changes)))
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_stage_restored_at_its_end_gives_the_next_what_it_would_have_had(recipe, tmp_path, monkeypatch):
+    run(recipe, f"output={tmp_path / 'whole'}")
+
+    def full(*arguments, **options):
+        raise ValueError("no space left")
+
+    export = retrofox.train._export
+    monkeypatch.setattr(retrofox.train, "_export", full)
+    with pytest.raises(ValueError, match="no space left"):
+        run(recipe)
+    monkeypatch.setattr(retrofox.train, "_export", export)
+    assert run(recipe)["stages"][0]["resumed_at"] == 4
+    for inner in ("stage-0-extend", "."):
+        left, right = tmp_path / "whole" / inner, tmp_path / "run" / inner
+        assert weights(left) == weights(right)
+        dials = [json.loads((out / "model" / "config.json").read_text())["fox"] for out in (left, right)]
+        assert dials[0]["annealed_tokens"] == dials[1]["annealed_tokens"] == 512
+
+
+def test_data_changed_between_stages_is_refused(recipe, tmp_path):
+    run(recipe)
+    shutil.rmtree(tmp_path / "run" / "model")
+    shutil.rmtree(tmp_path / "run" / "stage-1-extend")
+    text = (tmp_path / "text.txt").read_text()
+    (tmp_path / "text.txt").write_text(text.replace("fox", "sow"))
+    with pytest.raises(ValueError, match=r"data under this run changed: .*text\.txt"):
+        run(recipe)
+    (tmp_path / "text.txt").write_text(text)
+    shutil.move(tmp_path / "cache", tmp_path / "elsewhere")
+    run(recipe, f"data.cache={tmp_path / 'elsewhere'}", "data.workers=2")
+
+
+def test_a_run_killed_before_its_result_was_written_has_one_when_it_is_run_again(recipe, tmp_path):
+    result = run(recipe)
+    (tmp_path / "run" / "result.json").unlink()
+    again = run(recipe)
+    assert again["stages"] == result["stages"]
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == again
+
+
+def test_a_damaged_checkpoint_is_written_again_when_its_step_comes(recipe, tmp_path):
+    run(recipe)
+    before, root = weights(tmp_path / "run"), tmp_path / "run" / "stage-1-extend"
+    shutil.rmtree(tmp_path / "run" / "model")
+    for step in (3, 4):
+        file = root / f"checkpoint-{step}" / "optimizer.pt"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert run(recipe)["stages"][1]["resumed_at"] == 2
+    assert [checkpoint.problem(path) for path in checkpoint.checkpoints(root)] == [None] * 4
+    assert weights(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff", b"[]", b"a: [", b"recipe: {}"])
+def test_a_damaged_copy_of_the_recipe_is_named(recipe, tmp_path, damage):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_bytes(damage)
+    with pytest.raises(ValueError, match=r"recipe\.yaml is damaged: delete it"):
+        run(recipe)
+
+
+def test_a_signal_to_the_whole_group_saves_too(recipe, tmp_path):
+    """As Slurm and systemd send it: the loader's processes must not die of it before the checkpoint is written."""
+    slow = (
+        "import sys, time\n"
+        "from retrofox.train_loop import FoxTrainer\n"
+        "plain = FoxTrainer.training_step\n"
+        "def step(self, *a, **k):\n"
+        "    print(self.state.global_step, flush=True)\n"
+        "    time.sleep(0.5)\n"
+        "    return plain(self, *a, **k)\n"
+        "FoxTrainer.training_step = step\n"
+        "from retrofox.cli import main\n"
+        f"sys.argv = ['retrofox', 'train', {str(recipe)!r}, 'dataloader_workers=2']\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "1":
+            break
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "signal 15: saved at step 2" in said
