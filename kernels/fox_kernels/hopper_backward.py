@@ -11,7 +11,7 @@ from .hopper_forward import Blocks, blocks_of, copyable, heads_per_group, launch
 
 
 class Cut(NamedTuple):
-    """How the backward is cut: queries per step, stages of q and do, copies of k and v, heads walked together."""
+    """How the backward is cut: queries per step, stages of q and do, copies of k and v, heads taken in turn at a tile."""
 
     queries: int
     stages: int
@@ -24,7 +24,7 @@ class Cut(NamedTuple):
 
 KEYS = 128  # per tile
 # 24 registers spill in the helpers, but 32 leave one consumer 232, which then spills in its loop: 412 against 372
-# TFLOP/s at 2 x 8192, D = 64, unordered; at D = 128, where dq is 16 registers less, 32 are better: 515 against 504, GQA
+# TFLOP/s at 2 x 8192, D = 64, unordered; at D = 128, of half as many queries, 32 are better: 515 against 504, GQA
 CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 128: Cut(64, 2, 1, 8, 2, 240, 32)}
 
 

@@ -1,5 +1,7 @@
 """The switch between repeatable and fast gradients: what the launchers are told, in eager mode and compiled."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def asked(monkeypatch):
     return told
 
 
-def forward(q, log_f):
+def forward(q, log_f) -> Any:
     options = {"cu_seqlens": None, "seq_start": None, "window": None, "sink": 0, "softcap": None, "prune": None}
     return autograd.forgetting_attention(q, q, q, log_f, scale=0.25, return_lse=False, backend="gluon", **options)
 

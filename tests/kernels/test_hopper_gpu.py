@@ -1,6 +1,7 @@
 """The Hopper kernels on a GPU: `pytest -m gpu tests/kernels/test_hopper_gpu.py`."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_the_switch_reaches_the_kernel_through_autograd(monkeypatch):
     log_f = torch.zeros(1, 256, 2, device="cuda")
     for value in (True, False):
         with fox_kernels.deterministic(value):
-            o = fox_kernels.forgetting_attention(q, q, q, log_f, backend="gluon")
+            o: Any = fox_kernels.forgetting_attention(q, q, q, log_f, backend="gluon")
         o.sum().backward()
     assert told == [True, False]
 
