@@ -11,7 +11,7 @@ from .hopper_forward import Blocks, blocks_of, copyable, heads_per_group, launch
 
 
 class Cut(NamedTuple):
-    """How the backward is cut: queries per step, stages of q and do, copies of k and v, heads taken in turn at a tile."""
+    """How the backward is cut: queries per step, stages of q and do, copies of k and v, heads in turn at a tile."""
 
     queries: int
     stages: int
