@@ -10,17 +10,7 @@ Its prologue also leaves what the kernel for dk and dv needs of every query (del
 import triton
 import triton.language as tl
 
-from .forward import (
-    block_scalars,
-    decayed,
-    key_range,
-    load_rows,
-    masked_block,
-    place,
-    query_facts,
-    soft_capped,
-    visible,
-)
+from .forward import block_scalars, gates_of_keys, key_range, load_rows, masked_block, place, query_facts, scores
 
 
 @triton.jit
@@ -31,14 +21,8 @@ def _dq_block(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    j = n0 + offs_n
-    if MASKED:
-        c_hi = tl.load(c_hi_ptr + j, mask=j < S, other=0.0)
-        c_lo = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
-    else:
-        rel = tl.load(c_rel_ptr + j)
-        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
-        lift = (bias_hi - last_hi) + (bias_lo - last_lo)
+    j, c_first, c_second, lift = gates_of_keys(
+        n0, offs_n, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr, c_rel_ptr, S, MASKED, BN)  # fmt: skip
     k0 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d0, S, MASKED, TMA > 0)
     v0 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d0, S, MASKED, TMA > 0)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
@@ -48,18 +32,10 @@ def _dq_block(
         v1 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d1, S, MASKED, TMA > 0)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
         dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
-    tanh = s
-    if CAP:
-        s, tanh = soft_capped(s * scale2, softcap2, inverse_cap)
-    else:
-        s = s * scale2
-    if MASKED:
-        s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_hi[None, :], c_lo[None, :],
-                    j[None, :] < start[:, None] + sink, sink_bias, SINK)  # fmt: skip
-        seen = visible(pos[:, None], j[None, :], start[:, None], S, window, sink, CAUSAL, STARTS, WINDOW)
-        p = tl.exp2(tl.where(seen, s - lse[:, None], float("-inf")))
-    else:
-        p = tl.exp2(s + rel[None, :] - (lse - lift)[:, None])
+    s, tanh = scores(
+        s, c_first, c_second, bias_hi, bias_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+        inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP)  # fmt: skip
+    p = tl.exp2(s - (lse - lift)[:, None])
     ds = p * (dp - delta[:, None])
     if MASKED:
         # The own key's ds would cancel in dc, but for rounding: with gates shut it is nearly all of the sum.

@@ -152,6 +152,46 @@ def masked_block(it, low, mid_low, mid_high, high, sink_low):
 
 
 @triton.jit
+def gates_of_keys(
+    n0, offs_n, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr, c_rel_ptr, S, MASKED: tl.constexpr, BN: tl.constexpr
+):
+    """A key block's positions and gates: c in two floats (masked), or c relative to its last, twice, and the lift."""
+    j = n0 + offs_n
+    if MASKED:
+        first = tl.load(c_hi_ptr + j, mask=j < S, other=0.0)
+        second = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
+        lift = 0.0
+    else:
+        first = tl.load(c_rel_ptr + j)
+        second = first
+        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
+        lift = (bias_hi - last_hi) + (bias_lo - last_lo)
+    return j, first, second, lift
+
+
+@triton.jit
+def scores(
+    s, c_first, c_second, bias_hi, bias_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Products of queries and keys as base-2 scores: scaled, capped, with their decay, -inf where hidden; and tanh."""
+    tanh = s
+    if CAP:
+        s, tanh = soft_capped(s * scale2, softcap2, inverse_cap)
+    else:
+        s = s * scale2
+    if MASKED:
+        s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_first[None, :], c_second[None, :],
+                    j[None, :] < start[:, None] + sink, sink_bias, SINK)  # fmt: skip
+        seen = visible(pos[:, None], j[None, :], start[:, None], S, window, sink, CAUSAL, STARTS, WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+    else:
+        s += c_first[None, :]
+    return s, tanh
+
+
+@triton.jit
 def _attend(
     b, h, n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr,
     c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
@@ -159,31 +199,16 @@ def _attend(
     CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One key block of the online softmax. bias: c_ref (interior, scalars) or c_i (masked, one per row)."""
-    j = n0 + offs_n
-    if MASKED:
-        c_hi = tl.load(c_hi_ptr + j, mask=j < S, other=0.0)
-        c_lo = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
-        lift = 0.0
-    else:
-        rel = tl.load(c_rel_ptr + j)
-        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
-        lift = (bias_hi - last_hi) + (bias_lo - last_lo)
+    j, c_first, c_second, lift = gates_of_keys(
+        n0, offs_n, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr, c_rel_ptr, S, MASKED, BN)  # fmt: skip
     k0 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d0, S, MASKED, TMA > 0)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     if D1 > 0:
         k1 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d1, S, MASKED, TMA > 0)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-    if CAP:
-        s, _t = soft_capped(s * scale2, softcap2, inverse_cap)
-    else:
-        s = s * scale2
-    if MASKED:
-        s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_hi[None, :], c_lo[None, :],
-                    j[None, :] < start[:, None] + sink, sink_bias, SINK)  # fmt: skip
-        seen = visible(pos[:, None], j[None, :], start[:, None], S, window, sink, CAUSAL, STARTS, WINDOW)
-        s = tl.where(seen, s, float("-inf"))
-    else:
-        s += rel[None, :]
+    s, _tanh = scores(
+        s, c_first, c_second, bias_hi, bias_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+        inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP)  # fmt: skip
     top = tl.maximum(m, tl.max(s, 1) + lift)
     base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
     p = tl.exp2(s - (base - lift)[:, None])
