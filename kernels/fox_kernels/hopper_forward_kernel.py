@@ -215,8 +215,8 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
             acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(s), count=1)
         it += 1
-        inv = gl.where(l_i > 0, 1.0 / l_i, 0.0)
-        gl.store(L + bh.to(gl.int64) * T + rows, gl.where(l_i > 0, m_i + gl.log2(l_i), -float("inf")), mask=rows < T)
+        inv = gl.where(l_i == 0, 0.0, 1.0 / l_i)  # a NaN goes on
+        gl.store(L + bh.to(gl.int64) * T + rows, gl.where(l_i == 0, -float("inf"), m_i + gl.log2(l_i)), mask=rows < T)
         tma.store_wait(0)
         o_buf.store((acc * gl.convert_layout(inv, gl.SliceLayout(1, O_L))[:, None]).to(dtype))
         if DX:

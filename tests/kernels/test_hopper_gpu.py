@@ -78,6 +78,20 @@ def test_every_element_is_written(D, seq_start, deterministic):
     assert all(x[:, :padded].count_nonzero() == 0 for x in (o, dq, dk, dv))
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_nan_in_a_gate_reaches_the_outputs_behind_it(D):
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, 400, 2, D, device="cuda", dtype=BF16) for _ in range(4))
+    log_f = torch.full((1, 400, 2), -0.1, device="cuda")
+    log_f[:, 150, 0] = torch.nan
+    c = cumsum.cumulative(log_f)
+    o, lse2 = launch_forward(q, k, v, *c, scale=D**-0.5)
+    dq, dk, dv, _ = launch_backward(do, None, q, k, v, o, lse2, *c, scale=D**-0.5)
+    assert all(bool(x[:, 150:, 0].isnan().all()) for x in (o, lse2.transpose(1, 2), dq, dk, dv))
+    assert all(bool(torch.isfinite(x[:, :, 1]).all()) for x in (o, lse2.transpose(1, 2), dq, dk, dv))
+    assert all(bool(torch.isfinite(x[:, :128, 0]).all()) for x in (o, lse2.transpose(1, 2), dq))
+
+
 def test_the_switch_reaches_the_kernel_through_autograd(monkeypatch):
     import fox_kernels
     from fox_kernels import hopper_backward
