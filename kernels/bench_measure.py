@@ -177,8 +177,10 @@ def decode(p: Decode, clock: Clock, copy_gb_s: float) -> tuple[list[dict], list[
 def machine() -> dict:
     """Return the GPU, its clocks as read now, and the versions that matter."""
     fields = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw"
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    values = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split("\n")[0].split(", ")
+    query = ["nvidia-smi", f"--query-gpu=uuid,{fields}", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split("\n")
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    values = next((line for line in lines if uuid in line), lines[0]).split(", ")[1:]
     versions = {}
     for name in ("torch", "triton", "fla-core"):
         try:
