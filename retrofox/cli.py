@@ -254,6 +254,20 @@ def inspect(
     run(model, data=data or None, length=length, out=out, max_documents=max_documents, device=device, dtype=dtype)
 
 
+@app.command()
+def push(
+    directory: Annotated[Path, typer.Argument(help="A converted model's directory.")],
+    repo: Annotated[str, typer.Argument(help="Hub repository, org/name; created where it doesn't exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
+) -> None:
+    """Uploads a converted model to the Hub in one commit, checked for completeness before, file by file after."""
+    from retrofox.hub import push as run
+
+    print(json.dumps(run(directory, repo, private=private, message=message, dry_run=dry_run), indent=2))
+
+
 @config_app.command("schema")
 def config_schema() -> None:
     """Prints the JSON schema of a recipe, for editors and for reading."""

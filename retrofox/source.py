@@ -54,7 +54,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
     try:
         cached = try_to_load_from_cache(name, "config.json", revision=revision)
         if not isinstance(cached, str) and not constants.HF_HUB_OFFLINE:
-            _probe(name, constants.ENDPOINT)
+            _probe(constants.ENDPOINT)
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except HFValidationError as error:
         raise FileNotFoundError(f"{name}: no such directory, and not a Hub id (org/name) either") from error
@@ -67,7 +67,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
         ) from error
 
 
-def _probe(name: str, endpoint: str) -> None:
+def _probe(endpoint: str) -> None:
     """Fails within seconds where the Hub can't be reached; huggingface_hub itself would go on trying for 23 s."""
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PROBE_SECONDS).close()
@@ -78,7 +78,7 @@ def _probe(name: str, endpoint: str) -> None:
             raise ConnectionError(f"{endpoint} can't be reached: {error.reason}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: BaseException | None) -> str:
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:300]
 
 
@@ -166,22 +166,44 @@ def _at_once(source: str, out: Path) -> Shards | None:
 def fetch(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
     """(local directory, commit) of a directory or a Hub id, downloading what a conversion needs.
 
+    Where the Hub can't be reached, what the cache holds must do.
+
     Raises:
-        FileNotFoundError: a directory that is not there, or a Hub that can't be reached.
+        FileNotFoundError: a Hub id that can neither be downloaded nor found in the cache.
     """
     if Path(source).is_dir():
         return Path(source), None
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    choices = [[*SKIPPED, "*.bin"], [*SKIPPED]]
     try:
-        names = HfApi().list_repo_files(str(source), revision=revision)
-        safe = any(name.endswith(".safetensors") for name in names)
-    except OfflineModeIsEnabled:
-        safe = False  # take what the cache has
-    try:
-        skip = [*SKIPPED, "*.bin"] if safe else [*SKIPPED]
-        directory = Path(snapshot_download(str(source), revision=revision, ignore_patterns=skip))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        online = _online()
+        if online:
+            names = HfApi().list_repo_files(str(source), revision=revision)
+            choices = choices[:1] if any(name.endswith(".safetensors") for name in names) else choices[1:]
+    except (HfHubHTTPError, OSError) as error:
         raise FileNotFoundError(f"{source} could not be downloaded: {_first_line(error)}") from error
-    return directory, directory.name
+    problem: Exception | None = None
+    for skip in choices:
+        try:
+            directory = Path(
+                snapshot_download(str(source), revision=revision, ignore_patterns=skip, local_files_only=not online)
+            )
+            return directory, directory.name
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            problem = error
+    where = "downloaded" if online else "found in the cache, and the Hub can't be reached"
+    raise FileNotFoundError(f"{source} could not be {where}: {_first_line(problem)}") from problem
+
+
+def _online() -> bool:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        _probe(constants.ENDPOINT)
+    except ConnectionError:
+        return False
+    return True

@@ -1,0 +1,316 @@
+"""Hub ids as sources and as targets, against a Hub made of a dictionary; and no Hub at all."""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import retrofox
+from retrofox.hub import check_complete, push
+from retrofox.source import read_config
+
+MODEL = r"([^/]+/[^/]+?)"
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories of models, each a list of commits, each a dictionary of files, under the Hub's addresses."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.repos: dict[str, dict[str, dict[str, bytes]]] = {}
+        self.large: dict[str, bytes] = {}
+        self.asked: list[str] = []
+        self.damage = ""  # name of a file to spoil when it is committed
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def commit(self, repo: str, files: dict[str, bytes]) -> str:
+        digest = hashlib.sha1(b"".join(sorted(files.values())) + repo.encode()).hexdigest()
+        self.repos.setdefault(repo, {})[digest] = files
+        return digest
+
+    def at(self, repo: str, revision: str) -> tuple[str, dict[str, bytes]]:
+        commits = self.repos[repo]
+        revision = list(commits)[-1] if revision == "main" else revision
+        return revision, commits[revision]
+
+
+def is_large(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def answer(self, content: Any, code: int = 200, **headers: str) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def body(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        chunks = []
+        while size := int(self.rfile.readline(), 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
+
+    def handle_any(self) -> None:
+        hub, path, data = self.server, unquote(urlsplit(self.path).path), self.body()
+        hub.asked.append(f"{self.command} {path}")
+        if path == "/":
+            self.answer(b"")
+        elif path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif path == "/api/repos/create":
+            values = json.loads(data)
+            name = f"{values.get('organization') or 'me'}/{values['name']}"
+            hub.repos.setdefault(name, {"0" * 40: {}})
+            self.answer({"url": f"{hub.url}/{name}", "id": name, "name": name})
+        elif found := re.fullmatch(r"/upload/([0-9a-f]{64})", path):
+            hub.large[found[1]] = data
+            self.answer(b"")
+        elif re.fullmatch(rf"/{MODEL}\.git/info/lfs/objects/batch", path):
+            wanted = json.loads(data)["objects"]
+            uploads = [{**o, "actions": {"upload": {"href": f"{hub.url}/upload/{o['oid']}"}}} for o in wanted]
+            self.answer({"transfer": "basic", "objects": uploads})
+        elif found := re.fullmatch(rf"/api/models/{MODEL}(?:/(preupload|commit|revision|tree)/([^/]+).*)?", path):
+            self.about(found[1], found[2], found[3] or "main", data)
+        elif found := re.fullmatch(rf"/{MODEL}/resolve/([^/]+)/(.+)", path):
+            self.file(*found.groups())
+        else:
+            self.answer({}, 404)
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_any
+
+    def about(self, repo: str, what: str, revision: str, data: bytes) -> None:
+        if repo not in self.server.repos:
+            return self.answer({}, 404, X_Error_Code="RepoNotFound")
+        if what == "preupload":
+            modes = {f["path"]: "lfs" if is_large(f["path"]) else "regular" for f in json.loads(data)["files"]}
+            return self.answer(
+                {"files": [{"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in modes.items()]}
+            )
+        if what == "commit":
+            return self.answer(self.committed(repo, [json.loads(line) for line in data.splitlines()]))
+        sha, files = self.server.at(repo, revision)
+        entries = []
+        for name, content in files.items():
+            entry = {"type": "file", "path": name, "size": len(content), "oid": blob_hash(content)}
+            if is_large(name):
+                entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 1}
+            entries.append(entry)
+        if what == "tree":
+            return self.answer(entries)
+        siblings = [{"rfilename": name} for name in files]
+        self.answer({"id": repo, "sha": sha, "private": False, "tags": [], "siblings": siblings})
+
+    def committed(self, repo: str, lines: list[dict[str, Any]]) -> dict[str, str]:
+        files = dict(self.server.at(repo, "main")[1])
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.server.large[value["oid"]]
+        if self.server.damage:
+            files[self.server.damage] += b"x"
+        sha = self.server.commit(repo, files)
+        return {"commitUrl": f"{self.server.url}/{repo}/commit/{sha}", "commitOid": sha}
+
+    def file(self, repo: str, revision: str, name: str) -> None:
+        if repo not in self.server.repos:
+            return self.answer({}, 404, X_Error_Code="RepoNotFound")
+        sha, files = self.server.at(repo, revision)
+        if name not in files:
+            return self.answer({}, 404, X_Error_Code="EntryNotFound", X_Repo_Commit=sha)
+        etag = f'"{hashlib.sha256(files[name]).hexdigest()}"'
+        self.answer(files[name], ETag=etag, X_Repo_Commit=sha)
+
+
+def blob_hash(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def retrofox_command(hub_url: str, home: Path, *arguments: object, **environment: str) -> tuple[int, str, str]:
+    """A fresh process: huggingface_hub reads its settings when it is imported."""
+    settings = {
+        "HF_ENDPOINT": hub_url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_TOKEN": "hf_x",
+        **environment,
+    }
+    command = [sys.executable, "-m", "retrofox", *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", **settings}
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def test_a_hub_id_is_fetched_once_converted_calibrated_and_proven(hub, pico_checkpoint, tmp_path):
+    files = contents(pico_checkpoint)
+    first = hub.commit("org/model", {**files, "pytorch_model.bin": b"not fetched", "original/x.pth": b"nor this"})
+    hub.commit("org/model", {"config.json": b"{}"})  # a newer commit that is not the one asked for
+    text, out, home = tmp_path / "text.txt", tmp_path / "out", tmp_path / "home"
+    text.write_text("a fox forgets what it need not keep, and keeps what it must not forget. " * 300)
+    options = ["--revision", first, "--calibrate", text, "--calibrate-steps", 4, "--json"]
+    code, printed, error = retrofox_command(hub.url, home, "convert", "org/model", out, *options)
+    assert code == 0, error
+    report = json.loads(printed)
+    assert report["parity"]["equal"]
+    assert report["plan"]["spec"]["base"] == "org/model"
+    assert report["plan"]["spec"]["base_revision"] == first
+    config = json.loads((out / "config.json").read_text())
+    assert (config["fox"]["base"], config["fox"]["base_revision"]) == ("org/model", first)
+    assert "base_model: org/model" in (out / "README.md").read_text()
+    assert not [asked for asked in hub.asked if "pytorch_model.bin" in asked or "original" in asked]
+    downloads = [asked for asked in hub.asked if asked.startswith("GET") and asked.endswith("model.safetensors")]
+    assert len(downloads) == 1
+
+    # offline, from the cache
+    offline = {"HF_HUB_OFFLINE": "1"}
+    options = ["--revision", first, "--no-verify", "--json"]
+    code, printed, error = retrofox_command(
+        hub.url, home, "convert", "org/model", tmp_path / "two", *options, **offline
+    )
+    assert code == 0, error
+    assert json.loads(printed)["plan"]["spec"]["base_revision"] == first
+
+
+def test_what_is_refused_is_refused_before_weights_are_fetched(hub, pico_checkpoint, tmp_path):
+    config = json.loads((pico_checkpoint / "config.json").read_text())
+    quantised = json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}).encode()
+    hub.commit("org/model", {**contents(pico_checkpoint), "config.json": quantised})
+    code, _, error = retrofox_command(hub.url, tmp_path / "home", "convert", "org/model", tmp_path / "out")
+    assert code == 2
+    assert "quantised (gptq)" in error
+    assert not [asked for asked in hub.asked if "safetensors" in asked]
+    code, _, error = retrofox_command(hub.url, tmp_path / "home", "convert", "org/modle", tmp_path / "out")
+    assert code == 2
+    assert "no such directory here" in error
+    assert "hf auth login" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_hub_the_answer_comes_at_once(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    started = time.perf_counter()
+    with pytest.raises(FileNotFoundError, match=r"no such directory here, and no config.json .*can't be reached"):
+        read_config("some-org/some-model")
+    assert time.perf_counter() - started < 5
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="no such directory here, .*HF_HUB_OFFLINE is set"):
+        read_config("some-org/some-model")
+    with pytest.raises(FileNotFoundError, match="no such directory, and not a Hub id"):
+        read_config("a/b/c")
+
+
+# push
+
+
+@pytest.fixture
+def converted(pico_checkpoint, tmp_path) -> Path:
+    retrofox.convert(pico_checkpoint, tmp_path / "fox", verify=False)
+    return tmp_path / "fox"
+
+
+def test_a_pushed_checkpoint_is_all_there_and_verified(hub, converted, tmp_path):
+    (converted / "optimizer.pt").write_bytes(b"at home")
+    home = tmp_path / "home"
+    code, printed, error = retrofox_command(hub.url, home, "push", converted, "me/fox", "--private")
+    assert code == 0, error
+    report = json.loads(printed)
+    _, files = hub.at("me/fox", report["commit"])
+    assert report["verified"] == len(files) == len(report["files"])
+    assert set(files) == {file.name for file in converted.iterdir()} - {"optimizer.pt"}
+    card = files.pop("README.md").decode()
+    assert 'from_pretrained("me/fox"' in card
+    assert "THIS_REPOSITORY" not in card
+    assert all((converted / name).read_bytes() == content for name, content in files.items())
+    hub.damage = "config.json"
+    code, _, error = retrofox_command(hub.url, home, "push", converted, "me/fox")
+    assert code == 2
+    assert "config.json at me/fox differ" in error
+
+
+def test_a_dry_push_contacts_nothing(converted, monkeypatch):
+    monkeypatch.setattr("retrofox.hub.HfApi", lambda: pytest.fail("contacted the Hub"))
+    report = push(converted, "me/fox", dry_run=True)
+    assert report["bytes"] == sum(report["files"].values())
+    assert "model-retrofox.safetensors" in report["files"]
+
+
+def test_a_trained_model_without_a_card_gets_one(pico_fox_checkpoint, monkeypatch):
+    assert not (pico_fox_checkpoint / "README.md").exists()
+    assert "README.md" in push(pico_fox_checkpoint, "me/fox", dry_run=True)["files"]
+
+
+def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="only converted models"):
+        check_complete(pico_checkpoint)
+    with pytest.raises(FileNotFoundError, match="no such directory"):
+        check_complete(tmp_path / "missing")
+    with pytest.raises(ValueError, match="no Hub repository"):
+        push(converted, "a/b/c", dry_run=True)
+    check_complete(converted)
+    code, card = (converted / "rope.py").read_bytes(), (converted / "README.md").read_text()
+    (converted / "rope.py").unlink()
+    with pytest.raises(ValueError, match=r"lacks its code \(rope.py\)"):
+        check_complete(converted)
+    (converted / "rope.py").write_bytes(code)
+    (converted / "README.md").write_text(card.replace("- custom_code\n", ""))
+    with pytest.raises(ValueError, match="lacks the tag custom_code"):
+        check_complete(converted)
+    (converted / "README.md").write_text(card)
+    index = json.loads((converted / "model.safetensors.index.json").read_text())
+    lost = {n: f for n, f in index["weight_map"].items() if n != "model.layers.1.self_attn.forget_gate.bias"}
+    (converted / "model.safetensors.index.json").write_text(json.dumps({"weight_map": lost}))
+    with pytest.raises(ValueError, match="gates of 1 layers where its config asks for 2"):
+        check_complete(converted)
+    (converted / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="retrofox merge"):
+        check_complete(converted)
