@@ -243,7 +243,7 @@ def test_without_a_hub_the_answer_comes_at_once(monkeypatch):
         read_config("some-org/some-model")
     assert time.perf_counter() - started < 5
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match="no such directory here, .*HF_HUB_OFFLINE is set"):
+    with pytest.raises(FileNotFoundError, match=r"no such directory here, .*HF_HUB_OFFLINE is set"):
         read_config("some-org/some-model")
     with pytest.raises(FileNotFoundError, match="no such directory, and not a Hub id"):
         read_config("a/b/c")
