@@ -82,7 +82,7 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
               NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     one = gl.full([1], 1, gl.int32, layout=VEC)
-    index = gl.program_id(0)
+    index = gl.atomic_add(COUNTER, 1)  # the first too: only programs that run have tiles that others wait for
     it = 0
     tiles = 0
     chunk = 0
@@ -184,7 +184,7 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
                         step_s.index(s).store(one * (m * 32 + g * 2 + masked))
                         mbarrier.arrive(full, count=1)
                         it += 1
-        index = gl.atomic_add(COUNTER, 1) + gl.num_programs(0)
+        index = gl.atomic_add(COUNTER, 1)
         tiles += 1
     mbarrier.wait(bars.index(HEAD_EMPTY + (chunk & 1)), ((chunk >> 1) & 1) ^ 1)
     info_s.index((chunk & 1) * INFO + I_INDEX).store(one * -1)

@@ -7,9 +7,9 @@ TMA: in key order behind a ticket per query tile (deterministic), or as it comes
 rounded dS, which the gate needs, come out of the tensor cores too: dS times ones (zeros where a key is a sink), the
 column sums of several heads into a column each of one accumulator.
 
-Order: key tiles are handed out by an atomic counter, ascending within a head, and walk the queries downward. So a tile
-waits for tiles handed out before it only, which makes a deadlock impossible; and as it starts one step behind its
-predecessor and has fewer steps, it hardly waits at all.
+Order: key tiles are handed out by an atomic counter to programs that run, ascending within a head, and walk the queries
+downward. So a tile waits only for tiles that a program has already begun or done, whatever else runs on the GPU: no
+deadlock. And as it starts one step behind its predecessor and has fewer steps, it hardly waits at all.
 """
 
 # Gluon is a language of its own in Python's clothes: what its names mean inside a kernel their annotations don't say.
