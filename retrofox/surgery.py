@@ -7,7 +7,6 @@ linked or copied, new tensors go into one new shard, index and config are rewrit
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -297,7 +296,9 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
 def _load_adapter(directory: Path, *, dtype: Any, device: Any) -> PreTrainedModel:
     from peft import PeftModel
 
-    base = json.loads((directory / "adapter_config.json").read_text())["base_model_name_or_path"]
+    from retrofox.lora import base_of
+
+    base = base_of(directory)
     try:
         model = load(base, dtype=dtype, device=device)
     except ValueError as error:

@@ -1,5 +1,6 @@
 """Every way to run a converted model that would drop or break its gates is refused with a clear error."""
 
+import json
 from typing import Any
 
 import pytest
@@ -144,8 +145,19 @@ def test_serving_engines_may_not_swap_the_attention(fox):
     """vLLM and SGLang read this flag before they replace a transformers model's attention by their own."""
     assert not fox._supports_attention_backend
     assert not fox.model._supports_attention_backend
+    assert not type(fox).is_backend_compatible()  # what vLLM's and SGLang's transformers backends ask before loading
+    assert not type(fox.model).is_backend_compatible()
     assert not fox._supports_flash_attn
     assert not fox._supports_flex_attn
+
+
+def test_an_adapter_on_a_plain_base(pico_llama, tmp_path):
+    pico_llama().save_pretrained(tmp_path / "plain")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "plain")}))
+    with pytest.raises(ValueError, match=r"needs a converted base model: .* is a plain llama"):
+        retrofox.load(adapter)
 
 
 def test_a_checkpoint_without_a_spec(fox, tmp_path):
