@@ -20,6 +20,7 @@ from retrofox.train_groups import accumulation, count_steps, parameter_groups, s
 from retrofox.train_measure import measure_steps
 from retrofox.train_memory import STATE_BYTES, memory, reset_peak
 from retrofox.train_model import lower_frozen, needs_teacher
+from retrofox.train_refusals import refuse_parallelism, refuse_precision, refuse_trackers
 
 LONGEST_BLOCKS = 1 << 16
 """Where the search for the longest row ends, in blocks of 256 tokens: 16M tokens."""
@@ -132,10 +133,8 @@ def size(gigabytes: float) -> str:
 
 
 def _refusals(recipe: Recipe, devices: int) -> list[str]:
-    from retrofox.train import refuse_parallelism, refuse_precision
-
     found = []
-    checks: list[Any] = [refuse_parallelism, lambda: refuse_precision(recipe)]
+    checks: list[Any] = [refuse_parallelism, lambda: refuse_precision(recipe), lambda: refuse_trackers(recipe)]
     for stage in recipe.stages:
         whole = stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices
         checks.append(lambda stage=stage, whole=whole: accumulation(stage, whole, devices))

@@ -31,6 +31,7 @@ from retrofox.train_groups import accumulation, count_steps, role_of, set_traina
 from retrofox.train_loop import FoxTrainer
 from retrofox.train_memory import STATE_BYTES
 from retrofox.train_model import DTYPES, build_model, resolve_source, teacher_for
+from retrofox.train_refusals import refuse_parallelism, refuse_precision, refuse_trackers
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ def _train(recipe: Recipe) -> dict[str, Any]:
     state: Any = PartialState() if torch.cuda.is_available() else PartialState(cpu=True)
     refuse_parallelism()
     refuse_precision(recipe)
+    refuse_trackers(recipe)
     out = Path(recipe.output)
     batches = _claim(out, recipe, state)
     if (out / "model" / checkpoint.MARKER).is_file():
@@ -136,24 +138,6 @@ def say(state: Any, text: str) -> None:
     """Prints on the main process."""
     if state.is_main_process:
         print(text, file=sys.stderr, flush=True)
-
-
-def refuse_parallelism() -> None:
-    """Raises ValueError for parallelism that would move q, k, v and leave the gates behind."""
-    for variable, name in (("PARALLELISM_CONFIG_CP_SIZE", "context"), ("PARALLELISM_CONFIG_SP_SIZE", "sequence")):
-        if int(os.environ.get(variable, "1")) > 1:
-            raise ValueError(
-                f"{name} parallelism ({variable}={os.environ[variable]}) moves queries, keys and values but not the "
-                "forget gates, so attention would be wrong without a sign: use DDP, FSDP2 or ZeRO-3"
-            )
-
-
-def refuse_precision(recipe: Recipe) -> None:
-    """Raises ValueError for a precision the device can't run."""
-    if recipe.precision == "fp16" and not torch.cuda.is_available():
-        raise ValueError("precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
-    if recipe.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
-        raise ValueError(f"{torch.cuda.get_device_name()} has no bfloat16: use precision fp16 or fp32")
 
 
 def _claim(out: Path, recipe: Recipe, state: Any) -> list[int]:

@@ -1,0 +1,37 @@
+"""What `train` refuses before anything runs, and `plan` names: parallelism, precision and trackers that can't be had."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from retrofox.config import Recipe
+
+
+def refuse_parallelism() -> None:
+    """Raises ValueError for parallelism that would move q, k, v and leave the gates behind."""
+    for variable, name in (("PARALLELISM_CONFIG_CP_SIZE", "context"), ("PARALLELISM_CONFIG_SP_SIZE", "sequence")):
+        if int(os.environ.get(variable, "1")) > 1:
+            raise ValueError(
+                f"{name} parallelism ({variable}={os.environ[variable]}) moves queries, keys and values but not the "
+                "forget gates, so attention would be wrong without a sign: use DDP, FSDP2 or ZeRO-3"
+            )
+
+
+def refuse_precision(recipe: Recipe) -> None:
+    """Raises ValueError for a precision the device can't run."""
+    if recipe.precision == "fp16" and not torch.cuda.is_available():
+        raise ValueError("precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+    if recipe.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        raise ValueError(f"{torch.cuda.get_device_name()} has no bfloat16: use precision fp16 or fp32")
+
+
+def refuse_trackers(recipe: Recipe) -> None:
+    """Raises ValueError for a tracker that is not installed."""
+    for name in recipe.log.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"log.report_to: {name} needs {name} installed: pip install 'retrofox[track]', or remove it"
+            )
