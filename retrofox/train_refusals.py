@@ -1,4 +1,4 @@
-"""What `train` refuses before anything runs, and `plan` names: parallelism, precision and trackers that can't be had."""
+"""What `train` refuses before anything runs, and `plan` names: parallelism, precision, trackers that can't be had."""
 
 from __future__ import annotations
 
