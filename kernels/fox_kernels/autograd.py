@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import cumsum, decode, determinism, prune
 from .backward import launch_backward
 from .chunked import refuse_second_derivative
-from .forward import launch_forward
+from .forward import launch_forward, unit_last
 
 LN_2 = math.log(2)
 
@@ -63,6 +63,7 @@ def _attend(
         if residual.numel():
             options["residual"] = residual
         if bounds.numel():
+            q, k = unit_last(q), unit_last(k)
             options["bounds"] = prune.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, out=bounds)
         launch, _ = _launchers(backend)
         return *launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, **options), c_hi, c_lo, residual, bounds

@@ -341,8 +341,12 @@ def no_bounds(device: torch.device) -> torch.Tensor:
 
 
 def unit_last(x: torch.Tensor) -> torch.Tensor:
-    """Return x itself if its last stride is 1, else a contiguous copy: the only copy of an input that is ever made."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """Return x (B, T, H, D) itself if the kernels can read it, else a contiguous copy: the only copy of an input.
+
+    They can if its last stride is 1 and a tile's rows are less than 2^31 elements apart (a stride below 2^23).
+    """
+    readable = (x.stride(-1) == 1 or x.shape[-1] == 1) and (x.stride(1) < 1 << 23 or x.shape[1] == 1)
+    return x if readable else x.contiguous()
 
 
 def walked_together(bytes_per_head: int, heads: int = 1) -> int:
