@@ -31,7 +31,7 @@ FEATURES = {
     "softcap": {"options": {"softcap": 4.0}},
     "prune": {"T": 150, "H": 1, "options": {"prune": -4.0}},
     "prune and sinks": {"T": 150, "H": 1, "options": {"prune": -4.0, "sink": 3}},
-    "prune, last stride": {"T": 140, "B": 1, "H": 1, "layout": "last", "options": {"prune": -4.0}},
+    "prune, last stride": {"T": 40, "S": 200, "H": 1, "layout": "last", "options": {"prune": -4.0}},
     "shut": {"gate": "shut"},
     "zeros": {"T": 100, "gate": "zeros"},
     "open": {"gate": "open"},
