@@ -99,9 +99,9 @@ def errors(case: Case, device="cpu", backend="triton") -> list[tuple[str, float,
     mine = results(operator, inputs, gradients, options)
     rows = []
     for name, x, y, z in zip(NAMES, mine, eager, exact, strict=True):
-        size = z.norm().clamp_min(
-            1e-3 * z.numel() ** 0.5
-        )  # of what is all but zero, only the absolute error means anything
+        # Shut gates leave dlog_f differences of 1e-9 between numbers near 1, which float32 cannot hold to more digits:
+        # below 1e-3 (the inputs' gradients are near 1) the error is judged in absolute terms, eager's likewise.
+        size = z.norm().clamp_min(1e-3 * z.numel() ** 0.5)
         rows.append((name, ((x.double() - z).norm() / size).item(), ((y.double() - z).norm() / size).item()))
     return rows
 
