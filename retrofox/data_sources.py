@@ -148,9 +148,9 @@ def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
     """The units of a source, in a fixed order.
 
     Args:
-        source: its path is a file, a directory (searched for .txt, .jsonl, .json, .ndjson and .parquet, each also .gz,
-            .xz, .zst, .bz2), a glob, "hf:org/name[:config][:split]", "hf:DIRECTORY", or "longcrawl64:DIRECTORY".
-
+        source: its path is a file, a directory (searched, through links too, for .txt, .jsonl, .json, .ndjson and
+            .parquet, each also .gz, .xz, .zst, .bz2; names that begin with . or _ are left out), a glob,
+            "hf:org/name[:config][:split]", "hf:DIRECTORY[:config][:split]", or "longcrawl64:DIRECTORY".
         leave_out: a folder that is not searched: token shards may lie inside the directory of their texts.
 
     Raises:
