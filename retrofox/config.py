@@ -177,6 +177,10 @@ class Stage(Section):
             )
         if self.warmup_tokens >= self.tokens:
             raise ValueError(f"warmup_tokens must be less than tokens ({self.tokens}), got {self.warmup_tokens}")
+        if self.gate_delay_tokens >= self.tokens:
+            raise ValueError(
+                f"gate_delay_tokens must be less than tokens ({self.tokens}), got {self.gate_delay_tokens}"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
         if self.objective != "extend":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from pathlib import Path
@@ -20,7 +21,7 @@ from retrofox.train_groups import accumulation, count_steps, parameter_groups, s
 from retrofox.train_measure import measure_steps
 from retrofox.train_memory import STATE_BYTES, memory, reset_peak
 from retrofox.train_model import lower_frozen, needs_teacher
-from retrofox.train_refusals import refuse_parallelism, refuse_precision, refuse_trackers
+from retrofox.train_refusals import refuse_optimizer, refuse_parallelism, refuse_precision, refuse_trackers
 
 LONGEST_BLOCKS = 1 << 16
 """Where the search for the longest row ends, in blocks of 256 tokens: 16M tokens."""
@@ -134,7 +135,8 @@ def size(gigabytes: float) -> str:
 
 def _refusals(recipe: Recipe, devices: int) -> list[str]:
     found = []
-    checks: list[Any] = [refuse_parallelism, lambda: refuse_precision(recipe), lambda: refuse_trackers(recipe)]
+    named = (refuse_precision, refuse_trackers, refuse_optimizer)
+    checks: list[Any] = [refuse_parallelism, *(functools.partial(refuse, recipe) for refuse in named)]
     for stage in recipe.stages:
         whole = stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices
         checks.append(lambda stage=stage, whole=whole: accumulation(stage, whole, devices))

@@ -31,7 +31,7 @@ from retrofox.train_groups import accumulation, count_steps, role_of, set_traina
 from retrofox.train_loop import FoxTrainer
 from retrofox.train_memory import STATE_BYTES
 from retrofox.train_model import DTYPES, build_model, resolve_source, teacher_for
-from retrofox.train_refusals import refuse_parallelism, refuse_precision, refuse_trackers
+from retrofox.train_refusals import refuse_optimizer, refuse_parallelism, refuse_precision, refuse_trackers
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ def _train(recipe: Recipe) -> dict[str, Any]:
     refuse_parallelism()
     refuse_precision(recipe)
     refuse_trackers(recipe)
+    refuse_optimizer(recipe)
     out = Path(recipe.output)
     batches = _claim(out, recipe, state)
     if (out / "model" / checkpoint.MARKER).is_file():
@@ -77,6 +78,9 @@ def _train(recipe: Recipe) -> dict[str, Any]:
     source = resolve_source(recipe, out, state)
     tokenizer = load_tokenizer(recipe.data.tokenizer or recipe.model)
     tokens = prepare_tokens(recipe, tokenizer, state)
+    if state.is_main_process:
+        claim(out / "data.json", tokens.train, tokens.eval)
+    state.wait_for_everyone()
     with state.main_process_first():
         claim(out / "data.json", tokens.train, tokens.eval)
     model: Any = None

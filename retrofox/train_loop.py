@@ -161,12 +161,6 @@ class FoxTrainer(Trainer):
                 shard_new_modules(target)  # before accelerate shards the layers around them
             groups = parameter_groups(target, self.stage)
             cls, options = self.get_optimizer_cls_and_kwargs(self.args, target)
-            own = [key for key in ("params", "model", "optimizer_dict") if key in options]
-            if own or not isinstance(cls, type):
-                raise ValueError(
-                    f"optim {self.args.optim} makes its own parameter groups, so rates by role would be lost: "
-                    "choose another, e.g. adamw_torch_fused"
-                )
             self.optimizer = cls(groups, **options)
         return self.optimizer
 

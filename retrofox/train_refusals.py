@@ -35,3 +35,20 @@ def refuse_trackers(recipe: Recipe) -> None:
             raise ValueError(
                 f"log.report_to: {name} needs {name} installed: pip install 'retrofox[track]', or remove it"
             )
+
+
+def refuse_optimizer(recipe: Recipe) -> None:
+    """Raises ValueError for an optimizer that is unknown, not installed, or makes its own parameter groups."""
+    from transformers import Trainer, TrainingArguments
+
+    settings = TrainingArguments(output_dir=recipe.output, optim=recipe.optim, report_to=[], use_cpu=True)
+    try:
+        cls, options = Trainer.get_optimizer_cls_and_kwargs(settings)
+    except ImportError as error:
+        raise ValueError(f"optim: {recipe.optim} needs a package: {error}") from None
+    own = [key for key in ("params", "model", "optimizer_dict") if key in options]
+    if own or not isinstance(cls, type):
+        raise ValueError(
+            f"optim: {recipe.optim} makes its own parameter groups, so rates by role would be lost: choose another, "
+            "e.g. adamw_torch_fused"
+        )

@@ -75,6 +75,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.ce_weight=0.5", ["ce_weight belongs to objective distill"]),
         ("stages.0.decay_tokens=10", ["decay_tokens belongs to schedule wsd"]),
         ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),
+        ("stages.0.gate_delay_tokens=1M", ["gate_delay_tokens must be less than tokens"]),
         ("stages.1.tokens=5", ["list of 1"]),
         ("model.x=1", ["has no key"]),
         ("stages=[]", ["stages"]),

@@ -12,6 +12,7 @@ import torch
 import retrofox
 from retrofox import checkpoint
 from retrofox.config import Recipe, Stage, validate
+from retrofox.plan import plan
 from retrofox.train import train
 from retrofox.train_callbacks import Diverged, Guard, JsonLog, half_life_statistics, log_line
 from retrofox.train_groups import (
@@ -321,3 +322,37 @@ def test_fp16_and_optimizers_with_groups_of_their_own_are_refused(make_recipe):
             train(make_recipe(precision="fp16"))
     with pytest.raises(ValueError, match="not a valid OptimizerNames"):
         train(make_recipe(optim="adamww"))
+    for name in ("galore_adamw", "apollo_adamw"):
+        with pytest.raises(ValueError, match=f"optim: {name} "):
+            train(make_recipe(optim=name))
+        assert any(name in text for text in plan(make_recipe(optim=name))["refusals"])
+
+
+def test_deterministic_reaches_the_operator(make_recipe, monkeypatch):
+    from fox_kernels import determinism
+
+    from retrofox.train_loop import FoxTrainer
+
+    seen, plain = [], FoxTrainer.training_step
+
+    def training_step(self, *args, **kwargs):
+        seen.append((determinism.is_deterministic(), torch.are_deterministic_algorithms_enabled()))
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(FoxTrainer, "training_step", training_step)
+    train(make_recipe(deterministic=True))
+    train(make_recipe(deterministic=False, output=make_recipe().output + "2"))
+    assert set(seen[: len(seen) // 2]) == {(True, True)}
+    assert set(seen[len(seen) // 2 :]) == {(False, False)}
+    assert determinism.is_deterministic()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_pro_parts_are_a_group_of_their_own(pico_fox):
+    model = pico_fox(pro="all")
+    stage = make_stage(learning_rate=1e-4, rates={"pro": 3e-4, "attention": 0, "rest": 0})
+    names = set_trainable(model, stage)
+    assert {role_of(name) for name in names} == {"gate_bias", "gate_weight", "pro"}
+    pro = [group for group in parameter_groups(model, stage) if group["role"] == "pro"]
+    assert {group["lr"] for group in pro} == {3e-4}
+    assert sum(len(group["params"]) for group in pro) == sum(role_of(name) == "pro" for name in names)
