@@ -72,8 +72,10 @@ def sdpa(x, backend):
 
 
 def flex(x):
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._functorch.config.donated_buffer = False  # the timed backward keeps its graph
     inputs, do = heads_first(x)
     c = x["log_f"].detach().transpose(1, 2).cumsum(-1).contiguous().requires_grad_()
     T = inputs[0].shape[2]
