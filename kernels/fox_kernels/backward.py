@@ -73,7 +73,7 @@ def launch_backward(
             o, residual, source(do, rows.block_m, row_tma > 1), None if dlse2 is None else dlse2.contiguous(), lse2,
             c_hi, c_lo, relative, start, bounds_or_none, c_offset, dq, facts, row_sum,
             *strides, *o.stride()[:3], *do.stride()[:3], T, S, padded, relative.shape[-1], H,
-            walked_together(2 * S * D * k.element_size(), H // Hkv), *numbers,
+            walked_together(2 * S * D * k.element_size(), B * H, H // Hkv), *numbers,
         ),
         (
             H // Hkv, D0, D1, rows.block_m, rows.block_n, *options, dlse2 is not None, residual is not None,
@@ -88,7 +88,8 @@ def launch_backward(
             source(q, columns.block_m, column_tma), source(k, columns.block_n, column_tma > 2),
             source(v, columns.block_n, column_tma > 1), source(do, columns.block_m, column_tma), facts, row_sum,
             c_hi, c_lo, start, end, bounds_or_none, c_offset, dk, dv, dc,
-            *strides, *do.stride()[:3], T, S, padded, H, walked_together(2 * T * D * q.element_size() * (H // Hkv)),
+            *strides, *do.stride()[:3], T, S, padded, H,
+            walked_together(2 * T * D * q.element_size() * (H // Hkv), B * Hkv),
             *numbers,
         ),
         (H // Hkv, D0, D1, columns.block_m, columns.block_n, *options, precision, column_tma),

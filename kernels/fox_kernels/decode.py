@@ -62,7 +62,14 @@ def split_kernel(
     if PRUNE:
         low = tl.maximum(low, tl.load(first_ptr + kv))
     sinks_end = tl.minimum(least + sink, low)
-    begin = tl.where((begin < sinks_end) & (end > least), tl.maximum(begin, least), tl.maximum(begin, low))
+    sink_blocks = split * 0
+    if PRUNE:  # what is left is split evenly, the first program visits the sinks before it
+        span = tl.cdiv(tl.cdiv(S - low, splits), BN) * BN
+        begin = low + split * span
+        end = tl.minimum(begin + span, S)
+        sink_blocks = tl.where(split == 0, tl.cdiv(tl.maximum(sinks_end - least, 0), BN), 0)
+    else:
+        begin = tl.where((begin < sinks_end) & (end > least), tl.maximum(begin, least), tl.maximum(begin, low))
 
     q_rows = q_ptr + b * sq_b + t * sq_t + h * sq_h
     q0 = tl.load(q_rows[:, None] + offs_d0[None, :], mask=real[:, None], other=0.0)
@@ -79,10 +86,14 @@ def split_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
 
-    for it in range(tl.cdiv(tl.maximum(end - begin, 0), BN)):
+    for it in range(sink_blocks + tl.cdiv(tl.maximum(end - begin, 0), BN)):
         n0 = begin + it * BN
         j = n0 + offs_n
         inside = j < end
+        if PRUNE:
+            n0 = tl.where(it < sink_blocks, least + it * BN, begin + (it - sink_blocks) * BN)
+            j = n0 + offs_n
+            inside = j < tl.where(it < sink_blocks, sinks_end, end)
         k_rows = k_ptr + n0.to(tl.int64) * sk_s + offs_n[:, None] * sk_s
         v_rows = v_ptr + n0.to(tl.int64) * sv_s + offs_n[:, None] * sv_s
         k0 = tl.load(k_rows + offs_d0[None, :], mask=inside[:, None], other=0.0)

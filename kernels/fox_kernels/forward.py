@@ -349,9 +349,9 @@ def unit_last(x: torch.Tensor) -> torch.Tensor:
     return x if readable else x.contiguous()
 
 
-def walked_together(bytes_per_head: int, heads: int = 1) -> int:
-    """Return how many (batch, head) pairs to walk at a time, `heads` of which share what fills the L2 cache."""
-    return heads * max(1, L2_BYTES // bytes_per_head)
+def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
+    """Return how many of the (batch, head) pairs to walk at a time, `heads` of which share what fills the L2 cache."""
+    return min(pairs, heads * max(1, L2_BYTES // bytes_per_head))
 
 
 def launch_forward(
@@ -390,7 +390,7 @@ def launch_forward(
             lse2, c_hi, c_lo, relative, None if starts is None else starts[0],
             no_bounds(q.device) if bounds is None else bounds, c_offset,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T, S, relative.shape[-1], H,
-            walked_together(2 * S * D * q.element_size(), H // Hkv), q_offset, window or 0, sink,
+            walked_together(2 * S * D * q.element_size(), B * H, H // Hkv), q_offset, window or 0, sink,
             int(bounds is not None), scale * LOG2_E, cap2, 0.0 if softcap is None else 2.0 / softcap,
         ),
         (

@@ -168,10 +168,11 @@ def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal
         ),
         (group, D, width, BLOCK_M, BLOCK_N, capped_scores, 4),
     )  # fmt: skip
+    rows = min(32, triton.next_power_of_2(tiles))
     launch(
         bounds_kernel,
-        (B * H, cdiv(tiles, 32)),
+        (B * H, cdiv(tiles, rows)),
         (c_hi, c_lo, q_norm, ahead, k_norm, first, T, S, H, q_offset, scale * LOG2_E, cap2, never),
-        (group, BLOCK_M, BLOCK_N, 32, 64, capped_scores),
+        (group, BLOCK_M, BLOCK_N, rows, 2048 // rows, capped_scores),
     )
     return first
