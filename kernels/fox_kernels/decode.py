@@ -189,12 +189,14 @@ def skip_before(q, k, c_hi, c_lo, scale, softcap, log_eps) -> torch.Tensor:
 
 
 def launch_decode(
-    q, k, v, c_hi, c_lo, *, scale, seq_start=None, window=None, sink=0, softcap=None, prune=None, splits=None
-):
+    q, k, v, c_hi, c_lo, *, scale, seq_start=None, window=None, sink=0, softcap=None, prune=None, first=None,
+    splits=None,
+):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T) of the last T positions of a cache of S; T * H / Hkv <= MAX_ROWS.
 
     q (B, T, H, D); k, v (B, S, Hkv, D), any strides with unit last; c_hi, c_lo (B, H, S) float32, any strides with unit
-    last, so that a longer buffer can be sliced. Raises ValueError when the group's rows do not fit a tile.
+    last, so that a longer buffer can be sliced. With prune, keys before first (B, Hkv), sinks aside, are left out; what
+    `skip_before` gives if None. Raises ValueError when the group's rows do not fit a tile.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     group = H // Hkv
@@ -205,7 +207,8 @@ def launch_decode(
     q, k, v = unit_last(q), unit_last(k), unit_last(v)
     if seq_start is not None:
         seq_start = seq_start.to(torch.int32).contiguous()
-    first = None if prune is None else skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), scale, softcap, prune)
+    if prune is not None and first is None:
+        first = skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), scale, softcap, prune)
     D0, D1 = split_head_dim(D)
     block = 32 if D > 128 or q.dtype == torch.float32 else 64 if D > 64 else 128
     if splits is None:

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 from cases import Case, draw, gates, results
-from fox_kernels import autograd, backward, chunked, cumsum, forgetting_attention, forward, prune, reference
+from fox_kernels import autograd, backward, chunked, cumsum, decode, forgetting_attention, forward, prune, reference
 from fox_kernels.backward import launch_backward
 from fox_kernels.decode import launch_decode
 from fox_kernels.forward import launch_forward
@@ -73,6 +73,25 @@ def check_decoding(device: str, S: int, dtype: torch.dtype, tolerance: float) ->
             q, k, v, padded[0][..., :S], padded[1][..., :S], scale=D**-0.5, seq_start=start, sink=4, prune=log_eps
         )
         assert (o - exact).norm() < tolerance * exact.norm()
+
+
+def check_pruned_decoding(device: str, S: int, D: int) -> None:
+    """What is left of a pruned cache, beside its sinks, is all that is read; at most eps of the weight is lost."""
+    torch.manual_seed(0)
+    B, H, Hkv, log_eps = 2, 4, 2, -5.0
+    q, k, v = (torch.randn(B, n, heads, D, device=device) for n, heads in ((2, H), (S, Hkv), (S, Hkv)))
+    log_f = gates("mixed", B, S, H, device=device)
+    hi, lo = cumsum.cumulative(log_f)
+    first = decode.skip_before(q, k, hi, lo, D**-0.5, None, log_eps)
+    assert first.min() > S // 2
+    for sink, start in ((0, None), (70, torch.tensor([3, S - 5], dtype=torch.int32, device=device))):
+        exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f, seq_start=start, sink=sink)
+        poisoned = k.clone()
+        poisoned[:, 80 : int(first.min())] = float("nan")
+        o, _ = launch_decode(
+            q, poisoned, v, hi, lo, scale=D**-0.5, seq_start=start, sink=sink, prune=log_eps, first=first
+        )
+        assert (o - exact).abs().max() <= 2 * math.exp(log_eps) * v.abs().max()
 
 
 def check_helpers(device: str, S: int) -> None:

@@ -38,7 +38,7 @@ FEATURES = {
     "strided": {"layout": "packed"},
     "last stride": {"layout": "last", "options": {"scale": -0.1}},
 }
-CHECKS = ("merging", "decoding", "helpers", "pruning", "operator", "one_gradient", "copies_by_tma")
+CHECKS = ("merging", "decoding", "pruned_decoding", "helpers", "pruning", "operator", "one_gradient", "copies_by_tma")
 EXAMPLES = 24
 
 
@@ -80,6 +80,7 @@ def run_all() -> dict[str, list[str]]:
         "merging": (40, 16),
         "decoding": (260, torch.float32, 1e-5),
         "helpers": (70,),
+        "pruned_decoding": (400, 16),
         "pruning": (160, 16, -4.0),
     }
     for check in CHECKS:
