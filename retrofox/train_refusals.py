@@ -41,7 +41,9 @@ def refuse_optimizer(recipe: Recipe) -> None:
     """Raises ValueError for an optimizer that is unknown, not installed, or makes its own parameter groups."""
     from transformers import Trainer, TrainingArguments
 
-    settings = TrainingArguments(output_dir=recipe.output, optim=recipe.optim, report_to=[], use_cpu=True)
+    # The device must be the run's own: TrainingArguments sets it for the whole process.
+    on_cpu = not torch.cuda.is_available()
+    settings = TrainingArguments(output_dir=recipe.output, optim=recipe.optim, report_to=[], use_cpu=on_cpu)
     try:
         cls, options = Trainer.get_optimizer_cls_and_kwargs(settings)
     except ImportError as error:

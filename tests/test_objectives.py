@@ -116,6 +116,22 @@ def test_choice_says_why_and_refuses_what_is_missing(pico_llama):
         choose_cross_entropy("liger", model, CPU)
 
 
+def test_the_fastest_is_chosen_where_it_is_there_and_weights_are_whole(pico_llama, monkeypatch):
+    from retrofox import objectives
+
+    model, cuda = pico_llama(), torch.device("cuda")
+    monkeypatch.setattr(objectives.importlib.util, "find_spec", lambda name: name)
+    assert choose_cross_entropy("auto", model, cuda)[0] == "liger"
+    assert choose_cross_entropy("auto", model, CPU)[0] == "chunked"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert choose_cross_entropy("auto", model, cuda)[0] == "chunked"
+    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP shards it"):
+        choose_cross_entropy("liger", model, cuda)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    model.config.final_logit_softcapping = 5.0
+    assert choose_cross_entropy("auto", model, cuda)[0] == "chunked"
+
+
 def test_logits_of_all_positions_never_exist_at_once():
     for vocabulary in (49152, 128256, 262144):
         assert chunk_rows(vocabulary, torch.device("cuda")) * vocabulary <= 2**28
