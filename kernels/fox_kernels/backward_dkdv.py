@@ -11,7 +11,7 @@ miscompile that on Hopper. Formulas: `backward`.
 import triton
 import triton.language as tl
 
-from .forward import block_scalars, decayed, load_rows, place, soft_capped, visible
+from .blocks import block_scalars, decayed, load_rows, place, soft_capped, visible
 
 
 @triton.jit

@@ -10,7 +10,7 @@ Its prologue also leaves what the kernel for dk and dv needs of every query (del
 import triton
 import triton.language as tl
 
-from .forward import block_scalars, gates_of_keys, key_range, load_rows, masked_block, place, query_facts, scores
+from .blocks import block_scalars, gates_of_keys, key_range, load_rows, masked_block, place, query_facts, scores
 
 
 @triton.jit

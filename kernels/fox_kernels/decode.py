@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from . import prune as pruning
-from .forward import LOG2_E, soft_capped, unit_last, visible
+from .blocks import soft_capped, visible
+from .forward import LOG2_E, unit_last
 from .launch import cdiv, launch
 from .tiles import split_head_dim
 

@@ -50,7 +50,7 @@ def properties() -> list[str]:
 
     @settings(
         max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )  # fmt: skip
     @given(problems((torch.float32, torch.float16)))
     def check(case):
