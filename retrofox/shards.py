@@ -26,7 +26,8 @@ INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
 SINGLE = "model-00001-of-00001.safetensors"
 """Name in OUT of what was model.safetensors: transformers would take that name for the whole checkpoint."""
-COPY_STEP = 64 << 20
+COPY_STEP = 256 << 20
+"""Bytes copied in one go: each costs a wait of up to 5 ms for Python's lock while torch is being imported."""
 _CANT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 Progress = Callable[[int, int], None]
