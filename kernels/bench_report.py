@@ -83,7 +83,7 @@ def error_line(row: dict) -> str:
 
 
 def cell(found: dict | None) -> str:
-    return "" if found is None else f"{found['value']:.2f}{'' if found['met'] else ' (missed)'}"
+    return "-" if found is None else f"{found['value']:.2f}{'' if found['met'] else ' (missed)'}"
 
 
 def markdown(result: dict) -> str:
@@ -108,8 +108,13 @@ def markdown(result: dict) -> str:
         f"{len(reached) - len(missed)} of {len(reached)} targets met; missed:" if missed else "all targets met"
     )
     for t in missed:
-        queued = f" (GPU time alone {t['queued_value']:.3f})" if "queued_value" in t else ""
-        lines.append(f"  {t['what']} at {t['where']}: {t['value']:.3f}{queued}, target {t['target']:.2f}")
+        if "error" not in t["what"]:
+            queued = f" (GPU time alone {t['queued_value']:.3f})" if "queued_value" in t else ""
+            lines.append(f"  {t['what']} at {t['where']}: {t['value']:.3f}{queued}, target {t['target']:.2f}")
+    for what in dict.fromkeys(t["what"] for t in missed if "error" in t["what"]):
+        ratios = [t["value"] for t in reached if t["what"] == what]
+        above = sum(t["what"] == what for t in missed)
+        lines.append(f"  {what}: {min(ratios):.4f} to {max(ratios):.4f}, above 1 in {above} of {len(ratios)}")
     return "\n".join(lines)
 
 
