@@ -1,9 +1,4 @@
-"""The three objectives of a retrofit, none of which ever holds the logits of all positions at once.
-
-extend   cross-entropy of the next token
-distill  KL(original || retrofit) of the next-token distributions, mixed with cross-entropy
-align    error of each retrofitted attention block on the original's own inputs
-"""
+"""The three objectives of a retrofit, none of which ever holds the logits of all positions at once."""
 
 from __future__ import annotations
 

@@ -25,8 +25,18 @@ from retrofox.train_refusals import refuse_optimizer, refuse_parallelism, refuse
 
 LONGEST_BLOCKS = 1 << 16
 """Where the search for the longest row ends, in blocks of 256 tokens: 16M tokens."""
-MFU = {"H100": 0.15, "H200": 0.15}
-"""Share of the peak to expect where nothing was measured: what an unoptimised script reached with SmolLM2-135M."""
+MEASURED_ON = ("H100", "H200")
+MEASURED_MFU = (
+    ("extend", False, 135e6, 0.27),
+    ("distill", False, 135e6, 0.096),
+    ("align", False, 135e6, 0.085),
+    ("extend", True, 135e6, 0.060),
+    ("distill", True, 135e6, 0.028),
+    ("extend", False, 1.2e9, 0.34),
+    ("extend", True, 8.2e9, 0.27),
+)
+"""Objective, adapters, parameters, share of the peak reached: SmolLM2-135M converted, at its recipes' lengths; Qwen3-8B
+with adapters converted and Llama-3.2-1B unconverted at 32768 (benchmarks/train_memory.json, benchmarks/shapes.json)."""
 
 
 def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str, Any]:
@@ -209,7 +219,7 @@ def _stage_plan(
     room = _device_memory(device)
     peak = peak_flops(device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    share = next((value for key, value in MFU.items() if key in name), None)
+    share = _measured_share(stage, recipe.lora is not None, _count(model)) if name else None
     flops = flops_per_token(model, stage)
     hours = None
     if peak is not None and share is not None:
@@ -231,10 +241,20 @@ def _stage_plan(
         "longest_sequence": _longest(recipe, stage, model, (devices, sharded, device, teacher), room),
         "flops_per_token": flops,
         "hours": hours,
-        "hours_from": None
-        if hours is None
-        else f"{share:.0%} of the peak, assumed: give --measure for this machine's own",
+        "hours_from": None if hours is None or share is None else _where_from(share, name),
     }
+
+
+def _measured_share(stage: Stage, adapters: bool, parameters: int) -> float:
+    """Share of the peak of the nearest run in the table: the objective first, then adapters, then size."""
+    rows = [row for row in MEASURED_MFU if row[0] == stage.objective]
+    rows = [row for row in rows if row[1] == adapters] or rows
+    return min(rows, key=lambda row: abs(math.log(row[2] / parameters)))[3]
+
+
+def _where_from(share: float, name: str) -> str:
+    elsewhere = "" if any(key in name for key in MEASURED_ON) else ", which is another GPU"
+    return f"{share:.0%} of the peak, as measured on an H200{elsewhere}: give --measure for this machine's own"
 
 
 def _longest(recipe: Recipe, stage: Stage, model: Any, where: tuple[int, bool, torch.device, bool], room: float) -> int:
