@@ -20,6 +20,7 @@ class Cut(NamedTuple):
     generations: int  # of dS
     registers: int  # per consumer thread
     helper_registers: int  # per thread of the producer and the writer
+    exact_sums: bool = False  # of dS in float32 before it is rounded, by shuffles: compiled, never run (kernels/LOG.md)
 
 
 KEYS = 128  # per tile
@@ -122,7 +123,7 @@ def launch_backward(
         ]  # fmt: skip
         constants = (
             start is not None, prune is not None, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
-            cut.registers, cut.helper_registers, cut.generations,
+            cut.registers, cut.helper_registers, cut.generations, cut.exact_sums,
         )  # fmt: skip
         launch(fox_backward, min(num_n * B * Hkv, processors(device)), arguments, constants)
         launch(

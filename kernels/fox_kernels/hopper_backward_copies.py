@@ -221,10 +221,11 @@ def _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, HAS
 def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s, info_s,
             bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
             SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
-            DETERMINISTIC: gl.constexpr):  # fmt: skip
+            DETERMINISTIC: gl.constexpr, EXACT_SUMS: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     num_m = T_PAD // BM
     it = 0
+    step = 0
     tiles = 0
     chunk = 0
     mbarrier.wait(bars.index(HEAD_FULL), 0)
@@ -260,9 +261,13 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                         mbarrier.wait(bars.index(DQ_FULL), it & 1)
                         down = 64 if BM == 128 else 0
                         across = 0 if BM == 128 else dq_desc.block_type.shape[1]
-                        sums = ROW_SUM + rows + gl.arange(0, 64, layout=VEC)
-                        for w in gl.static_range(2):
-                            gl.atomic_add(sums + w * down, sum_s.index(w).load(VEC), sem="relaxed")
+                        if EXACT_SUMS:  # all queries', of each half of the keys
+                            sums = sum_s.index((step & 1) * 2).load(VEC) + sum_s.index((step & 1) * 2 + 1).load(VEC)
+                            gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
+                        else:
+                            sums = ROW_SUM + rows + gl.arange(0, 64, layout=VEC)
+                            for w in gl.static_range(2):
+                                gl.atomic_add(sums + w * down, sum_s.index(w).load(VEC), sem="relaxed")
                         if DETERMINISTIC and turn == 0:  # the first to come finds no zeros
                             for w in gl.static_range(2):
                                 tma.async_copy_shared_to_global(dq_desc, [rows + w * down, w * across], dq_s.index(w))
@@ -283,6 +288,7 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                             gl.thread_barrier()
                             gl.atomic_add(ticket, 1, sem="release", scope="gpu")
                         it += 1
+                        step += 1
             # column sums of these heads, where their decays were
             mbarrier.wait(bars.index(DQ_FULL), it & 1)
             for g in range(heads):

@@ -93,7 +93,7 @@ def _weights(st, step, keys, decay_s, decay_lo_s, row_s, row_lo_s, sink_row_s, l
 def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s,
               info_s, step_s, bars, shift, chunks, num_n, num_bh, group, sm_scale, HAS_START: gl.constexpr,
               SINK: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr,
-              HEADS: gl.constexpr, GENERATIONS: gl.constexpr):  # fmt: skip
+              HEADS: gl.constexpr, GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr):  # fmt: skip
     QC: gl.constexpr = D if BM == 128 else D // 2
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -164,7 +164,15 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                 dv = warpgroup_mma(gl.convert_layout(pt.to(dtype), P_L), do, dv, is_async=True)
                 dpt = warpgroup_mma_wait(1, deps=(dpt,))
                 delta = row_s.index(2 * NB + s).load(QUERY)
-                dst = (pt * (dpt - delta[None, :])).to(dtype)
+                exact = pt * (dpt - delta[None, :])
+                dst = exact.to(dtype)
+                if EXACT_SUMS:
+                    key_sums = gl.convert_layout(gl.sum(exact, 1), gl.SliceLayout(1, C_L))
+                    own = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :] == head - z
+                    dc += gl.where(own, key_sums[:, None], 0.0)
+                    if SINK > 0:
+                        exact = gl.where(live_s.index(slot * 2 + w).load(KEY)[:, None] > 0, exact, 0.0)
+                    sum_s.index((it & 1) * 2 + w + z).store(gl.sum(exact, 0))
                 place = (it % GENERATIONS) * 2 + z
                 if GENERATIONS == 1:
                     _read(w, False)
@@ -182,24 +190,31 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                     else:
                         part = part.slice(w * 64, 64, dim=1)
                     dq = warpgroup_mma(part.permute((1, 0)), half, dq, use_acc=u > 0, is_async=True)
-                    if BM == 128:
+                    if BM == 128 and not EXACT_SUMS:
                         rs = warpgroup_mma(
                             part.permute((1, 0)), live_ones_s.index(u + z).permute((1, 0)), rs, use_acc=u > 0,
                             is_async=True,
                         )  # fmt: skip
-                    elif u == w:
+                    elif u == w and not EXACT_SUMS:
                         rs = warpgroup_mma(
                             part.permute((1, 0)), live_ones_s.index(u + z).permute((1, 0)), rs, use_acc=False,
                             is_async=True,
                         )  # fmt: skip
-                dc = warpgroup_mma(gl.convert_layout(dst, PC_L), ones_s.index(head).permute((1, 0)), dc, is_async=True)
+                if not EXACT_SUMS:
+                    dc = warpgroup_mma(
+                        gl.convert_layout(dst, PC_L), ones_s.index(head).permute((1, 0)), dc, is_async=True
+                    )
                 dk = warpgroup_mma(gl.convert_layout(dst, P_L), q, dk, is_async=True)
-                dv, dq, rs, dc = warpgroup_mma_wait(1, deps=(dv, dq, rs, dc))
+                if EXACT_SUMS:
+                    dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+                else:
+                    dv, dq, rs, dc = warpgroup_mma_wait(1, deps=(dv, dq, rs, dc))
                 if GENERATIONS == 1:
                     _read(w, True)
                 mbarrier.wait(bars.index(DQ_EMPTY), (messages & 1) ^ 1)
                 dq_s.index(w + z).store(dq)
-                sum_s.index(w + z).store(gl.max(rs, 1))
+                if not EXACT_SUMS:
+                    sum_s.index(w + z).store(gl.max(rs, 1))
                 fence_async_shared()
                 mbarrier.arrive(bars.index(DQ_FULL), count=1)
                 dk = warpgroup_mma_wait(0, deps=(dk,))
@@ -232,7 +247,7 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
                  group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr,
                  BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
                  DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
-                 GENERATIONS: gl.constexpr):  # fmt: skip
+                 GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr):  # fmt: skip
     """dk, dv of every key tile, their shares of a float32 dq, and both sums of dS."""
     dtype: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -248,7 +263,7 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
     live_ones_s = gl.allocate_shared_memory(dtype, [2, 8, 64], LIVE_ONES)
     # of each stage: c_i - lse_i and its remainder, delta, -lse
     row_s = gl.allocate_shared_memory(gl.float32, [(4 if SINK else 3) * NB, BM], VECTOR)
-    sum_s = gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR)
+    sum_s = gl.allocate_shared_memory(gl.float32, [4, BM] if EXACT_SUMS else [2, 64], VECTOR)
     key_s = gl.allocate_shared_memory(gl.float32, [HEADS * 8, 64], VECTOR)
     live_s = gl.allocate_shared_memory(gl.float32, [4, 64], VECTOR)
     start_s = gl.allocate_shared_memory(gl.int32, [NB, BM], VECTOR)
@@ -269,14 +284,14 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
     gl.warp_specialize([
         (_consumer, (0, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
                      step_s, bars, S - T, chunks, num_n, num_bh, group, sm_scale, HAS_START, SINK, D, BM, NB, NKV,
-                     HEADS, GENERATIONS)),
+                     HEADS, GENERATIONS, EXACT_SUMS)),
         (_consumer, (1, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
                      step_s, bars, S - T, chunks, num_n, num_bh, group, sm_scale, HAS_START, SINK, D, BM, NB, NKV,
-                     HEADS, GENERATIONS)),
+                     HEADS, GENERATIONS, EXACT_SUMS)),
         (producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s,
                      qdo_s, row_s, key_s, live_s, start_s, info_s, step_s, bars, T, T_PAD, S, H, KV_GROUP, num_n,
                      num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NB, NKV, HEADS)),
         (writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s,
                    info_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NKV,
-                   HEADS, DETERMINISTIC)),
+                   HEADS, DETERMINISTIC, EXACT_SUMS)),
     ], [4, 2, 2], [REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])  # fmt: skip
