@@ -78,9 +78,47 @@ MODES = {
 LENGTH = 24
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 16}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 5e3, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.2],
+    "long_factor": [2.0, 4.0],
+    "original_max_position_embeddings": 16,
+}
+TWO_BASES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+}
+UNUSUAL = {
+    "llama biased, tied, 5:1 heads of 6, yarn": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "hidden_size": 30,
+        "head_dim": 6,
+        "rope_parameters": YARN,
+    },
+    "mistral narrow window, dynamic": {"sliding_window": 3, "rope_parameters": DYNAMIC},
+    "qwen2 tied, first layers full": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3 wide heads, biased": {"head_dim": 32, "attention_bias": True, "rope_parameters": YARN},
+    "gemma3_text two bases, one scaled": {**GEMMA, "sliding_window": 3, "rope_parameters": TWO_BASES},
+    "gemma2 uncapped": {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "phi3 longrope": {
+        "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": 16,
+    },
+    "olmo2 biased, llama3": {"attention_bias": True, "rope_parameters": LLAMA3},
+}
+ROWS_AND_UNUSUAL = {**ROWS, **UNUSUAL}
+
+
 def make_base(row: str):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(row.split()[0], **{**PICO, **ROWS[row]})
+    config = AutoConfig.for_model(row.split()[0], **{**PICO, **ROWS_AND_UNUSUAL[row]})
     # transformers before 5.23 runs Gemma 2 through sdpa, which ignores its soft-cap
     options = {"attn_implementation": "eager"} if row == "gemma2" else {}
     return AutoModelForCausalLM.from_config(config, **options).eval()
@@ -185,6 +223,27 @@ def test_generation_with_a_cache_equals_generation_without(fox, tokens, path):
     plain = fox.generate(tokens, use_cache=False, **options)
     assert torch.equal(fox.generate(tokens, **options), plain)
     assert torch.equal(fox.generate(tokens, cache_implementation="static", **options), plain)
+
+
+@pytest.mark.parametrize("settings", UNUSUAL)
+def test_unusual_settings(settings, stir, tokens, path):
+    base = make_base(settings)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+    expected = logits(base, tokens)
+    close(logits(retrofox.convert(base, fox=FoxSpec(rope="keep", init="open")), tokens), expected)
+    fox = stir(retrofox.convert(base, fox=FoxSpec(half_life=(2.0, 100.0), max_wavelength=40.0))).eval()
+    with attention_mode(fox, "original"):
+        close(logits(fox, tokens), expected)
+    mask = torch.ones_like(tokens)
+    mask[1, :7] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    padded = fox.generate(tokens, attention_mask=mask, **options)
+    assert torch.equal(padded[1, LENGTH:], fox.generate(tokens[1:, 7:], **options)[0, LENGTH - 7 :])
+    beams = fox.generate(tokens, num_beams=3, **options)
+    assert torch.equal(beams, fox.generate(tokens, num_beams=3, use_cache=False, **options))
 
 
 def test_windows_and_rotated_layers_are_the_familys_own(base, fox, row):
