@@ -32,18 +32,11 @@ def check_arguments(
     prune: float | None = None,
 ) -> float:  # fmt: skip
     """Return the scale to use, or raise ValueError saying which argument is wrong, what is allowed and what to do."""
-    for name, x in (
-        ("q", q),
-        ("k", k),
-        ("v", v),
-        ("log_f", log_f),
-        ("cu_seqlens", cu_seqlens),
-        ("seq_start", seq_start),
-    ):
-        if not isinstance(x, Tensor) and not (x is None and name in ("cu_seqlens", "seq_start")):
+    given = {"q": q, "k": k, "v": v, "log_f": log_f, "cu_seqlens": cu_seqlens, "seq_start": seq_start}
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v", "log_f")):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
+        if x is not None and name in ("q", "k", "v") and x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, tokens, heads, head_dim), got {tuple(x.shape)}")
     B, T, H, D = q.shape
     S, Hkv = k.shape[1], k.shape[2]
@@ -93,39 +86,36 @@ def _is_finite(x) -> bool:
 
 
 def _check_seq_start(seq_start: Tensor, B: int, S: int, device: torch.device) -> None:
-    if tuple(seq_start.shape) != (B,) or seq_start.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"seq_start must be ({B},) int32, the first visible position of each row, "
-            f"got {tuple(seq_start.shape)} {seq_start.dtype}"
-        )
-    if seq_start.device != device:
-        raise ValueError(f"seq_start must be on {device} as q is, got {seq_start.device}")
-    if device.type != "cpu" or torch.compiler.is_compiling():
-        return  # reading the values would stall the device or break the graph
-    if bool(((seq_start < 0) | (seq_start > S)).any()):
+    wanted = f"({B},) int32, the first visible position of each row"
+    readable = _check_positions("seq_start", seq_start, tuple(seq_start.shape) == (B,), wanted, device)
+    if readable and bool(((seq_start < 0) | (seq_start > S)).any()):
         raise ValueError(f"seq_start must lie between 0 and S = {S}, got {seq_start.tolist()}")
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, B: int, S: int, device: torch.device) -> None:
     if B != 1:
         raise ValueError(f"cu_seqlens packs documents into one row, so the batch must be 1, got {B}: flatten it first")
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"cu_seqlens must be (N + 1,) int32 with N >= 1 documents, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
-    if cu_seqlens.device != device:
-        raise ValueError(f"cu_seqlens must be on {device} as q is, got {cu_seqlens.device}")
-    if device.type != "cpu" or torch.compiler.is_compiling():
-        return  # as above
+    fits = cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 2
+    if not _check_positions("cu_seqlens", cu_seqlens, fits, "(N + 1,) int32 with N >= 1 documents", device):
+        return
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != S or bool((cu_seqlens.diff() < 0).any()):
         raise ValueError(f"cu_seqlens must rise from 0 to S = {S}, got {cu_seqlens.tolist()}")
 
 
+def _check_positions(name: str, x: Tensor, fits: bool, wanted: str, device: torch.device) -> bool:
+    """Return whether the values may be read: on a GPU that would stall it, in a compiled graph break it."""
+    if not fits or x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)} {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on {device} as q is, got {x.device}")
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v in autocast's dtype where it is on (float64 stays), as torch's own attention would see them."""
-    if not all(isinstance(x, Tensor) for x in (q, k, v)) or q.device.type == "meta":
-        return q, k, v
-    device = q.device.type
+    device = q.device.type if all(isinstance(x, Tensor) for x in (q, k, v)) else "meta"
+    if device == "meta":
+        return q, k, v  # to be refused
     if not torch.is_autocast_enabled(device) or torch.float64 in (q.dtype, k.dtype, v.dtype):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
