@@ -37,7 +37,7 @@ def _launchers(backend: str):
 
 def _kept(q: Tensor, backend: str, for_backward: bool, log_eps: float | None) -> tuple[Tensor, Tensor]:
     """Return room for the residual and the pruning bounds that the backward will want; empty where it wants none."""
-    rounded = for_backward and backend == "triton" and q.element_size() == 2
+    rounded = for_backward and q.element_size() == 2
     B, T, H, _ = q.shape
     residual = q.new_empty(q.shape if rounded else (0,))
     tiles = (B, H, -(-T // prune.BLOCK_M)) if for_backward and log_eps is not None else (0,)

@@ -40,15 +40,15 @@ def heads_together(bytes_per_head: int, ordered: bool) -> int:
 
 def launch_backward(
     do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0,
-    softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, bounds=None, deterministic=True,
-    group=None, cut: Cut | None = None,
+    softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, residual=None, bounds=None,
+    deterministic=True, group=None, cut: Cut | None = None,
 ):  # fmt: skip
     """Return dq, dk, dv (contiguous, in the inputs' dtype) and dc (B, H, S) float32 = dL/dc in natural units.
 
     do (B, T, H, D) and dlse2 (B, H, T) or None are the gradients of o and of the base-2 lse2. With deterministic=True
-    the float32 dq is summed in key order, bit for bit the same in every run. bounds is what `prune.loop_bounds`
-    returned for the forward, if that is known. Head dims 80 and 96 run the plain Triton backward. Raises ValueError for
-    what `hopper_forward.unsupported` names.
+    the float32 dq is summed in key order, bit for bit the same in every run. residual is what the forward left in its
+    own, bounds what `prune.loop_bounds` returned for it, if that is known. Head dims 80 and 96 run the plain Triton
+    backward. Raises ValueError for what `hopper_forward.unsupported` names.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     options = {
@@ -61,7 +61,9 @@ def launch_backward(
     if D not in CUTS:
         from . import backward
 
-        return backward.launch_backward(do, dlse2, q, k, v, o, lse2, c_hi, c_lo, bounds=bounds, **options)
+        return backward.launch_backward(
+            do, dlse2, q, k, v, o, lse2, c_hi, c_lo, residual=residual, bounds=bounds, **options
+        )
     from .hopper_backward_kernel import fox_backward
     from .hopper_backward_steps import finish_kernel, prepare_kernel, query_ranges_kernel
 
@@ -104,7 +106,7 @@ def launch_backward(
             prepare_kernel,
             rows // 64 * B * H,
             [
-                o, do, dlse2, delta, sums, row_sum, ticket, *o.stride()[:3], *do.stride()[:3],
+                o, do, residual, dlse2, delta, sums, row_sum, ticket, *o.stride()[:3], *do.stride()[:3],
                 *(dlse2.stride() if dlse2 is not None else (0, 0, 0)), T, H, rows, B * H * tiles,
             ],
             (D, 64, zero),

@@ -10,11 +10,11 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["T", "H", "rows", "tickets"])
 def prepare_kernel(
-    o_ptr, do_ptr, dlse2_ptr, delta_ptr, dq_ptr, row_sum_ptr, ticket_ptr, so_b, so_t, so_h, sd_b, sd_t, sd_h, sl_b,
-    sl_h, sl_t, T, H, rows, tickets, D: tl.constexpr, BM: tl.constexpr, ZERO: tl.constexpr,
+    o_ptr, do_ptr, residual_ptr, dlse2_ptr, delta_ptr, dq_ptr, row_sum_ptr, ticket_ptr, so_b, so_t, so_h, sd_b, sd_t,
+    sd_h, sl_b, sl_h, sl_t, T, H, rows, tickets, D: tl.constexpr, BM: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """delta_i = do_i . o_i, less the gradient of lse_i; zeros for dS's row sums, the tickets and the counter
-    after them, with ZERO for dq."""
+    """delta_i = do_i . o_i with what rounding o lost, less the gradient of lse_i; zeros for dS's row sums, the tickets
+    and the counter after them, with ZERO for dq."""
     tiles = rows // BM
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is still in the L2 cache
     bh = (index // tiles).to(tl.int64)
@@ -25,7 +25,11 @@ def prepare_kernel(
     row = offs_m.to(tl.int64)[:, None]
     o = tl.load(o_ptr + b * so_b + h * so_h + row * so_t + offs_d[None, :], mask=inside[:, None], other=0.0)
     do = tl.load(do_ptr + b * sd_b + h * sd_h + row * sd_t + offs_d[None, :], mask=inside[:, None], other=0.0)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    o = o.to(tl.float32)
+    if residual_ptr is not None:  # contiguous, like o
+        rest = residual_ptr + ((b * T + row) * H + h) * D + offs_d[None, :]
+        o += tl.load(rest, mask=inside[:, None], other=0.0).to(tl.float32)
+    delta = tl.sum(o * do.to(tl.float32), 1)
     if dlse2_ptr is not None:
         dlse2 = tl.load(dlse2_ptr + b * sl_b + h * sl_h + offs_m.to(tl.int64) * sl_t, mask=inside, other=0.0)
         delta -= dlse2.to(tl.float32) * 1.4426950408889634

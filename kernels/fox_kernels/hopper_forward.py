@@ -181,14 +181,14 @@ def heads_per_group(bytes_per_head: int) -> int:
 
 def launch_forward(
     q, k, v, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None, prune=None,
-    q_offset=None, c_offset=None, causal=True, bounds=None, shape: Shape | None = None,
+    q_offset=None, c_offset=None, causal=True, residual=None, bounds=None, shape: Shape | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside, -inf for empty rows.
 
     q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others
-    are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. bounds is
-    what `prune.loop_bounds` returns, if that is known. Raises ValueError for
-    what `unsupported` names.
+    are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. residual, if given
+    (contiguous, like o), takes what rounding o lost; bounds is what `prune.loop_bounds` returns, if that is known.
+    Raises ValueError for what `unsupported` names.
     """
     from .hopper_forward_kernel import fox_forward
 
@@ -227,14 +227,15 @@ def launch_forward(
     programs = min(tiles * B * H, processors(q.device))
     with torch.cuda.device(q.device):
         arguments = [
-            *described, *rest, c_hi, c_lo, lse2, counter if start is None else start,
+            *described, *rest, c_hi, c_lo, lse2, o if residual is None else residual,
+            counter if start is None else start,
             counter if first is None else first,
             counter, scale * LOG2_E, T, S, H, H // Hkv, tiles, B * H, group,
         ]  # fmt: skip
         constants = (
             start is not None, first is not None, sink, shape.consumers, shape.keys, shape.columns, shape.rest,
             shape.stages,
-            shape.ping_pong, shape.bias_by_mma, shape.registers,
+            shape.ping_pong, shape.bias_by_mma, residual is not None, shape.registers,
         )  # fmt: skip
         launch(fox_forward, programs, arguments, constants)
     return o, lse2

@@ -86,12 +86,24 @@ def _turn(w, NC: gl.constexpr, ARRIVE: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s, bl_s,
-              kb_s, qb_s, n_s,
+def _store_residual(RESIDUAL, o, b, row0, h, T, H, WIDTH: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr,
+                    dtype: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """What rounding lost of o's columns from FIRST on, to a contiguous (B, T, H, WIDTH)."""
+    rest = (o - o.to(dtype).to(gl.float32)).to(dtype)
+    rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    columns = FIRST + gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    first = ((b.to(gl.int64) * T + rows) * H + h) * WIDTH
+    inside = (rows[:, None] < T) & (columns[None, :] < WIDTH)
+    gl.store(RESIDUAL + first[:, None] + columns[None, :], rest, mask=inside)
+
+
+@gluon.jit
+def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
+              b_s, bl_s, kb_s, qb_s, n_s,
               q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
               HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr,
               D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr, PING_PONG: gl.constexpr,
-              BIAS_BY_MMA: gl.constexpr):  # fmt: skip
+              BIAS_BY_MMA: gl.constexpr, HAS_RESIDUAL: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -218,13 +230,19 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
         inv = gl.where(l_i == 0, 0.0, 1.0 / l_i)  # a NaN goes on
         gl.store(L + bh.to(gl.int64) * T + rows, gl.where(l_i == 0, -float("inf"), m_i + gl.log2(l_i)), mask=rows < T)
         tma.store_wait(0)
-        o_buf.store((acc * gl.convert_layout(inv, gl.SliceLayout(1, O_L))[:, None]).to(dtype))
+        acc = acc * gl.convert_layout(inv, gl.SliceLayout(1, O_L))[:, None]
+        o_buf.store(acc.to(dtype))
         if DX:
-            ox_buf.store((acc_x * gl.convert_layout(inv, gl.SliceLayout(1, X_L))[:, None]).to(dtype))
+            acc_x = acc_x * gl.convert_layout(inv, gl.SliceLayout(1, X_L))[:, None]
+            ox_buf.store(acc_x.to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(o_desc, [b, row0 + w * 64, h, 0], o_s.index(w))
         if DX:
             tma.async_copy_shared_to_global(ox_desc, [b, row0 + w * 64, h, D], ox_s.index(w))
+        if HAS_RESIDUAL:
+            _store_residual(RESIDUAL, acc, b, row0 + w * 64, h, T, H, D + DX, 0, D, dtype, O_L)
+            if DX:
+                _store_residual(RESIDUAL, acc_x, b, row0 + w * 64, h, T, H, D + DX, D, DX, dtype, X_L)
 
         mbarrier.wait(n_full, tiles & 1)
         index = gl.max(n_s.load(gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))), 0)
@@ -234,12 +252,14 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, 
 
 
 @gluon.jit(do_not_specialize=["T", "S", "H", "KV_GROUP", "num_m", "num_bh", "group"])
-def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_desc, C_HI, C_LO, L, START, LO, COUNTER,
+def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_desc, C_HI, C_LO, L, RESIDUAL,
+                START, LO, COUNTER,
                 scale,
                 T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
                 SINK: gl.constexpr,
                 NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
-                PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+                REGISTERS: gl.constexpr):  # fmt: skip
     """o and lse of every tile. Head dim D, or D + DX as two blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -292,16 +312,16 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_de
     mbarrier.init(n_empty, count=NC)
     if NC == 2:
         gl.warp_specialize([
-        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s,
-                     bl_s, kb_s, qb_s, n_s,
+        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
+                     b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
-        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s,
-                     bl_s, kb_s, qb_s, n_s,
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
+        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
+                     b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
                      q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty,
                      v_full, v_empty, n_full, n_empty,
@@ -310,21 +330,21 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_de
         ], [4, PRODUCER_WARPS], [REGISTERS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s,
-                     bl_s, kb_s, qb_s, n_s,
+        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
+                     b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
-        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s,
-                     bl_s, kb_s, qb_s, n_s,
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
+        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
+                     b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
-        (_consumer, (2, o_desc, ox_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s, b_s,
-                     bl_s, kb_s, qb_s, n_s,
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
+        (_consumer, (2, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
+                     b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
                      q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty,
                      v_full, v_empty, n_full, n_empty,
