@@ -162,12 +162,23 @@ def bars(axis: Any, result: dict, shapes: list[Problem], names: list[str]) -> No
     axis.legend(fontsize=8, ncols=3, frameon=False, loc="upper left")
 
 
+FIELDS = {
+    "rows": {"problem", "contender", "forward_tflops", "backward_tflops", "total_ms", "queued_ms", "peak_mb", "spread"},
+    "decode": {"problem", "contender", "T", "ms", "gb_s", "of_copy", "graph_ms", "graph_of_copy", "live"},
+    "errors": {"problem", "contender", *OUTPUTS},
+}
+
+
 def check(result: dict) -> dict:
     """Return a result read from a file. Raises ValueError where it isn't one of the benchmark's."""
-    wanted = ("machine", "rows", "decode", "errors", "skipped")
+    wanted = ("machine", *FIELDS, "skipped")
     missing = [n for n in wanted if n not in result] if isinstance(result, dict) else list(wanted)
+    for kind in () if missing else FIELDS:
+        for row in result[kind]:
+            missing += sorted(f"{kind}.{n}" for n in FIELDS[kind] - set(row))
     if missing:
-        raise ValueError(f"it has no {', '.join(missing)}: give a file that kernels/bench.py --out wrote")
+        some = ", ".join(list(dict.fromkeys(missing))[:5])
+        raise ValueError(f"it has no {some}: give a file that kernels/bench.py --out wrote")
     unknown = {r.get("contender") for r in result["rows"]} - set(CONTENDERS)
     if unknown:
         raise ValueError(f"unknown contenders {sorted(map(str, unknown))}; known are {CONTENDERS}")

@@ -222,6 +222,16 @@ def test_refusals_exit_with_2(argv, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
+def test_a_result_with_a_row_cut_short_is_refused():
+    result = synthetic()
+    assert bench_report.check(result) is result
+    del result["rows"][3]["total_ms"]
+    with pytest.raises(ValueError, match=r"rows\.total_ms"):
+        bench_report.check(result)
+    with pytest.raises(ValueError, match="unknown contenders"):
+        bench_report.check({**synthetic(), "rows": [{**synthetic()["rows"][0], "contender": "them"}]})
+
+
 @pytest.mark.parametrize("content", ["{}", "[]", "no json", '{"rows": [{"contender": "them"}]}'])
 def test_a_file_that_is_no_result_is_refused(content, tmp_path, capsys):
     path = tmp_path / "x.json"
