@@ -4,7 +4,8 @@
 
 A row "16:1" keeps the 16 fastest rotary pairs and exempts 1 sink token, and fits gates and queries; "16:1:gates" leaves
 the queries as they are; "16:1:slopes" fits one constant slope per head and nothing else; "16:1:init" only measures
-half-lives. Windows of both texts are cut at `--length` tokens; the documents must differ.
+half-lives. Windows of both texts are cut at `--length` tokens; the documents must differ. "difference" is on the second
+text, "difference_same_text" on windows of the first that were not fitted.
 """
 
 from __future__ import annotations
@@ -39,8 +40,13 @@ def main() -> None:
     options = _options()
     base, tokenizer = load_base(options.model)
     base = base.float().eval()
-    fitted = _windows(options.calibrate, tokenizer, options.length, options.windows + HELD_OUT, seed=0)
-    judged = _windows(options.evaluate, tokenizer, options.length, options.judged, seed=1)
+    windows = options.windows + HELD_OUT
+    calibration = _windows(options.calibrate, tokenizer, options.length, windows + options.judged, seed=0)
+    fitted, judged = (
+        calibration[:windows],
+        _windows(options.evaluate, tokenizer, options.length, options.judged, seed=1),
+    )
+    judged = torch.cat([judged, calibration[windows:]])
     results = {
         "environment": environment(),
         "length_tokens": options.length,
@@ -51,7 +57,8 @@ def main() -> None:
     if options.out.exists():
         results = json.loads(options.out.read_text())
     losses = _losses(base, judged)
-    results["loss_base"] = round(float(losses.mean()), 4)
+    results["loss_base"] = round(float(losses[: options.judged].mean()), 4)
+    results["loss_base_same_text"] = round(float(losses[options.judged :].mean()), 4)
     for row in options.rows:
         if any(done["row"] == row for done in results["rows"]):
             continue
@@ -78,18 +85,20 @@ def _row(row: str, base: Any, fitted: torch.Tensor, judged: torch.Tensor, losses
     opened = None
     if options.gates_open:
         with attention_mode(model, "open"):
-            opened = round(float(_losses(model, judged).mean()), 4)
-    difference = (after - losses).mean(1)
+            opened = round(float(_losses(model, judged)[: options.judged].mean()), 4)
+    difference, same = (after - losses).mean(1).split(options.judged)
     shown = ("layer", "kl_before", "kl_after", "loss_before", "loss_after", "heads_fitted", "seconds")
     return {
         "row": row,
         "pairs_kept": int(kept),
         "sink_tokens": int(sink),
         "fitted": FITTED[how],
-        "loss_after": round(float(after.mean()), 4),
+        "loss_after": round(float(after[: options.judged].mean()), 4),
         "loss_after_gates_open": opened,
         "difference": round(float(difference.mean()), 4),
         "standard_error": round(float(difference.std() / len(difference) ** 0.5), 4),
+        "difference_same_text": round(float(same.mean()), 4),
+        "standard_error_same_text": round(float(same.std() / len(same) ** 0.5), 4),
         "steps": options.steps,
         "windows": {"fitted": options.windows, "held_out": HELD_OUT},
         "seconds": result.report["seconds"],
