@@ -31,7 +31,13 @@ from retrofox.train_groups import accumulation, count_steps, role_of, set_traina
 from retrofox.train_loop import FoxTrainer
 from retrofox.train_memory import STATE_BYTES
 from retrofox.train_model import DTYPES, build_model, resolve_source, teacher_for
-from retrofox.train_refusals import refuse_optimizer, refuse_parallelism, refuse_precision, refuse_trackers
+from retrofox.train_refusals import (
+    own_autocast,
+    refuse_optimizer,
+    refuse_parallelism,
+    refuse_precision,
+    refuse_trackers,
+)
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
 
 logger = logging.getLogger(__name__)
@@ -263,7 +269,7 @@ def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated:
         adam_beta2=stage.betas[1],
         max_grad_norm=stage.clip,
         optim=recipe.optim,
-        bf16=recipe.precision == "bf16",
+        bf16=recipe.precision == "bf16" and not own_autocast(recipe),
         fp16=recipe.precision == "fp16",
         use_cpu=not torch.cuda.is_available(),
         seed=recipe.seed,

@@ -6,6 +6,7 @@ loop nothing waits for the GPU: losses, norms and gate statistics stay on the de
 
 from __future__ import annotations
 
+import contextlib
 import os
 import types
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ from retrofox.objectives import causal_lm
 from retrofox.surgery import is_new_tensor
 from retrofox.train_callbacks import Anneal, Clock, GateRecorder, Guard, JsonLog, LogWithSaves, Progress, Signals
 from retrofox.train_groups import group_schedules, parameter_groups
+from retrofox.train_refusals import own_autocast
 from retrofox.train_speed import decoder_layers
 
 ADVICE = (
@@ -69,6 +71,7 @@ class FoxTrainer(Trainer):
         self.eval_batches = eval_batches
         self.json_log: JsonLog | None = None
         self.resumed_step = 0
+        self.own_autocast = own_autocast(recipe)
         self.guard = Guard(stage.spike_factor, fp16=recipe.precision == "fp16")
         self.history: list[dict[str, float]] = []
         super().__init__(model=model, args=args)
@@ -120,7 +123,15 @@ class FoxTrainer(Trainer):
 
     def _forward(self, model: Any, **batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the model's forward is during a stage: the objective."""
-        return self.objective(model, batch)
+        for gate in self.gates.gates:
+            if gate.bias.dtype != torch.float32:
+                raise ValueError(
+                    f"the forget gates were cast to {gate.bias.dtype}: they must stay float32. Set mixed_precision: "
+                    "'no' in the accelerate config; the recipe's `precision` says what products run in"
+                )
+        own = torch.autocast(self.args.device.type, torch.bfloat16) if self.own_autocast else contextlib.nullcontext()
+        with own:
+            return self.objective(model, batch)
 
     def evaluate_loss(self) -> float | None:
         """Cross-entropy in nats per token over the held-out rows; None without them, or before FSDP has sharded."""

@@ -22,10 +22,22 @@ def refuse_parallelism() -> None:
 
 def refuse_precision(recipe: Recipe) -> None:
     """Raises ValueError for a precision the device can't run."""
+    if recipe.precision == "fp16" and deepspeed():
+        raise ValueError("precision fp16 under DeepSpeed would round the forget gates to 16 bits: use bf16 or fp32")
     if recipe.precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
     if recipe.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise ValueError(f"{torch.cuda.get_device_name()} has no bfloat16: use precision fp16 or fp32")
+
+
+def deepspeed() -> bool:
+    """Whether accelerate launched this process for DeepSpeed."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def own_autocast(recipe: Recipe) -> bool:
+    """Whether bfloat16 products are ours to ask for: DeepSpeed's bfloat16 engine would round the forget gates, too."""
+    return recipe.precision == "bf16" and deepspeed()
 
 
 def refuse_trackers(recipe: Recipe) -> None:
