@@ -22,6 +22,11 @@ def refuse_parallelism() -> None:
 
 def refuse_precision(recipe: Recipe) -> None:
     """Raises ValueError for a precision the device can't run."""
+    if deepspeed() and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        raise ValueError(
+            "DeepSpeed's 16-bit engines round the forget gates: set mixed_precision: 'no' in the accelerate config "
+            "(recipes/accelerate/zero3.yaml); the recipe's `precision` says what products run in"
+        )
     if recipe.precision == "fp16" and deepspeed():
         raise ValueError("precision fp16 under DeepSpeed would round the forget gates to 16 bits: use bf16 or fp32")
     if recipe.precision == "fp16" and not torch.cuda.is_available():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,7 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from retrofox import checkpoint
 from retrofox.config import load_recipe
@@ -213,6 +217,36 @@ def test_fsdp2_saved_on_four_processes_goes_on_on_two(recipe_for):
     assert "resumed stage 0 at step 4 of 8" in two.stderr
     for ours, theirs in zip(curve(file), curve(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("mixed_precision", ["'no'", "bf16"])
+def test_zero3_keeps_gates_float32_or_refuses(recipe_for, tmp_path, mixed_precision):
+    file = recipe_for("zero3", precision="bf16")
+    shipped = (Path(__file__).parent.parent / "recipes" / "accelerate" / "zero3.yaml").read_text()
+    settings = re.sub("mixed_precision: .*", f"mixed_precision: {mixed_precision}\nuse_cpu: true", shipped)
+    (tmp_path / "accelerate.yaml").write_text(settings)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
+    found = subprocess.run(
+        [*command, "-m", "retrofox", "train", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        timeout=250,
+    )
+    if mixed_precision == "bf16":
+        assert found.returncode != 0
+        assert "16-bit engines round the forget gates" in found.stderr + found.stdout
+        return
+    assert found.returncode == 0, found.stderr
+    model = Path(load_recipe(file).output) / "model" / "model.safetensors"
+    gates = {name: value for name, value in load_file(model).items() if "forget_gate" in name}
+    assert len(gates) == 4
+    for value in gates.values():
+        assert value.dtype == torch.float32
+        assert not torch.equal(value, value.bfloat16().float())
 
 
 @pytest.mark.slow
