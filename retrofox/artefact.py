@@ -108,7 +108,7 @@ def write(
     revision: str | None = None,
     progress: Progress | None = None,
     calibrate: Sequence[str] = (),
-    calibrate_steps: int = 100,
+    calibrate_steps: int = 200,
     refit_queries: bool = True,
     appearing: Appearing | None = None,
 ) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def convert(
         list[Path] | None, typer.Option(help="Text files: fit gates and queries to the base's attention.")
     ] = None,
     calibrate_steps: Annotated[
-        int | None, typer.Option(help="Steps per layer; 0: only --init calibrated's half-lives. [default: 100]")
+        int | None, typer.Option(help="Steps per layer; 0: only --init calibrated's half-lives. [default: 200]")
     ] = None,
     refit_queries: Annotated[
         bool | None, typer.Option(help="Let calibration rewrite the query projections. [default: yes]")
@@ -110,7 +110,7 @@ def convert(
                 revision=revision,
                 progress=progress,
                 calibrate=files,
-                calibrate_steps=100 if calibrate_steps is None else calibrate_steps,
+                calibrate_steps=200 if calibrate_steps is None else calibrate_steps,
                 refit_queries=refit_queries is not False,
                 appearing=appearing,
             )
