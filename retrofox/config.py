@@ -285,7 +285,9 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"no recipe at {file}: give the path of a YAML file (`retrofox config schema` describes one)")
+        raise FileNotFoundError(
+            f"no recipe at {file}: give the path of a YAML file (`retrofox config schema` describes one)"
+        )
     values = read_yaml(file.read_text(encoding="utf-8"), str(file))
     if not isinstance(values, dict):
         raise ValueError(f"{file}: a recipe is a mapping of keys to values, got {type(values).__name__}")
