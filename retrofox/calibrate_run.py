@@ -114,7 +114,7 @@ class Run:
             last = min(first + WINDOWS_AT_ONCE, count)
             windows = self._windows(layer, call, entering, leaving, slice(first, last))
             if fit is None:
-                self._choose_constant_gates(windows[:8], student)
+                self._choose_constant_gates(windows[:1], student)
                 fit = fitting.Fit(windows, student, self.steps, generator)
             fit.run(windows, self.steps * last // count - self.steps * first // count)
             del windows  # before the next are made
