@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -132,12 +132,11 @@ def main() -> None:
     shutil.rmtree(options.dir)
     copying = rows["convert, copying"]["seconds"] + rows["convert, copying again"]["seconds"]
     report = {
-        "command": "python " + " ".join(sys.argv),
+        **provenance(),
         "checkpoint_bytes": total,
         "layers": options.layers,
         "rows": rows,
         "copying_over_cp": round(copying / (rows["cp"]["seconds"] + rows["cp again"]["seconds"]), 3),
-        "machine": {"cpu": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
     }
     options.out.write_text(json.dumps(report, indent=2) + "\n")
     table = Table(title=f"converting {total / 1e9:.1f} GB, {options.layers} layers of Llama-3.1-70B's shapes")

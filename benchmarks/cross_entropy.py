@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrofox.config import Stage
@@ -129,7 +130,7 @@ def main() -> None:
         "liger": importlib.util.find_spec("liger_kernel") is not None and device.type == "cuda",
     }
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    found: dict = {"device": name, "torch": torch.__version__, "absent": [k for k, v in present.items() if not v]}
+    found: dict = {**provenance(), "device": name, "absent": [k for k, v in present.items() if not v]}
     found["rows"] = []
     for kind in (key for key, there in present.items() if there):
         row = measure(kind, options.tokens, options.vocabulary, options.hidden_size, device, options.repeats)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+from provenance import provenance
 
 from retrofox.data import DataSource, PackedDataset, StepSampler, collate, prepare_sources
 from retrofox.data_pack import pack
@@ -78,8 +78,8 @@ def main() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1.3, 1_000_000), 1, 200_000).astype(np.int64)
     planning, plan = timed(pack, np.concatenate([[0], np.cumsum(lengths)]), 4096)
     result = {
-        "command": f"python benchmarks/data.py {Path(options.tokenizer).name} --copies {options.copies}",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        **provenance(),
+        "load": round(os.getloadavg()[0], 1),
         "tokens": manifest.tokens,
         "bytes": sum(len(text.encode()) for text in texts),
         "documents": len(texts),

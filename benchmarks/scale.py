@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import provenance
 
 ROOT = Path(__file__).parent.parent
 STEP_TOKENS = 65536
@@ -130,8 +131,8 @@ def main() -> None:
     options = parser.parse_args()
     runs, started = Runs(options), time.perf_counter()
     found: dict[str, Any] = {
+        **provenance(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
         "tokens_per_gpu_and_step": STEP_TOKENS,
         "rows": [],
     }

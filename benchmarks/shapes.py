@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import retrofox
@@ -107,7 +108,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    found: dict = {"device": name, "torch": torch.__version__, "deterministic": options.deterministic, "rows": []}
+    found: dict = {**provenance(), "device": name, "deterministic": options.deterministic, "rows": []}
     for shape in options.shapes:
         for converted in (False, True):
             model: Any = None

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from provenance import provenance
 
 from retrofox.config import Recipe, load_recipe
 from retrofox.plan import plan
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    found: dict = {"device": device, "torch": torch.__version__, "stages": []}
+    found: dict = {**provenance(), "device": device, "stages": []}
     for name in arguments.recipes:
         recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", [f"model={arguments.model}"] if arguments.model else [])
         started = time.perf_counter()
