@@ -126,28 +126,17 @@ def _backward(ctx, dq, dk):
 rotary_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
-class _Rotary(torch.autograd.Function):
+class _Turn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin):
+    def forward(ctx, q, k, cos, sin, inverse):
         ctx.save_for_backward(cos, sin)
+        ctx.inverse = inverse
         with torch.cuda.device_of(q):
-            return _launch(q, k, cos, sin, False)
+            return _launch(q, k, cos, sin, inverse)
 
     @staticmethod
     def backward(ctx, dq, dk):
-        return *_Unturn.apply(dq, dk, *ctx.saved_tensors), None, None
-
-
-class _Unturn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        with torch.cuda.device_of(q):
-            return _launch(q, k, cos, sin, True)
-
-    @staticmethod
-    def backward(ctx, dq, dk):
-        return *_Rotary.apply(dq, dk, *ctx.saved_tensors), None, None
+        return *_Turn.apply(dq, dk, *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,4 +159,4 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         raise ValueError(f"only {D // 2} pairs can turn at head dim {D}, got cos and sin for {cos.shape[-1]}")
     if torch.compiler.is_compiling():
         return rotary_operator(q, k, cos, sin, False)
-    return _Rotary.apply(q, k, cos, sin)  # type: ignore[return-value]
+    return _Turn.apply(q, k, cos, sin, False)  # type: ignore[return-value]
