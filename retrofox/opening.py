@@ -85,7 +85,9 @@ def open_tokenizer(source: str) -> Any:
     """
     looks_local = source.startswith((".", "/", "~")) or source.endswith(".gguf") or source.count("/") > 1
     if looks_local and not Path(source).exists():
-        raise FileNotFoundError(f"no such model: {source}")
+        raise FileNotFoundError(
+            f"no such model: {source}: give a converted directory, an unconverted one, a .gguf file or a Hub id (org/name)"
+        )
     problem = "no tokenizer files there"
     try:
         tokenizer = _load_tokenizer(source)
