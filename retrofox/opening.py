@@ -86,7 +86,7 @@ def open_tokenizer(source: str) -> Any:
     looks_local = source.startswith((".", "/", "~")) or source.endswith(".gguf") or source.count("/") > 1
     if looks_local and not Path(source).exists():
         raise FileNotFoundError(
-            f"no such model: {source}: give a converted directory, an unconverted one, a .gguf file or a Hub id (org/name)"
+            f"no such model: {source}: give a directory (converted or not), a .gguf file or a Hub id (org/name)"
         )
     problem = "no tokenizer files there"
     try:
