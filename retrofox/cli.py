@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from retrofox import cli_convert
+from retrofox import cli_convert, cli_recipes
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,12 +21,14 @@ app = typer.Typer(
     help="Retrofit forget gates (Forgetting Attention, FoX) into a pretrained LLaMA-family model.\n\n"
     "The usual road:\n\n"
     "    retrofox convert HuggingFaceTB/SmolLM2-135M OUT    RoPE partly swapped for gates, proven against the base\n\n"
-    "    retrofox train recipes/smollm2-partial.yaml       adapt it\n\n"
+    "    retrofox recipes cp smollm2-partial               a recipe to start from: set its data and output\n\n"
+    "    retrofox train smollm2-partial.yaml               adapt it\n\n"
     "    retrofox eval RUN/model --against BASE --data T   per-token loss of both\n\n"
     "    retrofox generate RUN/model 'Once upon a time'    use it",
 )
-config_app = typer.Typer(no_args_is_help=True, help="About recipes.")
+config_app = typer.Typer(no_args_is_help=True, help="What a recipe may say: schema, show.")
 app.add_typer(config_app, name="config")
+app.add_typer(cli_recipes.app, name="recipes")
 
 MODEL = "a converted model: directory or Hub id (a plain model works too where it makes sense)"
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: CUDA where there is one.")]

@@ -115,8 +115,8 @@ class FoxSpec:
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"unknown key {key!r} in fox{hint} Known keys: {', '.join(known)}")
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ValueError(f"unknown key {key!r} in fox{hint}; known keys: {', '.join(known)}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
