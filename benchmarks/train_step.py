@@ -1,11 +1,11 @@
 """Profiles one training step of a converted model beside the unconverted one, and trains both through `retrofox train`.
 
-    python benchmarks/train_step.py --tokenizer DIR [--tokens 2M] [--out benchmarks/train-step.json] [--no-train]
+    python benchmarks/train_step.py --tokenizer DIR [--tokens 2M] [--seconds 140] [--out benchmarks/train-step.json]
 
 SmolLM2-135M's shapes with random weights, bf16, 4096 tokens a row, 8 rows a micro-batch, 2 micro-batches a step; text
 of examples/data. A step's costs are GPU time by kind of kernel, from torch.profiler; `host` is the time in which Python
 and PyTorch issued the step, `wall` the time it took: a step whose wall is its GPU time does not wait for the host.
-Prints a table and writes JSON. Needs one GPU.
+Prints tables; writes JSON after each part, trainings first. Needs one GPU.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ import argparse
 import gc
 import json
 import os
-import platform
 import re
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 import yaml
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -198,20 +196,14 @@ def main() -> None:
     parser.add_argument("--tokens", default="2M", help="training tokens of each run")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "train-step.json")
     parser.add_argument("--no-train", action="store_true", help="profile only")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further part after so many")
     arguments = parser.parse_args()
     if not arguments.no_train and arguments.tokenizer is None:
         parser.error("training needs --tokenizer, or choose --no-train")
-    import triton
-
-    console = Console(width=160)
+    console, started = Console(width=160), time.perf_counter()
     report: dict[str, Any] = {
-        "command": "python benchmarks/train_step.py " + " ".join(sys.argv[1:]),
+        **provenance(),
         "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "retrofox": retrofox.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "shapes": SHAPES,
         "fox": FOX,
@@ -224,9 +216,11 @@ def main() -> None:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         gc.collect()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
-    measure(converted=True, deterministic=False)  # compiles the kernels
-    save()
+    def late() -> bool:
+        return time.perf_counter() - started > arguments.seconds
+
     if not arguments.no_train:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         with tempfile.TemporaryDirectory() as name:
@@ -235,11 +229,14 @@ def main() -> None:
             LlamaForCausalLM(LlamaConfig(**SHAPES)).save_pretrained(folder / "base")
             AutoTokenizer.from_pretrained(arguments.tokenizer).save_pretrained(folder / "base")
             for variant, recipe in recipes(arguments.tokens, folder / "base", folder / "cache").items():
+                if late():
+                    break
                 found = train(variant.replace(", ", "-"), recipe, folder)
                 unconverted = report["train"].get("unconverted", found)
                 found["ratio"] = found["tokens_per_second"] / unconverted["tokens_per_second"]
                 report["train"][variant] = found
                 save()
+                print(variant, json.dumps(found), f"{time.perf_counter() - started:.0f} s", flush=True)
         columns = {
             "tokens_per_second": ",.0f", "ratio": ".3f", "mfu": ".3f", "memory_gb": ".1f", "loss_last": ".3f",
             "seconds": ".1f",
@@ -247,6 +244,8 @@ def main() -> None:
         console.print(table(f"retrofox train, {arguments.tokens} tokens each", report["train"], columns))
     variants = {"unconverted": (False, False), "converted": (True, False), "converted, deterministic": (True, True)}
     for name, (converted, deterministic) in variants.items():
+        if late():
+            break
         report["profile"][name] = measure(converted, deterministic)
         save()
     columns = {
