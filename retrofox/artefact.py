@@ -259,6 +259,7 @@ def _write_directory(
     values = json.loads((directory / "config.json").read_text())
     for key in ("model_type", "architectures", "auto_map"):
         values[key] = getattr(plan.config, key)
+    values |= plan.settings_replaced
     values["fox"] = plan.config.fox
     (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     for file in directory.iterdir():

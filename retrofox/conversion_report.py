@@ -71,6 +71,8 @@ def _table(title: str, plan: dict[str, Any]) -> None:
         "added": f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters, "
         + size(plan["bytes_added"]),
     }
+    if plan["settings_replaced"]:
+        rows["config"] = ", ".join(f"{name} = {value}" for name, value in plan["settings_replaced"].items())
     if "weight_bytes" in plan:
         how = "hard-linked" if plan["weights_linked"] else "copied"
         rows["weights"] = f"{plan['weight_files']} files, {size(plan['weight_bytes'])}, {how}, never loaded"

@@ -42,6 +42,11 @@ def check_settings(config: Any) -> None:
         raise ValueError(f"this {config.model_type} model can't be converted: {why}")
 
 
+def replaced_settings(config: Any) -> dict[str, Any]:
+    """Values of a base's config that its converted form replaces: Forgetting Attention has no attention dropout."""
+    return {"attention_dropout": 0.0} if getattr(config, "attention_dropout", None) else {}
+
+
 def trained_length(config: Any) -> int:
     """The length in tokens that a base model was trained to: before any RoPE scaling stretched it.
 

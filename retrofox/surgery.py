@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import retrofox
-from retrofox.families import check_settings, check_supported, trained_length
+from retrofox.families import check_settings, check_supported, replaced_settings, trained_length
 from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.attention import MODES, FoxMixin
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
@@ -38,6 +38,7 @@ class Plan:
         kept_pairs: rotary pairs kept in each layer, and `pairs`, how many there are.
         half_lives: half-lives in tokens that the heads of a layer start with.
         base_tensors: name -> shape of the base model's own tensors; `tied` are those a checkpoint may lack.
+        settings_replaced: values of the base's config that are others in the converted model's.
     """
 
     model_type: str
@@ -51,6 +52,7 @@ class Plan:
     half_lives: list[float]
     base_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tied: tuple[str, ...] = ()
+    settings_replaced: dict[str, Any] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
@@ -69,6 +71,7 @@ class Plan:
             "rotary_pairs": self.pairs,
             "rotary_pairs_kept": self.kept_pairs,
             "half_lives_tokens": self.half_lives,
+            "settings_replaced": self.settings_replaced,
         }
 
 
@@ -109,6 +112,7 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         half_lives=_starting_half_lives(gates[0].initial_bias) if gates else [],
         base_tensors={n: shape for n, shape in shapes.items() if n not in added},
         tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),
+        settings_replaced=replaced_settings(config),
     )
 
 
@@ -127,6 +131,7 @@ def fox_config_of(config: Any, spec: FoxSpec) -> Any:
     values = config.to_dict()
     for key in ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "dtype"):
         values.pop(key, None)
+    values |= replaced_settings(config)
     fox_config = getattr(configuration_fox, f"Fox{SUPPORTED[config.model_type]}Config")(**values, fox=spec.to_dict())
     fox_config.architectures = [f"Fox{SUPPORTED[config.model_type]}ForCausalLM"]
     fox_config.auto_map = modeling_fox.auto_map(fox_config.model_type)

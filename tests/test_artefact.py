@@ -134,6 +134,16 @@ def test_save_load_gives_equal_logits(source, tmp_path):
     assert torch.equal(logits(retrofox.load(tmp_path / "saved")), logits(converted))
 
 
+def test_a_base_with_attention_dropout_trains_once_converted(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+    report = retrofox.convert(source, tmp_path / "out", verify=False)
+    assert report["plan"]["settings_replaced"] == {"attention_dropout": 0.0}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["attention_dropout"] == 0.0
+    model = retrofox.load(tmp_path / "out").train()
+    model(TOKENS, labels=TOKENS).loss.backward()
+
+
 def refused(match: str, source, out: Path, error: type[Exception] = ValueError, **options) -> None:
     with pytest.raises(error, match=match):
         retrofox.convert(source, out, **options)

@@ -66,7 +66,7 @@ ROWS = {
     "olmo3": {"sliding_window": 7, "layer_types": MIXED},
     "olmoe": {"num_experts": 4, **MOE},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, **MOE},
-    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.0},
     "starcoder2": {"sliding_window": 7},
 }
 MODES = {

@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import retrofox
 from retrofox.model.attention import fox_attention
 from retrofox.model.cache import GateCache
+from retrofox.surgery import attentions
 
 TOKENS = torch.arange(2, 14)[None]
 
@@ -100,7 +101,9 @@ def test_a_plain_model_with_the_fox_attention(pico_llama):
 
 
 def test_attention_dropout_in_training(pico_fox):
-    model = pico_fox(config={"attention_dropout": 0.1})
+    model = pico_fox()
+    for _, attention in attentions(model):
+        attention.attention_dropout = 0.1
     assert model(TOKENS).logits.isfinite().all()
     with pytest.raises(ValueError, match="attention_dropout to 0"):
         model.train()(TOKENS)
