@@ -266,7 +266,8 @@ def _write_directory(
         taken = (*found.files, GATES_SHARD, INDEX, *OURS)
         if (
             file.is_file()
-            and not file.name.endswith((*WEIGHTS, ".py"))
+            and not file.name.endswith(WEIGHTS)
+            and (not file.name.endswith(".py") or file.name.startswith("tokenization"))
             and file.name not in taken
             and file.name[0] != "."
         ):

@@ -35,8 +35,8 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
         console.print(f"parity proof: {parity}")
         return
     console.print(
-        f"parity proof ({parity['tokens']} tokens, {parity['dtype']}, gates open + RoPE kept against the base): "
-        f"logits differ by at most {parity['max_difference']:.1e}, mean {parity['mean_difference']:.1e} "
+        f"parity proof ({parity['tokens']} tokens of {parity['text']}, {parity['dtype']}, gates open + RoPE kept against "
+        f"the base): logits differ by at most {parity['max_difference']:.1e}, mean {parity['mean_difference']:.1e} "
         f"(allowed {parity['tolerance']:.1e}): [bold green]equal[/]"
     )
     if "refit" in parity:
@@ -47,7 +47,7 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
             f"(allowed {refit['tolerance']:.0e})"
         )
     console.print(
-        f"loss on that text: base {parity['loss_base']:.4f}, parity form {parity['loss_gates_open_rope_kept']:.4f}, "
+        f"loss on them: base {parity['loss_base']:.4f}, parity form {parity['loss_gates_open_rope_kept']:.4f}, "
         f"as converted {parity['loss_converted']:.4f} (training brings this back)"
     )
     for part, cost in parity.get("parts", {}).items():

@@ -18,7 +18,7 @@ from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.shards import Appearing, Shards, find, refuse_existing
 
 PROBE_SECONDS = 10
-SKIPPED = ("*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "original/*", "consolidated*", "*.py")
+SKIPPED = ("*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "original/*", "consolidated*")
 """Files of a Hub repository that a conversion has no use for."""
 
 

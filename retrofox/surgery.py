@@ -7,6 +7,7 @@ linked or copied, new tensors go into one new shard, index and config are rewrit
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,8 +24,13 @@ from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.model.gates import half_life_tokens
 from retrofox.source import check_source, read_config, refuse_adapter
 
+logger = logging.getLogger(__name__)
 NO_LIMIT = 1e12
 """Tokens, longer than any wavelength: stands for inf, which JSON lacks."""
+
+
+UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError)
+"""What transformers raises at tokenizer files that are damaged, need other libraries, or need code of their own."""
 
 
 @dataclass
@@ -342,7 +348,10 @@ def has_softcap(config: Any) -> bool:
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
-    """The tokenizer of a Hub id, directory or .gguf file; None where a directory holds none."""
+    """The tokenizer of a Hub id, directory or .gguf file; None where a directory holds none that opens.
+
+    Code that lies beside a tokenizer is not run: such a tokenizer doesn't open. A warning says so.
+    """
     path = Path(source)
     if str(source).endswith(".gguf"):
         return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
@@ -353,7 +362,16 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     if model_type in SUPPORTED:  # else transformers would ask whether to trust the code beside the tokenizer
         config_class = getattr(configuration_fox, f"Fox{SUPPORTED[model_type]}Config")
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    return AutoTokenizer.from_pretrained(str(source), revision=revision or "main")
+    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+    try:
+        return AutoTokenizer.from_pretrained(str(source), **options)
+    except Exception as error:
+        # At files it can't read, the tokenizers library raises bare Exceptions.
+        if not path.is_dir() or not (type(error) is Exception or isinstance(error, UNREADABLE)):
+            raise
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning("the tokenizer in %s can't be opened (%s): going on without it", source, why)
+        return None
 
 
 def base_config(source: str | Path, revision: str | None = None) -> Any:

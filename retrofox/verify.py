@@ -128,6 +128,7 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
         "tolerance": tolerance,
         "dtype": str(dtype).removeprefix("torch."),
         "tokens": tokens.shape[1],
+        "text": "drawn tokens, for want of a tokenizer" if tokenizer is None else "a fixed text",
         "loss_base": loss(expected),
         "loss_gates_open_rope_kept": loss(parity),
         "loss_converted": chosen,

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrofox
 from retrofox import FoxSpec
 from retrofox.artefact import GATES_SHARD, INDEX
+from retrofox.verify import compare
 
 TOKENS = torch.arange(2, 34)[None]
 
@@ -142,6 +143,31 @@ def test_a_base_with_attention_dropout_trains_once_converted(source, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["attention_dropout"] == 0.0
     model = retrofox.load(tmp_path / "out").train()
     model(TOKENS, labels=TOKENS).loss.backward()
+
+
+BROKEN_TOKENIZERS = {
+    "cut short": ("tokenizer.json", '{"version'),
+    "of another version": ("tokenizer.json", '{"version": "9", "model": {"type": "Unheard"}}'),
+    "its own code": ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", null]}}'),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN_TOKENIZERS)
+def test_a_tokenizer_that_does_not_open_comes_along_and_stops_nothing(base, tmp_path, caplog, how):
+    base.save_pretrained(tmp_path / "base")
+    name, text = BROKEN_TOKENIZERS[how]
+    (tmp_path / "base" / name).write_text(text)
+    (tmp_path / "base" / "tokenization_own.py").write_text("raise SystemExit")
+    (tmp_path / "base" / "modeling_own.py").write_text("raise SystemExit")
+    report = retrofox.convert(tmp_path / "base", tmp_path / "out", fox=FoxSpec(pro=("qk-norm",)), verify=False)
+    assert "can't be opened" in caplog.text
+    assert report["plan"]["tensors_added"] == 8
+    parity = compare(tmp_path / "base", tmp_path / "out")
+    assert parity["equal"]
+    assert parity["text"] == "drawn tokens, for want of a tokenizer"
+    assert (tmp_path / "out" / name).read_text() == text
+    assert (tmp_path / "out" / "tokenization_own.py").is_file()
+    assert not (tmp_path / "out" / "modeling_own.py").exists()
 
 
 def refused(match: str, source, out: Path, error: type[Exception] = ValueError, **options) -> None:
