@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,6 +72,7 @@ def convert(
     """
     from retrofox.model.configuration_fox import FoxSpec
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a plain kill clears up as Ctrl-C does
     given: dict[str, Any] = {
         "max_wavelength": max_wavelength,
         "anneal_to": anneal_to,

@@ -35,9 +35,9 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
         console.print(f"parity proof: {parity}")
         return
     console.print(
-        f"parity proof ({parity['tokens']} tokens of {parity['text']}, {parity['dtype']}, gates open + RoPE kept against "
-        f"the base): logits differ by at most {parity['max_difference']:.1e}, mean {parity['mean_difference']:.1e} "
-        f"(allowed {parity['tolerance']:.1e}): [bold green]equal[/]"
+        f"parity proof ({parity['tokens']} tokens of {parity['text']}, {parity['dtype']}, gates open + RoPE kept "
+        f"against the base): logits differ by at most {parity['max_difference']:.1e}, "
+        f"mean {parity['mean_difference']:.1e} (allowed {parity['tolerance']:.1e}): [bold green]equal[/]"
     )
     if "refit" in parity:
         refit = parity["refit"]
