@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrofox import evaluate
 from retrofox.calibrate import apply_to, calibrate
-from retrofox.evaluate import choose_windows
+from retrofox.calibrate_text import choose_windows, documents_of
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.per_token_loss import token_losses
 from retrofox.plots import write_atomic
@@ -40,13 +41,12 @@ def main() -> None:
     options = _options()
     base, tokenizer = load_base(options.model)
     base = base.float().eval()
-    windows = options.windows + HELD_OUT
-    calibration = _windows(options.calibrate, tokenizer, options.length, windows + options.judged, seed=0)
-    fitted, judged = (
-        calibration[:windows],
-        _windows(options.evaluate, tokenizer, options.length, options.judged, seed=1),
+    count = options.windows + HELD_OUT + options.judged
+    found = documents_of(options.calibrate, tokenizer)
+    fitted, same_text = choose_windows(found, tokenizer, [options.length], count, count, seed=0).split(
+        [options.windows + HELD_OUT, options.judged]
     )
-    judged = torch.cat([judged, calibration[windows:]])
+    judged = torch.cat([_windows(options.evaluate, tokenizer, options.length, options.judged), same_text])
     results = {
         "environment": environment(),
         "length_tokens": options.length,
@@ -126,9 +126,9 @@ def _losses(model: Any, windows: torch.Tensor) -> torch.Tensor:
     return torch.cat([token_losses(model, row[None]) for row in windows])
 
 
-def _windows(files: list[str], tokenizer: Any, length: int, count: int, seed: int) -> torch.Tensor:
-    found = [w.token_ids for w in choose_windows(files, tokenizer, length, windows=None, min_tokens=length)]
-    order = np.random.default_rng(seed).permutation(len(found))[:count]
+def _windows(files: list[str], tokenizer: Any, length: int, count: int) -> torch.Tensor:
+    found = [w.token_ids for w in evaluate.choose_windows(files, tokenizer, length, windows=None, min_tokens=length)]
+    order = np.random.default_rng(1).permutation(len(found))[:count]
     return torch.from_numpy(np.stack([found[i] for i in order]))
 
 

@@ -148,17 +148,26 @@ def blocks(length: int) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def divergence(windows: list[Window], student: Student) -> torch.Tensor:
-    """KL(original's attention || student's) per head in nats, mean over all queries of the windows; (H,) float64."""
-    total: torch.Tensor | None = None
+    """KL(original's attention || student's) per window and head in nats, mean over queries; (windows, H) float64."""
+    rows = []
     for window in windows:
+        total = []
         for start, stop in blocks(window.length):
             hidden = hidden_keys(start, stop, window.original.window, window.original.key.device)
             log_p = original_scores(window, start, stop).masked_fill_(hidden, -math.inf).log_softmax(-1)
             log_q = student_scores(window, student, start, stop).masked_fill_(hidden, -math.inf).log_softmax(-1)
-            kl = (log_p.exp() * (log_p - log_q).masked_fill_(hidden, 0.0)).sum((1, 2), dtype=torch.float64)
-            total = kl if total is None else total + kl
-    assert total is not None
-    return total / sum(window.length for window in windows)
+            total.append((log_p.exp() * (log_p - log_q).masked_fill_(hidden, 0.0)).sum((1, 2), dtype=torch.float64))
+        rows.append(torch.stack(total).sum(0) / window.length)
+    return torch.stack(rows)
+
+
+def worse(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Heads (H,) bool whose divergence (windows, H) grew, by the mean of the windows' log ratios.
+
+    A mean of the divergences would be that of the one window unlike all others: with two attention sinks, of which one
+    is exempt, it has ten times the divergence of the rest.
+    """
+    return (after.clamp_min(1e-12) / before.clamp_min(1e-12)).log().mean(0) > 0
 
 
 @torch.no_grad()

@@ -121,9 +121,10 @@ class Run:
         assert fit is not None
         fit.finish()
         after = fitting.divergence(held, student)
-        worse = after > before
+        worse = fitting.worse(before, after)
         student.take(worse, start)
-        after = torch.minimum(after, before)
+        after = torch.where(worse, before, after).mean(0)
+        before = before.mean(0)
         row = {
             "layer": number,
             "kl_before": round(float(before.mean()), 5),

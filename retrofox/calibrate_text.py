@@ -40,12 +40,24 @@ def documents_of(files: Sequence[str | os.PathLike], tokenizer: Any) -> list[np.
 
 
 def pieces(found: Sequence[np.ndarray], tokenizer: Any, length: int) -> list[np.ndarray]:
-    """Every whole stretch of `length` tokens; each begins with the token that the tokenizer begins documents with."""
+    """Stretches of `length` tokens, each beginning with the token that the tokenizer begins documents with, if any.
+
+    Without such a token none begins with one token twice: alike in all layers, both would be attention sinks.
+    """
     begin = tokenizer.bos_token_id
     if found[0][0] != begin:
         begin = None
-    cut = [ids[at : at + length] for ids in found for at in range(0, len(ids) - length + 1, length)]
-    return [ids if begin is None or ids[0] == begin else np.r_[begin, ids[:-1]] for ids in cut]
+    cut = []
+    for ids in found:
+        at = 0
+        while at + length <= len(ids):
+            if begin is None and ids[at] == ids[at + 1]:
+                at += 1
+                continue
+            piece = ids[at : at + length]
+            cut.append(piece if begin is None or piece[0] == begin else np.r_[begin, piece[:-1]])
+            at += length
+    return cut
 
 
 def choose_windows(

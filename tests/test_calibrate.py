@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from retrofox.calibrate import apply_to, calibrate
 from retrofox.calibrate_half_life import MassByDistance, calibrate_half_lives
 from retrofox.calibrate_run import fold
 from retrofox.calibrate_source import Checkpoint
+from retrofox.calibrate_text import pieces
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
 from retrofox.surgery import attention_mode, attentions
 
@@ -314,6 +316,7 @@ def test_divergence_is_zero_for_the_same_attention(tokens):
     window = fitting.Window(original, converted, None, 1, None)
     gate = layer.self_attn.forget_gate
     kl = fitting.divergence([window], fitting.Student(gate.bias.detach(), gate.weight.detach()))
+    assert kl.shape == (1, 4)
     torch.testing.assert_close(kl, torch.zeros_like(kl), rtol=0, atol=1e-6)
     with attention_mode(model, "original"):
         torch.testing.assert_close(capture.through(layer, hidden, calls[0]), left, rtol=1e-5, atol=1e-5)
@@ -447,6 +450,20 @@ def test_short_documents_make_shorter_windows_and_many_files_share(pico_checkpoi
     assert not (tmp_path / "bad").exists()
 
 
+def test_one_window_unlike_the_others_does_not_decide_whether_a_fit_is_kept():
+    before = torch.tensor([[1.0, 0.3, 0.0], [2.0, 0.3, 0.0]])
+    after = torch.tensor([[0.1, 0.4, 0.0], [4.0, 0.3, 0.0]])
+    assert fitting.worse(before, after).tolist() == [False, True, False]
+
+
+def test_no_window_begins_with_one_token_twice():
+    found = [np.array([7, 7, 7, 1, 2, 3, 4, 4, 5, 6, 1, 2], np.int32), np.array([7, 7, 7, 7], np.int32)]
+    plain, bos = (SimpleNamespace(bos_token_id=token) for token in (None, 0))
+    assert [piece.tolist() for piece in pieces(found, plain, 4)] == [[7, 1, 2, 3], [4, 5, 6, 1]]
+    begun = [np.array([0, 7, 7, 7, 1, 2, 3, 4], np.int32)]
+    assert [piece.tolist() for piece in pieces(begun, bos, 4)] == [[0, 7, 7, 7], [0, 1, 2, 3]]
+
+
 def test_best_constant_gates_are_those_of_least_divergence(tokens):
     model = retrofox.convert(sharp(), fox=SPEC)
     hidden, calls = capture.enter(model, tokens[:2])
@@ -458,7 +475,7 @@ def test_best_constant_gates_are_those_of_least_divergence(tokens):
     student = fitting.Student(torch.zeros(4))
     fitting.best_constant_gates(windows, student, choices)
     each = [fitting.divergence(windows, fitting.Student(torch.full((4,), bias_from_half_life(h)))) for h in choices]
-    best = [bias_from_half_life(choices[i]) for i in torch.stack(each).argmin(0).tolist()]
+    best = [bias_from_half_life(choices[i]) for i in torch.stack([kl.mean(0) for kl in each]).argmin(0).tolist()]
     torch.testing.assert_close(student.bias, torch.tensor(best))
 
 
