@@ -27,6 +27,7 @@ from retrofox.data_order import Mixture, Order, StepSampler
 from retrofox.data_pack import PACKING, Plan, cached_plan
 from retrofox.data_shards import Manifest, PreparedSource, prepare_sources
 from retrofox.data_sources import DataSource, SourceLike, resolve
+from retrofox.interruptions import Interruptions
 
 if TYPE_CHECKING:
     from retrofox.config import Recipe
@@ -61,7 +62,13 @@ def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError, ValueError: see `prepare_sources`; or the model has no tokenizer.
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM, finished shards kept.
     """
+    with Interruptions("finished token shards are kept"):
+        return _prepare(recipe, progress)
+
+
+def _prepare(recipe: Recipe, progress: bool) -> dict[str, Any]:
     from retrofox.surgery import load_tokenizer
 
     name = recipe.data.tokenizer or recipe.model

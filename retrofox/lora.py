@@ -23,6 +23,7 @@ from torch import nn
 import retrofox
 from retrofox import checkpoint
 from retrofox.config import LoraConfig, Recipe
+from retrofox.interruptions import Interruptions
 from retrofox.model.gates import ForgetGate
 from retrofox.model.modeling_fox import NEW_MODULES
 from retrofox.surgery import is_new_tensor, lm_class, load, load_tokenizer, read_config
@@ -216,8 +217,13 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: no adapter there.
         ValueError: an unconverted base, `out` exists, or logits that differ (nothing is left in `out`).
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM, nothing left in `out`.
     """
-    adapter, out = Path(adapter), Path(out)
+    with Interruptions("nothing was written"):
+        return _merge(Path(adapter), Path(out))
+
+
+def _merge(adapter: Path, out: Path) -> dict[str, Any]:
     if not (adapter / "adapter_config.json").is_file():
         raise FileNotFoundError(f"{adapter} holds no adapter_config.json: give the directory of a LoRA adapter")
     if out.exists():

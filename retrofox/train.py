@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -22,12 +21,15 @@ from retrofox import checkpoint
 from retrofox.config import Recipe, Stage, dump
 from retrofox.data import claim
 from retrofox.data_files import write_whole
+from retrofox.interruptions import Interruptions
 from retrofox.objectives import OBJECTIVES, causal_lm, is_converted
-from retrofox.surgery import is_new_tensor, load_tokenizer
+from retrofox.surgery import load_tokenizer
 from retrofox.train_callbacks import Clock
 from retrofox.train_data import StageData, prepare_tokens
+from retrofox.train_export import export
 from retrofox.train_flops import flops_per_token, peak_flops
 from retrofox.train_groups import accumulation, count_steps, role_of, set_trainable
+from retrofox.train_lock import OutputLock
 from retrofox.train_loop import FoxTrainer
 from retrofox.train_memory import STATE_BYTES
 from retrofox.train_model import DTYPES, build_model, resolve_source, teacher_for
@@ -60,12 +62,6 @@ def train(recipe: Recipe) -> dict[str, Any]:
             checkpoint could not be written.
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, the state saved.
     """
-    with repeatable(recipe.deterministic):
-        return _train(recipe)
-
-
-def _train(recipe: Recipe) -> dict[str, Any]:
-    started = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     state: Any = PartialState() if torch.cuda.is_available() else PartialState(cpu=True)
     refuse_parallelism()
@@ -73,14 +69,29 @@ def _train(recipe: Recipe) -> dict[str, Any]:
     refuse_trackers(recipe)
     refuse_optimizer(recipe)
     out = Path(recipe.output)
-    batches = _claim(out, recipe, state)
-    if (out / "model" / checkpoint.MARKER).is_file():
-        say(state, f"{out / 'model'} is complete: nothing left to do")
-        if not (out / "result.json").is_file():  # killed between the two
-            folders = [*(_root(out, recipe, number) for number in range(len(recipe.stages) - 1)), out]
-            reports = [checkpoint.note_of(folder / "model")["report"] for folder in folders]
-            return _finish(out, reports, sum(report["seconds"] for report in reports), state)
+    interruptions = Interruptions("nothing was trained yet", quiet=not state.is_main_process)
+    with interruptions, repeatable(recipe.deterministic):
+        if (out / "model" / checkpoint.MARKER).is_file():
+            return _complete(out, recipe, state)
+        with OutputLock(out) if state.is_main_process else contextlib.nullcontext():
+            return _train(recipe, out, interruptions, state)
+
+
+def _complete(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:
+    """The result of a run that has nothing left to do."""
+    _claim(out, recipe, state)
+    say(state, f"{out / 'model'} is complete: nothing left to do")
+    if (out / "result.json").is_file():
         return json.loads((out / "result.json").read_text(encoding="utf-8"))
+    # killed between the two
+    folders = [*(_root(out, recipe, number) for number in range(len(recipe.stages) - 1)), out]
+    reports = [checkpoint.note_of(folder / "model")["report"] for folder in folders]
+    return _finish(out, reports, sum(report["seconds"] for report in reports), state)
+
+
+def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) -> dict[str, Any]:
+    started = time.perf_counter()
+    batches = _claim(out, recipe, state)
     source = resolve_source(recipe, out, state)
     tokenizer = load_tokenizer(recipe.data.tokenizer or recipe.model)
     tokens = prepare_tokens(recipe, tokenizer, state)
@@ -100,6 +111,7 @@ def _train(recipe: Recipe) -> dict[str, Any]:
         if (root / "model" / checkpoint.MARKER).is_file():
             reports.append(checkpoint.note_of(root / "model")["report"])
             say(state, f"stage {number} ({stage.objective}) is complete")
+            interruptions.stands = f"stage {number} is complete"
             continue
         if model is None:
             before = _root(out, recipe, number - 1) / "model" if number else source
@@ -112,16 +124,23 @@ def _train(recipe: Recipe) -> dict[str, Any]:
                 )
             _prepare_speed(recipe, model)
         data = StageData(tokens, recipe, stage, state)
-        trainer = _trainer(recipe, number, model, source, root, data, first_row, batches[number], steps, state)
+        trainer = _trainer(
+            recipe, number, model, source, root, data, first_row, batches[number], steps, interruptions, state
+        )
         reports.append(_run_stage(trainer, root, steps, state))
         model = trainer.release()
         last = number == len(recipe.stages) - 1
         note = {"report": reports[-1], "recipe": recipe.model_dump(mode="json")}
-        _export(trainer, model, (out if last else root) / "model", tokenizer, note, last)
+        with interruptions.held():
+            export(trainer, model, (out if last else root) / "model", tokenizer, note, last)
+            interruptions.stands = f"stage {number} is complete"
+            if last:
+                result = _finish(out, reports, time.perf_counter() - started, state)
+        interruptions.leave()
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             model = None  # sharded for what this stage trained: the next one starts from the export
             trainer.accelerator.free_memory()
-    return _finish(out, reports, time.perf_counter() - started, state)
+    return result
 
 
 def _root(out: Path, recipe: Recipe, number: int) -> Path:
@@ -210,6 +229,7 @@ def _trainer(
     first_row: int,
     batch_tokens: int,
     steps: int,
+    interruptions: Interruptions,
     state: Any,
 ) -> FoxTrainer:
     stage = recipe.stages[number]
@@ -244,6 +264,7 @@ def _trainer(
         log_file=Path(recipe.output) / "log.jsonl",
         evaluator=OBJECTIVES["extend"](model, Stage.model_construct(cross_entropy="chunked"), state.device),
         eval_batches=None if data.held_out is None else data.eval_batches,
+        interruptions=interruptions,
     )
 
 
@@ -301,6 +322,7 @@ def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[
             state,
             f"resumed stage {trainer.number} at step {note['step']} of {steps} ({note['tokens']:,} tokens) from {good}",
         )
+        trainer.interruptions.stands = f"{good.name} of stage {trainer.number} stands"
     else:
         checkpoint.check_writable(root, _checkpoint_bytes(trainer))
     state.wait_for_everyone()
@@ -310,12 +332,8 @@ def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[
         trainer.train(resume_from_checkpoint=None if good is None else str(good))
     else:
         trainer.restore(good)
-    if trainer.signals.caught is not None and trainer.state.global_step < steps:
-        say(
-            state,
-            f"signal {trainer.signals.caught}: saved at step {trainer.state.global_step}: run again to resume",
-        )
-        raise SystemExit(128 + trainer.signals.caught)
+    trainer.interruptions.stands = f"saved at step {trainer.state.global_step}"
+    trainer.interruptions.leave()
     speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:])
     return {
         "objective": trainer.stage.objective,
@@ -339,53 +357,3 @@ def _checkpoint_bytes(trainer: FoxTrainer) -> int:
     return sum(p.numel() * p.element_size() for p in saved) + sum(
         moments * p.numel() for p in parameters if p.requires_grad
     )
-
-
-def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:
-    """Writes model and tokenizer with a COMPLETE marker.
-
-    Between stages everything stays float32; the last model gets its pretrained tensors in the recipe's precision. Gates
-    and Pro parts are float32 in both.
-    """
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    weights: Any = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # type: ignore[arg-type]
-    dtype = DTYPES[trainer.recipe.precision] if last and trainer.recipe.lora is None else None
-    if trainer.args.should_save:
-        if directory.exists():
-            shutil.rmtree(directory)
-        if dtype is not None and weights is not None:
-            weights = _cast(weights, dtype)
-        elif dtype is not None:
-            for name, parameter in model.named_parameters():
-                if not is_new_tensor(name):
-                    parameter.data = parameter.data.to(dtype)
-        model.save_pretrained(str(directory), state_dict=weights)
-        if (directory / "config.json").is_file() and dtype is not None:
-            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-            checkpoint.write_json(directory / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
-        trainer._after_save(directory)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(directory))
-        for path in directory.rglob("*.safetensors"):
-            path.chmod(0o666 & ~_umask())  # safetensors writes 0600 whatever the umask
-        if trainer.recipe.lora is not None and last:
-            from retrofox.lora import say_where_the_base_is
-
-            say_where_the_base_is(directory)
-        checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": retrofox.__version__})
-    trainer.accelerator.wait_for_everyone()
-
-
-def _cast(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Pretrained tensors in `dtype`; tensors that were one tensor (tied embeddings) stay one."""
-    done: dict[int, torch.Tensor] = {}
-    for name, value in weights.items():
-        if not is_new_tensor(name) and value.is_floating_point():
-            done.setdefault(value.data_ptr(), value.to(dtype))
-    return {name: done.get(value.data_ptr(), value) for name, value in weights.items()}
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -19,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
+from retrofox.interruptions import Interruptions
 from retrofox.model.gates import ForgetGate, half_life_tokens
 
 SATURATED_SLOPE = 1e-6
@@ -74,35 +73,22 @@ class Anneal(TrainerCallback):
 
 
 class Signals(TrainerCallback):
-    """SIGTERM and Ctrl-C: finish the step, save, stop; a second Ctrl-C stops at once.
+    """SIGTERM and Ctrl-C: finish the step, save, stop.
 
     With several processes they agree every step, over gloo on the CPU, so that all stop at the same step and the GPU
     is not waited for.
     """
 
-    def __init__(self, world_size: int):
-        self.caught: int | None = None
+    def __init__(self, world_size: int, interruptions: Interruptions):
+        self.interruptions = interruptions
         self.group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
-
-    def __enter__(self) -> Signals:
-        self.before = {number: signal.signal(number, self._catch) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _catch(self, number: int, frame: FrameType | None) -> None:
-        if self.caught == signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.caught = number
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.group is not None:
-            flag = torch.tensor(self.caught or 0)
+            flag = torch.tensor(self.interruptions.caught or 0)
             torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self.group)
-            self.caught = int(flag) or None
-        if self.caught is not None:
+            self.interruptions.caught = int(flag) or None
+        if self.interruptions.caught is not None:
             control.should_save = control.should_training_stop = True
 
 

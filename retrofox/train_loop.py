@@ -22,6 +22,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from retrofox import checkpoint
 from retrofox.config import Recipe, Stage
+from retrofox.interruptions import Interruptions
 from retrofox.objectives import causal_lm
 from retrofox.surgery import is_new_tensor
 from retrofox.train_callbacks import Anneal, Clock, GateRecorder, Guard, JsonLog, LogWithSaves, Progress, Signals
@@ -45,6 +46,7 @@ class FoxTrainer(Trainer):
         data_state: data_state(consumed rows) -> what identifies the data's order, kept in every checkpoint.
         first_row: rows consumed by earlier stages.
         evaluator: the objective that `evaluate_loss` reports, with eval_batches() -> this process's share of batches.
+        interruptions: where signals are noted during the loop, which stops for them after a save.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class FoxTrainer(Trainer):
         log_file: Path,
         evaluator: Any = None,
         eval_batches: Callable[[], Iterable[dict[str, Any]]] | None = None,
+        interruptions: Interruptions | None = None,
     ):
         self.recipe, self.stage, self.number = recipe, stage, number
         self.objective, self.batches, self.data_state = objective, batches, data_state
@@ -81,13 +84,14 @@ class FoxTrainer(Trainer):
             self.remove_callback(builtin)
         lm = causal_lm(model)
         self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps))
-        self.signals = Signals(args.world_size)
+        self.interruptions = interruptions or Interruptions("nothing is saved")
         self.metric_sums = torch.zeros(len(getattr(objective, "metrics", ())), device=args.device)
         self.steps_in_sums = 0
         fox = getattr(lm.config, "fox", None)
         if stage.anneal and fox is not None and fox["rope"] == "anneal":
             self.add_callback(Anneal(lm, fox["annealed_tokens"], batch_tokens))
-        for callback in (self.gates, self.signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
+        signals = Signals(args.world_size, self.interruptions)
+        for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
             self.add_callback(callback)
         if self.is_fsdp_enabled and stage.objective == "align":
             self.add_callback(KeepGathered())
@@ -229,7 +233,7 @@ class FoxTrainer(Trainer):
             self.json_log = JsonLog(self.log_file, self.number, self.resumed_step)
         self.clock.restart(self.resumed_step)
         self.steps_in_sums = self.resumed_step
-        with self.signals:
+        with self.interruptions.held():
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

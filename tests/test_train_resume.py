@@ -56,11 +56,11 @@ def test_a_stage_restored_at_its_end_gives_the_next_what_it_would_have_had(recip
     def full(*arguments, **options):
         raise ValueError("no space left")
 
-    export = retrofox.train._export
-    monkeypatch.setattr(retrofox.train, "_export", full)
+    export = retrofox.train.export
+    monkeypatch.setattr(retrofox.train, "export", full)
     with pytest.raises(ValueError, match="no space left"):
         run(recipe)
-    monkeypatch.setattr(retrofox.train, "_export", export)
+    monkeypatch.setattr(retrofox.train, "export", export)
     assert run(recipe)["stages"][0]["resumed_at"] == 4
     for inner in ("stage-0-extend", "."):
         left, right = tmp_path / "whole" / inner, tmp_path / "run" / inner

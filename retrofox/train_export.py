@@ -1,0 +1,69 @@
+"""The model a stage leaves: weights in the precision they are kept in, tokenizer, config, COMPLETE."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import retrofox
+from retrofox import checkpoint
+from retrofox.surgery import is_new_tensor
+from retrofox.train_model import DTYPES
+
+if TYPE_CHECKING:
+    from retrofox.train_loop import FoxTrainer
+
+
+def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:
+    """Writes model and tokenizer with a COMPLETE marker.
+
+    Between stages everything stays float32; the last model gets its pretrained tensors in the recipe's precision. Gates
+    and Pro parts are float32 in both.
+    """
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    weights: Any = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # type: ignore[arg-type]
+    dtype = DTYPES[trainer.recipe.precision] if last and trainer.recipe.lora is None else None
+    if trainer.args.should_save:
+        if directory.exists():
+            shutil.rmtree(directory)
+        if dtype is not None and weights is not None:
+            weights = _cast(weights, dtype)
+        elif dtype is not None:
+            for name, parameter in model.named_parameters():
+                if not is_new_tensor(name):
+                    parameter.data = parameter.data.to(dtype)
+        model.save_pretrained(str(directory), state_dict=weights)
+        if (directory / "config.json").is_file() and dtype is not None:
+            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            checkpoint.write_json(directory / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
+        trainer._after_save(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(directory))
+        for path in directory.rglob("*.safetensors"):
+            path.chmod(0o666 & ~_umask())  # safetensors writes 0600 whatever the umask
+        if trainer.recipe.lora is not None and last:
+            from retrofox.lora import say_where_the_base_is
+
+            say_where_the_base_is(directory)
+        checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": retrofox.__version__})
+    trainer.accelerator.wait_for_everyone()
+
+
+def _cast(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Pretrained tensors in `dtype`; tensors that were one tensor (tied embeddings) stay one."""
+    done: dict[int, torch.Tensor] = {}
+    for name, value in weights.items():
+        if not is_new_tensor(name) and value.is_floating_point():
+            done.setdefault(value.data_ptr(), value.to(dtype))
+    return {name: done.get(value.data_ptr(), value) for name, value in weights.items()}
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
