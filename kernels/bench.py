@@ -9,10 +9,11 @@ examples:
   python kernels/bench.py --chart benchmarks/kernels.json                   a PNG, an SVG and the summary of it, no GPU
 
 stages, in this order: table (the shapes everyone is compared on, dense and pruned, gates of short memory), decode,
-extras (gates open and mixed, head dims 80, 96 and 256, packed documents), errors, flex (FlexAttention, in the one form
-that trains the gate: s - c[b, h, kv]).
+errors, extras (gates open and mixed, head dims 80, 96 and 256, packed documents), flex (FlexAttention on the table's
+shapes, in the one form that trains the gate: s - c[b, h, kv]).
 
-how: first every kernel is compiled, by parallel processes that share Triton's cache. Times are medians of CUDA events
+how: first every kernel is compiled, by parallel processes that share Triton's cache; what tunes itself (fla's sums)
+does so when it is measured, alone on the GPU. Times are medians of CUDA events
 around the call, launches included, calls queued one after another with the L2 flushed between; two rounds over all
 contenders of a shape, the second in reverse. "queued" is the same with the GPU kept busy while the host launches.
 Forward FLOPs are 4 B H T T D / 2, the backward counts 2.5 times that and pruned pairs count too, so pruning shows as a

@@ -1,7 +1,9 @@
 """Who is measured: each contender set up on a problem's tensors, as (inputs, gradient of the output, forward)."""
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -41,9 +43,34 @@ def ours(x, **options):
 
 def fla(x):
     from fla.ops.forgetting_attn import parallel_forgetting_attn
+    from fla.ops.utils import cumsum
+    from triton.testing import do_bench
 
+    # Its sums try 48 configurations in either direction, anew for every batch size and number of heads: 20 ms for each.
+    cumsum.chunk_global_cumsum_scalar_kernel.fn._do_bench = partial(do_bench, warmup=5, rep=20)
     inputs = leaves(x)
     return inputs, x["do"], lambda: parallel_forgetting_attn(*inputs, cu_seqlens=x["cu_seqlens"])
+
+
+@contextlib.contextmanager
+def compiling_only():
+    """Let Triton's autotuners compile all their configurations instead of running them.
+
+    Timed by several processes at once they would take minutes and choose at random.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    def compile_all(self, *args, warmup, **kwargs):
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        for config in self.prune_configs(kwargs):
+            self.fn.warmup(*args, **kwargs, **config.all_kwargs())
+        self.nargs = None
+
+    usual, Autotuner.run = Autotuner.run, compile_all
+    try:
+        yield
+    finally:
+        Autotuner.run = usual
 
 
 def heads_first(x, repeat=False):
@@ -76,16 +103,18 @@ def flex(x):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._functorch.config.donated_buffer = False  # the timed backward keeps its graph
+    torch._dynamo.reset()  # else it gives up compiling after eight shapes
     inputs, do = heads_first(x)
     c = x["log_f"].detach().transpose(1, 2).cumsum(-1).contiguous().requires_grad_()
     T = inputs[0].shape[2]
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, T, T, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
+    grouped = inputs[0].shape[1] != inputs[1].shape[1]
 
     def decayed(s, b, h, i, j):
         return s - c[b, h, j]  # c_i cancels in the softmax; with it the gradient of c is refused
 
-    return [*inputs, c], do, lambda: compiled(*inputs, score_mod=decayed, block_mask=mask)
+    return [*inputs, c], do, lambda: compiled(*inputs, score_mod=decayed, block_mask=mask, enable_gqa=grouped)
 
 
 def load_official(path: str) -> ModuleType:

@@ -7,7 +7,7 @@ DENSE = ("ours", "plain Triton", "official", "fla", "FlashAttention-2, no gate",
 PRUNED = ("ours, pruned", "official, pruned")
 ON_AND_OFF = ("ours", "ours, pruned", "plain Triton", "plain Triton, pruned")
 CONTENDERS = (*DENSE, *PRUNED, "plain Triton, pruned", "FlexAttention")
-STAGES = ("table", "decode", "extras", "errors", "flex")
+STAGES = ("table", "decode", "errors", "extras", "flex")
 GATES = ("open", "mixed", "short")
 METHOD = (
     "medians of CUDA events around the Python call, launches included, calls queued one after another, the L2 flushed "
@@ -84,14 +84,14 @@ def tasks(official: bool, fla: bool) -> list[Task]:
     ungated = ("FlashAttention-2, no gate", "cuDNN, no gate")
     plan = [Task("table", p, (*DENSE, *PRUNED)) for p in TABLE]
     plan += [Task("decode", p, ("ours",)) for p in DECODE]
+    compared = ("ours", "plain Triton", "official", "fla")
+    plan += [Task("errors", Problem(1, 4096, 16, 16, D, gates), compared) for D in (64, 128) for gates in GATES]
     plan += [Task("extras", p._replace(gates="open"), ON_AND_OFF) for p in TABLE]
     plan += [Task("extras", Problem(2, 8192, 16, 16, D), ("ours", "plain Triton", "fla", *ungated)) for D in (80, 96)]
     plan += [Task("extras", Problem(2, 8192, 8, 8, 256), ("ours", "plain Triton", "fla", *ungated))]
     plan += [Task("extras", Problem(1, 16384, 16, 16, D, document=2048), (*ON_AND_OFF, "fla")) for D in (64, 128)]
     plan += [Task("extras", p._replace(gates="mixed"), ("ours", *PRUNED, "official")) for p in TABLE[:2]]
-    compared = ("ours", "plain Triton", "official", "fla")
-    plan += [Task("errors", Problem(1, 4096, 16, 16, D, gates), compared) for D in (64, 128) for gates in GATES]
-    plan += [Task("flex", p, ("FlexAttention",)) for p in TABLE[:2]]
+    plan += [Task("flex", p, ("FlexAttention",)) for p in TABLE]
     missing = {n for n in CONTENDERS if (n.startswith("official") and not official) or (n == "fla" and not fla)}
     return [t._replace(contenders=tuple(n for n in t.contenders if n not in missing)) for t in plan]
 

@@ -4,6 +4,7 @@ Compiling takes minutes one after the other and its results are on disk afterwar
 them. A contender that hangs or kills its process here is left out there.
 """
 
+import contextlib
 import multiprocessing
 import time
 from multiprocessing.connection import wait
@@ -11,7 +12,7 @@ from multiprocessing.connection import wait
 from bench_problems import Decode, Task
 
 NOT_COMPILED = ("FlashAttention-2, no gate", "cuDNN, no gate")  # nothing of theirs outlives a process
-SLOW = ("fla", "FlexAttention")  # a minute each, and anew for every batch size and number of heads
+SLOW = ("fla", "FlexAttention")  # compiled anew for every batch size and number of heads
 
 
 def groups(plan: list[Task]) -> dict[str, list[Task]]:
@@ -43,7 +44,7 @@ def next_group(waiting: list[str], running: list[str], jobs: int) -> int:
 def compile_group(tasks: list[Task], official: str | None, pipe) -> None:
     """Run each task once, in a process of its own; send the contenders' failures that are no crash."""
     import torch
-    from bench_contenders import decoding, setups, tensors
+    from bench_contenders import compiling_only, decoding, setups, tensors
     from bench_measure import failures, reason, set_up
 
     found = []
@@ -55,7 +56,9 @@ def compile_group(tasks: list[Task], official: str | None, pipe) -> None:
                 decoding(p)[0]()
             else:
                 x = tensors(p)
-                set_up(name, setups(official, {name})[name], x)
+                # only fla tunes: when it is measured, alone on the GPU
+                with compiling_only() if name == "fla" else contextlib.nullcontext():
+                    set_up(name, setups(official, {name})[name], x)
                 del x
             torch.cuda.synchronize()
         except failures() as error:
