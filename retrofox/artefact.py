@@ -31,6 +31,7 @@ from retrofox.surgery import (
     load_base,
     load_tokenizer,
     make_plan,
+    starting_half_lives,
 )
 from retrofox.weights import check_weights, from_bin, replace_tensors
 
@@ -161,8 +162,12 @@ def write(
             "parity": "skipped (--no-verify)",
         }
         if calibration is not None:
-            report["calibration"] = {**calibration.report, "rewritten": calibration.rewritten()}
-            shutil.copytree(work, partial / "calibration", ignore=shutil.ignore_patterns("*.safetensors"))
+            report["calibration"] = {
+                **calibration.report,
+                "rewritten": calibration.rewritten(),
+                "half_lives_tokens": _fitted_half_lives(calibration),
+            }
+            shutil.copytree(work, partial / "calibration", ignore=shutil.ignore_patterns("*.safetensors", "layers"))
         if verify:
             from retrofox.verify import prove
 
@@ -198,6 +203,18 @@ def _calibrated(
     model = apply(base, plan)
     set_gains(model, tokenizer, files if tokenizer is not None else ())
     return calibrate(model, None, files, tokenizer=tokenizer, **options), gains_of(model)
+
+
+def _fitted_half_lives(calibration: Calibration) -> list[list[float]]:
+    """Half-lives in tokens that the heads of each layer start with; no layers where there are no gates.
+
+    As measured on held-out text where the gates' weights were fitted, else those that the biases say.
+    """
+    rows = calibration.report["layers"]
+    if rows:
+        return [row["half_life_after_by_head"] for row in rows if row["half_life_after_by_head"]]
+    biases = [value for name, value in calibration.values.items() if name.endswith("forget_gate.bias")]
+    return [starting_half_lives(bias.tolist()) for bias in biases]
 
 
 def _write_live(

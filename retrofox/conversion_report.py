@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ def print_plan(plan: Plan, values: dict[str, Any]) -> None:
 
 def print_conversion(report: dict[str, Any], out: Path) -> None:
     """The finished conversion as a table on stdout, ending with the parity proof."""
-    _table(f"converted: {out}", report["plan"])
+    fitted = [tokens for layer in report.get("calibration", {}).get("half_lives_tokens", ()) for tokens in layer]
+    _table(f"converted: {out}", report["plan"], fitted)
     console = Console(soft_wrap=True)
     console.print(f"weights {report['weights']}; {report['seconds']} s, peak memory {report['peak_memory_mib']} MiB")
     parity = report["parity"]
@@ -54,16 +55,20 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
         console.print(f"  of that, {part} costs {cost['costs']:+.4f} ({cost['loss_without']:.4f} without it)")
 
 
-def _table(title: str, plan: dict[str, Any]) -> None:
+def _table(title: str, plan: dict[str, Any], fitted: Sequence[float] = ()) -> None:
     spec, kept = plan["spec"], plan["rotary_pairs_kept"]
     table = Table(title=title, title_justify="left", show_header=False)
     lives = plan["half_lives_tokens"]
     span = f" (wavelengths up to {spec['max_wavelength']:.0f} tokens)" if spec["rope"] == "partial" else ""
     pairs = "no rotary" if not kept else f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
-    start = {"open": "open (log f = 0)"}.get(spec["init"]) or ", ".join(f"{x:.0f}" for x in lives)
+    start = ", half-lives in tokens: " + ", ".join(f"{x:.0f}" for x in lives)
+    if fitted:
+        start = f", half-lives fitted to the base: {min(fitted):.0f} to {max(fitted):.0f} tokens (calibration/*.csv)"
+    elif spec["init"] != "slopes":
+        start = {"open": ", open (log f = 0)", "calibrated": ", half-lives to be fitted to the base"}[spec["init"]]
     rows = {
         "layers x heads": f"{plan['layers']} x {plan['heads']}",
-        "gates": spec["gate"] + (f", half-lives in tokens: {start}" if lives else ""),
+        "gates": spec["gate"] + (start if spec["gate"] != "none" else ""),
         "RoPE": f"{spec['rope']}: {pairs} of {plan['rotary_pairs']} pairs kept{span}",
         "sink tokens": str(spec["sink_tokens"]),
         "Pro parts": ", ".join(spec["pro"]) or "none",

@@ -28,9 +28,13 @@ def card(plan: Plan, report: dict[str, Any]) -> str:
     """README.md of a freshly converted checkpoint: what it is, how to load it, what the parity proof measured."""
     parity = report["parity"]
     kept = f"{min(plan.kept_pairs)}-{max(plan.kept_pairs)}" if plan.kept_pairs else "0"
-    half_lives = f"{plan.half_lives[0]:.0f} to {plan.half_lives[-1]:.0f} tokens" if plan.half_lives else "none"
+    layers = report.get("calibration", {}).get("half_lives_tokens") or [plan.half_lives]
+    tokens = [x for layer in layers for x in layer]
+    start = f"starting half-lives {min(tokens):.0f} to {max(tokens):.0f} tokens" if tokens else "fitted to the base"
+    if plan.spec.init == "open":
+        start = "open at first (no decay)"
     rows = {
-        "gates": f"{plan.spec.gate}, starting half-lives {half_lives}",
+        "gates": plan.spec.gate + ("" if plan.spec.gate == "none" else f", {start}"),
         "RoPE": f"{plan.spec.rope}, {kept} of {plan.pairs} rotary pairs kept",
         "parameters added": f"{plan.parameters:,}",
     }

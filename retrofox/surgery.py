@@ -42,7 +42,7 @@ class Plan:
         layers: number of attention layers that get gates.
         tensors: name -> shape of every tensor that is added, all float32.
         kept_pairs: rotary pairs kept in each layer, and `pairs`, how many there are.
-        half_lives: half-lives in tokens that the heads of a layer start with.
+        half_lives: half-lives in tokens that the heads of a layer start with; none where they are yet to be fitted.
         base_tensors: name -> shape of the base model's own tensors; `tied` are those a checkpoint may lack.
         settings_replaced: values of the base's config that are others in the converted model's.
     """
@@ -115,14 +115,15 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         tensors=added,
         kept_pairs=[sum(f > 0 for f in layer) for layer in fade],
         pairs=len(fade[0]) if fade else 0,
-        half_lives=_starting_half_lives(gates[0].initial_bias) if gates else [],
+        half_lives=starting_half_lives(gates[0].initial_bias) if gates and spec.init != "calibrated" else [],
         base_tensors={n: shape for n, shape in shapes.items() if n not in added},
         tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),
         settings_replaced=replaced_settings(config),
     )
 
 
-def _starting_half_lives(biases: list[float]) -> list[float]:
+def starting_half_lives(biases: list[float]) -> list[float]:
+    """Half-lives in tokens of gates with these biases and weights of 0."""
     log_f = torch.nn.functional.logsigmoid(torch.tensor(biases, dtype=torch.float64, device="cpu"))
     return half_life_tokens(log_f).tolist()
 

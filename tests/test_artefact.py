@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrofox
 from retrofox import FoxSpec
 from retrofox.artefact import GATES_SHARD, INDEX
+from retrofox.conversion_report import print_conversion
 from retrofox.verify import compare
 
 TOKENS = torch.arange(2, 34)[None]
@@ -257,7 +258,7 @@ def test_interruption_leaves_no_half_written_out(source, tmp_path, how):
     assert not (out.parent / ".out.partial").exists()
 
 
-def test_calibration_lands_in_the_checkpoint(pico_checkpoint, tmp_path):
+def test_calibration_lands_in_the_checkpoint(pico_checkpoint, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("a fox forgets what it need not keep, and keeps what it must not forget. " * 400)
     before = (pico_checkpoint / "model.safetensors").read_bytes()
@@ -275,6 +276,12 @@ def test_calibration_lands_in_the_checkpoint(pico_checkpoint, tmp_path):
     assert changed == set(report["calibration"]["rewritten"])
     assert all(name.endswith("q_proj.weight") for name in changed)
     assert not (tmp_path / ".out.calibration").exists()
+    assert not (tmp_path / "out" / "calibration" / "layers").exists()
+    lives = [x for layer in report["calibration"]["half_lives_tokens"] for x in layer]
+    assert len(lives) == 2 * 4
+    assert f"half-lives {min(lives):.0f} to {max(lives):.0f} tokens" in (tmp_path / "out" / "README.md").read_text()
+    print_conversion(report, tmp_path / "out")
+    assert f"fitted to the base: {min(lives):.0f} to {max(lives):.0f} tokens" in capsys.readouterr().out
     assert retrofox.load(tmp_path / "out").config.fox["init"] == "calibrated"
 
 
