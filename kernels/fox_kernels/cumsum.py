@@ -18,7 +18,13 @@ from .chunked import LOG_F_MIN
 from .launch import cdiv, launch
 
 LOG2_E = 1.4426950408889634
-BLOCK = 1024
+CUMULATIVE_BLOCK, SUFFIX_BLOCK = 8192, 4096  # at most, in one step: twice as many spill
+
+
+def block_for(S: int, most: int) -> tuple[int, int]:
+    """Return (positions a step, warps): steps follow one another, so the longest that fit the registers."""
+    block = min(most, max(1024, 1 << (S - 1).bit_length()))
+    return block, max(4, block // 512)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -90,7 +96,8 @@ def cumulative(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     B, S, H = log_f.shape
     hi, lo = (torch.empty(B, H, S, dtype=torch.float32, device=log_f.device) for _ in range(2))
     if log_f.numel():
-        launch(cumulative_kernel, (B * H,), (log_f, hi, lo, *log_f.stride(), S, H, LOG_F_MIN), (BLOCK,))
+        block, warps = block_for(S, CUMULATIVE_BLOCK)
+        launch(cumulative_kernel, (B * H,), (log_f, hi, lo, *log_f.stride(), S, H, LOG_F_MIN), (block,), warps=warps)
     return hi, lo
 
 
@@ -114,5 +121,6 @@ def gate_gradient(dc: torch.Tensor, log_f: torch.Tensor) -> torch.Tensor:
     B, S, H = log_f.shape
     out = torch.empty(B, S, H, dtype=log_f.dtype, device=log_f.device)
     if log_f.numel():
-        launch(suffix_kernel, (B * H,), (dc, log_f, out, *log_f.stride(), S, H, LOG_F_MIN), (BLOCK,))
+        block, warps = block_for(S, SUFFIX_BLOCK)
+        launch(suffix_kernel, (B * H,), (dc, log_f, out, *log_f.stride(), S, H, LOG_F_MIN), (block,), warps=warps)
     return out

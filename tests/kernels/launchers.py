@@ -95,7 +95,17 @@ def check_pruned_decoding(device: str, S: int, D: int) -> None:
 
 
 def check_helpers(device: str, S: int) -> None:
-    """Each fused helper equals its eager twin."""
+    """Each fused helper equals its eager twin, whether it takes one step or several."""
+    check_sums(device, S)
+    usual = (cumsum.CUMULATIVE_BLOCK, cumsum.SUFFIX_BLOCK)
+    try:
+        cumsum.CUMULATIVE_BLOCK = cumsum.SUFFIX_BLOCK = 32
+        check_sums(device, S)
+    finally:
+        cumsum.CUMULATIVE_BLOCK, cumsum.SUFFIX_BLOCK = usual
+
+
+def check_sums(device: str, S: int) -> None:
     torch.manual_seed(0)
     for dtype, kind in ((torch.float32, "mixed"), (torch.float64, "short"), (torch.float32, "zeros")):
         log_f = gates(kind, 2, S, 3, device=device).to(dtype)
