@@ -64,7 +64,8 @@ def apply_to(model: PreTrainedModel, result: Calibration) -> PreTrainedModel:
 
     Gates are overwritten; a refitted projection becomes a parameter of its own, so a base model that shares its
     tensors with `model` keeps what it has. After a refit the model's attention in mode "original" is no longer the
-    base's, nor are its logits with gates open and all rotary pairs: keep the base where either is needed.
+    base's, nor are its logits with gates open and all rotary pairs: keep the base where either is needed. The config
+    then says so (`queries_refitted`), and objectives that would take the model for its own original refuse it.
 
     Raises:
         ValueError: the model has no such tensors, or of another shape.
@@ -79,6 +80,8 @@ def apply_to(model: PreTrainedModel, result: Calibration) -> PreTrainedModel:
             raise ValueError(f"{name} has shape {tuple(state[name].shape)}, its calibration {tuple(value.shape)}")
     for name, value in result.tensors().items():
         put(model, name, value)
+    if result.rewritten():
+        model.config.queries_refitted = True
     return model
 
 

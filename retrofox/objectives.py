@@ -5,27 +5,31 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from retrofox.chunked_loss import (
+    AnyRows,
+    Head,
+    PlainCrossEntropy,
+    RowLoss,
+    causal_lm,
+    chunk_rows,
+    is_plain_head,
+    sum_over_rows,
+)
 from retrofox.config import Stage
-from retrofox.families import inner_model, logits_from_hidden
+from retrofox.families import inner_model
 from retrofox.surgery import attention_mode, attentions
+from retrofox.train_model import require_own_original
 
 IGNORE = -100
 SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 """Set to true by accelerate where it shards weights."""
-RowLoss = Callable[[torch.Tensor, slice], torch.Tensor]
-
-
-def causal_lm(model: Any) -> Any:
-    """The transformers model inside a peft model, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def next_token_targets(
@@ -36,33 +40,6 @@ def next_token_targets(
     targets = torch.full_like(input_ids, IGNORE)
     targets[:, :-1] = following[:, 1:].masked_fill(position_ids[:, 1:] == 0, IGNORE)
     return targets
-
-
-class _Head:
-    """The language-model head on a given weight: what `logits_from_hidden` needs of a model, and nothing else."""
-
-    def __init__(self, config: Any, weight: torch.Tensor, bias: torch.Tensor | None, linear: Any = F.linear):
-        self.config, self.weight, self.bias, self.linear = config, weight, bias, linear
-
-    def get_output_embeddings(self) -> Any:
-        return self
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.linear(hidden, self.weight, self.bias)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return logits_from_hidden(self, hidden)  # type: ignore[arg-type]
-
-
-def is_plain_head(model: Any) -> bool:
-    """Whether logits are W h: no bias, no scale, no cap (found by passing numbers through the family's rules)."""
-    lm = causal_lm(model)
-    head = lm.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        return False
-    probe = torch.tensor([-300.0, -0.5, 0.25, 40.0])
-    through = _Head(lm.config, torch.zeros(1), None, linear=lambda hidden, weight, bias: hidden).logits(probe)
-    return torch.equal(through, probe)
 
 
 def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tuple[str, str]:
@@ -93,131 +70,6 @@ def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tu
         if sharded:
             raise ValueError(f"cross_entropy=liger needs the head's whole weight, {sharded[0]} shards it: use chunked")
     return requested, "requested"
-
-
-def chunk_rows(vocabulary: int, device: torch.device) -> int:
-    """Rows of logits at a time: 2^28 logits on a GPU (1.6 GB with their float32 copy), 2^24 on a CPU."""
-    budget = 2**28 if device.type == "cuda" else 2**24
-    return max(64, 1 << (max(1, budget // vocabulary).bit_length() - 1))
-
-
-class _SumOverRows(torch.autograd.Function):
-    """Sum of a loss over rows of hidden states, gradients made chunk by chunk in the forward and kept for the backward.
-
-    Memory: one chunk of logits, d hidden (N, d) and dW (V, d) float32. Three products with W instead of the four that
-    recomputing logits in the backward costs.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, head: Any, loss_of: Any, rows: int):
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        need = need_hidden or need_weight or need_bias
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
-        d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=weight.device) if need_bias else None
-        total: Any = 0.0
-        for start in range(0, hidden.shape[0], rows):
-            part = slice(start, min(start + rows, hidden.shape[0]))
-            stats, grads = loss_of(head, hidden[part].detach(), part, need)
-            total = total + stats
-            if d_hidden is not None:
-                d_hidden[part] = grads[0]
-            if d_weight is not None:
-                d_weight += grads[1]
-            if d_bias is not None:
-                d_bias += grads[2]
-        ctx.grads = (d_hidden, d_weight, d_bias)
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        metrics = total[1:].clone()
-        ctx.mark_non_differentiable(metrics)
-        return total[0].clone(), metrics
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor):  # type: ignore[override]
-        grads = [
-            None if grad is None else (grad * upstream[0]).to(dtype)
-            for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
-        ]
-        return (*grads, None, None, None)
-
-
-class _PlainCrossEntropy:
-    """Cross-entropy of a plain head by hand: softmax turns into its own gradient inside the logits' memory."""
-
-    def __init__(self, targets: torch.Tensor):
-        self.targets = targets
-
-    def __call__(self, head: _Head, hidden: torch.Tensor, part: slice, need: bool):
-        targets = self.targets[part]
-        valid = targets >= 0
-        index = targets.clamp_min(0)[:, None]
-        logits = hidden.to(head.weight.dtype) @ head.weight.T
-        log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
-        loss = -(log_p.gather(1, index)[:, 0] * valid).sum()
-        if not need:
-            return loss[None], ()
-        d_logits = torch.exp(log_p, out=logits)
-        d_logits.scatter_add_(1, index, torch.full_like(index, -1, dtype=d_logits.dtype))
-        mask = valid[:, None].to(d_logits.dtype)
-        d_hidden = (d_logits @ head.weight) * mask
-        return loss[None], (d_hidden, d_logits.T @ (hidden.to(d_logits.dtype) * mask))
-
-
-class _AnyRows:
-    """Any loss of logits, by autograd through one chunk: `loss_of(logits, rows)` gives (1 + metrics,), [0] the loss."""
-
-    def __init__(self, loss_of: RowLoss):
-        self.loss_of = loss_of
-
-    def __call__(self, head: _Head, hidden: torch.Tensor, part: slice, need: bool):
-        if not need:
-            return self.loss_of(head.logits(hidden).float(), part), ()
-        with torch.enable_grad():
-            leaves = [hidden.requires_grad_(), head.weight.detach().requires_grad_()]
-            if head.bias is not None:
-                leaves.append(head.bias.detach().requires_grad_())
-            again = _Head(head.config, leaves[1], leaves[2] if head.bias is not None else None)
-            stats = self.loss_of(again.logits(leaves[0]).float(), part)
-            grads = torch.autograd.grad(stats[0], leaves)
-        return stats.detach(), grads
-
-
-def sum_over_rows(model: Any, hidden: torch.Tensor, loss_of: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss summed over rows, metrics summed over rows) of the head's logits on hidden states (N, hidden_size).
-
-    The head module itself is called once, its forward standing aside for ours, so that the hooks by which FSDP and
-    ZeRO gather its weight run as for any forward.
-    """
-    lm = causal_lm(model)
-    module = lm.get_output_embeddings()
-    if not isinstance(module, nn.Linear):
-        raise ValueError(
-            f"the language-model head is a {type(module).__name__}: adapters on the head are not supported"
-        )
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else module.weight.dtype
-
-    def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.autocast(device, enabled=False):
-            bias = module.bias
-            head = _Head(lm.config, module.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
-            return _SumOverRows.apply(hidden, module.weight, bias, head, loss_of, rows)  # type: ignore[return-value]
-
-    with _forward_as(module, forward):
-        return module(hidden)
-
-
-@contextlib.contextmanager
-def _forward_as(module: nn.Module, function: Any) -> Iterator[None]:
-    before = module.__dict__.get("forward")
-    module.forward = function
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
 
 
 def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -258,7 +110,7 @@ class Extend:
         """Cross-entropy from hidden states (B, T, hidden) and targets (B, T)."""
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         if self.kind == "chunked":
-            loss_of = _PlainCrossEntropy(targets) if self.plain else _AnyRows(_cross_entropy_of(targets))
+            loss_of = PlainCrossEntropy(targets) if self.plain else AnyRows(_cross_entropy_of(targets))
             return sum_over_rows(model, hidden, loss_of, self.rows)
         weight = causal_lm(model).get_output_embeddings().weight
         if self.kind == "torch":
@@ -286,13 +138,15 @@ class Distill:
     """L = (1 - a) tau^2 KL(p_original(tau) || p_retrofit(tau)) + a CE, full vocabulary, mean over targets.
 
     The original is `teacher` (a second model), or with teacher=None the very same weights in attention mode
-    "original" with adapters off: right only while pretrained tensors are frozen.
+    "original" with adapters off: right only while they are the original's and frozen, else ValueError.
     Source: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network" (2015), eq. 1 and section 2.
     """
 
     metrics = ("kl", "cross_entropy")
 
     def __init__(self, model: Any, stage: Stage, device: torch.device, teacher: Any = None):
+        if teacher is None:
+            require_own_original(model)
         self.teacher = teacher
         self.temperature = stage.temperature or 1.0
         self.ce_weight = stage.ce_weight or 0.0
@@ -312,7 +166,7 @@ class Distill:
 
         def loss_of(logits: torch.Tensor, part: slice) -> torch.Tensor:
             with torch.no_grad():
-                teacher = _Head(lm.config, module.weight.to(dtype), module.bias)
+                teacher = Head(lm.config, module.weight.to(dtype), module.bias)
                 log_p = torch.log_softmax(teacher.logits(taught[part].to(dtype)).float() / tau, -1)
             log_q = torch.log_softmax(logits / tau, -1)
             valid = (targets[part] >= 0).float()
@@ -321,14 +175,15 @@ class Distill:
             return torch.stack(((1 - self.ce_weight) * kl + self.ce_weight * ce, kl, ce))
 
         hidden = hidden_states(model, batch).flatten(0, 1)
-        return sum_over_rows(model, hidden, _AnyRows(loss_of), self.rows)
+        return sum_over_rows(model, hidden, AnyRows(loss_of), self.rows)
 
 
 class Align:
     """L = mean over layers of |A_fox(x_l) - A(x_l)|^2 / |A(x_l)|^2, x_l the original's own input to layer l.
 
     One pass of the original runs through all layers; in each, the retrofitted block is run beside it on the same
-    input. With teacher=None the original is the same module in mode "original": no second copy of anything.
+    input. With teacher=None the original is the same module in mode "original": no second copy of anything, and
+    ValueError where its weights are not the original's, or not frozen.
     Source: the alignment stages of RADLADS (arXiv 2505.03005) and PaTH (arXiv 2505.16381); the division by the
     output's own power, so that all layers weigh the same, is ours.
     """
@@ -336,6 +191,8 @@ class Align:
     metrics: tuple[str, ...] = ()
 
     def __init__(self, model: Any, stage: Stage, device: torch.device, teacher: Any = None):
+        if teacher is None:
+            require_own_original(model)
         self.teacher = teacher
         self.kind, self.reason = "none", "align computes no logits"
         self.recomputed = recomputed_layers(stage.gradient_checkpointing, len(list(attentions(causal_lm(model)))))

@@ -18,11 +18,12 @@ from transformers import TrainingArguments
 
 import retrofox
 from retrofox import checkpoint
+from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage, dump
 from retrofox.data import claim
 from retrofox.data_files import write_whole
 from retrofox.interruptions import Interruptions
-from retrofox.objectives import OBJECTIVES, causal_lm, is_converted
+from retrofox.objectives import OBJECTIVES, is_converted
 from retrofox.surgery import load_tokenizer
 from retrofox.train_callbacks import Clock
 from retrofox.train_data import StageData, prepare_tokens
@@ -130,7 +131,7 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
         reports.append(_run_stage(trainer, root, steps, state))
         model = trainer.release()
         last = number == len(recipe.stages) - 1
-        note = {"report": reports[-1], "recipe": recipe.model_dump(mode="json")}
+        note = {"report": reports[-1], "stage": number, "recipe": recipe.model_dump(mode="json")}
         with interruptions.held():
             export(trainer, model, (out if last else root) / "model", tokenizer, note, last)
             interruptions.stands = f"stage {number} is complete"

@@ -21,9 +21,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from retrofox import checkpoint
+from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.interruptions import Interruptions
-from retrofox.objectives import causal_lm
 from retrofox.surgery import is_new_tensor
 from retrofox.train_callbacks import Anneal, Clock, GateRecorder, Guard, JsonLog, LogWithSaves, Progress, Signals
 from retrofox.train_groups import group_schedules, parameter_groups

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from retrofox.chunked_loss import causal_lm, chunk_rows, is_plain_head
 from retrofox.config import Recipe, Stage
-from retrofox.objectives import OBJECTIVES, Extend, causal_lm, chunk_rows, is_plain_head, recomputed_layers
+from retrofox.objectives import OBJECTIVES, Extend, recomputed_layers
 from retrofox.train_groups import set_trainable
 from retrofox.train_model import DTYPES, lower_frozen
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute
@@ -230,7 +231,9 @@ def _pass(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.d
         "cu_seqlens": torch.tensor([0, half, tokens], dtype=torch.int32, device=device),
         "targets": ids,
     }
-    objective = OBJECTIVES[stage.objective](small, stage, device)
+    # The small model stands for its teacher, too: whose weights are counted elsewhere.
+    teacher = [] if stage.objective == "extend" else [small]
+    objective = OBJECTIVES[stage.objective](small, stage, device, *teacher)
     if isinstance(objective, Extend) and device.type == "cpu":
         objective.kind = "chunked"
     mixed = recipe.precision != "fp32"

@@ -130,9 +130,40 @@ def needs_teacher(recipe: Recipe, stage: Stage, model: Any, source: Path | None 
     return bool(reasons) or stage.teacher == "copy"
 
 
+def require_own_original(model: Any) -> None:
+    """Refuses a converted model that can't be its own original in attention mode "original", adapters off.
+
+    Raises:
+        ValueError: it is not converted; a refit, a merge or training changed its pretrained tensors; or they are
+            about to be trained.
+    """
+    lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    moved = next(
+        (n for n, p in model.named_parameters() if p.requires_grad and not is_new_tensor(n) and "lora_" not in n), None
+    )
+    if not lm.config.model_type.startswith("fox_"):
+        reason = f"a {lm.config.model_type} model has no gates: convert it first"
+    elif getattr(lm.config, "queries_refitted", False):
+        reason = "calibration rewrote its query projections"
+    elif moved is not None:
+        reason = f"{moved} is trained (requires_grad)"
+    else:
+        reason = changed_since_conversion(Path(lm.config._name_or_path)) if lm.config._name_or_path else None
+    if reason is not None:
+        raise ValueError(f"the model can't be its own teacher: {reason}. Give the original as `teacher`")
+
+
 def changed_since_conversion(source: Path) -> str | None:
     """Why a converted checkpoint's pretrained tensors are not its base's any more, or None where nothing says so."""
     directory = Path(source)
+    if not (directory / "config.json").is_file() and not (directory / checkpoint.MARKER).is_file():
+        return None
+    if (directory / "config.json").is_file():
+        config = read_config(str(directory))
+        if not config.get("model_type", "").startswith("fox_"):
+            return None  # a plain model is what a conversion of it starts from, whatever it went through before
+        if config.get("queries_refitted"):
+            return f"calibration rewrote the query projections of {directory}"
     if (directory / "retrofox.json").is_file():
         report = json.loads((directory / "retrofox.json").read_text(encoding="utf-8"))
         if report.get("merged"):
@@ -141,9 +172,11 @@ def changed_since_conversion(source: Path) -> str | None:
         if rewritten:
             return f"calibration rewrote {len(rewritten)} query projections of {directory}"
     if (directory / checkpoint.MARKER).is_file():
-        trained = checkpoint.note_of(directory).get("recipe")
+        note = checkpoint.note_of(directory)
+        trained = note.get("recipe")
         if trained is not None and trained["lora"] is None:
-            rates = [stage["rates"] for stage in trained["stages"]]
+            until = note.get("stage", len(trained["stages"])) + 1  # later stages have not run when this was written
+            rates = [stage["rates"] for stage in trained["stages"][:until]]
             if any(rate["attention"] or rate["rest"] for rate in rates):
                 return f"training moved the pretrained tensors of {directory}"
     return None

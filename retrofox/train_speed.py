@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from retrofox.objectives import causal_lm, recomputed_layers
+from retrofox.chunked_loss import causal_lm
+from retrofox.objectives import recomputed_layers
 
 
 @contextlib.contextmanager

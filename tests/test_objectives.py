@@ -6,6 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import retrofox
+from retrofox import checkpoint
+from retrofox.calibrate import Calibration, apply_to
+from retrofox.chunked_loss import chunk_rows, is_plain_head
 from retrofox.config import Stage
 from retrofox.families import inner_model
 from retrofox.objectives import (
@@ -14,8 +18,6 @@ from retrofox.objectives import (
     Distill,
     Extend,
     choose_cross_entropy,
-    chunk_rows,
-    is_plain_head,
     next_token_targets,
     original_form,
 )
@@ -36,6 +38,13 @@ def batch():
     cu_seqlens = torch.tensor([0, 15, 24, 39, 48], dtype=torch.int32)
     targets = next_token_targets(ids, None, positions)
     return {"input_ids": ids, "position_ids": positions, "cu_seqlens": cu_seqlens, "targets": targets}
+
+
+def freeze_original(model):
+    """Leaves the gates to be trained; returns the model."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("forget_gate" in name)
+    return model
 
 
 def gradients(model, loss):
@@ -139,9 +148,10 @@ def test_logits_of_all_positions_never_exist_at_once():
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_distill_is_kl_and_cross_entropy(pico_fox, batch, shared):
-    model = pico_fox()
-    teacher = None
-    if not shared:
+    model, teacher = pico_fox(), None
+    if shared:
+        freeze_original(model)
+    else:
         teacher = pico_fox().requires_grad_(False)
     settings = stage("distill", temperature=2.0, ce_weight=0.25)
     objective = Distill(model, settings, CPU, teacher)
@@ -168,14 +178,14 @@ def test_distill_is_kl_and_cross_entropy(pico_fox, batch, shared):
     expected = gradients(model, 0.75 * kl + 0.25 * ce)
     torch.testing.assert_close(loss, 0.75 * kl + 0.25 * ce, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(metrics, torch.stack((kl, ce)).detach(), rtol=1e-4, atol=1e-4)
-    for name in ("model.layers.0.self_attn.forget_gate.weight", "model.embed_tokens.weight", "lm_head.weight"):
+    names = ["model.layers.0.self_attn.forget_gate.weight", "model.layers.1.self_attn.forget_gate.bias"]
+    for name in names + ([] if shared else ["model.embed_tokens.weight", "lm_head.weight"]):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4)
 
 
 def test_align_compares_each_block_on_the_originals_inputs(pico_fox, batch):
     model = pico_fox()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("forget_gate" in name)
+    freeze_original(model)
     captured = {}
     hooks = [
         module.register_forward_hook(
@@ -215,8 +225,7 @@ def test_align_recomputes_what_it_is_told_to_and_finds_the_same_gradients(pico_f
     found = {}
     for which, layers in (("none", 0), (2, 1), ("full", 2)):
         model, before = pico_fox(), len(calls)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("forget_gate" in name)
+        freeze_original(model)
         loss, _ = Align(model, stage("align", gradient_checkpointing=which), CPU)(model, batch)
         found[which] = gradients(model, loss)
         assert len(calls) - before == layers
@@ -227,7 +236,7 @@ def test_align_recomputes_what_it_is_told_to_and_finds_the_same_gradients(pico_f
 
 
 def test_align_is_zero_where_the_retrofit_is_the_original(pico_fox, batch):
-    model = pico_fox(stirred=False, rope="keep", init="open")
+    model = freeze_original(pico_fox(stirred=False, rope="keep", init="open"))
     loss, _ = Align(model, stage("align"), CPU)(model, batch)
     assert float(loss.detach()) < 1e-8
 
@@ -241,3 +250,39 @@ def test_gradients_of_half_precision_heads_are_close(pico_fox, batch):
     difference = (low["lm_head.weight"] - high["lm_head.weight"]).norm() / high["lm_head.weight"].norm()
     assert low["lm_head.weight"].dtype == torch.float32
     assert difference < 0.02
+
+
+@pytest.mark.parametrize("objective", [Align, Distill])
+def test_a_model_that_is_not_its_own_original_any_more_is_refused_without_a_teacher(
+    pico_fox, pico_llama, tmp_path, objective
+):
+    settings = stage(objective.__name__.lower())
+
+    def refused(model, because):
+        with pytest.raises(ValueError, match=f"can't be its own teacher: .*{because}.*Give the original as `teacher`"):
+            objective(model, settings, CPU)
+
+    refused(pico_llama(), "no gates: convert it first")
+    refused(pico_fox(), "embed_tokens.weight is trained")
+    model = freeze_original(pico_fox())
+    objective(model, settings, CPU)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    refit = Calibration({name: model.get_parameter(name).detach() * 1.01}, {}, {})
+    apply_to(model, refit)
+    freeze_original(model)
+    refused(model, "calibration rewrote its query projections")
+    objective(model, settings, CPU, pico_fox())
+    model.save_pretrained(tmp_path / "refitted")
+    refused(freeze_original(retrofox.load(str(tmp_path / "refitted"))), "calibration rewrote its query projections")
+
+
+def test_trained_weights_are_refused_as_their_own_original_but_not_before_their_stage(pico_fox, tmp_path):
+    pico_fox().save_pretrained(tmp_path)
+    frozen, moving = {"attention": 0.0, "rest": 0.0}, {"attention": 1e-3, "rest": 1e-3}
+    note = {"recipe": {"lora": None, "stages": [{"rates": frozen}, {"rates": moving}]}}
+    checkpoint.commit(tmp_path, {**note, "stage": 0})
+    model = freeze_original(retrofox.load(str(tmp_path)))
+    Distill(model, stage("distill"), CPU)
+    checkpoint.commit(tmp_path, {**note, "stage": 1})
+    with pytest.raises(ValueError, match="training moved the pretrained tensors"):
+        Distill(model, stage("distill"), CPU)
