@@ -22,7 +22,14 @@ from retrofox.data_sources import DataSource, resolve
 from retrofox.harness import find_tasks, run_tasks
 from retrofox.opening import Opened, open_model, open_tokenizer
 from retrofox.per_token_loss import Window, window_losses
-from retrofox.report import environment, output_console, peak_memory_bytes, progress_bar, reset_peak_memory
+from retrofox.report import (
+    check_folder,
+    environment,
+    output_console,
+    peak_memory_bytes,
+    progress_bar,
+    reset_peak_memory,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,6 +93,9 @@ def evaluate(
     """
     sources, others = [str(s) for s in data], _listed(against)
     _check(length, sources, tasks, windows, min_tokens, batch, max_documents, limit)
+    check_folder(out)
+    if not tasks and (include_path is not None or limit is not None):
+        raise ValueError("include_path and limit say how lm-eval tasks run: name tasks, or drop them")
     started = time.time()
     manager = find_tasks(tasks, include_path) if tasks else None
     tokenizer = tokenizer or _tokenizer_of(model)

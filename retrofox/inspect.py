@@ -19,7 +19,7 @@ from retrofox.families import inner_model
 from retrofox.opening import Opened, open_model
 from retrofox.per_token_loss import Window
 from retrofox.plots import half_life_figure, save_csv, save_figure, tokens_label, write_atomic
-from retrofox.report import environment, output_console, progress_bar
+from retrofox.report import check_folder, environment, output_console, progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,6 +71,9 @@ def inspect(
     """
     if length < 2:
         raise ValueError(f"length must be at least 2 tokens, got {length}")
+    if max_documents is not None and max_documents < 1:
+        raise ValueError(f"max_documents must be at least 1, got {max_documents}")
+    check_folder(out)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     if opened.fox is None:
         raise ValueError(f"{opened.source} has no forget gates to inspect: run `retrofox convert {opened.source} OUT`")

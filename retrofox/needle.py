@@ -26,7 +26,7 @@ from retrofox.evaluate import choose_windows
 from retrofox.generate import complete
 from retrofox.opening import Opened, open_model, open_tokenizer
 from retrofox.plots import needle_figure, save_csv, save_figure, tokens_label, write_atomic
-from retrofox.report import environment, output_console, progress_bar
+from retrofox.report import check_folder, environment, output_console, progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,6 +114,7 @@ def needle(
     """
     places = [float(d) for d in (np.linspace(0, 1, depths) if isinstance(depths, int) else depths)]
     _check(mode, lengths, places, trials, batch, data)
+    check_folder(out)
     if tokenizer is None and isinstance(model, (str, os.PathLike)):
         tokenizer = open_tokenizer(os.fspath(model))
     started = time.time()

@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +18,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 PACKAGES = ("retrofox", "torch", "transformers", "triton", "peft", "tokenizers", "numpy")
+
+
+def check_folder(out: str | os.PathLike | None) -> None:
+    """Raises ValueError where results can't go, before they are made: `out` is a file, or lies below one."""
+    if out is None:
+        return
+    there = Path(out).absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(f"results can't go to {out}: {there} is a file; name a directory")
 
 
 def environment() -> dict[str, Any]:

@@ -252,7 +252,9 @@ class Appearing:
 
 
 def refuse_existing(out: Path) -> None:
-    """Raises ValueError where `out` is a file or a directory with something in it."""
+    """Raises ValueError where `out` is a file, a directory with something in it, or has no name of its own."""
+    if out.name in ("", ".."):
+        raise ValueError(f"{out} names no new directory: give OUT a name")
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ValueError(f"{out} exists: remove it or choose another OUT")
 

@@ -249,6 +249,10 @@ def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, docum
         evaluate(model, None, documents, 1, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="vocabulary of 100"):
         evaluate(pico_llama(vocab_size=100), None, documents, 64, tokenizer=tokenizer, progress=False)
+    with pytest.raises(ValueError, match="name tasks, or drop them"):
+        evaluate(model, None, documents, limit=3, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"empty\.txt is a file; name a directory"):
+        evaluate(model, None, documents, out=empty / "results", tokenizer=tokenizer)
     with pytest.raises(FileNotFoundError, match="/no/such/model"):
         evaluate("/no/such/model", None, documents)
     assert not list(tmp_path.glob("out*"))

@@ -128,3 +128,5 @@ def test_refusals(pico_llama, make_fox, tokenizer):
         inspect(make_fox(), ["nowhere.txt"], tokenizer=tokenizer)
     with pytest.raises(ValueError, match="length must be at least 2"):
         inspect(make_fox(), None, 1, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="max_documents must be at least 1"):
+        inspect(make_fox(), ["nowhere.txt"], tokenizer=tokenizer, max_documents=0)

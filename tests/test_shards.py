@@ -203,6 +203,15 @@ def test_out_inside_the_source(single):
     assert {file.name for file in single.iterdir()} == {"config.json", "generation_config.json", SINGLE_FILE}
 
 
+def test_out_without_a_name_of_its_own(sharded, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", ".."):
+        with pytest.raises(ValueError, match="give OUT a name"):
+            retrofox.convert(sharded, out, verify=False)
+    assert list((tmp_path / "here").iterdir()) == []
+
+
 def test_a_full_disk(single, monkeypatch):
     monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore
     refused(single, "has 1 bytes free")
