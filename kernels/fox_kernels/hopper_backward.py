@@ -20,10 +20,13 @@ class Cut(NamedTuple):
     generations: int  # of dS
     registers: int  # per consumer thread
     helper_registers: int  # per thread of the producer and the writer
-    exact_sums: bool = False  # of dS in float32 before it is rounded, by shuffles: compiled, never run (kernels/LOG.md)
 
 
 KEYS = 128  # per tile
+# From this many keys on the gate's sums of dS are of float32 values, not of rounded ones. At 4096 tokens, open gates,
+# D = 64 that takes dlog_f's error from 4.2e-3 to 2.4e-3 (the official kernel 2.3e-3) and 1 to 10 % more time; at 2048
+# tokens, 11 % (kernels/LOG.md)
+EXACT_FROM = 4096
 # 24 registers spill in the helpers, but 32 leave one consumer 232, which then spills in its loop: 412 against 372
 # TFLOP/s at 2 x 8192, D = 64, unordered; at D = 128, of half as many queries, 32 are better: 515 against 504, GQA
 CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 128: Cut(64, 2, 1, 8, 2, 240, 32)}
@@ -41,14 +44,15 @@ def heads_together(bytes_per_head: int, ordered: bool) -> int:
 def launch_backward(
     do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0,
     softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, residual=None, bounds=None,
-    deterministic=True, group=None, cut: Cut | None = None,
+    deterministic=True, exact_sums: bool | None = None, group=None, cut: Cut | None = None,
 ):  # fmt: skip
     """Return dq, dk, dv (contiguous, in the inputs' dtype) and dc (B, H, S) float32 = dL/dc in natural units.
 
     do (B, T, H, D) and dlse2 (B, H, T) or None are the gradients of o and of the base-2 lse2. With deterministic=True
     the float32 dq is summed in key order, bit for bit the same in every run. residual is what the forward left in its
-    own, bounds what `prune.loop_bounds` returned for it, if that is known. Head dims 80 and 96 run the plain Triton
-    backward. Raises ValueError for what `hopper_forward.unsupported` names.
+    own, bounds what `prune.loop_bounds` returned for it, if that is known. exact_sums: dc from float32 dS or from
+    what its products round; None: float32 where deterministic and EXACT_FROM keys or more. Head dims 80 and 96 run the
+    plain Triton backward. Raises ValueError for what `hopper_forward.unsupported` names.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     options = {
@@ -69,6 +73,8 @@ def launch_backward(
 
     if cut is None:
         cut = CUTS[D]
+    if exact_sums is None:
+        exact_sums = deterministic and S >= EXACT_FROM
     heads = min(H // Hkv, cut.heads)
     device, num_n, tiles = q.device, -(-S // KEYS), -(-T // cut.queries)
     rows = tiles * cut.queries
@@ -125,7 +131,7 @@ def launch_backward(
         ]  # fmt: skip
         constants = (
             start is not None, prune is not None, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
-            cut.registers, cut.helper_registers, cut.generations, cut.exact_sums,
+            cut.registers, cut.helper_registers, cut.generations, exact_sums,
         )  # fmt: skip
         launch(fox_backward, min(num_n * B * Hkv, processors(device)), arguments, constants)
         launch(

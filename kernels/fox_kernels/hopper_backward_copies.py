@@ -262,7 +262,10 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                         down = 64 if BM == 128 else 0
                         across = 0 if BM == 128 else dq_desc.block_type.shape[1]
                         if EXACT_SUMS:  # all queries', of each half of the keys
-                            sums = sum_s.index((step & 1) * 2).load(VEC) + sum_s.index((step & 1) * 2 + 1).load(VEC)
+                            sums = gl.zeros([BM], gl.float32, layout=VEC)
+                            for part in gl.static_range(8):  # of 16 keys
+                                place = sum_s.index((step & 1) * 2 + part // 4).slice(part % 4 * BM, BM)
+                                sums += place.load(VEC)
                             gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
                         else:
                             sums = ROW_SUM + rows + gl.arange(0, 64, layout=VEC)

@@ -3,9 +3,10 @@
 A key tile is 128 keys: two consumer warpgroups of 64 keys each hold dk and dv in registers and walk the query tiles
 that see them, at each the query heads of a GQA group in turn, in the transposed form S^T = K Q^T. They exchange dS
 through shared memory, each computes half of dq over all 128 keys, and a writer partition adds it to a float32 dq by
-TMA: in key order behind a ticket per query tile (deterministic), or as it comes. Row and column sums of the same
-rounded dS, which the gate needs, come out of the tensor cores too: dS times ones (zeros where a key is a sink), the
-column sums of several heads into a column each of one accumulator.
+TMA: in key order behind a ticket per query tile (deterministic), or as it comes. The gate needs row and column sums of
+the same dS, sinks left out of the rows'. EXACT_SUMS adds float32 values in registers; else those of rounded dS come out
+of the tensor cores: dS times ones (zeros where a key is a sink). Either way the column sums of several heads go into a
+column each of one accumulator.
 
 Order: key tiles are handed out by an atomic counter to programs that run, ascending within a head, and walk the queries
 downward. So a tile waits only for tiles that a program has already begun or done, whatever else runs on the GPU: no
@@ -44,6 +45,18 @@ from .hopper_backward_copies import (
 
 EXCHANGE_BARRIER = gl.constexpr(8)  # Gluon itself numbers its barriers from 0: one per partition and one to switch
 LOG2E = gl.constexpr(1.4426950408889634)
+
+
+def _halves(lanes: int) -> gl.constexpr:
+    """Keep the upper half of two where this bit of the lane is set, else the lower; add what the other lane has of it."""
+    return gl.constexpr(
+        f"{{ .reg .pred p; .reg .b32 l, s, k; mov.u32 l, %laneid; and.b32 l, l, {lanes}; setp.ne.u32 p, l, 0;"
+        f" selp.b32 s, $1, $2, p; selp.b32 k, $2, $1, p; shfl.sync.bfly.b32 s, s, {lanes}, 31, 0xffffffff;"
+        f" add.f32 $0, k, s; }}"
+    )
+
+
+HALVES_16, HALVES_8, HALVES_4 = _halves(16), _halves(8), _halves(4)
 
 
 @gluon.jit
@@ -90,6 +103,30 @@ def _weights(st, step, keys, decay_s, decay_lo_s, row_s, row_lo_s, sink_row_s, l
 
 
 @gluon.jit
+def _fold(x, TEXT: gl.constexpr):
+    """(4, 8, N) to (4, 8, N / 2): threads 16, 8 or 4 apart add each other's half of the columns to their own."""
+    low, high = x.reshape([4, 8, 2, x.shape[2] // 2]).permute((0, 1, 3, 2)).split()
+    return gl.inline_asm_elementwise(TEXT, "=f,f,f", [low, high], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _pairs(x, BM: gl.constexpr):
+    """(64, BM) to (4, 8, BM): the sums of keys r and r + 8, which a thread has both."""
+    a, b = x.reshape([4, 2, 8, BM]).permute((0, 2, 3, 1)).split()
+    return a + b
+
+
+@gluon.jit
+def _sums_over_keys(pairs, BM: gl.constexpr):
+    """(4, 8, BM) to (4 * BM,): each warp's sums over its 16 keys, one behind the other.
+
+    A thread has rows r and r + 8 of every column it has, so 8 threads share a column: halving what each goes on with
+    takes 28 shuffles for 128 columns, where a sum of each column over 8 threads takes 96.
+    """
+    return _fold(_fold(_fold(pairs, HALVES_16), HALVES_8), HALVES_4).reshape([4 * BM])
+
+
+@gluon.jit
 def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s,
               info_s, step_s, bars, shift, chunks, num_n, num_bh, group, sm_scale, HAS_START: gl.constexpr,
               SINK: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr,
@@ -108,7 +145,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
     zero = gl.zeros([64, BM], gl.float32, layout=S_L)
     zero_q = gl.zeros([64, QC], gl.float32, layout=Q_L)
     zero_r = gl.zeros([64, 8], gl.float32, layout=C_L)
-    if w == 0:  # column g of the column sums' accumulator is head g's
+    if w == 0 and not EXACT_SUMS:  # column g of the column sums' accumulator is head g's
         for g in gl.static_range(HEADS):
             column = gl.arange(0, 8, layout=gl.SliceLayout(1, ONE))[:, None]
             hot = gl.where(column == g, gl.full([8, BM], 1.0, dtype, layout=ONE), gl.zeros([8, BM], dtype, layout=ONE))
@@ -133,12 +170,12 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
             slot = chunk & 1
             mbarrier.wait(bars.index(HEAD_FULL + slot), (chunk >> 1) & 1)
             steps = scalar(info_s.index(slot * INFO + I_STEPS))
-            # the row sums of dS leave the sink's keys out: ones where a key decays
-            live = gl.full([8, 64], 1.0, dtype, layout=ONE)
-            if SINK > 0:
-                live = live * live_s.index(slot * 2 + w).load(gl.SliceLayout(0, ONE)).to(dtype)[None, :]
-            live_ones_s.index(w).store(live)
-            fence_async_shared()
+            if not EXACT_SUMS:  # the row sums of dS leave the sink's keys out: ones where a key decays
+                live = gl.full([8, 64], 1.0, dtype, layout=ONE)
+                if SINK > 0:
+                    live = live * live_s.index(slot * 2 + w).load(gl.SliceLayout(0, ONE)).to(dtype)[None, :]
+                live_ones_s.index(w).store(live)
+                fence_async_shared()
             dc = gl.zeros([64, 8], gl.float32, layout=C_L)
             for _i in range(steps):
                 # an opaque zero keeps two dozen invariant matrix descriptors from being hoisted into registers
@@ -172,7 +209,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                     dc += gl.where(own, key_sums[:, None], 0.0)
                     if SINK > 0:
                         exact = gl.where(live_s.index(slot * 2 + w).load(KEY)[:, None] > 0, exact, 0.0)
-                    sum_s.index((it & 1) * 2 + w + z).store(gl.sum(exact, 0))
+                    pairs = _pairs(exact, BM)
                 place = (it % GENERATIONS) * 2 + z
                 if GENERATIONS == 1:
                     _read(w, False)
@@ -206,6 +243,8 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                     )
                 dk = warpgroup_mma(gl.convert_layout(dst, P_L), q, dk, is_async=True)
                 if EXACT_SUMS:
+                    # while the products run; the writer may still read the last step's
+                    sum_s.index((it & 1) * 2 + w + z).store(_sums_over_keys(pairs, BM))
                     dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
                 else:
                     dv, dq, rs, dc = warpgroup_mma_wait(1, deps=(dv, dq, rs, dc))
@@ -259,11 +298,11 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
     qdo_s = gl.allocate_shared_memory(dtype, [2 * NB, 1, BM, 1, D], q_desc.layout)  # q of each stage, do of each
     ds_s = gl.allocate_shared_memory(dtype, [2 * GENERATIONS, 64, BM], SQUARE)  # both warpgroups', one or two steps'
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, dq_desc.block_type.shape[1]], dq_desc.layout)
-    ones_s = gl.allocate_shared_memory(dtype, [HEADS, 8, BM], ONES)
+    ones_s = gl.allocate_shared_memory(dtype, [1 if EXACT_SUMS else HEADS, 8, BM], ONES)
     live_ones_s = gl.allocate_shared_memory(dtype, [2, 8, 64], LIVE_ONES)
     # of each stage: c_i - lse_i and its remainder, delta, -lse
     row_s = gl.allocate_shared_memory(gl.float32, [(4 if SINK else 3) * NB, BM], VECTOR)
-    sum_s = gl.allocate_shared_memory(gl.float32, [4, BM] if EXACT_SUMS else [2, 64], VECTOR)
+    sum_s = gl.allocate_shared_memory(gl.float32, [4, 4 * BM] if EXACT_SUMS else [2, 64], VECTOR)
     key_s = gl.allocate_shared_memory(gl.float32, [HEADS * 8, 64], VECTOR)
     live_s = gl.allocate_shared_memory(gl.float32, [4, 64], VECTOR)
     start_s = gl.allocate_shared_memory(gl.int32, [NB, BM], VECTOR)

@@ -121,7 +121,10 @@ def test_every_forward_variant_compiles(shape, options, tmp_path):
 @needs_gluon
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"start": True, "prune": True, "sink": 4}, {"deterministic": False}, {"exact_sums": True}], ids=str
+    "options",
+    [{"start": True, "prune": True, "sink": 4, "exact_sums": exact} for exact in (False, True)]
+    + [{"deterministic": False}, {"exact_sums": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("heads", [1, None], ids=["MHA", "GQA"])
 @pytest.mark.parametrize("D", BACKWARD)
@@ -129,7 +132,7 @@ def test_every_backward_variant_compiles(D, heads, options, tmp_path):
     from fox_kernels.hopper_backward import CUTS
 
     found, said = compiled(*backward_source(D, heads=heads or CUTS[D].heads, **options), tmp_path)
-    assert found["spilled"] <= 1300
+    assert found["spilled"] <= 2000
     assert found["shared"] <= 227 * 1024
     assert "serialized" not in said
 

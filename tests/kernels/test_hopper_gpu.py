@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, failures
-from fox_kernels import cumsum, hopper_forward
+from fox_kernels import cumsum, hopper_backward, hopper_forward
 from fox_kernels.hopper_backward import launch_backward
 from fox_kernels.hopper_forward import launch_forward
 
@@ -36,33 +36,37 @@ def problems() -> list[Case]:
     return cases
 
 
+@pytest.mark.parametrize("exact_from", [0, hopper_backward.EXACT_FROM], ids=["exact sums", "rounded sums"])
 @pytest.mark.parametrize("case", problems(), ids=Case.name)
-def test_error_at_most_twice_eager(case):
+def test_error_at_most_twice_eager(case, exact_from, monkeypatch):
+    monkeypatch.setattr(hopper_backward, "EXACT_FROM", exact_from)
     torch.manual_seed(0)
     assert failures(case, "cuda", backend="gluon") == []
 
 
 @pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("exact_sums", [True, False])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (12, 1)])
-def test_ordered_backward_is_the_same_bit_for_bit(D, heads):
+def test_ordered_backward_is_the_same_bit_for_bit(D, heads, exact_sums):
     torch.manual_seed(0)
     q, do = (torch.randn(2, 2000, heads[0], D, device="cuda", dtype=BF16) for _ in range(2))
     k, v = (torch.randn(2, 2000, heads[1], D, device="cuda", dtype=BF16) for _ in range(2))
     c = cumsum.cumulative(torch.nn.functional.logsigmoid(torch.randn(2, 2000, heads[0], device="cuda") + 4))
     o, lse2 = launch_forward(q, k, v, *c, scale=D**-0.5)
-    first = launch_backward(do, None, q, k, v, o, lse2, *c, scale=D**-0.5)
+    options = {"scale": D**-0.5, "exact_sums": exact_sums}
+    first = launch_backward(do, None, q, k, v, o, lse2, *c, **options)
     for _ in range(5):
-        again = launch_backward(do, None, q, k, v, o, lse2, *c, scale=D**-0.5)
+        again = launch_backward(do, None, q, k, v, o, lse2, *c, **options)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    unordered = launch_backward(do, None, q, k, v, o, lse2, *c, scale=D**-0.5, deterministic=False)
+    unordered = launch_backward(do, None, q, k, v, o, lse2, *c, **options, deterministic=False)
     for a, b in zip(first, unordered, strict=True):
         assert (a.float() - b.float()).norm() <= 1e-3 * a.float().norm()
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(("deterministic", "exact_sums"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("seq_start", [None, [0], [300], [1000]], ids=str)
 @pytest.mark.parametrize("D", [64, 128])
-def test_every_element_is_written(D, seq_start, deterministic):
+def test_every_element_is_written(D, seq_start, deterministic, exact_sums):
     """Outputs come from freshly poisoned memory; queries that see nothing, whole tiles of them, have no gradient."""
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(1, 1000, 4, D, device="cuda", dtype=BF16) for _ in range(4))
@@ -72,7 +76,7 @@ def test_every_element_is_written(D, seq_start, deterministic):
     padded = 0 if seq_start is None else seq_start[0]
     o, lse2 = launch_forward(q, k, v, *c, scale=D**-0.5, seq_start=start)
     torch.full((64 << 20,), float("nan"), device="cuda")
-    options = {"scale": D**-0.5, "seq_start": start, "deterministic": deterministic}
+    options = {"scale": D**-0.5, "seq_start": start, "deterministic": deterministic, "exact_sums": exact_sums}
     dq, dk, dv, dc = launch_backward(do, None, q, k, v, o, lse2, *c, **options)
     assert all(bool(torch.isfinite(x).all()) for x in (o, lse2[..., padded:], dq, dk, dv, dc))
     assert all(x[:, :padded].count_nonzero() == 0 for x in (o, dq, dk, dv))
@@ -94,7 +98,6 @@ def test_nan_in_a_gate_reaches_the_outputs_behind_it(D):
 
 def test_the_switch_reaches_the_kernel_through_autograd(monkeypatch):
     import fox_kernels
-    from fox_kernels import hopper_backward
 
     told = []
     launch = hopper_backward.launch_backward
