@@ -48,7 +48,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 def _halves(lanes: int) -> gl.constexpr:
-    """Keep the upper half of two where this bit of the lane is set, else the lower; add what the other lane has of it."""
+    """Keep the upper of two halves where this bit of the lane is set, else the lower, and add the other lane's."""
     return gl.constexpr(
         f"{{ .reg .pred p; .reg .b32 l, s, k; mov.u32 l, %laneid; and.b32 l, l, {lanes}; setp.ne.u32 p, l, 0;"
         f" selp.b32 s, $1, $2, p; selp.b32 k, $2, $1, p; shfl.sync.bfly.b32 s, s, {lanes}, 31, 0xffffffff;"
