@@ -18,45 +18,56 @@ from .chunked import LOG_F_MIN
 from .launch import cdiv, launch
 
 LOG2_E = 1.4426950408889634
-CUMULATIVE_BLOCK, SUFFIX_BLOCK = 8192, 4096  # at most, in one step: twice as many spill
+SMALLEST, LARGEST = 1024, 4096  # positions of a block: eight blocks to a row between these
 
 
-def block_for(S: int, most: int) -> tuple[int, int]:
-    """Return (positions a step, warps): steps follow one another, so the longest that fit the registers."""
-    block = min(most, max(1024, 1 << (S - 1).bit_length()))
-    return block, max(4, block // 512)
+def block_for(S: int) -> tuple[int, int]:
+    """Return (positions of a block, warps) for rows of S."""
+    block = min(LARGEST, max(SMALLEST, 1 << (S - 1).bit_length() >> 3))
+    return block, 4 * max(1, block // 1024)
 
 
+@triton.jit
+def clamped(x, floor):
+    return tl.maximum(x.to(tl.float64), floor, propagate_nan=tl.PropagateNan.ALL)
+
+
+# In both, a program sums up what lies beyond its own block before it scans that: reading the row again and again costs
+# less than waiting for the programs before it.
 @triton.jit(do_not_specialize=["S"])
 def cumulative_kernel(x_ptr, hi_ptr, lo_ptr, sx_b, sx_s, sx_h, S, H, floor, BLOCK: tl.constexpr):
     bh = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    offs = tl.arange(0, BLOCK)
     x_ptr += (bh // H) * sx_b + (bh % H) * sx_h
-    total = tl.zeros([1], tl.float64)
-    for s0 in range(0, S, BLOCK):
-        s = s0 + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + s.to(tl.int64) * sx_s, mask=s < S, other=0.0)
-        x = tl.maximum(x.to(tl.float64), floor, propagate_nan=tl.PropagateNan.ALL) * 1.4426950408889634
-        c = tl.cumsum(x, 0) + total
-        total += tl.sum(x, 0)
-        hi = c.to(tl.float32)
-        tl.store(hi_ptr + bh * S + s, hi, mask=s < S)
-        tl.store(lo_ptr + bh * S + s, (c - hi.to(tl.float64)).to(tl.float32), mask=s < S)
+    before = tl.zeros([BLOCK], tl.float64)
+    for s0 in tl.range(0, first, BLOCK, loop_unroll_factor=4):
+        before += clamped(tl.load(x_ptr + (s0 + offs).to(tl.int64) * sx_s), floor)
+    s = first + offs
+    x = clamped(tl.load(x_ptr + s.to(tl.int64) * sx_s, mask=s < S, other=0.0), floor)
+    c = (tl.sum(before, 0) + tl.cumsum(x, 0)) * 1.4426950408889634
+    hi = c.to(tl.float32)
+    tl.store(hi_ptr + bh * S + s, hi, mask=s < S)
+    tl.store(lo_ptr + bh * S + s, (c - hi.to(tl.float64)).to(tl.float32), mask=s < S)
 
 
 @triton.jit(do_not_specialize=["S"])
 def suffix_kernel(dc_ptr, x_ptr, out_ptr, sx_b, sx_s, sx_h, S, H, floor, BLOCK: tl.constexpr):
     bh = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    offs = tl.arange(0, BLOCK)
+    dc_ptr += bh * S
     x_ptr += (bh // H) * sx_b + (bh % H) * sx_h
     out_ptr += (bh // H) * S * H + bh % H
-    total = tl.zeros([1], tl.float64)
-    for s0 in range(0, S, BLOCK):
-        s = S - 1 - s0 - tl.arange(0, BLOCK)
-        dc = tl.load(dc_ptr + bh * S + s, mask=s >= 0, other=0.0).to(tl.float64)
-        x = tl.load(x_ptr + s.to(tl.int64) * sx_s, mask=s >= 0, other=0.0)
-        d = tl.cumsum(dc, 0) + total
-        total += tl.sum(dc, 0)
-        d = tl.where(x.to(tl.float64) < floor, 0.0, d)
-        tl.store(out_ptr + s.to(tl.int64) * H, d.to(out_ptr.dtype.element_ty), mask=s >= 0)
+    after = tl.zeros([BLOCK], tl.float64)
+    for s0 in tl.range(first + BLOCK, S, BLOCK, loop_unroll_factor=4):
+        after += tl.load(dc_ptr + s0 + offs, mask=s0 + offs < S, other=0.0).to(tl.float64)
+    s = first + offs
+    dc = tl.load(dc_ptr + s, mask=s < S, other=0.0).to(tl.float64)
+    x = tl.load(x_ptr + s.to(tl.int64) * sx_s, mask=s < S, other=0.0)
+    d = tl.sum(after, 0) + tl.cumsum(dc, 0, reverse=True)
+    d = tl.where(x.to(tl.float64) < floor, 0.0, d)
+    tl.store(out_ptr + s.to(tl.int64) * H, d.to(out_ptr.dtype.element_ty), mask=s < S)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -96,8 +107,9 @@ def cumulative(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     B, S, H = log_f.shape
     hi, lo = (torch.empty(B, H, S, dtype=torch.float32, device=log_f.device) for _ in range(2))
     if log_f.numel():
-        block, warps = block_for(S, CUMULATIVE_BLOCK)
-        launch(cumulative_kernel, (B * H,), (log_f, hi, lo, *log_f.stride(), S, H, LOG_F_MIN), (block,), warps=warps)
+        block, warps = block_for(S)
+        arguments = (log_f, hi, lo, *log_f.stride(), S, H, LOG_F_MIN)
+        launch(cumulative_kernel, (B * H, cdiv(S, block)), arguments, (block,), warps=warps)
     return hi, lo
 
 
@@ -121,6 +133,7 @@ def gate_gradient(dc: torch.Tensor, log_f: torch.Tensor) -> torch.Tensor:
     B, S, H = log_f.shape
     out = torch.empty(B, S, H, dtype=log_f.dtype, device=log_f.device)
     if log_f.numel():
-        block, warps = block_for(S, SUFFIX_BLOCK)
-        launch(suffix_kernel, (B * H,), (dc, log_f, out, *log_f.stride(), S, H, LOG_F_MIN), (block,), warps=warps)
+        block, warps = block_for(S)
+        arguments = (dc, log_f, out, *log_f.stride(), S, H, LOG_F_MIN)
+        launch(suffix_kernel, (B * H, cdiv(S, block)), arguments, (block,), warps=warps)
     return out

@@ -95,14 +95,14 @@ def check_pruned_decoding(device: str, S: int, D: int) -> None:
 
 
 def check_helpers(device: str, S: int) -> None:
-    """Each fused helper equals its eager twin, whether it takes one step or several."""
+    """Each fused helper equals its eager twin, whether a row is one block or several."""
     check_sums(device, S)
-    usual = (cumsum.CUMULATIVE_BLOCK, cumsum.SUFFIX_BLOCK)
+    usual = cumsum.LARGEST
     try:
-        cumsum.CUMULATIVE_BLOCK = cumsum.SUFFIX_BLOCK = 32
+        cumsum.LARGEST = 16
         check_sums(device, S)
     finally:
-        cumsum.CUMULATIVE_BLOCK, cumsum.SUFFIX_BLOCK = usual
+        cumsum.LARGEST = usual
 
 
 def check_sums(device: str, S: int) -> None:
