@@ -33,7 +33,8 @@ app.add_typer(cli_recipes.app, name="recipes")
 MODEL = "a converted model: directory or Hub id (a plain model works too where it makes sense)"
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: CUDA where there is one.")]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16; default: as stored (gates stay float32).")
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16 (gates stay float32); default: bfloat16 on a GPU, else float32."),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")

@@ -13,7 +13,7 @@ import typer
 
 def convert(
     source: Annotated[str, typer.Argument(help="Hub id, local directory, or .gguf file of a pretrained model.")],
-    out: Annotated[Path, typer.Argument(help="Directory to write; it must not exist yet.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; new, or empty.")],
     rope: Annotated[
         str, typer.Option(help="keep, partial (keep the short wavelengths), drop, or anneal (fade while training).")
     ] = "partial",
@@ -40,7 +40,12 @@ def convert(
     sink_tokens: Annotated[
         int | None, typer.Option(help="First tokens of a document that never decay; 0 is the paper's. [default: 1]")
     ] = None,
-    pro: Annotated[str, typer.Option(help="qk-norm,output-norm,output-gate,k-shift,v-shift; all; none.")] = "none",
+    pro: Annotated[
+        str,
+        typer.Option(
+            help="Parts of FoX (Pro), commas between: qk-norm, output-norm, output-gate, k-shift, v-shift; all; none."
+        ),
+    ] = "none",
     log_n: Annotated[
         int | None, typer.Option(help="Scale logits by ln(position)/ln(N) beyond N trained tokens.")
     ] = None,
@@ -56,9 +61,9 @@ def convert(
     calibrate_steps: Annotated[
         int | None, typer.Option(help="Steps per layer; 0: only --init calibrated's half-lives. [default: 200]")
     ] = None,
-    refit_queries: Annotated[
-        bool | None, typer.Option(help="Let calibration rewrite the query projections. [default: yes]")
-    ] = None,
+    no_refit_queries: Annotated[
+        bool, typer.Option("--no-refit-queries", help="Calibration leaves the query projections as they are.")
+    ] = False,
     link: Annotated[bool, typer.Option("--link", help="Hard-link the weight files instead of copying them.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the parity proof (and say so in OUT).")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
@@ -87,8 +92,10 @@ def convert(
     given = {name: value for name, value in given.items() if value is not None}
     refuse_idle(rope, gate, given)
     files = [str(file) for file in calibrate or []]
-    if not files and (calibrate_steps is not None or refit_queries is not None):
-        raise ValueError("--calibrate-steps and --refit-queries belong to --calibrate FILES: name files, or drop them")
+    if not files and (calibrate_steps is not None or no_refit_queries):
+        raise ValueError(
+            "--calibrate-steps and --no-refit-queries belong to --calibrate FILES: name files, or drop them"
+        )
     spec = FoxSpec(rope=rope, gate=gate, pro=pro, **given)  # type: ignore[arg-type]
     if dry_run:
         from retrofox import artefact
@@ -114,7 +121,7 @@ def convert(
                 progress=progress,
                 calibrate=files,
                 calibrate_steps=200 if calibrate_steps is None else calibrate_steps,
-                refit_queries=refit_queries is not False,
+                refit_queries=not no_refit_queries,
                 appearing=appearing,
             )
     print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)

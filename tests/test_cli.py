@@ -44,6 +44,16 @@ def test_help_imports_no_torch():
     assert "convert" in done.stdout
 
 
+def test_help_is_not_cut_off_on_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = [command.name or command.callback.__name__ for command in cli.app.registered_commands]  # type: ignore
+    assert {"convert", "train", "eval", "generate"} <= set(commands)
+    for command in commands:
+        code, out, _ = run(monkeypatch, capsys, command, "--help")
+        assert code == 0
+        assert "…" not in out, command
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(monkeypatch, capsys, source, tmp_path):
     arguments = ["convert", source, tmp_path / "out", "--dry-run", "--json", "--half-life", 8, 64]
     code, out, _ = run(monkeypatch, capsys, *arguments)
