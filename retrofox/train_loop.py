@@ -181,6 +181,15 @@ class FoxTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The stage's schedule in tokens, one factor per group."""
+        if self.is_fsdp_enabled:
+            # accelerate finds a sharded parameter again by its address, and all empty shards have the address 0: a
+            # rank that holds none of several gates' rows would be left with one parameter many times over.
+            for group, sharded in zip(
+                self.optimizer.param_groups,  # type: ignore[union-attr]
+                parameter_groups(self.model, self.stage),  # type: ignore[arg-type]
+                strict=True,
+            ):
+                group["params"] = sharded["params"]
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
             factors = group_schedules(target.param_groups, self.stage, self.batch_tokens)
@@ -331,4 +340,6 @@ def shard_new_modules(model: Any) -> None:
     for name, module in list(model.named_modules()):
         holds = any(True for _ in module.parameters(recurse=False))
         if holds and is_new_tensor(f"{name}.weight") and not isinstance(module, FSDPModule):
-            fully_shard(module, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+            # Small, and a gather costs more than they weigh: gathered once a pass.
+            policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+            fully_shard(module, mp_policy=policy, reshard_after_forward=False)
