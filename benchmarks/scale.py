@@ -3,11 +3,12 @@
     python benchmarks/scale.py --model DIRECTORY --data FILES --out benchmarks/scale.json
 
 recipes/smollm2-partial.yaml through `accelerate launch` and recipes/accelerate/, the same 65536 tokens a step for each
-GPU (weak scaling), speeds as the run's own log has them (median of its windows after the first). The FSDP2 run on all
-GPUs gets SIGTERM in the middle and is taken up by half of them; its losses are compared with the DDP run's, which had
-the same batches. Beside the run on one GPU, the last two train a short FSDP2 run twice, `deterministic: true`, once
-whole and once killed with SIGKILL and taken up later: losses and gradient norms are compared digit by digit. JSON is
-written after each part. Two runs on disjoint halves of the GPUs may go at one time; the rows on all GPUs run alone.
+GPU (weak scaling), speeds as the run's own log has them (median of its windows after the first). FSDP2, whose work on
+the host is as much as a small model's own, takes 16 rows at a time instead of 8. Its run on all GPUs gets SIGTERM in
+the middle and is taken up by half of them; its losses are compared with the DDP run's, which had the same batches.
+Beside the run on one GPU, the last two train a short FSDP2 run twice, `deterministic: true`, once whole and once killed
+with SIGKILL and taken up later: losses and gradient norms are compared digit by digit. JSON is written after each part.
+Two runs on disjoint halves of the GPUs may go at one time; the rows on all GPUs run alone.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "smollm2-partial.yaml"
 STEP_TOKENS = 65536
 KILL_STEPS, KILL_TOKENS = 10, 16384
+FSDP_SETTINGS = ("stages.0.micro_batch=16",)
+FSDP_MODE = "FSDP2, 16 rows to a micro-batch"
 KILL_SETTINGS = ("deterministic=true", "stages.0.micro_batch=2", "checkpoint={every_steps: 4, keep: 9}", "log.every=1")
 
 
@@ -71,7 +74,9 @@ class Runs:
             f"stages.0.tokens={steps * batch_tokens}",
             f"stages.0.batch_tokens={batch_tokens}",
             f"stages.0.warmup_tokens={batch_tokens}",
-            *(more or [f"checkpoint={{every_steps: {10 * steps}, keep: 1}}", "log.every=4"]),
+            f"checkpoint={{every_steps: {10 * steps}, keep: 1}}",
+            "log.every=4",
+            *more,
         ]
         command = [sys.executable]
         if gpus > 1:
@@ -247,23 +252,23 @@ def main() -> None:
         keep(runs.row("one", 1, "one process"))
         for end in beside:
             end.result()
+    ddp(runs, everyone, steps, keep)
     name = f"fsdp2-{options.gpus}"
-    runs.until(runs.start(everyone, name, "fsdp2", steps, whole_batch), name, steps // 2, signal.SIGTERM)
-    keep(runs.row(name, options.gpus, "FSDP2"))
+    running = runs.start(everyone, name, "fsdp2", steps, whole_batch, *FSDP_SETTINGS)
+    runs.until(running, name, steps // 2, signal.SIGTERM)
+    keep(runs.row(name, options.gpus, FSDP_MODE))
     at = max((line["step"] for line in runs.lines(name)), default=0)
-    taken_up = runs.start(everyone[:half], name, "fsdp2", steps, whole_batch)
-    if pair and half > 1:  # the other half is free meanwhile
+    taken_up = runs.start(everyone[:half], name, "fsdp2", steps, whole_batch, *FSDP_SETTINGS)
+    if pair:  # the other half is free meanwhile; beside the run that is taken up goes the one that was killed
+        again = runs.start(everyone[:half], "killed", "fsdp2", KILL_STEPS, KILL_TOKENS, *KILL_SETTINGS)
         ddp(runs, pair, steps, keep)
-        again = runs.start(pair, "killed", "fsdp2", KILL_STEPS, KILL_TOKENS, *KILL_SETTINGS)
         runs.until(again, "killed", KILL_STEPS, signal.SIGKILL)
         found["killed"] = after_kill(runs)
         print(json.dumps(found["killed"]), flush=True)
         save()
     if runs.until(taken_up, name, steps, signal.SIGKILL):
-        keep(runs.row(name, half, "FSDP2, taken up from all GPUs", after=at))
-    ddp(runs, everyone, steps, keep)
-    found["resumed"] = {"saved_on": options.gpus, "resumed_on": half, "at_step": at, **compare(runs, name)}
-    print(json.dumps(found["resumed"]), flush=True)
+        found["resumed"] = {"saved_on": options.gpus, "resumed_on": half, "at_step": at, **compare(runs, name)}
+        print(json.dumps(found["resumed"]), flush=True)
     found["seconds"] = round(time.perf_counter() - started)
     save()
 
