@@ -46,55 +46,60 @@ def norms_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
     PER: tl.constexpr,
 ):  # fmt: skip
-    offs_d = tl.arange(0, DP)
-    # Several tiles per program: where nothing can be pruned, launching programs is all that this kernel costs.
-    for step in range(PER):
-        index = tl.program_id(0) * PER + step
-        if index < query_programs:
-            # Per query tile: max |q_i| and max_i (c_i - c_ref - s_ii); NEVER where c alone forbids it.
-            tiles = tl.cdiv(T, BM)
-            bh = (index // tiles).to(tl.int64)
-            b, h = bh // H, bh % H
-            m0 = (index % tiles) * BM
-            offs_m = tl.arange(0, BM)
-            c_hi, c_lo = c_hi_ptr + bh * S, c_lo_ptr + bh * S
-            q_norm, ahead = 0.0, NEVER
-            ref_hi, ref_lo = tl.load(c_hi + q_offset + m0), tl.load(c_lo + q_offset + m0)
-            last = q_offset + tl.minimum(m0 + BM, T) - 1
-            if tl.load(c_hi + last) - tl.load(c_hi) < never:
+    units = tl.program_id(0) * PER + tl.arange(0, PER)
+    is_query = units < query_programs
+    is_key = (units >= query_programs) & (units < query_programs + key_programs)
+    # What c alone forbids, for all units at once: where nothing can be pruned, that is all that this kernel does.
+    tiles, blocks = tl.cdiv(T, BM), tl.cdiv(S, BN)
+    row = (units // tiles).to(tl.int64) * S
+    last = q_offset + tl.minimum((units % tiles) * BM + BM, T) - 1
+    fall = tl.load(c_hi_ptr + row + last, mask=is_query, other=NEVER)
+    fall -= tl.load(c_hi_ptr + row + tl.minimum(BN, S) - 1, mask=is_query, other=0.0)
+    keys = units - query_programs
+    end = tl.minimum((keys % blocks) * BN + BN, S) - 1
+    for g in range(GROUP):
+        row = ((keys // blocks).to(tl.int64) * GROUP + g) * S
+        fall_to_key = tl.load(c_hi_ptr + row + q_offset + T - 1, mask=is_key, other=NEVER)
+        fall_to_key -= tl.load(c_hi_ptr + row + end, mask=is_key, other=0.0)
+        fall = tl.minimum(fall, fall_to_key)
+    tl.store(q_norm_ptr + units, tl.zeros_like(fall), mask=is_query & (fall >= never))
+    tl.store(ahead_ptr + units, tl.full([PER], NEVER, tl.float32), mask=is_query & (fall >= never))
+    tl.store(k_norm_ptr + keys, tl.full([PER], NEVER, tl.float32), mask=is_key & (fall >= never))
+    if tl.min(fall, 0) < never:
+        offs_d = tl.arange(0, DP)
+        for step in range(PER):
+            index = tl.program_id(0) * PER + step
+            possible = tl.min(tl.where(units == index, fall, NEVER), 0) < never
+            if possible & (index < query_programs):
+                # Per query tile: max |q_i| and max_i (c_i - c_ref - s_ii).
+                bh = (index // tiles).to(tl.int64)
+                b, h = bh // H, bh % H
+                m0 = (index % tiles) * BM
+                offs_m = tl.arange(0, BM)
+                c_hi, c_lo = c_hi_ptr + bh * S, c_lo_ptr + bh * S
+                ref_hi, ref_lo = tl.load(c_hi + q_offset + m0), tl.load(c_lo + q_offset + m0)
                 rows = m0 + offs_m < T
                 mask = rows[:, None] & (offs_d < D)[None, :]
                 q_rows = q_ptr + b * sq_b + h * sq_h + m0.to(tl.int64) * sq_t
                 k_rows = k_ptr + b * sk_b + (h // GROUP) * sk_h + (q_offset + m0).to(tl.int64) * sk_s
                 q = tl.load(q_rows + offs_m[:, None] * sq_t + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
                 k = tl.load(k_rows + offs_m[:, None] * sk_s + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-                q_norm = tl.sqrt(tl.max(tl.sum(q * q, 1), 0))
                 own = capped(tl.sum(q * k, 1) * scale2, softcap2, CAP)
                 pos = tl.minimum(q_offset + m0 + offs_m, S - 1)
-                fall = (tl.load(c_hi + pos) - ref_hi) + (tl.load(c_lo + pos) - ref_lo)
-                ahead = tl.max(tl.where(rows, fall - own, float("-inf")), 0)
-            tl.store(q_norm_ptr + index, q_norm)
-            tl.store(ahead_ptr + index, ahead)
-        elif index < query_programs + key_programs:
-            # Per key block: max |k_j| over the block; NEVER where no query of the group can prune it.
-            blocks = tl.cdiv(S, BN)
-            bh = ((index - query_programs) // blocks).to(tl.int64)
-            heads = H // GROUP
-            b, h = bh // heads, bh % heads
-            n0 = ((index - query_programs) % blocks) * BN
-            offs_n = tl.arange(0, BN)
-            end = tl.minimum(n0 + BN, S) - 1
-            fall = NEVER
-            for g in range(GROUP):
-                row = (b * H + h * GROUP + g) * S
-                fall = tl.minimum(fall, tl.load(c_hi_ptr + row + q_offset + T - 1) - tl.load(c_hi_ptr + row + end))
-            k_norm = NEVER
-            if fall < never:
+                ahead = (tl.load(c_hi + pos) - ref_hi) + (tl.load(c_lo + pos) - ref_lo) - own
+                tl.store(q_norm_ptr + index, tl.sqrt(tl.max(tl.sum(q * q, 1), 0)))
+                tl.store(ahead_ptr + index, tl.max(tl.where(rows, ahead, float("-inf")), 0))
+            elif possible:
+                # Per key block: max |k_j|.
+                key = index - query_programs
+                pair = (key // blocks).to(tl.int64)
+                heads = H // GROUP
+                n0 = (key % blocks) * BN
+                offs_n = tl.arange(0, BN)
                 mask = (n0 + offs_n < S)[:, None] & (offs_d < D)[None, :]
-                k_rows = k_ptr + b * sk_b + h * sk_h + n0.to(tl.int64) * sk_s
+                k_rows = k_ptr + (pair // heads) * sk_b + (pair % heads) * sk_h + n0.to(tl.int64) * sk_s
                 k = tl.load(k_rows + offs_n[:, None] * sk_s + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-                k_norm = tl.sqrt(tl.max(tl.sum(k * k, 1), 0))
-            tl.store(k_norm_ptr + index - query_programs, k_norm)
+                tl.store(k_norm_ptr + key, tl.sqrt(tl.max(tl.sum(k * k, 1), 0)))
 
 
 @triton.jit
@@ -153,20 +158,22 @@ def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal
     if not causal or q_offset + T > S:
         raise ValueError("prune needs causal=True and q_offset + T <= S: the bound rests on each query's own key")
     tiles, blocks = cdiv(T, BLOCK_M), cdiv(S, BLOCK_N)
-    q_norm, ahead = torch.empty(2, B, H, tiles, dtype=torch.float32, device=q.device)
-    k_norm = torch.empty(B, Hkv, blocks, dtype=torch.float32, device=q.device)
+    queries, keys = B * H * tiles, B * Hkv * blocks
+    q_norm, ahead, k_norm = torch.empty(2 * queries + keys, dtype=torch.float32, device=q.device).split(
+        (queries, queries, keys)
+    )
     first = torch.empty(B, H, tiles, dtype=torch.int32, device=q.device) if out is None else out
     never = log_eps * LOG2_E - math.log2(S)  # a fall of c not below this keeps every key
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
     group, width, capped_scores = H // Hkv, triton.next_power_of_2(D), softcap is not None
     launch(
         norms_kernel,
-        (cdiv(B * H * tiles + B * Hkv * blocks, 4),),
+        (cdiv(queries + keys, 8),),
         (
             q, k, c_hi, c_lo, q_norm, ahead, k_norm, *q.stride()[:3], *k.stride()[:3],
-            T, S, H, q_offset, B * H * tiles, B * Hkv * blocks, scale * LOG2_E, cap2, never,
+            T, S, H, q_offset, queries, keys, scale * LOG2_E, cap2, never,
         ),
-        (group, D, width, BLOCK_M, BLOCK_N, capped_scores, 4),
+        (group, D, width, BLOCK_M, BLOCK_N, capped_scores, 8),
     )  # fmt: skip
     rows = min(32, triton.next_power_of_2(tiles))
     launch(
