@@ -91,8 +91,9 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         base_revision=spec.base_revision or revision,
         version=retrofox.__version__,
     )
-    finite = {layer: min(tokens, NO_LIMIT) for layer, tokens in spec.layer_max_wavelength.items()}
-    spec.layer_max_wavelength = finite
+    assert spec.max_wavelength is not None  # resolved
+    spec.max_wavelength = min(spec.max_wavelength, NO_LIMIT)
+    spec.layer_max_wavelength = {i: min(tokens, NO_LIMIT) for i, tokens in spec.layer_max_wavelength.items()}
     too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < config.num_hidden_layers]
     if too_deep:
         raise ValueError(

@@ -121,7 +121,18 @@ def test_convert_prints_json_alone_on_stdout(monkeypatch, capsys, source, tmp_pa
     assert report["plan"]["rotary_pairs_kept"] == [0]
 
 
+@pytest.mark.parametrize("options", ["--max-wavelength inf", "--half-life 1e-9 1e300", "--pro qk-norm,qk-norm"])
+def test_extreme_numbers_stay_numbers(monkeypatch, capsys, source, tmp_path, options):
+    arguments = ["convert", source, tmp_path / "out", "--no-verify", "--json", *options.split()]
+    code, out, _ = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    for text in (out, (tmp_path / "out" / "config.json").read_text()):
+        json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert json.loads(out)["plan"]["spec"]["pro"] in ([], ["qk-norm"])
+
+
 BAD = {
+    "--sink-tokens 99999999999": "sink_tokens must be an integer >= 0 and below 2^31",
     "--rope keeep": "rope must be one of keep, partial, drop, anneal; got 'keeep' (did you mean 'keep'?)",
     "--half-life 100 10": "0 < shortest <= longest",
     "--half-life 0 10": "0 < shortest <= longest",

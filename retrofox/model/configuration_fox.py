@@ -78,7 +78,7 @@ class FoxSpec:
             self.pro = {"all": PRO_PARTS, "none": ()}.get(self.pro) or tuple(
                 p for p in self.pro.split(",") if p != "none"
             )
-        self.pro = tuple(self.pro)
+        self.pro = tuple(dict.fromkeys(self.pro))
         for part in self.pro:
             _one_of("pro", part, PRO_PARTS)
         if self.max_wavelength is not None and not self.max_wavelength > 0:
@@ -95,8 +95,9 @@ class FoxSpec:
                     f"half_life must be 0 < shortest <= longest, finite, in tokens, got ({low:g}, {high:g})"
                 )
             self.half_life = (low, high)
-        if isinstance(self.sink_tokens, bool) or not isinstance(self.sink_tokens, int) or self.sink_tokens < 0:
-            raise ValueError(f"sink_tokens must be an integer >= 0, got {self.sink_tokens!r}")
+        is_count = isinstance(self.sink_tokens, int) and not isinstance(self.sink_tokens, bool)
+        if not is_count or not 0 <= self.sink_tokens < 2**31:
+            raise ValueError(f"sink_tokens must be an integer >= 0 and below 2^31, got {self.sink_tokens!r}")
         if self.log_n is not None and self.log_n < 2:
             raise ValueError(f"log_n must be a trained length of at least 2 tokens, got {self.log_n}")
         if self.prune is not None:
@@ -195,7 +196,8 @@ def __getattr__(name: str) -> type:
 
 def bias_from_half_life(half_life_tokens: float) -> float:
     """Gate bias b with sigmoid(b)^half_life = 1/2: b = -ln(expm1(ln 2 / half_life))."""
-    return -math.log(math.expm1(math.log(2.0) / half_life_tokens))
+    decay = math.log(2.0) / half_life_tokens
+    return -decay - math.log(-math.expm1(-decay))  # without e^decay, which is too large a number under a thousandth
 
 
 def half_life_ladder(num_heads: int, half_life: tuple[float, float]) -> list[float]:
@@ -203,7 +205,8 @@ def half_life_ladder(num_heads: int, half_life: tuple[float, float]) -> list[flo
     low, high = half_life
     if num_heads == 1:
         return [high]
-    return [low * (high / low) ** (h / (num_heads - 1)) for h in range(num_heads)]
+    shares = [h / (num_heads - 1) for h in range(num_heads)]
+    return [low ** (1 - share) * high**share for share in shares]
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
