@@ -18,6 +18,16 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 POSITIVE_LOG_F = 1e-3  # let pass: finite differences around an open gate
 
 _announced: set[tuple[str, str]] = set()
+_capabilities: dict[torch.device, tuple[int, int]] = {}
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability; asking torch takes longer than all other checks of a call together."""
+    if torch.compiler.is_compiling():
+        return torch.cuda.get_device_capability(device)
+    if device not in _capabilities:
+        _capabilities[device] = torch.cuda.get_device_capability(device)
+    return _capabilities[device]
 
 
 def triton_unsupported(q: Tensor) -> str | None:
@@ -35,17 +45,14 @@ def triton_unsupported(q: Tensor) -> str | None:
         return f"head_dim {q.shape[-1]} is not one of {TRITON_HEAD_DIMS}"
     if q.device.type == "cuda" and torch.version.cuda is None:
         return "the kernels are proven on CUDA only"
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+    if q.device.type == "cuda" and capability(q.device) < (8, 0):
         return "the GPU is older than Ampere (compute capability 8.0)"
     return None
 
 
 def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, **options) -> str | None:
-    """Return why the Hopper kernels (Gluon) can't run this problem, or None if they can."""
-    reason = triton_unsupported(q)
-    if reason is not None:
-        return reason
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9:
+    """Return why the Hopper kernels (Gluon) can't run what the Triton kernels can, or None if they can."""
+    if q.device.type != "cuda" or capability(q.device)[0] != 9:
         return "the GPU is not a Hopper (compute capability 9.0)"
     from . import hopper_forward
 
@@ -85,7 +92,7 @@ def choose(
         return "chunked", no_triton
     options: dict = {"window": window, "sink": sink, "softcap": softcap, "prune": prune}
     options["scale"] = 1.0 if scale is None else scale
-    no_gluon = gluon_unsupported(q, k, v, cu_seqlens=cu_seqlens, seq_start=seq_start, **options)
+    no_gluon = no_triton or gluon_unsupported(q, k, v, cu_seqlens=cu_seqlens, seq_start=seq_start, **options)
     if backend == "gluon":
         if no_gluon is not None:
             raise ValueError(f'backend="gluon" can\'t run: {no_gluon}; use backend="auto" or "triton"')
