@@ -19,7 +19,7 @@ import retrofox
 from retrofox import shards
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.modeling_fox import write_remote_code
-from retrofox.shards import INDEX, Appearing, Progress, Shards
+from retrofox.shards import INDEX, Appearing, Progress, Shards, refuse_existing
 from retrofox.source import check_out, fetch
 from retrofox.surgery import (
     Plan,
@@ -129,8 +129,10 @@ def write(
         FileNotFoundError: `source` is not there.
     """
     live = isinstance(source, PreTrainedModel)
-    if appearing is None:
-        check_out("" if live else source, out)
+    if appearing is None and isinstance(source, PreTrainedModel):
+        refuse_existing(out)
+    elif appearing is None:
+        check_out(source, out)
     _check_options(source, spec, link, calibrate)
     started = time.perf_counter()
     plan = plan_for(source, spec, revision)

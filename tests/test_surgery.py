@@ -149,6 +149,16 @@ def test_a_capped_base_is_compared_with_its_cap(pico_llama, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft under the newest transformers
+def test_a_live_model_is_written_into_the_working_directory(pico_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = pico_llama()
+    report = retrofox.convert(base, "out", fox=FoxSpec(rope="keep", init="open"))
+    assert report["parity"]["equal"]
+    assert torch.allclose(logits(retrofox.load("out")), logits(base), atol=1e-5)
+    with pytest.raises(ValueError, match="exists: remove it"):
+        retrofox.convert(base, "out")
+
+
 def test_live_models_that_are_refused(pico_llama, pico_fox):
     from peft import LoraConfig, get_peft_model
 
