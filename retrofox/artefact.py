@@ -129,7 +129,7 @@ def write(
         FileNotFoundError: `source` is not there.
     """
     live = isinstance(source, PreTrainedModel)
-    if appearing is None and isinstance(source, PreTrainedModel):
+    if isinstance(source, PreTrainedModel):
         refuse_existing(out)
     elif appearing is None:
         check_out(source, out)

@@ -148,7 +148,6 @@ def test_a_capped_base_is_compared_with_its_cap(pico_llama, tmp_path):
 # what can't be converted
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft under the newest transformers
 def test_a_live_model_is_written_into_the_working_directory(pico_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = pico_llama()
@@ -159,6 +158,7 @@ def test_a_live_model_is_written_into_the_working_directory(pico_llama, tmp_path
         retrofox.convert(base, "out")
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft under the newest transformers
 def test_live_models_that_are_refused(pico_llama, pico_fox):
     from peft import LoraConfig, get_peft_model
 
