@@ -226,7 +226,7 @@ def _write_live(
     from retrofox.norm_gains import has_norms, set_gains, tokenizer_of_live
 
     if isinstance(source, PreTrainedModel):
-        base, tokenizer, how = source, None, "saved from memory"
+        base, tokenizer, how = source, tokenizer_of_live(source), "saved from memory"
     else:
         (base, tokenizer), how = load_base(source), "dequantised from GGUF"
     model = apply(base, plan)
@@ -237,7 +237,7 @@ def _write_live(
     if gains:
         model.load_state_dict(gains, strict=False)
     elif has_norms(plan):
-        set_gains(model, tokenizer or tokenizer_of_live(base))
+        set_gains(model, tokenizer)
     model.save_pretrained(partial)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)

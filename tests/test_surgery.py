@@ -13,7 +13,7 @@ from retrofox import FoxSpec
 from retrofox.artefact import GATES_SHARD, INDEX
 from retrofox.conversion_report import print_conversion
 from retrofox.norm_gains import gains_of
-from retrofox.surgery import load_base
+from retrofox.surgery import load_base, load_tokenizer
 from retrofox.verify import compare
 
 NORMS = FoxSpec(pro=("qk-norm", "output-norm", "output-gate"))
@@ -156,6 +156,13 @@ def test_a_live_model_is_written_into_the_working_directory(pico_llama, tmp_path
     assert torch.allclose(logits(retrofox.load("out")), logits(base), atol=1e-5)
     with pytest.raises(ValueError, match="exists: remove it"):
         retrofox.convert(base, "out")
+
+
+def test_a_live_model_takes_the_tokenizer_of_its_directory_along(pico_checkpoint, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(pico_checkpoint)
+    report = retrofox.convert(base, tmp_path / "out")
+    assert report["parity"]["text"] == "a fixed text"
+    assert load_tokenizer(tmp_path / "out")("fox").input_ids == load_tokenizer(pico_checkpoint)("fox").input_ids
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft under the newest transformers
