@@ -1,0 +1,265 @@
+"""Every reader gives the same documents, compressed or not, and names what it can't read; datasets and LongCrawl64 too."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrofox.data import (
+    documents,
+    open_tokens,
+)
+from retrofox.data_longcrawl64 import unescaped
+
+
+def zstd(data: bytes) -> bytes:
+    zstandard = pytest.importorskip("zstandard")
+    frames = zstandard.ZstdCompressor()
+    return frames.compress(data[: len(data) // 2]) + frames.compress(
+        data[len(data) // 2 :]
+    )  # two frames, as pzstd writes
+
+
+def parquet(rows: list[str]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"id": list(range(len(rows))), "text": rows}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+ROWS = ["the fox — “gate”\nnew line", "the key keeps what it saw " * 10, "", "a key"]
+LINES = "\n".join(json.dumps({"id": 1, "text": row}) for row in ROWS).encode()
+PACKERS = {"": lambda data: data, ".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+@pytest.mark.parametrize("form", [".txt", ".jsonl", ".json", ".parquet"])
+def test_every_form_and_compression_gives_the_same_documents(tmp_path, tokenizer, form, suffix, prepared, expected):
+    data = {
+        ".txt": ROWS[0].encode(),
+        ".jsonl": LINES + b"\n\n",
+        ".json": json.dumps([{"text": row} for row in ROWS]).encode(),
+        ".parquet": parquet(ROWS),
+    }[form]
+    path = tmp_path / f"data{form}{suffix}"
+    path.write_bytes(PACKERS[suffix](data))
+    (tokens,) = open_tokens(prepared([path], tokenizer, tmp_path / "out"))
+    wanted = [expected(row, tokenizer) for row in (ROWS[:1] if form == ".txt" else ROWS) if row]
+    assert [tokens.document(number).tolist() for number in range(len(tokens))] == wanted
+    assert [ids.tolist() for _, ids in documents([path], tokenizer)] == wanted
+
+
+def test_directories_and_globs_take_known_files_in_order(tmp_path, texts, tokenizer, prepared, expected):
+    (texts[0].parent / "LICENCE").write_text("not a document")
+    (texts[0].parent / ".hidden.txt").write_text("not a document")
+    (texts[0].parent / "deep").mkdir()
+    (texts[0].parent / "deep" / "z.txt").write_text("a key")
+    (tokens,) = open_tokens(prepared([texts[0].parent], tokenizer, tmp_path / "out"))
+    assert len(tokens) == 6
+    assert tokens.document(1).tolist() == expected(texts[1].read_text(), tokenizer)
+    manifest = prepared([texts[0].parent / "[0-2].txt"], tokenizer, tmp_path / "out")
+    assert (manifest.documents, manifest.made, manifest.reused) == (3, 0, 3)
+
+
+def test_hugging_face_datasets_from_disk_and_from_files(tmp_path, tokenizer, make_text, prepared, expected):
+    datasets = pytest.importorskip("datasets")
+    rows = [make_text(n, 20) for n in range(700)]
+    data = datasets.Dataset.from_dict({"body": rows, "n": list(range(700))})
+    data.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": data, "test": data.select(range(3))}).save_to_disk(str(tmp_path / "both"))
+    wanted = [expected(row, tokenizer) for row in rows]
+    for path in (f"hf:{tmp_path / 'saved'}", str(tmp_path / "saved"), f"hf:{tmp_path / 'both'}:train"):
+        (tokens,) = open_tokens(prepared([path], tokenizer, tmp_path / "out", text_field="body"))
+        assert [tokens.document(number).tolist() for number in range(len(tokens))] == wanted
+    assert prepared([f"hf:{tmp_path / 'both'}:test"], tokenizer, tmp_path / "out", text_field="body").documents == 3
+    with pytest.raises(ValueError, match=r"no column 'text'.*body"):
+        prepared([tmp_path / "saved"], tokenizer, tmp_path / "out")
+    with pytest.raises(ValueError, match="no split 'dev'; there are: train, test"):
+        prepared([f"hf:{tmp_path / 'both'}::dev"], tokenizer, tmp_path / "out")
+    with pytest.raises(ValueError, match="without splits, and split 'test' was asked for"):
+        prepared([f"hf:{tmp_path / 'saved'}:test"], tokenizer, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"expected hf:org/name\[:config\]\[:split\]"):
+        prepared(["hf:"], tokenizer, tmp_path / "out")
+
+
+def test_hugging_face_slices_and_names_may_hold_colons(tmp_path, tokenizer, monkeypatch, make_text, prepared):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
+    data = datasets.Dataset.from_dict({"text": [make_text(n, 20) for n in range(50)]})
+    (tmp_path / "a:b").mkdir()
+    data.to_parquet(tmp_path / "a:b" / "train.parquet")
+    data.save_to_disk(str(tmp_path / "c:d"))
+    assert prepared([f"hf:{tmp_path / 'a:b'}"], tokenizer, tmp_path / "out").documents == 50
+    (tmp_path / "a:b").rename(tmp_path / "plain")
+    assert prepared([f"hf:{tmp_path / 'plain'}:train[:10%]"], tokenizer, tmp_path / "out").documents == 5
+    assert prepared([f"hf:{tmp_path / 'plain'}:default:train[4:6]"], tokenizer, tmp_path / "out").documents == 2
+    assert prepared([tmp_path / "c:d"], tokenizer, tmp_path / "out").documents == 50
+    (arrow,) = (tmp_path / "c:d").glob("*.arrow")
+    arrow.write_bytes(arrow.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"hf:.*c:d: can't be loaded"):
+        prepared([tmp_path / "c:d"], tokenizer, tmp_path / "out")
+
+
+def test_longcrawl64_is_decoded_and_tokenised_again(
+    tmp_path, tokenizer, monkeypatch, make_tokenizer, make_text, prepared, expected
+):
+    zarr = pytest.importorskip("zarr")
+    numcodecs = pytest.importorskip("numcodecs")
+    gpt2 = make_tokenizer(eos=None)  # stands in for GPT-2's: another vocabulary than the one tokenised to
+    (tmp_path / "gpt2").mkdir()
+    gpt2.backend_tokenizer.save(str(tmp_path / "gpt2" / "tokenizer.json"))
+    monkeypatch.setenv("RETROFOX_GPT2_TOKENIZER", str(tmp_path / "gpt2"))
+    rows = np.array([gpt2(make_text(n, 120), truncation=False)["input_ids"][:96] for n in range(5)], dtype="<u2")
+    rows[3, 50] = gpt2.convert_tokens_to_ids("<|endoftext|>")
+    array = zarr.open(
+        str(tmp_path / "lc" / "train.zarr"),
+        mode="w",
+        shape=rows.shape,
+        chunks=(2, 32),
+        dtype="<u2",
+        compressor=numcodecs.Blosc(cname="lz4", clevel=5, shuffle=1),
+        zarr_format=2,
+    )
+    array[:] = rows
+    array.attrs["encoder"] = "tiktoken-gpt2"
+    pieces = [*rows[:3], rows[3, :50], rows[3, 51:], rows[4]]
+    wanted = [str(gpt2.decode(piece.tolist())) for piece in pieces]
+    for path in ("lc", "lc/train.zarr"):
+        manifest = prepared([f"longcrawl64:{tmp_path / path}"], tokenizer, tmp_path / "out")
+        (tokens,) = open_tokens(manifest)
+        assert [tokens.document(n).tolist() for n in range(6)] == [expected(text, tokenizer) for text in wanted]
+    assert manifest.reused == 3
+    (tmp_path / "lc" / "train.zarr" / "1.0").unlink()
+    with pytest.raises(ValueError, match=r"1\.0 is missing, but other chunks of documents 2 to 3"):
+        prepared([f"longcrawl64:{tmp_path / 'lc'}"], tokenizer, tmp_path / "out")
+    for column in (1, 2):
+        (tmp_path / "lc" / "train.zarr" / f"1.{column}").unlink()
+    assert prepared([f"longcrawl64:{tmp_path / 'lc'}"], tokenizer, tmp_path / "out").documents == 3
+    array.attrs["encoder"] = "other"
+    with pytest.raises(ValueError, match="encoder is 'other'"):
+        prepared([f"longcrawl64:{tmp_path / 'lc'}"], tokenizer, tmp_path / "out")
+
+
+def test_longcrawl64_is_json_text_and_becomes_plain_text(
+    tmp_path, tokenizer, monkeypatch, make_tokenizer, prepared, expected
+):
+    zarr = pytest.importorskip("zarr")
+    gpt2 = make_tokenizer(eos=None)
+    gpt2.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setenv("RETROFOX_GPT2_TOKENIZER", str(tmp_path))
+    text = 'He said "go"\n\n\tto the café \U0001f98a, C:\\new\\u00e9 end'
+    ids = gpt2(json.dumps(text)[1:-1], truncation=False, verbose=False)["input_ids"]
+    array = zarr.open(
+        str(tmp_path / "train.zarr"), mode="w", shape=(1, len(ids)), chunks=(1, 16), dtype="<u2", zarr_format=2
+    )
+    array[:] = np.array([ids], dtype="<u2")
+    (tokens,) = open_tokens(prepared([f"longcrawl64:{tmp_path}"], tokenizer, tmp_path / "out"))
+    assert tokens.document(0).tolist() == expected(text, tokenizer)
+    chunk = tmp_path / "train.zarr" / "0.1"
+    chunk.write_bytes(chunk.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="a chunk of documents 0 to 0 can't be read"):
+        prepared([f"longcrawl64:{tmp_path}"], tokenizer, tmp_path / "out")
+
+
+@settings(deadline=None)
+@given(
+    st.text(alphabet=st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from('\\"/\n\tu0n')), max_size=40)
+)
+def test_json_form_is_undone_wherever_it_breaks_off(text):
+    form = json.dumps(text)[1:-1]
+    assert joined(unescaped(form)) == text
+    for length in range(len(form)):
+        assert text.startswith(joined(unescaped(form[:length])))
+
+
+def joined(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16")
+
+
+def test_a_compressed_file_that_breaks_off_is_refused_wherever_it_does(tmp_path, tokenizer, make_text, prepared):
+    lines = "".join(json.dumps({"text": make_text(n, 40)}) + "\n" for n in range(200)).encode()
+    for suffix, packed in PACKERS.items():
+        for form in (".jsonl", ".txt"):
+            whole, path = packed(lines), tmp_path / f"torn{form}{suffix}"
+            for cut in (1, 5, len(whole) // 2) if suffix else ():
+                path.write_bytes(whole[:-cut])
+                with pytest.raises(ValueError, match=r"torn.* can't be read .*damaged"):
+                    prepared([path], tokenizer, tmp_path / "out")
+
+
+def test_damaged_and_foreign_files_are_named(tmp_path, tokenizer, make_text, prepared):
+    whole = bytearray(parquet([make_text(n, 30) for n in range(2000)]))
+    whole[len(whole) // 3] ^= 0xFF
+    (tmp_path / "bad.parquet").write_bytes(whole)
+    with pytest.raises(ValueError, match=r"bad\.parquet: can't be read"):
+        prepared([tmp_path / "bad.parquet"], tokenizer, tmp_path / "out")
+    for name in ("a.tar.gz", "a.tgz", "a.zip"):
+        (tmp_path / name).write_bytes(b"text")
+        with pytest.raises(ValueError, match="is an archive of files: unpack it"):
+            prepared([tmp_path / name], tokenizer, tmp_path / "out")
+    (tmp_path / "a.txt").write_bytes(gzip.compress(b"the fox"))
+    with pytest.raises(ValueError, match="not UTF-8"):
+        prepared([tmp_path / "a.txt"], tokenizer, tmp_path / "out")
+    (tmp_path / "a.txt").rename(tmp_path / "a.txt.gz")
+    assert prepared([tmp_path / "a.txt.gz"], tokenizer, tmp_path / "out").documents == 1
+    (tmp_path / "a.txt.gz").rename(tmp_path / "a.txt")  # the same bytes under a name that says otherwise
+    with pytest.raises(ValueError, match="not UTF-8"):
+        prepared([tmp_path / "a.txt"], tokenizer, tmp_path / "out")
+
+
+def test_parquet_columns_of_every_kind_of_text(tmp_path, tokenizer, prepared):
+    text = pa.array(["a key", "the fox", None])
+    for number, column in enumerate((text, text.cast(pa.large_string()), text.dictionary_encode())):
+        path = tmp_path / f"{number}.parquet"
+        pq.write_table(pa.table({"text": column}), path)
+        assert prepared([path], tokenizer, tmp_path / "out").documents == 2
+    pq.write_table(pa.table({"text": [["a"], ["b"]]}), path)
+    with pytest.raises(ValueError, match="must hold text, got list"):
+        prepared([path], tokenizer, tmp_path / "out")
+
+
+def test_links_to_directories_are_followed_and_circles_are_not(tmp_path, texts, tokenizer, prepared):
+    folder = texts[0].parent
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "far.txt").write_text("a key far away")
+    (folder / "far").symlink_to(tmp_path / "elsewhere")
+    (folder / "circle").symlink_to(folder)
+    (folder / "lost.txt").symlink_to(tmp_path / "nowhere.txt")
+    assert prepared([folder], tokenizer, tmp_path / "out").documents == 6
+
+
+def test_refusals_say_what_to_do(tmp_path, texts, tokenizer, prepared):
+    out = tmp_path / "out"
+    with pytest.raises(FileNotFoundError, match=r"no data at .*nowhere"):
+        prepared([tmp_path / "nowhere"], tokenizer, out)
+    with pytest.raises(FileNotFoundError, match="no file matches"):
+        prepared([tmp_path / "*.nothing"], tokenizer, out)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no readable file.*\.parquet"):
+        prepared([tmp_path / "empty"], tokenizer, out)
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
+    with pytest.raises(ValueError, match=r"bad.jsonl:2: not a line of JSON"):
+        prepared([tmp_path / "bad.jsonl"], tokenizer, out)
+    (tmp_path / "field.jsonl").write_text('{"body": "a"}')
+    with pytest.raises(ValueError, match="no field 'text'; the record has 'body': set text_field"):
+        prepared([tmp_path / "field.jsonl"], tokenizer, out)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(ValueError, match=r"latin.txt: not UTF-8"):
+        prepared([tmp_path / "latin.txt"], tokenizer, out)
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(LINES * 9)[:-20])
+    with pytest.raises(ValueError, match=r"torn.jsonl.gz: can't be read .* damaged"):
+        prepared([tmp_path / "torn.jsonl.gz"], tokenizer, out)
+    (tmp_path / "blank.txt").write_text(" \n")
+    with pytest.raises(ValueError, match="no text in it, 1 empty"):
+        prepared([tmp_path / "blank.txt"], tokenizer, out)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"can't be written to .*set data.cache"):
+        prepared([texts[0]], tokenizer, tmp_path / "file" / "out")

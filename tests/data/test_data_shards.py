@@ -1,0 +1,208 @@
+"""Token shards: the tokenizer's own tokens, whole or absent after any interruption, reused until something changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from retrofox.data import (
+    DataSource,
+    Manifest,
+    PackedDataset,
+    open_tokens,
+    prepare_sources,
+)
+
+
+class Characters:
+    """A tokenizer without a Rust one inside."""
+
+    eos_token_id = 0
+
+    def __len__(self) -> int:
+        return 128
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(n): n for n in range(128)}
+
+    def __call__(self, text: str, **options) -> dict[str, list[int]]:
+        return {"input_ids": [min(ord(letter), 127) for letter in text]}
+
+
+def test_tokenizers_in_python_work_too(tmp_path, texts, prepared):
+    (tokens,) = open_tokens(prepared([texts[1]], Characters(), tmp_path / "out"))
+    assert tokens.document(0).tolist() == [*map(ord, texts[1].read_text()), 0]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_documents_are_the_tokenizers_ids_and_eos_once(tmp_path, texts, bos, make_tokenizer, prepared, expected):
+    tokenizer = make_tokenizer(bos)
+    texts[1].write_text("the fox</s>")
+    (tokens,) = open_tokens(prepared([texts[0].parent / "[01].txt"], tokenizer, tmp_path / "out"))
+    long = tokens.document(0).tolist()
+    assert long == expected(texts[0].read_text(), tokenizer)
+    assert len(long) > tokenizer.model_max_length
+    assert (long[0] == tokenizer.bos_token_id) is bos
+    assert tokens.document(1).tolist() == tokenizer("the fox</s>")["input_ids"]
+
+
+def test_a_tokenizer_without_eos_appends_nothing(tmp_path, texts, make_tokenizer, prepared):
+    tokenizer = make_tokenizer(eos=None)
+    (tokens,) = open_tokens(prepared([texts[1]], tokenizer, tmp_path / "out"))
+    assert tokens.document(0).tolist() == tokenizer(texts[1].read_text(), truncation=False)["input_ids"]
+
+
+def test_processes_give_the_same_shards_as_one(tmp_path, tokenizer, monkeypatch, make_text, prepared):
+    monkeypatch.setattr("retrofox.data_shards.IN_PROCESS_BYTES", 0)
+    monkeypatch.setattr("retrofox.data_read.BATCH_BYTES", 2000)
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"text": make_text(n, 1 + n % 200)}) for n in range(300)))
+    one = prepared([path], tokenizer, tmp_path / "one", workers=1)
+    three = prepared([path], tokenizer, tmp_path / "three", workers=3)
+    assert one.sources[0].shards == three.sources[0].shards
+    path.write_text(path.read_text() + '\n{"text": 3}')
+    with pytest.raises(ValueError, match=r"data.jsonl:301: field 'text' must hold text, got int"):
+        prepared([path], tokenizer, tmp_path / "three", workers=3)
+    assert not list((tmp_path / "three").glob(".*.tmp"))
+
+
+def test_vocabularies_beyond_16_bits_take_32(tmp_path, texts, make_tokenizer, prepared):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<extra_{n}>" for n in range(66_000)])
+    texts[1].write_text("<extra_65999> the fox")
+    (tokens,) = open_tokens(prepared([texts[1]], tokenizer, tmp_path / "out"))
+    assert tokens.shards[0].dtype == "<u4"
+    assert tokens.document(0)[0] == len(tokenizer) - 1
+
+
+def test_a_second_run_reuses_and_a_changed_file_is_read_again(tmp_path, texts, tokenizer, make_tokenizer, prepared):
+    out = tmp_path / "out"
+    first = prepared([texts[0].parent], tokenizer, out)
+    assert (first.made, first.reused) == (5, 0)
+    again = prepared([texts[0].parent], tokenizer, out)
+    assert (again.made, again.reused) == (0, 5)
+    assert again.sources == first.sources
+    before = texts[2].stat()
+    content = texts[2].read_text()
+    texts[2].write_text(content.replace("fox", "sow"))  # the same size and times
+    os.utime(texts[2], ns=(before.st_atime_ns, before.st_mtime_ns))
+    changed = prepared([texts[0].parent], tokenizer, out)
+    assert (changed.made, changed.reused) == (1, 4)
+    assert PackedDataset(changed, 16).fingerprint != PackedDataset(first, 16).fingerprint
+    texts[2].write_text(content)
+    assert (
+        PackedDataset(prepared([texts[0].parent], tokenizer, out), 16).fingerprint
+        == PackedDataset(first, 16).fingerprint
+    )
+    other = make_tokenizer(bos=True)
+    assert prepared([texts[0].parent], other, out).made == 5
+
+
+def test_the_manifest_names_what_was_read(tmp_path, texts, tokenizer, prepared, expected):
+    import hashlib
+
+    manifest = prepared(list(texts[:2]), tokenizer, tmp_path / "out")
+    values = json.loads(manifest.path.read_text())
+    assert values["tokens"] == sum(len(expected(path.read_text(), tokenizer)) for path in texts[:2])
+    assert values["format"] == 1
+    assert len(values["tokenizer"]) == 32
+    for source, path in zip(values["sources"], texts, strict=False):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert source["files"] == [{"path": str(path), "bytes": path.stat().st_size, "sha256": digest}]
+    loaded = Manifest.load(manifest.path)
+    assert loaded.sources == manifest.sources
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b'{"shard": {}}', b'{"shard": []}', b"\xff", b"[]"])
+def test_a_damaged_note_makes_its_shard_anew(tmp_path, texts, tokenizer, damage, prepared):
+    first = prepared([texts[0]], tokenizer, tmp_path / "out")
+    (tmp_path / "out" / f"{first.sources[0].shards[0].key}.json").write_bytes(damage)
+    again = prepared([texts[0]], tokenizer, tmp_path / "out")
+    assert (again.made, again.sources) == (1, first.sources)
+
+
+def test_a_second_run_says_that_there_is_nothing_to_do(tmp_path, texts, tokenizer, capsys):
+    source = [DataSource(str(texts[0].parent))]
+    prepare_sources(source, tokenizer, tmp_path / "out")
+    assert "token shards are in" not in capsys.readouterr().err
+    prepare_sources(source, tokenizer, tmp_path / "out")
+    said = capsys.readouterr().err
+    assert "5 of 5 token shards are in" in said
+    assert "nothing to tokenise" in said
+    texts[3].write_text("something new")
+    prepare_sources(source, tokenizer, tmp_path / "out")
+    assert "4 of 5 token shards are in" in capsys.readouterr().err
+
+
+def test_a_truncated_shard_is_made_again_by_prepare_and_refused_by_open(tmp_path, texts, tokenizer, prepared):
+    manifest = prepared([texts[0]], tokenizer, tmp_path / "out")
+    (shard,) = (tmp_path / "out").glob("*.tokens")
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"instead of .* run `retrofox prepare` again"):
+        open_tokens(manifest)
+    assert prepared([texts[0]], tokenizer, tmp_path / "out").made == 1
+
+
+KILLED = """
+import time
+from transformers import AutoTokenizer
+import retrofox.data_shards as shards
+from retrofox.data import DataSource
+from retrofox.data_encode import Encoder
+shards.IN_PROCESS_BYTES = 0
+call = Encoder.__call__
+def slow(self, batch):
+    time.sleep(1e-3 if "0.txt" in batch.names else 60)
+    return call(self, batch)
+Encoder.__call__ = slow
+tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})
+shards.prepare_sources([DataSource({data!r})], tokenizer, {out!r}, workers=1, progress=False)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_runs_leave_complete_shards_only(tmp_path, texts, tokenizer, how, prepared, expected):
+    out = tmp_path / "out"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    code = KILLED.format(tokenizer=str(tmp_path / "tokenizer"), data=str(texts[0].parent), out=str(out))
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    deadline = time.time() + 120
+    while not (list(out.glob("*.json")) and list(out.glob(".*.tokens.*.tmp")) and len(list(out.glob("*.tokens"))) == 1):
+        assert process.poll() is None
+        assert time.time() < deadline
+        time.sleep(0.05)
+    process.send_signal(how)
+    assert process.wait(60) != 0
+    if how == signal.SIGINT:
+        assert not list(out.glob(".*.tmp"))
+    manifest = prepared([texts[0].parent], tokenizer, out)
+    assert (manifest.made, manifest.reused) == (4, 1)
+    assert not list(out.glob(".*.tmp"))
+    (tokens,) = open_tokens(manifest)
+    assert [tokens.document(n).tolist() for n in range(5)] == [expected(p.read_text(), tokenizer) for p in texts]
+
+
+def test_a_damaged_memory_of_digests_is_forgotten(tmp_path, texts, tokenizer, prepared):
+    prepared([texts[1]], tokenizer, tmp_path / "out")
+    for damage in ("{", "[]", ""):
+        (tmp_path / "out" / "digests.json").write_text(damage)
+        assert prepared([texts[1]], tokenizer, tmp_path / "out").reused == 1
+
+
+def test_a_prepared_cache_that_is_only_read_serves(tmp_path, texts, tokenizer, monkeypatch, prepared):
+    first = prepared([texts[0].parent], tokenizer, tmp_path / "out")
+
+    def refuse(*arguments, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("retrofox.data_files.os.replace", refuse)
+    assert prepared([texts[0].parent], tokenizer, tmp_path / "out").sources == first.sources
+    texts[0].write_text("something new")
+    with pytest.raises(ValueError, match=r"can't be written to .*Read-only file system.*set data\.cache"):
+        prepared([texts[0].parent], tokenizer, tmp_path / "out")

@@ -1,0 +1,153 @@
+"""Packed windows: each token once, boundaries kept, an order that resumes exactly, shares as weighted."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from retrofox.config import validate
+from retrofox.data import (
+    DataSource,
+    PackedDataset,
+    StepSampler,
+    claim,
+    collate,
+    prepare,
+    prepare_sources,
+)
+
+
+def test_windows_hold_each_token_once_and_never_cross_documents(tmp_path, texts, tokenizer, prepared, expected):
+    manifest = prepared([texts[0].parent], tokenizer, tmp_path / "out")
+    data = PackedDataset(manifest, 32, seed=3)
+    whole = [expected(path.read_text(), tokenizer) for path in texts]
+    seen = []
+    for index in range(len(data)):
+        item = data[index]
+        assert {key: item[key].dtype for key in ("input_ids", "labels", "position_ids")} == dict.fromkeys(
+            ("input_ids", "labels", "position_ids"), torch.int64
+        )
+        lengths = item["doc_lengths"].tolist()
+        assert sum(lengths) == 32
+        for start, length in zip(np.cumsum([0, *lengths[:-1]]), lengths, strict=True):
+            part = slice(start, start + length)
+            ids, labels = item["input_ids"][part].tolist(), item["labels"][part].tolist()
+            assert item["position_ids"][part].tolist() == list(range(length))
+            assert labels[0] == -100
+            if all(label == -100 for label in labels) and start + length == 32 and set(ids) == {data.filler}:
+                continue  # padding
+            assert labels[1:] == ids[1:]
+            seen.append(ids)
+    pieces = [ids[start : start + 32] for ids in whole for start in range(0, len(ids), 32)]
+    assert sorted(seen) == sorted(pieces)
+    assert data.fill == pytest.approx(sum(map(len, whole)) / (len(data) * 32))
+
+
+def test_collate_gives_boundaries_only_where_rows_hold_several_documents(tmp_path, texts, tokenizer, prepared):
+    data = PackedDataset(prepared([texts[0].parent], tokenizer, tmp_path / "out"), 32)
+    single = [i for i in range(len(data)) if len(data[i]["doc_lengths"]) == 1]
+    several = [i for i in range(len(data)) if len(data[i]["doc_lengths"]) > 1]
+    assert single
+    assert several
+    assert set(collate([data[single[0]], data[single[1]]])) == {"input_ids", "labels", "position_ids"}
+    batch = collate([data[single[0]], data[several[0]]])
+    assert batch["cu_seqlens"].dtype == torch.int32
+    assert batch["cu_seqlens"].tolist() == [0, 32, *(32 + data[several[0]]["doc_lengths"].cumsum(0)).tolist()]
+    starts = (batch["position_ids"].flatten() == 0).nonzero().flatten().tolist()
+    assert batch["cu_seqlens"].tolist()[:-1] == starts
+
+
+def test_a_loader_goes_on_where_another_world_stopped(tmp_path, texts, tokenizer, prepared):
+    data = PackedDataset(prepared([texts[0].parent, texts[0]], tokenizer, tmp_path / "out"), 16, seed=7)
+
+    def rows(consumed: int, steps: int, batch: int, world: int, workers: int = 0) -> list[list[int]]:
+        loaders = [
+            iter(
+                torch.utils.data.DataLoader(
+                    data,
+                    batch_sampler=StepSampler(data.order, batch, consumed, rank, world, steps),
+                    num_workers=workers,
+                    collate_fn=collate,
+                )
+            )
+            for rank in range(world)
+        ]
+        return [row for _ in range(steps) for loader in loaders for row in next(loader)["input_ids"].tolist()]
+
+    through = rows(0, 12, batch=4, world=1)
+    state = json.loads(json.dumps(data.state(16)))
+    consumed = PackedDataset(prepared([texts[0].parent, texts[0]], tokenizer, tmp_path / "out"), 16, seed=7).check(
+        state
+    )
+    assert through == rows(0, 4, batch=2, world=2) + rows(consumed, 16, batch=1, world=2, workers=1)
+    with pytest.raises(ValueError, match="seed was 7, now it is 8"):
+        PackedDataset(prepared([texts[0].parent, texts[0]], tokenizer, tmp_path / "out"), 16, seed=8).check(state)
+    texts[4].write_text("other text")
+    with pytest.raises(ValueError, match="data under this run changed: its fingerprint"):
+        PackedDataset(prepared([texts[0].parent, texts[0]], tokenizer, tmp_path / "out"), 16, seed=7).check(state)
+
+
+def test_a_run_keeps_to_the_data_it_began_with(tmp_path, texts, tokenizer, make_tokenizer, prepared):
+    def claimed(*, again=tokenizer, held_out=True):
+        train = prepared([texts[0].parent], again, tmp_path / "out")
+        claim(tmp_path / "data.json", train, prepared([texts[1]], again, tmp_path / "out") if held_out else None)
+
+    claimed()
+    claimed()
+    before = texts[1].read_text()
+    texts[1].write_text("other text")
+    with pytest.raises(ValueError, match=rf"data under this run changed: {texts[0].parent}, {texts[1]}\. Restore it"):
+        claimed()
+    texts[1].write_text(before)
+    claimed()
+    with pytest.raises(ValueError, match="changed: the tokenizer"):
+        claimed(again=make_tokenizer(bos=True))
+    with pytest.raises(ValueError, match="changed: the list of sources"):
+        claimed(held_out=False)
+    (tmp_path / "data.json").write_text("{")
+    with pytest.raises(ValueError, match=r"data\.json is damaged"):
+        claimed()
+
+
+def test_weights_are_shares_of_tokens(tmp_path, tokenizer, make_text):
+    sources = []
+    for name, words, files in (("long", 400, 3), ("short", 9, 40), ("tiny", 3, 2)):
+        (tmp_path / name).mkdir()
+        for number in range(files):
+            (tmp_path / name / f"{number}.txt").write_text(make_text(number, words))
+        sources.append(DataSource(str(tmp_path / name), {"long": 0.2, "short": 0.7, "tiny": 0.1}[name]))
+    data = PackedDataset(prepare_sources(sources, tokenizer, tmp_path / "out", progress=False), 64)
+    plain = [plan.tokens / len(plan) for plan in data.plans]
+    assert max(plain) / min(plain) > 1.2  # windows are filled unequally: shares of windows would not do
+    drawn = data.order.take(np.arange(200_000))
+    counts = np.bincount(np.searchsorted(data.offsets, drawn, side="right") - 1, minlength=3)
+    share = counts * plain / (counts * plain).sum()
+    np.testing.assert_allclose(share, [0.2, 0.7, 0.1], atol=2e-4)
+
+
+def test_prepare_reads_a_recipe(tmp_path, texts, tokenizer, expected):
+    tokenizer.save_pretrained(tmp_path / "tok")
+    (tmp_path / "tok" / "config.json").write_text('{"model_type": "llama"}')
+    recipe = validate(
+        {
+            "model": "unused/model",
+            "output": str(tmp_path / "run"),
+            "data": {
+                "train": [str(texts[0]), {"path": str(texts[4]), "weight": 3.0}],
+                "eval": [str(texts[2])],
+                "tokenizer": str(tmp_path / "tok"),
+                "cache": str(tmp_path / "cache"),
+            },
+            "stages": [{"objective": "extend", "tokens": 1024, "sequence_length": 32}],
+        }
+    )
+    report = prepare(recipe, progress=False)
+    assert report["train"]["documents"] == 2
+    assert report["eval"]["tokens"] == len(expected(texts[2].read_text(), tokenizer))
+    assert 0 < report["train"]["windows"]["32"]["fill"] <= 1
+    assert report == json.loads(json.dumps(report))
+    again = prepare(recipe, progress=False)
+    assert again["train"]["shards_reused"] == 2
