@@ -5,6 +5,7 @@ import os
 import sys
 
 import torch
+from torch.autograd import forward_ad
 
 from . import chunked, reference
 
@@ -101,8 +102,9 @@ def choose(
 
 
 def under_transform() -> bool:
-    """Return whether torch.func (grad, vmap, jvp) is at work on what is called now."""
-    return torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    """Return whether torch.func (grad, vmap, jvp) or forward-mode differentiation is at work on what is called now."""
+    transformed = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    return transformed or forward_ad._current_level >= 0
 
 
 def check_gates(log_f: Tensor) -> None:
@@ -177,7 +179,7 @@ def forgetting_attention(
         announce(chosen, reason)
         if chosen != "reference" and under_transform():
             raise ValueError(
-                f'backend "{chosen}" can\'t run under torch.func (grad, vmap, jvp); use backend="reference"'
+                f'backend "{chosen}" can\'t run under torch.func or forward-mode AD; use backend="reference"'
             )
     if chosen == "reference":
         return reference.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **options)
