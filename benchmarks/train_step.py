@@ -51,6 +51,15 @@ SHAPES = {
 FOX = {"rope": "partial", "max_wavelength": 1400, "half_life": [256, 65536], "sink_tokens": 1}
 ROWS, LENGTH, MICRO_BATCHES = 8, 4096, 2
 STEPS = 6
+PARTS = (
+    ("train", "unconverted"),
+    ("train", "converted"),
+    ("profile", "unconverted"),
+    ("profile", "converted"),
+    ("train", "converted, deterministic"),
+    ("profile", "converted, deterministic"),
+)
+"""In this order: what is asked first is there first, if time runs out."""
 # first match wins
 KINDS = {
     "attention backward": r"fox_backward|dkdv|dq_kernel|finish_kernel|prepare_kernel|bwd|bprop|dot_do_o",
@@ -221,33 +230,33 @@ def main() -> None:
     def late() -> bool:
         return time.perf_counter() - started > arguments.seconds
 
-    if not arguments.no_train:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        to_train: dict[str, dict[str, Any]] = {}
+        if not arguments.no_train:
             torch.manual_seed(0)
             LlamaForCausalLM(LlamaConfig(**SHAPES)).save_pretrained(folder / "base")
             AutoTokenizer.from_pretrained(arguments.tokenizer).save_pretrained(folder / "base")
-            for variant, recipe in recipes(arguments.tokens, folder / "base", folder / "cache").items():
-                if late():
-                    break
-                found = train(variant.replace(", ", "-"), recipe, folder)
+            to_train = recipes(arguments.tokens, folder / "base", folder / "cache")
+        for part, variant in PARTS:
+            if late() or (part == "train" and arguments.no_train):
+                continue
+            if part == "train":
+                found = train(variant.replace(", ", "-"), to_train[variant], folder)
                 unconverted = report["train"].get("unconverted", found)
                 found["ratio"] = found["tokens_per_second"] / unconverted["tokens_per_second"]
-                report["train"][variant] = found
-                save()
                 print(variant, json.dumps(found), f"{time.perf_counter() - started:.0f} s", flush=True)
+            else:
+                found = measure(variant != "unconverted", variant.endswith("deterministic"))
+            report[part][variant] = found
+            save()
+    if report["train"]:
         columns = {
             "tokens_per_second": ",.0f", "ratio": ".3f", "mfu": ".3f", "memory_gb": ".1f", "loss_last": ".3f",
             "seconds": ".1f",
         }  # fmt: skip
         console.print(table(f"retrofox train, {arguments.tokens} tokens each", report["train"], columns))
-    variants = {"unconverted": (False, False), "converted": (True, False), "converted, deterministic": (True, True)}
-    for name, (converted, deterministic) in variants.items():
-        if late():
-            break
-        report["profile"][name] = measure(converted, deterministic)
-        save()
     columns = {
         "tokens_per_second": ",.0f", "wall_ms": ".1f", "host_ms": ".1f", "gpu_ms": ".1f", "kernels_launched": ",",
         "peak_memory_gb": ".1f",

@@ -1,4 +1,4 @@
-"""Every reader gives the same documents, compressed or not, and names what it can't read; datasets and LongCrawl64 too."""
+"""Every reader gives the same documents, compressed or not, and names what it can't read; datasets, LongCrawl64."""
 
 from __future__ import annotations
 
