@@ -274,6 +274,16 @@ def test_second_derivatives_and_transforms_are_the_reference_s_alone():
     torch.testing.assert_close(torch.func.grad(loss)(q.detach(), "reference"), first.detach())
     with pytest.raises(ValueError, match=r'under torch.func .* backend="reference"'):
         torch.func.grad(loss)(q.detach(), "auto")
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="forward-mode AD"):
+        loss(q.detach(), "auto")
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_no_tokens_no_error(backend):
+    inputs = doubles(0, 0)
+    o, lse = forgetting_attention(*inputs, window=3, sink=1, softcap=2.0, prune=-3.0, return_lse=True, backend=backend)
+    assert o.shape == inputs[0].shape
+    assert all(not x.numel() for x in torch.autograd.grad(o.sum() + lse.sum(), inputs))
 
 
 def test_gates_that_finite_differences_push_above_one_pass():
