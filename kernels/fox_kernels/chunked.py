@@ -150,9 +150,9 @@ def prune_limit(q: Tensor, k: Tensor, c: Tensor, scale: float, softcap: float | 
     """
     (_, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
     q_norm = torch.linalg.vector_norm(q.to(torch.float64), dim=-1).transpose(1, 2)
-    k_norm = torch.linalg.vector_norm(k.to(torch.float64), dim=-1)
-    k_norm = k_norm.amax(1) if S else k_norm.sum(1)
-    k_norm = k_norm.repeat_interleave(H // Hkv, dim=1)
+    if S == 0:
+        return c
+    k_norm = torch.linalg.vector_norm(k.to(torch.float64), dim=-1).amax(1).repeat_interleave(H // Hkv, dim=1)
     bound = abs(scale) * q_norm * k_norm[:, :, None]
     if softcap is not None:
         bound = bound.clamp_max(softcap)
