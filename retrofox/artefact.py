@@ -20,7 +20,7 @@ from retrofox import shards
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.modeling_fox import write_remote_code
 from retrofox.shards import INDEX, Appearing, Progress, Shards, refuse_existing
-from retrofox.source import check_out, fetch
+from retrofox.source import check_out, fetch, reading_gguf
 from retrofox.surgery import (
     Plan,
     apply,
@@ -54,7 +54,8 @@ def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str 
         path = Path(source)
         if not path.is_file():
             raise FileNotFoundError(f"{source}: no such file")
-        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        with reading_gguf(path):
+            config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         return make_plan(config, spec, base=str(source))
     return make_plan(base_config(source, revision), spec, base=str(source), revision=revision)
 

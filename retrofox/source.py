@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import ssl
+import struct
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -80,6 +81,18 @@ def _probe(endpoint: str) -> None:
 
 def _first_line(error: BaseException | None) -> str:
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:300]
+
+
+@contextmanager
+def reading_gguf(file: str | Path) -> Iterator[None]:
+    """Turns what transformers raises in the block at a damaged or foreign .gguf file into a ValueError about it."""
+    try:
+        yield
+    except (struct.error, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"{file} can't be read as a model ({_first_line(error)}): download it again, or convert the model that it "
+            "was made from"
+        ) from error
 
 
 def check_source(source: str | Path, values: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.attention import MODES, FoxMixin
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.model.gates import half_life_tokens
-from retrofox.source import check_source, read_config, refuse_adapter
+from retrofox.source import check_source, read_config, reading_gguf, refuse_adapter
 
 logger = logging.getLogger(__name__)
 NO_LIMIT = 1e12
@@ -334,7 +334,8 @@ def load_base(source: str | Path, *, dtype: Any = None, device: Any = None, revi
     else:
         read_config(source, revision)
         where, options = str(source), {"revision": revision or "main"}
-    model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
+    with reading_gguf(source) if "gguf_file" in options else contextlib.nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
     if has_softcap(model.config):
         model.set_attn_implementation("eager")
     if "gguf_file" in options and hasattr(model.config, "quantization_config"):
@@ -356,7 +357,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     """
     path = Path(source)
     if str(source).endswith(".gguf"):
-        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        with reading_gguf(path):
+            return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     if path.is_dir() and not any(path.glob("tokenizer*")):
         return None
     values = {} if path.is_dir() and not (path / "config.json").is_file() else read_config(source, revision)
