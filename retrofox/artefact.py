@@ -177,7 +177,7 @@ def write(
             report["parity"] = prove(place, partial, refitted=calibration.rewritten() if calibration else ())
         (partial / "retrofox.json").write_text(json.dumps(report, indent=2) + "\n")
         (partial / "README.md").write_text(_card(plan, report))
-        for file in partial.iterdir():
+        for file in partial.rglob("*"):
             if file.is_file() and not (link and file.stat().st_nlink > 1):
                 file.chmod(0o644)  # safetensors writes 0600 whatever the umask says
         appearing.commit()
@@ -282,7 +282,8 @@ def _write_directory(
     values |= plan.settings_replaced
     values["fox"] = plan.config.fox
     (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-    for file in directory.iterdir():
+    templates = directory / "additional_chat_templates"
+    for file in [*directory.iterdir(), *templates.glob("*.jinja")]:
         taken = (*found.files, GATES_SHARD, INDEX, *OURS)
         if (
             file.is_file()
@@ -291,9 +292,9 @@ def _write_directory(
             and file.name not in taken
             and file.name[0] != "."
         ):
-            shutil.copyfile(file, partial / file.name)
-    if (directory / "additional_chat_templates").is_dir():
-        shutil.copytree(directory / "additional_chat_templates", partial / "additional_chat_templates")
+            target = partial / file.relative_to(directory)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
     write_remote_code(partial)
     if calibration is not None:
         appearing.wait()

@@ -75,6 +75,10 @@ def test_pretrained_tensors_are_bit_equal_and_only_gates_are_added(base, source,
 
 
 def test_config_tokenizer_files_and_code_come_along(source, tmp_path):
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    for path in (source / "additional_chat_templates" / "rag.jinja", source / "additional_chat_templates", source):
+        path.chmod(0o555)
     retrofox.convert(source, tmp_path / "out", verify=False)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "fox_llama"
@@ -82,7 +86,12 @@ def test_config_tokenizer_files_and_code_come_along(source, tmp_path):
     assert FoxSpec.from_dict(config["fox"]).max_wavelength == 64  # a quarter of the trained length
     assert config["fox"]["base"] == str(source)
     assert (tmp_path / "out" / "generation_config.json").read_text() == '{"max_length": 77}'
+    source.chmod(0o755)
     assert (tmp_path / "out" / "chat_template.jinja").is_file()
+    template = tmp_path / "out" / "additional_chat_templates" / "rag.jinja"
+    assert template.read_text() == "{{ documents }}"
+    assert template.stat().st_mode & 0o777 == 0o644
+    assert template.parent.stat().st_mode & 0o200
     for name in ("modeling_fox.py", "forgetting_eager.py", "README.md"):
         assert (tmp_path / "out" / name).is_file()
         assert not (tmp_path / "out" / name).is_symlink()
