@@ -221,21 +221,18 @@ def launch_forward(
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     tiles = -(-T // (64 * shape.consumers))
     group = heads_per_group(2 * S * D * q.element_size()) * (H // Hkv)
-    rows = (64, shape.keys, shape.keys, 64)
-    described = [blocks_of(x, n, shape.columns) for x, n in zip((q, k, v, o), rows, strict=True)]
-    rest = [blocks_of(x, n, shape.rest) if shape.rest else counter for x, n in zip((q, k, v, o), rows, strict=True)]
+    copied = ((q, 64), (k, shape.keys), (v, shape.keys), (o, 64), (o if residual is None else residual, 64))
+    described = [blocks_of(x, rows, shape.columns) for x, rows in copied]
+    rest = [blocks_of(x, rows, shape.rest) if shape.rest else counter for x, rows in copied]
     programs = min(tiles * B * H, processors(q.device))
     with torch.cuda.device(q.device):
         arguments = [
-            *described, *rest, c_hi, c_lo, lse2, o if residual is None else residual,
-            counter if start is None else start,
-            counter if first is None else first,
-            counter, scale * LOG2_E, T, S, H, H // Hkv, tiles, B * H, group,
+            *described, *rest, c_hi, c_lo, lse2, counter if start is None else start,
+            counter if first is None else first, counter, scale * LOG2_E, T, S, H, H // Hkv, tiles, B * H, group,
         ]  # fmt: skip
         constants = (
             start is not None, first is not None, sink, shape.consumers, shape.keys, shape.columns, shape.rest,
-            shape.stages,
-            shape.ping_pong, shape.bias_by_mma, residual is not None, shape.registers,
+            shape.stages, shape.ping_pong, shape.bias_by_mma, residual is not None, shape.registers,
         )  # fmt: skip
         launch(fox_forward, programs, arguments, constants)
     return o, lse2

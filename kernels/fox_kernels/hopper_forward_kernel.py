@@ -86,20 +86,14 @@ def _turn(w, NC: gl.constexpr, ARRIVE: gl.constexpr):
 
 
 @gluon.jit
-def _store_residual(RESIDUAL, o, b, row0, h, T, H, WIDTH: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr,
-                    dtype: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """What rounding lost of o's columns from FIRST on, to a contiguous (B, T, H, WIDTH)."""
-    rest = (o - o.to(dtype).to(gl.float32)).to(dtype)
-    rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    columns = FIRST + gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    first = ((b.to(gl.int64) * T + rows) * H + h) * WIDTH
-    inside = (rows[:, None] < T) & (columns[None, :] < WIDTH)
-    gl.store(RESIDUAL + first[:, None] + columns[None, :], rest, mask=inside)
+def _lost(o, dtype: gl.constexpr):
+    """What rounding loses of o."""
+    return (o - o.to(dtype).to(gl.float32)).to(dtype)
 
 
 @gluon.jit
-def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
-              b_s, bl_s, kb_s, qb_s, n_s,
+def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s,
+              vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
               q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
               HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr,
               D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr, PING_PONG: gl.constexpr,
@@ -240,9 +234,15 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, 
         if DX:
             tma.async_copy_shared_to_global(ox_desc, [b, row0 + w * 64, h, D], ox_s.index(w))
         if HAS_RESIDUAL:
-            _store_residual(RESIDUAL, acc, b, row0 + w * 64, h, T, H, D + DX, 0, D, dtype, O_L)
+            if D == 128:  # no room for a buffer of its own
+                tma.store_wait(0)
+            r_s.index(w).reshape([64, D]).store(_lost(acc, dtype))
             if DX:
-                _store_residual(RESIDUAL, acc_x, b, row0 + w * 64, h, T, H, D + DX, D, DX, dtype, X_L)
+                rx_s.index(w).reshape([64, DX]).store(_lost(acc_x, dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(r_desc, [b, row0 + w * 64, h, 0], r_s.index(w))
+            if DX:
+                tma.async_copy_shared_to_global(rx_desc, [b, row0 + w * 64, h, D], rx_s.index(w))
 
         mbarrier.wait(n_full, tiles & 1)
         index = gl.max(n_s.load(gl.SliceLayout(1, gl.BlockedLayout([1, 1], [32, 1], [4, 1], [1, 0]))), 0)
@@ -252,7 +252,7 @@ def _consumer(w, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, 
 
 
 @gluon.jit(do_not_specialize=["T", "S", "H", "KV_GROUP", "num_m", "num_bh", "group"])
-def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_desc, C_HI, C_LO, L, RESIDUAL,
+def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_desc, ox_desc, rx_desc, C_HI, C_LO, L,
                 START, LO, COUNTER,
                 scale,
                 T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
@@ -260,21 +260,28 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_de
                 NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
                 PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
                 REGISTERS: gl.constexpr):  # fmt: skip
-    """o and lse of every tile. Head dim D, or D + DX as two blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
+    """o, what rounding it lost, and lse. Head dim D, or D + DX in blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, D], q_desc.layout)
     o_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, D], o_desc.layout)
+    r_s = o_s
+    if HAS_RESIDUAL and D == 64:
+        r_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, D], o_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [NB, 1, BN, 1, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [NB, 1, BN, 1, D], v_desc.layout)
     if DX:
         qx_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, DX], qx_desc.layout)
         ox_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, DX], ox_desc.layout)
+        rx_s = ox_s
+        if HAS_RESIDUAL:
+            rx_s = gl.allocate_shared_memory(q_desc.dtype, [NC, 1, 64, 1, DX], ox_desc.layout)
         kx_s = gl.allocate_shared_memory(k_desc.dtype, [NB, 1, BN, 1, DX], kx_desc.layout)
         vx_s = gl.allocate_shared_memory(v_desc.dtype, [NB, 1, BN, 1, DX], vx_desc.layout)
     else:
         qx_s = q_s
         ox_s = o_s
+        rx_s = o_s
         kx_s = k_s
         vx_s = v_s
     b_s = gl.allocate_shared_memory(gl.float32, [NB, BN], VECTOR)
@@ -312,13 +319,13 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_de
     mbarrier.init(n_empty, count=NC)
     if NC == 2:
         gl.warp_specialize([
-        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
-                     b_s, bl_s, kb_s, qb_s, n_s,
+        (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s,
+                     kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
                      HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
-        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
-                     b_s, bl_s, kb_s, qb_s, n_s,
+        (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s,
+                     kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
                      HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
@@ -330,18 +337,18 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, qx_desc, kx_desc, vx_desc, ox_de
         ], [4, PRODUCER_WARPS], [REGISTERS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-        (_consumer, (0, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
-                     b_s, bl_s, kb_s, qb_s, n_s,
+        (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s,
+                     kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
                      HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
-        (_consumer, (1, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
-                     b_s, bl_s, kb_s, qb_s, n_s,
+        (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s,
+                     kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
                      HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
-        (_consumer, (2, o_desc, ox_desc, C_HI, C_LO, L, RESIDUAL, START, LO, q_s, k_s, v_s, o_s, qx_s, kx_s, vx_s, ox_s,
-                     b_s, bl_s, kb_s, qb_s, n_s,
+        (_consumer, (2, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s,
+                     kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
                      HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
