@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -183,6 +184,19 @@ def decode(model, input_ids, cache, prefill: int, **kwargs) -> torch.Tensor:
 def test_decoding_equals_prefill(pico_fox, tokens, path, kind, spec):
     model = pico_fox(**spec)
     close(decode(model, tokens, cache_of(kind, model), 9), logits(model, tokens, use_cache=False))
+
+
+@pytest.mark.parametrize("spec", [{"log_n": 4}, {"rope": "anneal", "anneal_tokens": 9, "annealed_tokens": 4}])
+def test_positions_count_from_a_documents_start_where_none_are_given(pico_fox, tokens, path, spec):
+    model = pico_fox(**spec)
+    starts, flat = [0, 7, 7, tokens.shape[1], tokens.numel() - 5, tokens.numel()], tokens.flatten()
+    packed = logits(model, tokens, cu_seqlens=torch.tensor(starts, dtype=torch.int32), use_cache=False).flatten(0, 1)
+    for start, end in pairwise(starts):
+        if end > start:
+            close(packed[start:end], logits(model, flat[None, start:end])[0])
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    close(logits(model, tokens, attention_mask=mask)[1, 5:], logits(model, tokens[1:, 5:])[0])
 
 
 def test_decoding_equals_prefill_beyond_a_sliding_window(tokens, path, stir, pico_llama):

@@ -164,7 +164,8 @@ class FoxModelMixin(FoxPreTrained):
         """As the base model's forward; packed documents by restarting position_ids or by `cu_seqlens`.
 
         Args:
-            position_ids: (B, T); where they restart without an attention mask and a cache, a new document starts.
+            position_ids: (B, T); where they restart without an attention mask and a cache, a new document starts. None
+                = counted from each document's start where `cu_seqlens` tells it.
             cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included.
 
         Raises:
@@ -175,9 +176,15 @@ class FoxModelMixin(FoxPreTrained):
         cached = past_key_values is not None and past_key_values.get_seq_length() > 0
         if cu_seqlens is not None and (cached or attention_mask is not None):
             raise ValueError("cu_seqlens (packed documents) excludes attention_mask and a filled key/value cache")
+        source: Any = input_ids if input_ids is not None else inputs_embeds
         if cu_seqlens is None and attention_mask is None and position_ids is not None and past_key_values is None:
-            source = input_ids if input_ids is not None else inputs_embeds
-            cu_seqlens = _document_starts(position_ids, source.shape[0])  # type: ignore[union-attr]
+            cu_seqlens = _document_starts(position_ids, source.shape[0])
+        if position_ids is None and cu_seqlens is not None:
+            position_ids = _positions_in_documents(cu_seqlens, *source.shape[:2])
+        padded = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
+        if position_ids is None and padded and self.config.fox["log_n"] is not None:
+            # A rotary angle can count from the padding on, the logit scaling of a position can't.
+            position_ids = (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, -source.shape[1] :]  # type: ignore
         if cu_seqlens is not None:
             # A 4D mask is taken as ready-made by every family; an empty one says that cu_seqlens tells it all.
             attention_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=cu_seqlens.device)
@@ -201,6 +208,13 @@ def _document_starts(position_ids: torch.Tensor, batch: int) -> torch.Tensor | N
         return None
     starts = torch.nn.functional.pad(restart, (1, 0), value=True).flatten().nonzero()[:, 0]
     return torch.nn.functional.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
+
+
+def _positions_in_documents(cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """(B, T) int64: each token's place in its document."""
+    token = torch.arange(batch * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    document = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    return (token - cu_seqlens[document]).long().view(batch, length)
 
 
 def make_classes(model_type: str) -> tuple[type, type]:
