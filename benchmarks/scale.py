@@ -252,7 +252,6 @@ def main() -> None:
         keep(runs.row("one", 1, "one process"))
         for end in beside:
             end.result()
-    ddp(runs, everyone, steps, keep)
     name = f"fsdp2-{options.gpus}"
     running = runs.start(everyone, name, "fsdp2", steps, whole_batch, *FSDP_SETTINGS)
     runs.until(running, name, steps // 2, signal.SIGTERM)
@@ -266,9 +265,13 @@ def main() -> None:
         found["killed"] = after_kill(runs)
         print(json.dumps(found["killed"]), flush=True)
         save()
-    if runs.until(taken_up, name, steps, signal.SIGKILL):
-        found["resumed"] = {"saved_on": options.gpus, "resumed_on": half, "at_step": at, **compare(runs, name)}
-        print(json.dumps(found["resumed"]), flush=True)
+    resumed = runs.until(taken_up, name, steps, signal.SIGKILL)
+    found["resumed"] = {"saved_on": options.gpus, "resumed_on": half, "at_step": at, "reached_the_end": resumed}
+    print(json.dumps(found["resumed"]), flush=True)
+    save()
+    ddp(runs, everyone, steps, keep)
+    found["resumed"] |= compare(runs, name)
+    print(json.dumps(found["resumed"]), flush=True)
     found["seconds"] = round(time.perf_counter() - started)
     save()
 
