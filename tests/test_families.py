@@ -37,6 +37,7 @@ LLAMA3 = {
 }
 GEMMA = {"sliding_window": 7, "query_pre_attn_scalar": 24, "layer_types": MIXED}
 MOE = {"num_experts_per_tok": 2}
+SCALED_QUERIES = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.3}
 ROWS = {
     "llama": {},
     "llama 2": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
@@ -53,6 +54,7 @@ ROWS = {
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 3.0},
     "cohere2": {"sliding_window": 7, "logit_scale": 0.25, "layer_types": MIXED},
     "ministral": {"sliding_window": 7, "layer_types": MIXED},
+    "ministral3": {"rope_parameters": {**SCALED_QUERIES, "original_max_position_embeddings": 128}},
     "mixtral": {"num_local_experts": 4, **MOE},
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, **MOE},
     "arcee": {},
@@ -110,6 +112,9 @@ UNUSUAL = {
     "phi3 longrope": {
         "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5},
         "original_max_position_embeddings": 16,
+    },
+    "ministral3 queries scaled by position": {
+        "rope_parameters": {**SCALED_QUERIES, "original_max_position_embeddings": 8}
     },
     "olmo2 biased, llama3": {"attention_bias": True, "rope_parameters": LLAMA3},
 }

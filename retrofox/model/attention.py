@@ -87,7 +87,7 @@ class FoxMixin(nn.Module):
         forward, angles = self._rotary(position_embeddings, kwargs.get("position_ids"), hidden_states)
         entered = self._entered(forward, hidden_states, angles)
         log_f = self.log_f(hidden_states) if entered is None else entered.log_f
-        gates = GateCache(past_key_values, log_f, hidden_states)
+        gates = GateCache(past_key_values, log_f, hidden_states, kwargs.get("position_ids"))
         seen_as: Any = self
         if entered is not None:
             seen_as, forward, angles = entered, self.unrotated_forward, position_embeddings
@@ -163,7 +163,6 @@ def fox_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function registered as "fox".
@@ -190,7 +189,7 @@ def fox_attention(
     # Under autocast the rotary's float32 (cos, sin) widen q and k but not v.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if module.log_n is not None and module.mode != "original":
-        query = _log_n(query, module.log_n, position_ids, key.shape[2])
+        query = _log_n(query, module.log_n, gates.position_ids, key.shape[2])
     options: dict[str, Any] = {
         "scale": scaling,
         "window": sliding_window,

@@ -21,6 +21,7 @@ class GateCache:
     Attributes:
         log_f: (B, S, H) float32 for all keys that `update` returned.
         hidden_states: (B, T, hidden), what entered the attention block.
+        position_ids: (B, T) or (1, T), None where the model was given none; native forwards don't all pass them on.
         carried: (B, T, Hkv, D) tensors to find again at the next call.
 
     Raises:
@@ -28,10 +29,17 @@ class GateCache:
             carried, or gates are to be trained through a static cache.
     """
 
-    def __init__(self, cache: Any, log_f: torch.Tensor, hidden_states: torch.Tensor | None = None):
+    def __init__(
+        self,
+        cache: Any,
+        log_f: torch.Tensor,
+        hidden_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ):
         self._cache = cache
         self.log_f = log_f
         self.hidden_states = hidden_states
+        self.position_ids = position_ids
         self.carried: list[torch.Tensor] = []
 
     def __getattr__(self, name: str) -> Any:

@@ -151,6 +151,7 @@ SUPPORTED = {
     "granite": "Granite",
     "cohere2": "Cohere2",
     "ministral": "Ministral",
+    "ministral3": "Ministral3",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
     "arcee": "Arcee",
