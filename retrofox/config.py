@@ -45,12 +45,27 @@ def parse_count(value: object) -> object:
 
 
 def _fox(value: object) -> object:
-    if not isinstance(value, dict):
+    if value is None or isinstance(value, FoxSpec):
         return value
+    if not isinstance(value, dict):
+        raise ValueError(f"a mapping such as {{rope: partial, max_wavelength: 1400}}, or null; got {value!r}")
+    values = {str(key): item for key, item in value.items()}
     try:
-        return FoxSpec.from_dict({str(key): item for key, item in value.items()})
-    except TypeError as error:
-        raise ValueError(f"a value has the wrong type: {error}") from None
+        return FoxSpec.from_dict(values)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{_of_wrong_type(values)} ({error})") from None
+
+
+def _of_wrong_type(values: dict[str, Any]) -> str:
+    """Which value of a `fox:` section has a type that can't be meant."""
+    for key, item in values.items():
+        try:
+            FoxSpec.from_dict({key: item})
+        except (TypeError, AttributeError):
+            return f"{key} has the wrong type: {item!r}"
+        except ValueError:
+            continue
+    return "a value has the wrong type"
 
 
 def _source(value: object) -> object:
@@ -112,13 +127,13 @@ class Stage(Section):
 
     objective: Literal["align", "distill", "extend"]
     tokens: Positive = Field(description="training tokens of this stage, all devices together")
-    sequence_length: Positive
+    sequence_length: Annotated[Count, Field(ge=2)]
     batch_tokens: Positive | None = Field(default=None, description="tokens per step; None = one micro-batch a device")
     micro_batch: int = Field(default=1, ge=1, description="sequences per device and forward pass")
     learning_rate: Rate = 1e-4
     rates: Rates = Rates()
     trainable: list[str] | None = Field(
-        default=None, description="glob patterns of parameter names; None = every role's rate"
+        default=None, min_length=1, description="glob patterns of parameter names; None = every role's rate"
     )
     weight_decay: float = Field(default=0.1, ge=0)
     betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
@@ -207,8 +222,8 @@ class LoraConfig(Section):
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    targets: Literal["all-linear"] | list[str] = Field(
-        default="all-linear", description="module names; all-linear: all but gates"
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+        "all-linear", description="module names; all-linear: all but gates"
     )
     dora: bool = False
     quantize: Literal["nf4"] | None = Field(default=None, description="QLoRA: 4-bit base (needs bitsandbytes, a GPU)")
@@ -242,7 +257,7 @@ class Recipe(Section):
     model: str = Field(min_length=1, description="Hub id, local directory, .gguf file, or converted directory")
     fox: Fox | None = None
     output: str = Field(min_length=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     data: DataConfig
     stages: list[Stage] = Field(min_length=1)
     lora: LoraConfig | None = None
@@ -327,8 +342,8 @@ def _explain(item: Any) -> str:
     if item["type"] == "extra_forbidden":
         known = _known_keys(place[:-1])
         near = difflib.get_close_matches(str(place[-1]), known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"{key}: unknown key, given {shown}{hint} Known keys: {', '.join(known)}"
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        return f"{key}: unknown key, given {shown}{hint}. Known keys: {', '.join(known)}"
     if item["type"] == "missing":
         return f"{key}: required key is missing"
     if item["type"] == "literal_error":

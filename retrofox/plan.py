@@ -21,7 +21,15 @@ from retrofox.train_groups import accumulation, count_steps, parameter_groups, s
 from retrofox.train_measure import measure_steps
 from retrofox.train_memory import STATE_BYTES, memory, reset_peak
 from retrofox.train_model import lower_frozen, needs_teacher
-from retrofox.train_refusals import refuse_optimizer, refuse_parallelism, refuse_precision, refuse_trackers
+from retrofox.train_refusals import (
+    free_bytes,
+    refuse_optimizer,
+    refuse_output,
+    refuse_parallelism,
+    refuse_precision,
+    refuse_trackers,
+    refused_data,
+)
 
 LONGEST_BLOCKS = 1 << 16
 """Where the search for the longest row ends, in blocks of 256 tokens: 16M tokens."""
@@ -53,11 +61,12 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
     Raises:
         FileNotFoundError: no such model.
     """
-    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    devices, out = int(os.environ.get("WORLD_SIZE", "1")), Path(recipe.output)
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     refusals = _refusals(recipe, devices)
     config, retrofit = _configs(recipe, refusals)
+    refusals += refused_data(recipe, None if config is None else getattr(config, "vocab_size", None))
     if config is None:
         report = {"model": recipe.model, "output": recipe.output, "stages": [], "refusals": refusals}
         if show:
@@ -73,6 +82,11 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
         except ValueError as error:
             refusals.append(f"stages.{number}: {error}")
     total = _count(_empty(config, recipe.model_copy(update={"lora": None})))
+    disk, free = _disk(recipe, total, stages), free_bytes(out)
+    if free < 1e9 * disk["one_checkpoint"]:
+        refusals.append(
+            f"the disk of {out} has {size(free / 1e9)} free and a checkpoint takes {size(disk['one_checkpoint'])}"
+        )
     report = {
         "model": recipe.model,
         "output": recipe.output,
@@ -82,7 +96,8 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "device_memory_gb": _device_memory(device) / 1e9,
         "stages": stages,
-        "disk_gb": _disk(recipe, total, stages),
+        "disk_gb": disk,
+        "disk_free_gb": free / 1e9,
         "refusals": refusals,
     }
     if measure and not refusals:
@@ -96,7 +111,7 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
                 if needs_teacher(recipe, stage, model, source):
                     teacher = _built(config, recipe.model_copy(update={"lora": None}))
             entry["measured"] = measure_steps(recipe, stage, model, device, teacher, before=before)
-            entry["hours"] = stage.tokens / entry["measured"]["tokens_per_second"] / 3600
+            entry["hours"] = entry["tokens"] / entry["measured"]["tokens_per_second"] / 3600
             entry["hours_from"] = "two steps measured here"
     if show:
         print_plan(report)
@@ -110,21 +125,32 @@ def print_plan(report: dict[str, Any]) -> None:
     if "parameters" in report:
         console.print(
             f"{report['parameters']:,} parameters, {report['parameters_added']:,} of them added by the retrofit; "
-            f"{report['devices']} x {report['device']} with {report['device_memory_gb']:.1f} GB; "
-            f"disk {size(report['disk_gb']['total'])}"
+            f"{report['devices']} x {report['device']} with {report['device_memory_gb']:.1f} GB",
+            highlight=False,
+            soft_wrap=True,
+        )
+        disk = {name: size(value) for name, value in report["disk_gb"].items() if value and name != "one_checkpoint"}
+        needed, parts = disk.pop("total"), ", ".join(f"{name} {value}" for name, value in disk.items())
+        console.print(
+            f"disk: {needed} at most ({parts}) of {size(report['disk_free_gb'])} free", highlight=False, soft_wrap=True
         )
     for number, stage in enumerate(report["stages"]):
         table = Table(title=f"stage {number}: {stage['objective']}", title_justify="left", show_header=False)
-        table.add_row("steps", f"{stage['steps']:,} of {stage['batch_tokens']:,} tokens = {stage['tokens']:,}")
+        asked = "" if stage["tokens"] == stage["tokens_asked"] else f" ({stage['tokens_asked']:,} asked, whole steps)"
+        table.add_row(
+            "steps", f"{stage['steps']:,} of {stage['batch_tokens']:,} tokens = {stage['tokens']:,} tokens{asked}"
+        )
         for group in stage["groups"]:
             table.add_row(group["role"], f"{group['parameters']:,} parameters at {group['learning_rate']:g}")
+        if stage["adapter_parameters"]:
+            table.add_row("adapters", f"{stage['adapter_parameters']:,} of the parameters above")
         if stage["frozen_parameters"]:
             table.add_row("frozen", f"{stage['frozen_parameters']:,} parameters")
         for component, gigabytes in stage["memory_gb"].items():
             if gigabytes:
                 table.add_row(component, size(gigabytes))
-        verdict = "fits" if stage["fits"] else "DOES NOT FIT"
-        table.add_row("memory", f"{size(math.fsum(stage['memory_gb'].values()))} a device: {verdict}")
+        verdict = "fits" if stage["fits"] else "DOES NOT FIT: lower micro_batch, or gradient_checkpointing: full"
+        table.add_row("memory", f"{size(math.fsum(stage['memory_gb'].values()))} a device at its peak: {verdict}")
         table.add_row("longest row", f"{stage['longest_sequence']:,} tokens, one to a micro-batch")
         if stage["hours"] is not None:
             table.add_row("hours", f"{stage['hours']:.2f} ({stage['hours_from']})")
@@ -145,7 +171,7 @@ def size(gigabytes: float) -> str:
 
 def _refusals(recipe: Recipe, devices: int) -> list[str]:
     found = []
-    named = (refuse_precision, refuse_trackers, refuse_optimizer)
+    named = (refuse_precision, refuse_trackers, refuse_optimizer, refuse_output)
     checks: list[Any] = [refuse_parallelism, *(functools.partial(refuse, recipe) for refuse in named)]
     for stage in recipe.stages:
         whole = stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices
@@ -214,6 +240,8 @@ def _stage_plan(
     recipe: Recipe, stage: Stage, model: Any, source: Path | None, devices: int, sharded: bool, device: torch.device
 ) -> dict[str, Any]:
     batch_tokens = stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices
+    steps = count_steps(stage, batch_tokens)
+    tokens = steps * batch_tokens
     teacher = needs_teacher(recipe, stage, model, source)
     used = memory(recipe, stage, model, devices, sharded, device, teacher)
     room = _device_memory(device)
@@ -223,18 +251,22 @@ def _stage_plan(
     flops = flops_per_token(model, stage)
     hours = None
     if peak is not None and share is not None:
-        hours = stage.tokens * flops / (peak * share * devices) / 3600
+        hours = tokens * flops / (peak * share * devices) / 3600
     groups: dict[str, dict[str, Any]] = {}
     for group in parameter_groups(model, stage):
         entry = groups.setdefault(group["role"], {"role": group["role"], "learning_rate": group["lr"], "parameters": 0})
         entry["parameters"] += sum(parameter.numel() for parameter in group["params"])
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    # peft keeps a frozen copy of each gate beside the one that is trained: no part of the model.
+    named = [(name, p) for name, p in model.named_parameters() if ".original_module." not in name]
+    frozen = sum(p.numel() for _, p in named if not p.requires_grad)
     return {
         "objective": stage.objective,
-        "tokens": stage.tokens,
+        "tokens": tokens,
+        "tokens_asked": stage.tokens,
         "batch_tokens": batch_tokens,
-        "steps": count_steps(stage, batch_tokens),
+        "steps": steps,
         "groups": list(groups.values()),
+        "adapter_parameters": sum(p.numel() for name, p in named if "lora_" in name and p.requires_grad),
         "frozen_parameters": frozen,
         "memory_gb": {key: value / 1e9 for key, value in used.items()},
         "fits": sum(used.values()) <= room,
@@ -284,7 +316,10 @@ def _device_memory(device: torch.device) -> float:
 
 
 def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict[str, float]:
-    """Bytes / 1e9: checkpoints that exist at once (kept and the one being written), the converted model, the result."""
+    """Bytes / 1e9: checkpoints that exist at once (kept and the one being written), the converted model, the result.
+
+    total is their sum; one_checkpoint a part of it.
+    """
     per_state = STATE_BYTES.get(recipe.optim, 8)
     weight = 4 if recipe.lora is None else 0
     trained = max((sum(group["parameters"] for group in stage["groups"]) for stage in stages), default=0)
@@ -295,4 +330,4 @@ def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict
         "converted": (4 * parameters / 1e9) if recipe.fox is not None else 0.0,
         "models": (stored * parameters + 4 * parameters * (len(stages) - 1)) / 1e9,
     }
-    return {**parts, "total": math.fsum(parts.values())}
+    return {**parts, "total": math.fsum(parts.values()), "one_checkpoint": one / 1e9}

@@ -12,20 +12,19 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 from accelerate import PartialState
 from transformers import TrainingArguments
 
 import retrofox
 from retrofox import checkpoint
 from retrofox.chunked_loss import causal_lm
-from retrofox.config import Recipe, Stage, dump
+from retrofox.config import Recipe, Stage
 from retrofox.data import claim
-from retrofox.data_files import write_whole
 from retrofox.interruptions import Interruptions
 from retrofox.objectives import OBJECTIVES, is_converted
 from retrofox.surgery import load_tokenizer
 from retrofox.train_callbacks import Clock
+from retrofox.train_claim import claim_output
 from retrofox.train_data import StageData, prepare_tokens
 from retrofox.train_export import export
 from retrofox.train_flops import flops_per_token, peak_flops
@@ -44,9 +43,6 @@ from retrofox.train_refusals import (
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
 
 logger = logging.getLogger(__name__)
-FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers", "deterministic")
-FREE_IN_DATA = ("cache", "workers")
-FREE_IN_STAGE = ("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor")
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -80,7 +76,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
 
 def _complete(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:
     """The result of a run that has nothing left to do."""
-    _claim(out, recipe, state)
+    claim_output(out, recipe, state)
     say(state, f"{out / 'model'} is complete: nothing left to do")
     if (out / "result.json").is_file():
         return json.loads((out / "result.json").read_text(encoding="utf-8"))
@@ -92,7 +88,7 @@ def _complete(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:
 
 def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) -> dict[str, Any]:
     started = time.perf_counter()
-    batches = _claim(out, recipe, state)
+    batches = claim_output(out, recipe, state)
     source = resolve_source(recipe, out, state)
     tokenizer = load_tokenizer(recipe.data.tokenizer or recipe.model)
     tokens = prepare_tokens(recipe, tokenizer, state)
@@ -168,50 +164,6 @@ def say(state: Any, text: str) -> None:
     """Prints on the main process."""
     if state.is_main_process:
         print(text, file=sys.stderr, flush=True)
-
-
-def _claim(out: Path, recipe: Recipe, state: Any) -> list[int]:
-    """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage."""
-    file = out / "recipe.yaml"
-    if file.is_file():
-        try:
-            kept = yaml.safe_load(file.read_text(encoding="utf-8"))
-            before, batches = kept["recipe"], kept["batch_tokens"]
-        except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{file} is damaged: delete it to go on with the recipe given, or choose another `output`"
-            ) from error
-        changed = _changes(before, yaml.safe_load(dump(recipe)))
-        if changed:
-            raise ValueError(
-                f"{out} holds another run: {', '.join(changed)} differ from {file}. "
-                "Choose another `output`, or delete it"
-            )
-    else:
-        batches = [
-            stage.batch_tokens or stage.sequence_length * stage.micro_batch * state.num_processes
-            for stage in recipe.stages
-        ]
-        checkpoint.check_writable(out, 0)
-    for stage, batch_tokens in zip(recipe.stages, batches, strict=True):
-        accumulation(stage, batch_tokens, state.num_processes)
-    state.wait_for_everyone()
-    if state.is_main_process and not file.is_file():
-        values = {"retrofox": retrofox.__version__, "batch_tokens": batches, "recipe": yaml.safe_load(dump(recipe))}
-        write_whole(file, yaml.safe_dump(values, sort_keys=False).encode())
-    state.wait_for_everyone()
-    return batches
-
-
-def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Keys whose change would make a resumed run another run."""
-    old, new = ({**r, "data": {k: v for k, v in r["data"].items() if k not in FREE_IN_DATA}} for r in (old, new))
-    found = [key for key in new if key not in (*FREE_TO_CHANGE, "stages") and old.get(key) != new[key]]
-    if len(old["stages"]) != len(new["stages"]):
-        return [*found, "stages"]
-    for number, (before, after) in enumerate(zip(old["stages"], new["stages"], strict=True)):
-        found += [f"stages.{number}.{k}" for k in after if k not in FREE_IN_STAGE and before.get(k) != after[k]]
-    return found
 
 
 def _prepare_speed(recipe: Recipe, model: Any) -> None:

@@ -1,13 +1,18 @@
-"""What `train` refuses before anything runs, and `plan` names: parallelism, precision, trackers that can't be had."""
+"""What `train` refuses before anything runs, and `plan` names: parallelism, precision, trackers, data, OUTPUT."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+from pathlib import Path
 
 import torch
 
 from retrofox.config import Recipe
+from retrofox.data_sources import resolve
+from retrofox.surgery import load_tokenizer
+from retrofox.train_claim import batches_of
 
 
 def refuse_parallelism() -> None:
@@ -71,3 +76,55 @@ def refuse_optimizer(recipe: Recipe) -> None:
             f"optim: {recipe.optim} makes its own parameter groups, so rates by role would be lost: choose another, "
             "e.g. adamw_torch_fused"
         )
+
+
+def refuse_output(recipe: Recipe) -> None:
+    """Raises ValueError for an OUTPUT that holds another run or can't be written to; writes nothing itself."""
+    out = Path(recipe.output)
+    batches_of(out, recipe)
+    place = _existing(out)
+    if not place.is_dir():
+        raise ValueError(f"can't write to {out}: {place} is a file; choose another `output`")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"can't write to {place}; choose another `output`")
+
+
+def free_bytes(out: Path) -> int:
+    """Free bytes on the disk where OUTPUT is or will be."""
+    place = _existing(out)
+    return shutil.disk_usage(place if place.is_dir() else place.parent).free
+
+
+def _existing(path: Path) -> Path:
+    """The path itself, or the nearest one above it that is there."""
+    whole = path.expanduser().absolute()
+    return next(place for place in (whole, *whole.parents) if place.exists())
+
+
+def refused_data(recipe: Recipe, vocabulary: int | None) -> list[str]:
+    """What keeps the recipe's data from being tokenised: sources that are not there, no tokenizer, one too large.
+
+    A Hub dataset is not looked up: that would download it.
+    """
+    found = []
+    for source in (*recipe.data.train, *recipe.data.eval):
+        try:
+            if not source.path.startswith("hf:") or Path(source.path[3:]).is_dir():
+                resolve(source)
+            elif importlib.util.find_spec("datasets") is None:
+                found.append(f"{source.path} needs the package datasets: pip install 'retrofox[data]'")
+        except (ValueError, OSError) as error:
+            found.append(str(error))
+    name = recipe.data.tokenizer or recipe.model
+    try:
+        tokenizer = load_tokenizer(name)
+    except (ValueError, OSError) as error:
+        return [*found, str(error)]
+    if tokenizer is None:
+        found.append(f"{name} has no tokenizer: set data.tokenizer to a Hub id or directory that has one")
+    elif vocabulary is not None and len(tokenizer) > vocabulary:
+        found.append(
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocabulary}: "
+            "set data.tokenizer to the model's own"
+        )
+    return found

@@ -64,6 +64,13 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("fox.rop=drop", ["fox", "did you mean 'rope'"]),
         ("fox.rope=dropp", ["fox", "drop"]),
         ("fox.half_life=5", ["fox", "wrong type"]),
+        ("fox=3", ["fox: a mapping such as {rope", "got 3"]),
+        ("fox.max_wavelength=far", ["fox: max_wavelength has the wrong type: 'far'"]),
+        ("fox.layer_max_wavelength=3", ["fox: layer_max_wavelength has the wrong type: 3"]),
+        ("seed=-1", ["seed", "greater than or equal to 0"]),
+        ("lora={targets: []}", ["lora.targets", "at least 1 item"]),
+        ("stages.0.trainable=[]", ["stages.0.trainable", "at least 1 item"]),
+        ("stages.0.sequence_length=1", ["stages.0.sequence_length", "greater than or equal to 2"]),
         ("stages.0.objective=aline", ["'aline'", "'align'"]),
         ("stages.0.gradient_checkpointing=ful", ["stages.0.gradient_checkpointing", "'full'"]),
         ("stages.0.tokens=-5", ["stages.0.tokens", "greater than 0"]),
@@ -92,7 +99,7 @@ def test_bad_overrides_say_what_was_given_and_what_is_allowed(recipe_file, overr
 
 def test_file_is_named_in_the_error(recipe_file, tmp_path):
     recipe_file.write_text(MINIMAL + "sede: 3\n")
-    with pytest.raises(ValueError, match=r"recipe\.yaml: sede: unknown key, given 3; did you mean 'seed'"):
+    with pytest.raises(ValueError, match=r"recipe\.yaml: sede: unknown key, given 3 \(did you mean 'seed'\?\)\. Known"):
         load_recipe(recipe_file)
     recipe_file.write_text(MINIMAL + "seed: 1\nseed: 2\n")
     with pytest.raises(ValueError, match="key 'seed' given twice"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,14 +11,18 @@ import torch
 from retrofox.config import load_recipe, validate
 from retrofox.objectives import OBJECTIVES
 from retrofox.plan import plan
+from retrofox.train_claim import claim_output
 from retrofox.train_flops import flops_per_token
 from retrofox.train_memory import memory
 
 RECIPES = Path(__file__).parent.parent / "recipes"
+NO_WAIT = {"wait_for_everyone": lambda: None}
 
 
 @pytest.fixture
 def make_recipe(pico_checkpoint, tmp_path):
+    (tmp_path / "books.txt").write_text("the fox forgets the gate")
+
     def build(**values):
         stage = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 128, "micro_batch": 2}
         return validate(
@@ -25,7 +30,7 @@ def make_recipe(pico_checkpoint, tmp_path):
                 "model": str(pico_checkpoint),
                 "fox": {"half_life": [2, 200], "max_wavelength": 40},
                 "output": str(tmp_path / "out"),
-                "data": {"train": ["books.txt"]},
+                "data": {"train": [str(tmp_path / "books.txt")]},
                 "stages": [stage],
                 "precision": "fp32",
                 **values,
@@ -42,7 +47,7 @@ def test_counts_are_the_models(make_recipe, pico_fox):
     assert report["parameters_added"] == 2 * 4 * (32 + 1)
     stage = report["stages"][0]
     assert sum(group["parameters"] for group in stage["groups"]) == report["parameters"]
-    assert stage["steps"] == 8
+    assert (stage["steps"], stage["tokens"], stage["tokens_asked"]) == (8, 1024, 1000)
     assert stage["fits"]
     assert stage["longest_sequence"] > 64
     assert report["refusals"] == []
@@ -89,7 +94,8 @@ def test_adapters_are_planned_as_adapters(make_recipe):
     rank_two = 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))  # two layers: q, o; k, v; the MLP
     assert trained == rank_two + report["parameters_added"]
     assert stage["memory_gb"]["optimizer"] < full["memory_gb"]["optimizer"]
-    assert stage["frozen_parameters"] >= report["parameters"] - report["parameters_added"]
+    assert stage["adapter_parameters"] == rank_two
+    assert stage["frozen_parameters"] == report["parameters"] - report["parameters_added"]
 
 
 def test_flops_follow_the_textbook(pico_llama, make_recipe):
@@ -116,10 +122,36 @@ def test_measured_steps_are_real(make_recipe, capsys):
     assert "measured" in shown
     assert "gate_bias" in shown
     assert measured["measured"]["tokens_per_second"] > 0
-    assert measured["hours"] == pytest.approx(1000 / measured["measured"]["tokens_per_second"] / 3600)
+    assert measured["hours"] == pytest.approx(1024 / measured["measured"]["tokens_per_second"] / 3600)
+
+
+def test_what_training_would_find_missing_is_refused(make_recipe, tmp_path, monkeypatch):
+    def refusals(**values):
+        return plan(make_recipe(**values))["refusals"]
+
+    data = {"train": [str(tmp_path / "nowhere.txt")], "eval": [str(tmp_path / "*.none")], "tokenizer": str(tmp_path)}
+    found = refusals(data=data)
+    assert [text.split(":")[0] for text in found[:2]] == [
+        f"no data at {tmp_path / 'nowhere.txt'}",
+        f"no file matches {tmp_path / '*.none'}",
+    ]
+    assert len(found) == 3
+    assert "tokenizer" in found[2]
+    (found,) = refusals(output=str(tmp_path / "books.txt" / "run"))
+    assert "can't write to" in found
+    claim_output(tmp_path / "out", make_recipe(), SimpleNamespace(num_processes=1, is_main_process=True, **NO_WAIT))
+    assert refusals() == []
+    (found,) = refusals(seed=1)
+    assert "holds another run: seed differ" in found
+    monkeypatch.setattr("retrofox.plan.free_bytes", lambda out: 1000.0)
+    (found,) = refusals()
+    assert "free and a checkpoint takes" in found
 
 
 @pytest.mark.parametrize("name", ["smollm2-partial", "smollm2-control", "smollm2-lora", "smollm2-three-stages"])
-def test_shipped_recipes_can_be_planned(name, pico_checkpoint):
-    report = plan(load_recipe(RECIPES / f"{name}.yaml", [f"model={pico_checkpoint}", "stages.0.sequence_length=64"]))
+def test_shipped_recipes_can_be_planned(name, pico_checkpoint, tmp_path):
+    (tmp_path / "books.txt").write_text("the fox forgets the gate")
+    changes = [f"data.{part}=[{tmp_path / 'books.txt'}]" for part in ("train", "eval")]
+    changes += [f"model={pico_checkpoint}", "stages.0.sequence_length=64"]
+    report = plan(load_recipe(RECIPES / f"{name}.yaml", changes))
     assert report["refusals"] == []

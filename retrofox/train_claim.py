@@ -1,0 +1,78 @@
+"""OUTPUT belongs to one recipe: what was begun there is gone on with, or refused where it was another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import retrofox
+from retrofox import checkpoint
+from retrofox.config import Recipe, dump
+from retrofox.data_files import write_whole
+from retrofox.train_groups import accumulation
+
+FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers", "deterministic")
+FREE_IN_DATA = ("cache", "workers")
+FREE_IN_STAGE = ("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor")
+
+
+def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
+    """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage.
+
+    Raises:
+        ValueError: OUTPUT holds another run or can't be written to; batch_tokens don't divide among the devices.
+    """
+    file = out / "recipe.yaml"
+    batches = batches_of(out, recipe)
+    begun = batches is not None
+    if batches is None:
+        batches = [
+            stage.batch_tokens or stage.sequence_length * stage.micro_batch * state.num_processes
+            for stage in recipe.stages
+        ]
+        checkpoint.check_writable(out, 0)
+    for stage, batch_tokens in zip(recipe.stages, batches, strict=True):
+        accumulation(stage, batch_tokens, state.num_processes)
+    state.wait_for_everyone()
+    if state.is_main_process and not begun:
+        values = {"retrofox": retrofox.__version__, "batch_tokens": batches, "recipe": yaml.safe_load(dump(recipe))}
+        write_whole(file, yaml.safe_dump(values, sort_keys=False).encode())
+    state.wait_for_everyone()
+    return batches
+
+
+def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
+    """Tokens per optimizer step of each stage of the run begun in OUTPUT; None where none was.
+
+    Raises:
+        ValueError: it is another recipe's run, or OUTPUT/recipe.yaml is damaged.
+    """
+    file = out / "recipe.yaml"
+    if not file.is_file():
+        return None
+    try:
+        kept = yaml.safe_load(file.read_text(encoding="utf-8"))
+        changed = _changes(kept["recipe"], yaml.safe_load(dump(recipe)))
+        batches = [int(tokens) for tokens in kept["batch_tokens"]]
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is damaged: delete it to go on with the recipe given, or choose another `output`"
+        ) from error
+    if changed:
+        raise ValueError(
+            f"{out} holds another run: {', '.join(changed)} differ from {file}. Choose another `output`, or delete it"
+        )
+    return batches
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Keys whose change would make a resumed run another run."""
+    old, new = ({**r, "data": {k: v for k, v in r["data"].items() if k not in FREE_IN_DATA}} for r in (old, new))
+    found = [key for key in new if key not in (*FREE_TO_CHANGE, "stages") and old.get(key) != new[key]]
+    if len(old["stages"]) != len(new["stages"]):
+        return [*found, "stages"]
+    for number, (before, after) in enumerate(zip(old["stages"], new["stages"], strict=True)):
+        found += [f"stages.{number}.{k}" for k in after if k not in FREE_IN_STAGE and before.get(k) != after[k]]
+    return found
