@@ -223,7 +223,7 @@ class LoraConfig(Section):
     alpha: float = Field(default=32.0, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
-        "all-linear", description="module names; all-linear: all but gates"
+        default="all-linear", description="module names; all-linear: all but gates"
     )
     dora: bool = False
     quantize: Literal["nf4"] | None = Field(default=None, description="QLoRA: 4-bit base (needs bitsandbytes, a GPU)")
