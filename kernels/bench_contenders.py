@@ -148,20 +148,24 @@ def setups(official_path: str | None, names: set[str]) -> dict[str, Callable]:
 
 
 def decoding(p: Decode):
-    """Return (one decoding step, the bytes it has to read): K, V and both floats of c over the live cache."""
+    """Return (one decoding step, the bytes it has to read, what of the cache is live): K, V and both floats of c.
+
+    With pruning, a bound on the norms of the keys is kept beside the cache, as c is.
+    """
     from fox_kernels import cumsum, decode
 
     q = torch.randn(p.batch, 1, p.H, p.D, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(p.batch, p.T, p.Hkv, p.D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     log_f = draw_gates(p.gates, p.batch, p.T, p.H)
     c = cumsum.cumulative(log_f)
-    prune = None if p.gates == "open" else -10.0
+    options: dict = {"scale": p.D**-0.5}
     live = p.batch * p.Hkv * p.T
-    if prune is not None:
-        live -= int(decode.skip_before(q, k, *c, p.D**-0.5, None, prune).sum())
+    if p.gates != "open":
+        options |= {"prune": -10.0, "k_bound": decode.key_bound(k)}
+        live -= int(decode.first_kept_torch(q, k, *c, **options).sum())
     per_key = 2 * p.D * 2 + 2 * 4 * (p.H // p.Hkv)
 
     def step():
-        return decode.launch_decode(q, k, v, *c, scale=p.D**-0.5, prune=prune)
+        return decode.launch_decode(q, k, v, *c, **options)
 
     return step, live * per_key, live / (p.batch * p.Hkv * p.T)

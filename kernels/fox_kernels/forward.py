@@ -150,9 +150,9 @@ def forward_kernel(
             c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l,
             acc0, acc1, False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
 
-    seen = l > 0
-    l = tl.where(seen, l, 1.0)
-    lse = tl.where(seen, (m + shift) + tl.log2(l) + offset, float("-inf"))
+    empty = l == 0  # NaN isn't
+    l = tl.where(empty, 1.0, l)
+    lse = tl.where(empty, float("-inf"), (m + shift) + tl.log2(l) + offset)
     rows = m0 + offs_m < T
     tl.store(lse_ptr + bh * T + m0 + offs_m, lse, mask=rows)
     at = ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))

@@ -7,6 +7,7 @@ Needs Triton, real or interpreted, at import.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -86,12 +87,48 @@ def check_pruned_decoding(device: str, S: int, D: int) -> None:
     assert first.min() > S // 2
     for sink, start in ((0, None), (70, torch.tensor([3, S - 5], dtype=torch.int32, device=device))):
         exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f, seq_start=start, sink=sink)
-        poisoned = k.clone()
-        poisoned[:, 80 : int(first.min())] = float("nan")
-        o, _ = launch_decode(
-            q, poisoned, v, hi, lo, scale=D**-0.5, seq_start=start, sink=sink, prune=log_eps, first=first
-        )
-        assert (o - exact).abs().max() <= 2 * math.exp(log_eps) * v.abs().max()
+        for end, given in ((int(first.min()), {"first": first}), (S // 4, {"k_bound": decode.key_bound(k)})):
+            poisoned = k.clone()
+            poisoned[:, 80:end] = float("nan")
+            o, _ = launch_decode(
+                q, poisoned, v, hi, lo, scale=D**-0.5, seq_start=start, sink=sink, prune=log_eps, **given
+            )
+            assert (o - exact).abs().max() <= 2 * math.exp(log_eps) * v.abs().max()
+
+
+def check_search(device: str, S: int) -> None:
+    """With a bound on the keys' norms, decoding reads all but the blocks of 64 keys that the rule of pruning allows."""
+    torch.manual_seed(0)
+    T, H, Hkv, D, log_eps = 2, 6, 2, 32, -4.0
+    q, k, v = (torch.randn(1, n, heads, D, device=device) for n, heads in ((T, H), (S, Hkv), (S, Hkv)))
+    log_f = 4 * gates("short", 1, S, H, device=device)
+    hi, lo = cumsum.cumulative(log_f)
+    options = {"scale": D**-0.5, "prune": log_eps, "k_bound": decode.key_bound(k)}
+    first = decode.first_kept_torch(q, k, hi, lo, **options)[0]
+    assert first.min() > 64
+    for h in range(Hkv):
+        for key, read in ((int(first[h]) - 1, False), (int(first[h]), True)):
+            poisoned = k.clone()
+            poisoned[0, key, h] = float("nan")
+            o, _ = launch_decode(q, poisoned, v, hi, lo, **options)
+            assert bool(o.isnan().any()) == read
+
+
+def check_nan(device: str, backend: str = "triton") -> None:
+    """NaN in a gate reaches what comes after it, o and lse, of its own head only; in decoding too."""
+    torch.manual_seed(0)
+    dtype = torch.float16 if backend == "gluon" else torch.float32
+    for T, S in ((100, 100), (1, 300)):
+        inputs, _, _ = draw(Case(B=1, T=T, S=S, H=2, Hkv=2, D=64, dtype=dtype), device)
+        inputs[3] = inputs[3].detach().clone()
+        inputs[3][:, S - 9, 0] = float("nan")
+        with warnings.catch_warnings():  # the interpreter takes maxima by numpy, which warns of rows of nothing but NaN
+            warnings.simplefilter("ignore", RuntimeWarning)
+            o, lse = forgetting_attention(*[x.detach() for x in inputs], return_lse=True, backend=backend)
+        for x in (o[0].isnan().any(-1), lse[0].isnan()):
+            assert x[max(0, T - 9) :, 0].all()
+            assert not x[: max(0, T - 9), 0].any()
+            assert not x[:, 1].any()
 
 
 def check_helpers(device: str, S: int) -> None:

@@ -38,7 +38,10 @@ FEATURES = {
     "strided": {"layout": "packed"},
     "last stride": {"layout": "last", "options": {"scale": -0.1}},
 }
-CHECKS = ("merging", "decoding", "pruned_decoding", "helpers", "pruning", "operator", "one_gradient", "copies_by_tma")
+CHECKS = (
+    "merging", "decoding", "pruned_decoding", "search", "helpers", "pruning", "operator", "one_gradient", "nan",
+    "copies_by_tma",
+)  # fmt: skip
 EXAMPLES = 24
 
 
@@ -81,6 +84,7 @@ def run_all() -> dict[str, list[str]]:
         "decoding": (260, torch.float32, 1e-5),
         "helpers": (70,),
         "pruned_decoding": (400, 16),
+        "search": (700,),
         "pruning": (160, 16, -4.0),
     }
     for check in CHECKS:
