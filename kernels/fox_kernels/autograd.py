@@ -6,12 +6,15 @@ with a fake and a gradient wherever something watches or rewrites operators, so 
 
 The residual is what rounding o to 16 bits lost, kept for the backward by the Triton kernels: with saturated gates the
 gradients are differences of do.v and do.o that agree in more digits than o has. The bounds are what pruning leaves out,
-searched once for both passes. Each is empty where nothing needs it. Torch's machinery for operators written in Python
-costs the host more than 0.1 ms a call, as much as a short problem takes: hence the two ways in.
+searched once for both passes. Each is empty, or None in eager mode, where nothing needs it. Torch's machinery for
+operators written in Python costs the host more than 0.1 ms a call, as much as a short problem takes: hence the two ways
+in.
 
 No value is read back to the host, so both can be captured in a CUDA graph.
 """
 
+import contextlib
+import functools
 import math
 from typing import Any
 
@@ -27,6 +30,7 @@ from .forward import launch_forward, unit_last
 LN_2 = math.log(2)
 
 
+@functools.cache
 def _launchers(backend: str):
     if backend == "gluon":
         from . import hopper_backward, hopper_forward
@@ -35,20 +39,28 @@ def _launchers(backend: str):
     return launch_forward, launch_backward
 
 
-def _kept(q: Tensor, backend: str, for_backward: bool, log_eps: float | None) -> tuple[Tensor, Tensor]:
-    """Return room for the residual and the pruning bounds that the backward will want; empty where it wants none."""
-    rounded = for_backward and q.element_size() == 2
+def _kept(q: Tensor, for_backward: bool, log_eps: float | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return room for the residual and the pruning bounds that the backward will want; None where it wants none."""
     B, T, H, _ = q.shape
-    residual = q.new_empty(q.shape if rounded else (0,))
-    tiles = (B, H, -(-T // prune.BLOCK_M)) if for_backward and log_eps is not None else (0,)
-    return residual, q.new_empty(tiles, dtype=torch.int32)
+    residual, bounds = None, None
+    if for_backward and q.element_size() == 2:
+        residual = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if for_backward and log_eps is not None:
+        bounds = torch.empty(B, H, -(-T // prune.BLOCK_M), dtype=torch.int32, device=q.device)
+    return residual, bounds
+
+
+def _on_device(q: Tensor):
+    """Return a context in which q's device is the current one: Triton launches there."""
+    if q.device.type != "cuda" or q.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(q.device)
 
 
 def _attend(
     q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, log_eps, backend, for_backward, deterministic
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with torch.cuda.device_of(q):  # Triton launches on the current device, which need not be the tensors'
-        c_hi, c_lo = cumsum.cumulative(log_f)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    with _on_device(q):
         options: dict[str, Any] = {
             "scale": scale,
             "seq_start": seq_start,
@@ -57,12 +69,16 @@ def _attend(
             "softcap": softcap,
             "prune": log_eps,
         }
-        residual, bounds = _kept(q, backend, for_backward, log_eps)
+        residual, bounds = _kept(q, for_backward, log_eps)
         if cu_seqlens is None and not for_backward and decode.pays(q, k):
+            c_hi, c_lo = cumsum.cumulative(log_f)
             return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, residual, bounds
-        if residual.numel():
+        if backend == "gluon":
+            options["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
+        c_hi, c_lo = cumsum.cumulative(log_f, options.get("counter"))
+        if residual is not None:
             options["residual"] = residual
-        if bounds.numel():
+        if bounds is not None:
             q, k = unit_last(q), unit_last(k)
             options["bounds"] = prune.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, out=bounds)
         launch, _ = _launchers(backend)
@@ -73,18 +89,24 @@ def _differentiate(
     do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual, bounds, scale, cu_seqlens, seq_start, window, sink,
     softcap, log_eps, backend, deterministic,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    with torch.cuda.device_of(q):
+    with _on_device(q):
         _, launch = _launchers(backend)
-        extra: dict[str, Any] = {"residual": residual} if residual.numel() else {}
-        if bounds.numel():
-            extra["bounds"] = bounds
+        extra: dict[str, Any] = {}
         if backend == "gluon":  # the Triton backward is deterministic, whatever is asked for
             extra["deterministic"] = deterministic
         dq, dk, dv, dc = launch(
             do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start,
-            window=window, sink=sink, softcap=softcap, prune=log_eps, **extra,
+            window=window, sink=sink, softcap=softcap, prune=log_eps, residual=residual, bounds=bounds, **extra,
         )  # fmt: skip
         return dq, dk, dv, cumsum.gate_gradient(dc, log_f)
+
+
+def _tensors(q: Tensor, residual: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what is kept as an operator's outputs, which must be tensors: empty for None."""
+    return (
+        q.new_empty(0) if residual is None else residual,
+        q.new_empty(0, dtype=torch.int32) if bounds is None else bounds,
+    )
 
 
 @torch.library.custom_op("fox_kernels::attention", mutates_args=())
@@ -104,9 +126,11 @@ def attention(
     for_backward: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _attend(
+    *output, residual, bounds = _attend(
         q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, for_backward, deterministic
     )
+    o, lse2, c_hi, c_lo = output
+    return o, lse2, c_hi, c_lo, *_tensors(q, residual, bounds)
 
 
 @attention.register_fake
@@ -114,7 +138,7 @@ def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune
     (B, T, H, D), S = q.shape, k.shape[1]
     o = q.new_empty(B, T, H, D)
     lse2, c_hi, c_lo = (q.new_empty(B, H, n, dtype=torch.float32) for n in (T, S, S))
-    return o, lse2, c_hi, c_lo, *_kept(q, backend, for_backward, prune)
+    return o, lse2, c_hi, c_lo, *_tensors(q, *_kept(q, for_backward, prune))
 
 
 @torch.library.custom_op("fox_kernels::attention_backward", mutates_args=())
@@ -142,8 +166,9 @@ def attention_backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _differentiate(
-        do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual, bounds, scale, cu_seqlens, seq_start, window, sink,
-        softcap, prune, backend, deterministic,
+        do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual if residual.numel() else None,
+        bounds if bounds.numel() else None, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend,
+        deterministic,
     )  # fmt: skip
 
 

@@ -35,8 +35,10 @@ def clamped(x, floor):
 # In both, a program sums up what lies beyond its own block before it scans that: reading the row again and again costs
 # less than waiting for the programs before it.
 @triton.jit(do_not_specialize=["S"])
-def cumulative_kernel(x_ptr, hi_ptr, lo_ptr, sx_b, sx_s, sx_h, S, H, floor, BLOCK: tl.constexpr):
+def cumulative_kernel(x_ptr, hi_ptr, lo_ptr, counter_ptr, sx_b, sx_s, sx_h, S, H, floor, BLOCK: tl.constexpr):
     bh = tl.program_id(0).to(tl.int64)
+    if counter_ptr is not None:
+        tl.store(counter_ptr, 0, mask=tl.program_id(0) + tl.program_id(1) == 0)
     first = tl.program_id(1) * BLOCK
     offs = tl.arange(0, BLOCK)
     x_ptr += (bh // H) * sx_b + (bh % H) * sx_h
@@ -102,13 +104,16 @@ def cumulative_torch(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return hi, (c - hi).to(torch.float32)
 
 
-def cumulative(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (hi, lo), each (B, H, S) float32, with hi + lo = log2(e) * cumsum of log_f (B, S, H) over S."""
+def cumulative(log_f: torch.Tensor, counter: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (hi, lo), each (B, H, S) float32, with hi + lo = log2(e) * cumsum of log_f (B, S, H) over S.
+
+    A counter (1,) int32 is set to 0 on the way, for a kernel that comes after this one.
+    """
     B, S, H = log_f.shape
     hi, lo = (torch.empty(B, H, S, dtype=torch.float32, device=log_f.device) for _ in range(2))
     if log_f.numel():
         block, warps = block_for(S)
-        arguments = (log_f, hi, lo, *log_f.stride(), S, H, LOG_F_MIN)
+        arguments = (log_f, hi, lo, counter, *log_f.stride(), S, H, LOG_F_MIN)
         launch(cumulative_kernel, (B * H, cdiv(S, block)), arguments, (block,), warps=warps)
     return hi, lo
 

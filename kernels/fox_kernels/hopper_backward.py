@@ -7,7 +7,18 @@ from typing import NamedTuple
 
 import torch
 
-from .hopper_forward import Blocks, blocks_of, copyable, heads_per_group, launch, processors, unsupported, visible_from
+from .hopper_forward import (
+    Blocks,
+    Launch,
+    alignment,
+    blocks_of,
+    copyable,
+    heads_per_group,
+    processors,
+    remembered,
+    unsupported,
+    visible_from,
+)
 
 
 class Cut(NamedTuple):
@@ -41,6 +52,58 @@ def heads_together(bytes_per_head: int, ordered: bool) -> int:
     return max(16, heads_per_group(bytes_per_head * 2 // 3)) if ordered else heads_per_group(bytes_per_head)
 
 
+class Plan(NamedTuple):
+    """What of a backward doesn't change from one call to another with tensors of the same kind."""
+
+    ranges: Launch
+    prepare: Launch
+    main: Launch
+    finish: Launch
+    copies: tuple[bool, ...]  # of q, k, v, do: TMA can't read them in place
+    sizes: tuple[int, int, int]  # key tiles, query tiles, rows of all query tiles of a head
+    group: int
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def plan_backward(
+    q, k, v, do, started: bool, pruned: bool, sink: int, deterministic: bool, exact_sums: bool, group: int | None,
+    cut: Cut,
+) -> Plan:  # fmt: skip
+    """Return how to launch the four kernels of a backward."""
+    from .hopper_backward_kernel import fox_backward
+    from .hopper_backward_steps import finish_kernel, prepare_kernel, query_ranges_kernel
+    from .prune import BLOCK_M
+
+    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    num_n, tiles, found = -(-S // KEYS), -(-T // cut.queries), -(-T // BLOCK_M)
+    rows = tiles * cut.queries
+    given, (q, k, v, do) = (q, k, v, do), (copyable(q), copyable(k), copyable(v), copyable(do))
+    blocks = [
+        blocks_of(q, cut.queries, D), blocks_of(k, 64, D), blocks_of(v, 64, D), blocks_of(do, cut.queries, D),
+        Blocks(q, [B * H * rows, D], [D, 1], [64, D // 2 if cut.queries == 64 else D]),
+        *[blocks_of(x if x.is_contiguous() else x.contiguous(), 64, D) for x in (k, v)],
+    ]  # fmt: skip
+    constants = (
+        started, pruned, sink, D, cut.queries, cut.stages, cut.key_slots, min(H // Hkv, cut.heads), deterministic,
+        cut.registers, cut.helper_registers, cut.generations, exact_sums,
+    )  # fmt: skip
+    # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
+    zero = not deterministic or started
+    steps = rows // 64 * B * H
+    ranges = (started, 1 << (found - 1).bit_length(), cut.queries // BLOCK_M, BLOCK_M, KEYS)
+    return Plan(
+        Launch(query_ranges_kernel, B * H, ranges),
+        Launch(prepare_kernel, steps, (D, 64, zero)),
+        Launch(fox_backward, min(num_n * B * Hkv, processors(q.device)), constants, blocks),
+        Launch(finish_kernel, steps, (D, 64)),
+        tuple(x is not y for x, y in zip(given, (q, k, v, do), strict=True)),
+        (num_n, tiles, rows),
+        heads_together(8 * T * D * (H // Hkv), deterministic) if group is None else group,
+    )
+
+
 def launch_backward(
     do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0,
     softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, residual=None, bounds=None,
@@ -55,89 +118,64 @@ def launch_backward(
     plain Triton backward. Raises ValueError for what `hopper_forward.unsupported` names.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    options = {
-        "scale": scale, "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink,
-        "softcap": softcap, "prune": prune, "q_offset": q_offset, "c_offset": c_offset, "causal": causal,
-    }  # fmt: skip
-    reason = unsupported(q, k, v, **options)
-    if reason is not None:
-        raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
-    if D not in CUTS:
-        from . import backward
+    started = cu_seqlens is not None or seq_start is not None or window is not None
+    key = (
+        q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
+        None if dlse2 is None else (dlse2.stride(), dlse2.dtype), residual is None, q.dtype, q.device,
+        alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, prune is None, scale > 0, window is None,
+        sink, softcap, q_offset, c_offset is None, causal, deterministic, exact_sums, group, cut,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        options = {
+            "scale": scale, "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink,
+            "softcap": softcap, "prune": prune, "q_offset": q_offset, "c_offset": c_offset, "causal": causal,
+        }  # fmt: skip
+        reason = unsupported(q, k, v, **options)
+        if reason is not None:
+            raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
+        if D not in CUTS:
+            from . import backward
 
-        return backward.launch_backward(
-            do, dlse2, q, k, v, o, lse2, c_hi, c_lo, residual=residual, bounds=bounds, **options
-        )
-    from .hopper_backward_kernel import fox_backward
-    from .hopper_backward_steps import finish_kernel, prepare_kernel, query_ranges_kernel
-
-    if cut is None:
-        cut = CUTS[D]
-    if exact_sums is None:
-        exact_sums = deterministic and S >= EXACT_FROM
-    heads = min(H // Hkv, cut.heads)
-    device, num_n, tiles = q.device, -(-S // KEYS), -(-T // cut.queries)
-    rows = tiles * cut.queries
-    q, k, v, do = copyable(q), copyable(k), copyable(v), copyable(do)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+            return backward.launch_backward(
+                do, dlse2, q, k, v, o, lse2, c_hi, c_lo, residual=residual, bounds=bounds, **options
+            )
+        exact = deterministic and S >= EXACT_FROM if exact_sums is None else exact_sums
+        plan = remembered(_plans, key, plan_backward(
+            q, k, v, do, started, prune is not None, sink, deterministic, exact, group, cut or CUTS[D]
+        ))  # fmt: skip
+    num_n, tiles, rows = plan.sizes
+    if any(plan.copies):
+        q, k, v, do = (x.contiguous() if copy else x for x, copy in zip((q, k, v, do), plan.copies, strict=True))
+    device = q.device
+    dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v)]
     dc = torch.empty(B, H, S, dtype=torch.float32, device=device)
     sums = torch.empty(B * H * rows, D, dtype=torch.float32, device=device)
-    delta, row_sum = torch.empty(2, B, H, rows, dtype=torch.float32, device=device)
+    delta, row_sum = torch.empty(2, B, H, rows, dtype=torch.float32, device=device).unbind()
     ticket = torch.empty(B * H * tiles + 1, dtype=torch.int32, device=device)  # the last one counts key tiles
-    counter = ticket[-1:]
-    start = visible_from(B, S, cu_seqlens, seq_start, window, device)
-    end = None
-    if start is not None:
+    start, end = None, None
+    if started:
+        start = visible_from(B, S, cu_seqlens, seq_start, window, device)
         # the first query that no longer sees key j = how many queries see from j or earlier; start never falls
         keys = torch.arange(S, device=device, dtype=torch.int32).expand(B, S).contiguous()
         end = torch.searchsorted(start, keys, right=True, out_int32=True)
-    tile_lo = tile_hi = None
-    with torch.cuda.device(device):
-        if prune is not None:
-            from .prune import BLOCK_M, loop_bounds
+    tile_lo, tile_hi = ticket, ticket
+    if prune is not None:
+        from .prune import loop_bounds
 
-            first = loop_bounds(q, k, c_hi, c_lo, scale, None, prune) if bounds is None else bounds
-            found = first.shape[-1]
-            tile_lo = torch.empty(B, H, tiles, dtype=torch.int32, device=device)
-            tile_hi = torch.empty(B, H, num_n, dtype=torch.int32, device=device)
-            launch(
-                query_ranges_kernel,
-                B * H,
-                [first, ticket if start is None else start, tile_lo, tile_hi, T, S, H, found, tiles, num_n],
-                (start is not None, 1 << (found - 1).bit_length(), cut.queries // BLOCK_M, BLOCK_M, KEYS),
-            )
-        # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
-        zero = not deterministic or start is not None
-        launch(
-            prepare_kernel,
-            rows // 64 * B * H,
-            [
-                o, do, residual, dlse2, delta, sums, row_sum, ticket, *o.stride()[:3], *do.stride()[:3],
-                *(dlse2.stride() if dlse2 is not None else (0, 0, 0)), T, H, rows, B * H * tiles,
-            ],
-            (D, 64, zero),
-        )  # fmt: skip
-        if group is None:
-            group = heads_together(8 * T * D * (H // Hkv), deterministic)
-        none = ticket
-        arguments = [
-            blocks_of(q, cut.queries, D), blocks_of(k, 64, D), blocks_of(v, 64, D), blocks_of(do, cut.queries, D),
-            Blocks(sums, [B * H * rows, D], [D, 1], [64, D // 2 if cut.queries == 64 else D]),
-            blocks_of(dk, 64, D), blocks_of(dv, 64, D),
-            c_hi, c_lo, lse2, delta, dc, row_sum, ticket, counter, none if start is None else start,
-            none if end is None else end,
-            none if tile_hi is None else tile_hi, none if tile_lo is None else tile_lo,
-            scale, T, rows, S, H, H // Hkv, num_n, B * Hkv, group,
-        ]  # fmt: skip
-        constants = (
-            start is not None, prune is not None, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
-            cut.registers, cut.helper_registers, cut.generations, exact_sums,
-        )  # fmt: skip
-        launch(fox_backward, min(num_n * B * Hkv, processors(device)), arguments, constants)
-        launch(
-            finish_kernel,
-            rows // 64 * B * H,
-            [sums, dq, row_sum, dc, *dq.stride()[:3], scale, T, S, H, rows],
-            (D, 64),
-        )
+        first = loop_bounds(q, k, c_hi, c_lo, scale, None, prune) if bounds is None else bounds
+        tile_lo = torch.empty(B, H, tiles, dtype=torch.int32, device=device)
+        tile_hi = torch.empty(B, H, num_n, dtype=torch.int32, device=device)
+        found = first.shape[-1]
+        plan.ranges((), (first, ticket if start is None else start, tile_lo, tile_hi, T, S, H, found, tiles, num_n))
+    plan.prepare((), (
+        o, do, residual, dlse2, delta, sums, row_sum, ticket, *o.stride()[:3], *do.stride()[:3],
+        *((0, 0, 0) if dlse2 is None else dlse2.stride()), T, H, rows, B * H * tiles,
+    ))  # fmt: skip
+    plan.main((q, k, v, do, sums, dk, dv), (
+        c_hi, c_lo, lse2, delta, dc, row_sum, ticket, ticket[-1:], ticket if start is None else start,
+        ticket if end is None else end, tile_hi, tile_lo, float(scale), T, rows, S, H, H // Hkv, num_n, B * Hkv,
+        plan.group,
+    ))  # fmt: skip
+    plan.finish((), (sums, dq, row_sum, dc, *dq.stride()[:3], float(scale), T, S, H, rows))
     return dq, dk, dv, dc

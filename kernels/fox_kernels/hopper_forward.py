@@ -3,12 +3,14 @@
 import functools
 import importlib.metadata
 import math
+import operator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .chunked import document_starts
+from .launch import runner
 
 LOG2_E = math.log2(math.e)
 L2_BYTES = 24 << 20  # of the 50 MB: what one group of heads may keep there while its tiles are walked
@@ -111,13 +113,12 @@ def copyable(x: Tensor) -> Tensor:
 
 
 class Blocks(NamedTuple):
-    """A tensor to be copied by TMA in blocks; what a compiled kernel's launcher reads of a Gluon TensorDescriptor."""
+    """A tensor to be copied by TMA in blocks."""
 
     base: Tensor
     shape: list[int]
     strides: list[int]
     block: list[int]
-    padding: str = "zero"
 
     def descriptor(self):
         """Return the Gluon TensorDescriptor, which carries the shared memory layout that compiling needs."""
@@ -137,31 +138,37 @@ def blocks_of(x: Tensor, rows: int, columns: int) -> Blocks:
     return Blocks(x, list(x.shape), [*strides, 1], [1, rows, 1, columns])
 
 
-_compiled: dict = {}
+class Launch:
+    """A kernel of 4 warps as one kind of problem launches it; its first arguments are tensors copied by TMA.
 
-
-def _kind(x):
-    """Return what a kernel is specialised on in an argument."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, Blocks):
-        return x.base.dtype, *x.block
-    return (x == 1, x % 16 == 0, x.bit_length() > 31) if isinstance(x, int) else type(x)
-
-
-def launch(kernel, programs: int, arguments: list, constants: tuple) -> None:
-    """Run a Triton or Gluon kernel of 4 warps on `programs` programs, arguments in order, constants last.
-
-    Triton's own launcher spends 0.03 ms on a kernel and 0.1 ms and more on one with descriptors; here a kernel is
-    recognised by all that it can be specialised on.
+    The first call compiles it. Later ones cost the host a description of each of those tensors and the launch.
     """
-    key = (kernel, torch.cuda.current_device(), tuple(map(_kind, arguments)), constants)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        described = [x.descriptor() if isinstance(x, Blocks) else x for x in arguments]
-        _compiled[key] = kernel[(programs,)](*described, *constants, num_warps=4)
-    else:
-        compiled[(programs, 1, 1)](*arguments, *constants)
+
+    def __init__(self, kernel, programs: int, constants: tuple, blocks: list[Blocks] | None = None):
+        self.kernel, self.programs, self.constants, self.run = kernel, programs, constants, None
+        self.described = tuple([(x.shape, x.strides, x.block) for x in blocks or ()])
+
+    def __call__(self, copied: tuple, arguments: tuple) -> None:
+        if self.run is not None:
+            self.run((self.programs, 1, 1), copied, arguments)
+            return
+        blocks = [Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
+        compiled = self.kernel[(self.programs,)](*blocks, *arguments, *self.constants, num_warps=4)
+        self.run = runner(compiled, self.constants, self.described)
+
+
+def alignment(*tensors: Tensor | None) -> tuple:
+    """Return how far each address is from a multiple of 16 bytes, () if all are one."""
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    return tuple([x % 16 for x in addresses]) if functools.reduce(operator.or_, addresses) % 16 else ()
+
+
+def remembered(plans: dict, key: tuple, plan):
+    """Return plan, kept under key for later calls; lengths that never come back don't fill the memory."""
+    if len(plans) >= 4096:
+        plans.clear()
+    plans[key] = plan
+    return plan
 
 
 def visible_from(B: int, S: int, cu_seqlens, seq_start, window, device) -> Tensor | None:
@@ -179,60 +186,90 @@ def heads_per_group(bytes_per_head: int) -> int:
     return max(4, 1 << (L2_BYTES // bytes_per_head).bit_length() >> 1)
 
 
+class Plan(NamedTuple):
+    """What of a forward doesn't change from one call to another with tensors of the same kind."""
+
+    launch: Launch
+    copies: tuple[bool, ...]  # of q, k, v: TMA can't read them in place
+    numbers: tuple
+    rest: bool  # a second block of the head dim
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants: tuple) -> Plan:
+    """Return how to launch the forward; constants are (documents or window, pruned, sink, residual)."""
+    from .hopper_forward_kernel import fox_forward
+
+    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    if shape is None:
+        shape = SHORT[D] if D in SHORT and S <= SHORT_KEYS else SHAPES[D]
+    given, (q, k, v) = (q, k, v), (copyable(q), copyable(k), copyable(v))
+    tiles = -(-T // (64 * shape.consumers))
+    group = heads_per_group(2 * S * D * q.element_size()) * (H // Hkv)
+    o = q if q.is_contiguous() else q.contiguous()
+    copied = ((q, 64), (k, shape.keys), (v, shape.keys), (o, 64), (o, 64))
+    blocks = [blocks_of(x, rows, shape.columns) for x, rows in copied]
+    if shape.rest:
+        blocks += [blocks_of(x, rows, shape.rest) for x, rows in copied]
+    started, pruned, sink, residual = constants
+    launch = Launch(
+        fox_forward, min(tiles * B * H, processors(q.device)),
+        (
+            started, pruned, sink, shape.consumers, shape.keys, shape.columns, shape.rest, shape.stages,
+            shape.ping_pong, shape.bias_by_mma, residual, shape.registers,
+        ),
+        blocks,
+    )  # fmt: skip
+    copies = tuple(x is not y for x, y in zip(given, (q, k, v), strict=True))
+    return Plan(launch, copies, (T, S, H, H // Hkv, tiles, B * H, group), shape.rest > 0)
+
+
 def launch_forward(
     q, k, v, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None, prune=None,
-    q_offset=None, c_offset=None, causal=True, residual=None, bounds=None, shape: Shape | None = None,
+    q_offset=None, c_offset=None, causal=True, residual=None, bounds=None, counter=None, shape: Shape | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside, -inf for empty rows.
 
     q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others
     are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. residual, if given
-    (contiguous, like o), takes what rounding o lost; bounds is what `prune.loop_bounds` returns, if that is known.
-    Raises ValueError for what `unsupported` names.
+    (contiguous, like o), takes what rounding o lost; bounds is what `prune.loop_bounds` returns, if that is known;
+    counter is one int32 0, if there is one. Raises ValueError for what `unsupported` names.
     """
-    from .hopper_forward_kernel import fox_forward
-
-    reason = unsupported(
-        q,
-        k,
-        v,
-        scale=scale,
-        window=window,
-        sink=sink,
-        softcap=softcap,
-        q_offset=q_offset,
-        c_offset=c_offset,
-        causal=causal,
-    )
-    if reason is not None:
-        raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
-    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    if shape is None:
-        shape = SHORT[D] if D in SHORT and S <= SHORT_KEYS else SHAPES[D]
-    q, k, v = copyable(q), copyable(k), copyable(v)
-    o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
+    started = cu_seqlens is not None or seq_start is not None or window is not None
+    constants = (started, prune is not None or bounds is not None, sink, residual is not None)
+    key = (
+        q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, alignment(q, k, v, c_hi, c_lo),
+        constants, scale > 0, window is None, softcap, q_offset, c_offset is None, causal, shape,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        reason = unsupported(
+            q, k, v, scale=scale, window=window, sink=sink, softcap=softcap, q_offset=q_offset, c_offset=c_offset,
+            causal=causal,
+        )  # fmt: skip
+        if reason is not None:
+            raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
+        plan = remembered(_plans, key, plan_forward(q, k, v, shape, constants))
+    if any(plan.copies):
+        q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), plan.copies, strict=True))
+    B, T, H, _ = q.shape
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    start = visible_from(B, S, cu_seqlens, seq_start, window, q.device)
-    first = bounds
-    if prune is not None and first is None:
+    start = visible_from(B, k.shape[1], cu_seqlens, seq_start, window, q.device) if started else None
+    if prune is not None and bounds is None:
         from .prune import loop_bounds
 
-        first = loop_bounds(q, k, c_hi, c_lo, scale, None, prune)
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    tiles = -(-T // (64 * shape.consumers))
-    group = heads_per_group(2 * S * D * q.element_size()) * (H // Hkv)
-    copied = ((q, 64), (k, shape.keys), (v, shape.keys), (o, 64), (o if residual is None else residual, 64))
-    described = [blocks_of(x, rows, shape.columns) for x, rows in copied]
-    rest = [blocks_of(x, rows, shape.rest) if shape.rest else counter for x, rows in copied]
-    programs = min(tiles * B * H, processors(q.device))
-    with torch.cuda.device(q.device):
-        arguments = [
-            *described, *rest, c_hi, c_lo, lse2, counter if start is None else start,
-            counter if first is None else first, counter, scale * LOG2_E, T, S, H, H // Hkv, tiles, B * H, group,
-        ]  # fmt: skip
-        constants = (
-            start is not None, first is not None, sink, shape.consumers, shape.keys, shape.columns, shape.rest,
-            shape.stages, shape.ping_pong, shape.bias_by_mma, residual is not None, shape.registers,
-        )  # fmt: skip
-        launch(fox_forward, programs, arguments, constants)
+        bounds = loop_bounds(q, k, c_hi, c_lo, scale, None, prune)
+    if counter is None:
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    copied = (q, k, v, o, o if residual is None else residual)
+    plan.launch(
+        copied * 2 if plan.rest else copied,
+        (
+            *(() if plan.rest else (counter,) * 5), c_hi, c_lo, lse2, counter if start is None else start,
+            counter if bounds is None else bounds, counter, scale * LOG2_E, *plan.numbers,
+        ),
+    )  # fmt: skip
     return o, lse2

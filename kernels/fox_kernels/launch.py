@@ -6,13 +6,26 @@ them, which is longer than a short problem runs. Here a kernel is recognised by 
 
 # What a launched kernel is, Triton doesn't declare: pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
 
+from typing import NamedTuple
+
 import torch
 import triton
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tiles import capability
 
-_compiled: dict = {}
+_runners: dict = {}
+
+
+class Described(NamedTuple):
+    """What Triton's launcher reads of a TensorDescriptor, whose own checks cost more than the launch."""
+
+    base: torch.Tensor
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    padding: str = "zero"
 
 
 def of_tensor(x: torch.Tensor):
@@ -35,24 +48,72 @@ def of_other(x):
 KIND = {torch.Tensor: of_tensor, TensorDescriptor: of_descriptor, int: of_int}
 
 
+def runner(compiled, constants: tuple, described: tuple = ()):
+    """Return a function of (grid, copied, arguments) that runs a compiled kernel on the current device and stream.
+
+    copied are the kernel's first arguments, tensors to be copied by TMA; described has (shape, strides, block) of each,
+    as in a TensorDescriptor. Triton 3.6's own way to a launch passes through five Python calls and looks at all
+    arguments again; what it finds out is the same every time, unless somebody watches launches by its hooks.
+    """
+
+    def usual(grid, copied, arguments):
+        blocks = [Described(x, *how) for x, how in zip(copied, described, strict=True)]
+        compiled[grid](*blocks, *arguments, *constants)
+
+    launcher, hooks = compiled.run, knobs.runtime
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    known = triton.__version__.startswith("3.6.") and type(launcher).__name__ == "CudaLauncher"
+    if not known or launcher.global_scratch_size or launcher.profile_scratch_size or None in (enter, leave):
+        return usual
+    go, fills = launcher.launch, []
+    if described:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as NUMBER
+
+        go = go.__closure__[go.__code__.co_freevars.index("launcher")].cell_contents  # behind the wrapper for blocks
+        fill = triton.runtime.driver.active.utils.fill_tma_descriptor  # pyright: ignore[reportAttributeAccessIssue]
+        metas = compiled.metadata.tensordesc_meta or [None] * len(described)
+        for (shape, strides, _), meta in zip(described, metas, strict=True):
+            if meta is None or meta["fp4_padded"]:
+                return usual
+            how = (meta["swizzle"], meta["elem_size"], NUMBER[meta["elem_type"]], meta["block_size"])
+            fills.append(((*how, shape, strides, 0), (*shape, *strides)))
+    fixed = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+    fixed += (compiled.packed_metadata, None, None, None)
+    device = torch.cuda.current_device()
+
+    def run(grid, copied, arguments):
+        unwatched = hooks.launch_enter_hook is enter and hooks.launch_exit_hook is leave
+        if not unwatched or enter.calls or leave.calls:
+            usual(grid, copied, arguments)
+            return
+        blocks = []
+        for x, (how, sizes) in zip(copied, fills, strict=True):
+            blocks.append(fill(x.data_ptr(), *how))
+            blocks += sizes
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        go(*grid, stream, *fixed, *blocks, *pointers(arguments), *constants)
+
+    return run
+
+
 def launch(kernel, grid: tuple, arguments: tuple, constants: tuple, *, warps: int = 4, stages: int = 3) -> None:
     """Run a kernel on a grid of programs of the current device; arguments in order, constants last."""
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         kernel[grid](*arguments, *constants)
         return
-    key = (
-        kernel,
-        torch.cuda.current_device(),
-        tuple([KIND.get(type(x), of_other)(x) for x in arguments]),
-        constants,
-        warps,
-        stages,
-    )
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
+    kinds = tuple([KIND.get(type(x), of_other)(x) for x in arguments])
+    key = (id(kernel), torch.cuda.current_device(), kinds, constants, warps, stages)
+    run = _runners.get(key)
+    if run is None:
+        compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
+        _runners[key] = runner(compiled, constants)
     else:
-        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+        run((*grid, 1, 1)[:3], (), arguments)
+
+
+def pointers(arguments) -> list:
+    """Return arguments with addresses for tensors: Triton asks the driver about every tensor, about no address."""
+    return [x.data_ptr() if type(x) is torch.Tensor else x for x in arguments]
 
 
 def cdiv(n: int, size: int) -> int:

@@ -2,6 +2,8 @@
 
 # pyright: reportAttributeAccessIssue=false
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -26,6 +28,8 @@ class Kernel:
 
 
 class Compiled:
+    run = None  # of Triton's launchers, none
+
     def __init__(self, kernel):
         self.kernel = kernel
 
@@ -37,7 +41,7 @@ class Compiled:
 def kernel(monkeypatch):
     monkeypatch.setattr(triton, "JITFunction", Kernel)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "_runners", {})
     return Kernel()
 
 
@@ -48,8 +52,7 @@ def test_the_same_kind_of_problem_compiles_once(kernel):
     assert len(kernel.compiled) == 1
     assert kernel.compiled[0][2] == {"num_warps": 8, "num_stages": 2}
     assert [grid for grid, _ in kernel.ran] == [(200, 2, 1), (300, 2, 1)]
-    x, nothing, number, fraction, *constants = kernel.ran[1][1]
-    assert (len(x), nothing, number, fraction, constants) == (300, None, 301, 150.0, [True, 64])
+    assert kernel.ran[1][1][1:] == (None, 301, 150.0, True, 64)
 
 
 def test_what_triton_specialises_on_compiles_anew(kernel):
@@ -78,6 +81,53 @@ def test_a_dimension_of_size_1_gets_a_stride_that_tma_takes():
     assert (described.shape, described.block_shape) == ([1, 64, 1, 64], [1, 16, 1, 64])
     assert described.strides == [64, 64, 64, 1]
     assert launch.source(x, 16, False) is x
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the short way is taken with Triton 3.6 only")
+@pytest.mark.parametrize("rows", [(), (64, 128)])
+def test_the_short_way_hands_the_driver_what_triton_hands_it(monkeypatch, rows):
+    """Down to the launch in C, whose arguments are compared; rows of the blocks of tensors that TMA copies."""
+    from triton.backends.nvidia import driver
+    from triton.compiler.compiler import CompiledKernel
+
+    called = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    active = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: 5,
+        utils=SimpleNamespace(fill_tma_descriptor=lambda *how: ("map", how)),
+    )  # fmt: skip
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    metas = [
+        {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, n, 1, 64], "fp4_padded": False} for n in rows
+    ]
+    signature = dict.fromkeys(range(len(rows)), "tensordesc<f16[1, 64]>") | {9: "*fp32"}
+    launcher, compiled = object.__new__(driver.CudaLauncher), object.__new__(CompiledKernel)
+    launcher.launch = driver.wrap_handle_tensordesc(lambda *a: called.append(a), signature, metas)
+    launcher.global_scratch_size = launcher.profile_scratch_size = launcher.launch_pdl = 0
+    launcher.global_scratch_align = launcher.profile_scratch_align = launcher.num_ctas = 1
+    launcher.launch_cooperative_grid = 0
+    compiled.module, compiled._run, compiled.function, compiled.packed_metadata = 1, launcher, 77, (4, 1, 0)
+    compiled.metadata, compiled.src, compiled.name = SimpleNamespace(tensordesc_meta=metas), None, "kernel"
+    copied = tuple(torch.zeros(2, 300, 1, 64, dtype=torch.float16) for _ in rows)
+    described = tuple(([2, 300, 1, 64], [19200, 64, 64, 1], [1, n, 1, 64]) for n in rows)
+    x = torch.zeros(9)
+    arguments, constants = (x, None, 3, 0.5, x[2:]), (True, 64)
+    short = launch.runner(compiled, constants, described)
+    short((7, 2, 1), copied, arguments)
+    blocks = [TensorDescriptor(x, *how) for x, how in zip(copied, described, strict=True)]
+    compiled[(7, 2, 1)](*blocks, *arguments, *constants)
+    with_addresses = [tuple(launch.pointers(a)) for a in called]
+    assert with_addresses[0][:10] == with_addresses[1][:10]
+    assert with_addresses[0][13:] == with_addresses[1][13:]
+    assert len(called[0]) == 13 + 9 * len(rows) + len(arguments) + len(constants)
+    seen = []
+    triton.knobs.runtime.launch_enter_hook.add(seen.append)  # then Triton's own way is taken
+    try:
+        short((7, 2, 1), copied, arguments)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert called[2][12] is triton.knobs.runtime.launch_exit_hook
 
 
 @pytest.mark.parametrize("processors", [108, 132, 148])
