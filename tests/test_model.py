@@ -412,3 +412,17 @@ def test_pruning_is_kept_with_the_config(pico_fox, tmp_path):
 def test_a_prune_that_is_no_log_share_is_refused(prune):
     with pytest.raises(ValueError, match="prune"):
         FoxSpec(prune=prune)
+
+
+def test_a_generation_config_that_can_not_be_saved_does_not_stop_a_save(pico_fox, tmp_path):
+    model = pico_fox()
+    model.generation_config.temperature = 0.6  # without do_sample, as many published checkpoints have it
+    model.generation_config.pad_token_id = -1
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        model.generation_config.save_pretrained(tmp_path / "refused")
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert "temperature" not in saved
+    assert saved["eos_token_id"] == 1
+    assert model.generation_config.temperature == 0.6
+    assert retrofox.load(tmp_path / "saved").config.model_type == "fox_llama"

@@ -7,7 +7,10 @@ untouched, the gates are added. `FoxLlamaForCausalLM.from_pretrained(directory)`
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,9 @@ REMOTE_FILES = (
     "pro.py",
     "rope.py",
 )
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings of a generation config that only sampling reads."""
 
 ROTATES_IF: dict[str, Callable[[Any], bool]] = {
     "cohere2": lambda native: native.sliding_window is not None,
@@ -91,9 +97,32 @@ class FoxPreTrained:
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """As in transformers, and the remote code beside the weights."""
         self.config.auto_map = auto_map(self.config.model_type)
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        kept: Any = getattr(self, "generation_config", None)
+        try:
+            self.generation_config = kept if kept is None else _savable(kept)
+            super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.generation_config = kept
         if kwargs.get("is_main_process", True):
             write_remote_code(Path(save_directory))
+
+
+def _savable(config: Any) -> Any:
+    """A generation config as it is or, where transformers refuses to save it, a copy without what it ignores.
+
+    Published checkpoints have temperatures without do_sample, and -1 for no padding token; most versions of
+    transformers then refuse to save the model at all.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(ValueError):
+        config.save_pretrained(folder)
+        return config
+    config = copy.deepcopy(config)
+    if not config.do_sample:
+        for name in SAMPLING:
+            setattr(config, name, None)
+    if (config.pad_token_id or 0) < 0:
+        config.pad_token_id = None
+    return config
 
 
 def write_remote_code(directory: Path) -> None:
