@@ -104,19 +104,21 @@ def calibrate(
     revision: str | None = None,
     seed: int = 0,
 ) -> Calibration:
-    """Fits a conversion to its original: per head, least KL between the attention of the two, on the original's inputs.
+    """Fits a conversion to its original, layer by layer: least KL and output error per head, on its own inputs.
 
     For each layer, in order: hidden states of the original enter; with p_i the original's attention of query i and
     p'_i that of the converted layer, its rotary pairs faded and its sinks exempt, minimise over the gate's weight W_f
     and bias b_f and a matrix M per head
 
-        mean_i KL(p_i || p'_i),   s'_ij = scale * (q_i M) . k_j + c_i - c_j,   log f_t = logsigmoid(W_f x_t + b_f)
+        mean_i KL(p_i || p'_i) + w |sum_j (p'_ij - p_ij) v_j|^2 / mean_j |v_j|^2,
+        s'_ij = scale * (q_i M) . k_j + c_i - c_j,   log f_t = logsigmoid(W_f x_t + b_f)
 
-    q before rotation; M folds into q_proj (W' = M^T W, b' = M^T b). A head keeps what it started with if the fit is no
-    better on held-out windows. One layer's inputs are in memory at a time; after each layer the run can be stopped
-    and gone on with. Into `out_dir` go calibration.json, calibration.csv (per layer: KL and loss before and after),
-    calibration_heads.csv (per head: KL and half-life before and after), calibration_heads.png and .svg (half-lives
-    after), calibration.safetensors, and for init="calibrated" half_lives.json, .csv, .png and .svg.
+    q before rotation, v the values, w = calibrate_fit.OUTPUT_WEIGHT; M folds into q_proj (W' = M^T W, b' = M^T b). A
+    head keeps what it started with if its KL on held-out windows is no lower (see calibrate_fit.worse). One layer's
+    inputs are in memory at a time; after each layer the run can be stopped and gone on with. Into `out_dir` go
+    calibration.json, calibration.csv (per layer: KL and loss before and after), calibration_heads.csv (per head: KL and
+    half-life before and after), calibration_heads.png and .svg (half-lives after), calibration.safetensors, and for
+    init="calibrated" half_lives.json, .csv, .png and .svg.
 
     Args:
         model_or_source: an unconverted live model, a Hub id, directory or .gguf file; or a live converted model, then

@@ -25,14 +25,15 @@ ROWS_AT_ONCE = 2
 
 @dataclass
 class Operands:
-    """What attention gets to see of one window: queries (H, T, D), keys (Hkv, T, D), float32, rotated and normed.
+    """What attention gets to see of one window: queries (H, T, D), keys and values (Hkv, T, D), float32.
 
-    `inputs` (T, hidden) are what enters the attention block; `raw_queries` (H, T, D) the queries as projected,
-    before norm and rotation. `window` and `softcap` are the layer's own.
+    Queries and keys are rotated and normed. `inputs` (T, hidden) are what enters the attention block; `raw_queries`
+    (H, T, D) the queries as projected, before norm and rotation. `window` and `softcap` are the layer's own.
     """
 
     query: torch.Tensor
     key: torch.Tensor
+    value: torch.Tensor
     scaling: float
     window: int | None
     softcap: float | None
@@ -146,7 +147,7 @@ def _watch(attention: FoxMixin, compute: bool) -> Iterator[_Seen]:
 
     # Named as what it stands in for: the mixin refuses to run with any other attention function.
     def fox_attention(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any):
-        seen.operator = {"query": query, "key": key, "mask": mask, **options}
+        seen.operator = {"query": query, "key": key, "value": value, "mask": mask, **options}
         if compute and options.get("sliding_window") is None and options.get("softcap") is None and mask is None:
             scale = options.get("scaling")  # the base's attention: torch's own causal kernel is the fastest on a CPU
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
@@ -209,7 +210,7 @@ def converted_operands(attention: FoxMixin, block: dict[str, Any]) -> Operands:
 
 
 def _operands(attention: FoxMixin, seen: _Seen) -> Operands:
-    query, key = seen.operator["query"][0].float(), seen.operator["key"][0].float()
+    query, key, value = (seen.operator[name][0].float() for name in ("query", "key", "value"))
     heads, length, head_dim = query.shape
     raw = None
     if seen.projected is not None:
@@ -218,6 +219,7 @@ def _operands(attention: FoxMixin, seen: _Seen) -> Operands:
     return Operands(
         query=query,
         key=key,
+        value=value,
         scaling=head_dim**-0.5 if scaling is None else float(scaling),
         window=seen.operator.get("sliding_window"),
         softcap=seen.operator.get("softcap"),

@@ -17,6 +17,11 @@ BLOCK = 128
 BLOCKS_PER_STEP = 2
 LEARNING_RATE = {"bias": 0.06, "weight": 0.003, "refit": 0.015}
 """Adam's; per parameter, since a bias is counted in logits and a refit in whitened coordinates starts from zero."""
+OUTPUT_WEIGHT = 8.0
+"""Of the heads' output errors beside their KL, in mean squares of the values: KL alone takes all keys for alike.
+
+SmolLM2-135M, 8 rotary pairs, no sinks: loss over the base on unseen books 0.309 with 0, 0.292 with 4, 0.288 with 16.
+"""
 FLOOR = 0.2
 """Added to the eigenvalues of a head's queries, mean 1, before the root: directions they hardly use stay slow."""
 
@@ -29,7 +34,7 @@ class Student:
     applied before norm and rotation. bias is None where there is no gate.
     """
 
-    bias: torch.Tensor | None
+    bias: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     refit: torch.Tensor | None = None
 
@@ -209,7 +214,7 @@ def best_constant_gates(windows: list[Window], student: Student, half_lives: lis
 
 
 class Fit:
-    """Adam on KL(original's attention || student's), BLOCKS_PER_STEP blocks of queries per step.
+    """Adam on KL(original's attention || student's) and the heads' output errors, BLOCKS_PER_STEP blocks per step.
 
     Learning rates fall to zero along a half cosine over all steps; the windows may come in groups, of which only one
     is in memory at a time. The refit is sought in whitened coordinates.
@@ -306,10 +311,12 @@ class Scratch:
 
 
 def accumulate(window: Window, student: Student, start: int, stop: int, scratch: Scratch) -> None:
-    """Adds the gradient of a block's mean KL to the student's parameters.
+    """Adds to the student's parameters the gradient of mean_i (KL(P_i || Q_i) + w |(Q_i - P_i) V|^2) over a block.
 
-    With P the original's attention and Q the student's, dKL/ds = (Q - P) / rows, so neither softmax needs autograd;
-    from ds follow the queries' gradient, ds K, and that of c: row sums minus column sums over decayed keys.
+    P is the original's attention, Q the student's, V the original's values, w OUTPUT_WEIGHT over their mean square.
+    With t = 2 w (Q - P) V V^T, row by row, the gradient by the logits is Q - P + Q (t - sum_j Q_j t_j), so neither
+    softmax needs autograd; from it follow the queries' gradient, ds K, and that of c: row sums minus column sums over
+    decayed keys.
     """
     original, converted = window.original, window.converted
     shape = (original.query.shape[0], stop - start, stop)
@@ -324,8 +331,10 @@ def accumulate(window: Window, student: Student, start: int, stop: int, scratch:
         slope = None if converted.softcap is None else 1 - (logits / converted.softcap).square()
         if cum_log_f is not None:
             logits = add_decay(logits, cum_log_f.detach(), window.exempt, start)
-        by_logit = torch.softmax(logits.masked_fill_(hidden, -math.inf), -1, out=buffers[1])
-        by_logit.sub_(target).div_(stop - start)
+        found = torch.softmax(logits.masked_fill_(hidden, -math.inf), -1, out=buffers[1])
+        by_logit = torch.sub(found, target, out=buffers[2])
+        add_output_gradient(by_logit, found, original.value[:, :stop], buffers[0])
+        by_logit.div_(stop - start)
         grown: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         if cum_log_f is not None:
@@ -339,3 +348,16 @@ def accumulate(window: Window, student: Student, start: int, stop: int, scratch:
             grown.append(query)
             gradients.append((by_score.view(key.shape[0], -1, stop) @ key).view(query.shape) * converted.scaling)
     torch.autograd.backward(grown, gradients)
+
+
+def add_output_gradient(error: torch.Tensor, found: torch.Tensor, value: torch.Tensor, scratch: torch.Tensor) -> None:
+    """Adds to error (H, n, stop), Q - P, the gradient of w |(Q - P) V|^2 by the logits of Q, `found`, in place.
+
+    value: (Hkv, stop, D); scratch: as error, its content arbitrary.
+    """
+    groups = (value.shape[0], -1, value.shape[1])
+    weight = 2 * OUTPUT_WEIGHT / value.square().sum(-1).mean(-1).clamp_min(1e-30)
+    output = torch.bmm(error.view(groups), value) * weight[:, None, None]
+    torch.bmm(output, value.transpose(1, 2), out=scratch.view(output.shape[0], output.shape[1], -1))
+    scratch.mul_(found)
+    error.add_(scratch).addcmul_(found, scratch.sum(-1, keepdim=True), value=-1)

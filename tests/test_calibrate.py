@@ -153,7 +153,7 @@ def one_layer(family, tokens, spec=SPEC):
 
 @pytest.mark.parametrize("sink", [0, 1, 4])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3"])
-def test_gradient_of_a_block_is_that_of_the_kl_written_out(family, sink, tokens):
+def test_gradient_of_a_block_is_that_of_kl_and_output_error_written_out(family, sink, tokens):
     spec = FoxSpec(rope="partial", max_wavelength=20.0, sink_tokens=sink)
     [window] = one_layer(family, tokens[:1], spec)
     heads, length, head_dim = window.original.query.shape
@@ -186,7 +186,9 @@ def test_gradient_of_a_block_is_that_of_the_kl_written_out(family, sink, tokens)
     log_q = (logits(window.converted, query) + decay).masked_fill(hidden, -1e30).log_softmax(-1)
     log_p = logits(window.original, window.original.query[:, start:stop]).masked_fill(hidden, -1e30).log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).masked_fill(hidden, 0.0).sum((0, 2)).mean()
-    expected = torch.autograd.grad(kl, values)
+    value = window.original.value[:, :stop].repeat_interleave(heads // window.original.value.shape[0], 0)
+    error = ((log_q.exp() - log_p.exp()) @ value).square().sum(-1) / value.square().sum(-1).mean(-1, keepdim=True)
+    expected = torch.autograd.grad(kl + fitting.OUTPUT_WEIGHT * error.sum(0).mean(), values)
     for (name, _), a, b in zip(student.parameters(), found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -195,10 +197,6 @@ def test_folding_leaves_fused_keys_and_values_alone():
     projection = torch.randn(3 * 8 + 5, 6)
     folded = fold(projection, torch.eye(8).repeat(3, 1, 1) * 2)
     assert torch.equal(folded, torch.cat([projection[:24] * 2, projection[24:]]))
-
-
-class Stop(Exception):
-    pass
 
 
 def test_resumed_run_equals_uninterrupted(tokens, tmp_path, monkeypatch):
@@ -278,6 +276,15 @@ def test_without_refit_only_gates_differ_and_bias_gates_stay_constant(tokens, tm
     assert {name.rsplit(".", 2)[1] + "." + name.rsplit(".", 2)[2] for name in result.tensors()} == {"forget_gate.bias"}
 
 
+def test_without_gates_the_queries_alone_are_fitted(tokens, tmp_path):
+    spec = FoxSpec(rope="partial", max_wavelength=20.0, gate="none")
+    result = calibrate(sharp(), spec, tokens, out_dir=tmp_path, steps=10, progress=False)
+    assert result.tensors().keys() == set(result.rewritten())
+    assert all(row["kl_after"] < row["kl_before"] for row in result.report["layers"])
+    heads = (tmp_path / "calibration_heads.csv").read_text().splitlines()
+    assert len(heads) == 1 + 2 * SHAPE["num_attention_heads"]
+
+
 def test_nothing_to_fit_is_refused(tokens, tmp_path):
     with pytest.raises(ValueError, match="init='calibrated'"):
         calibrate(sharp(), SPEC, tokens, out_dir=tmp_path, steps=0, progress=False)
@@ -355,7 +362,7 @@ def test_planted_decay_is_recovered_from_queries_and_keys():
     position = torch.arange(length).float()
     query = torch.stack([-slopes[:, None] * position, slopes[:, None].expand(-1, length)], -1)
     key = torch.stack([torch.ones(length), position], -1)[None]
-    operands = capture.Operands(query, key, 1.0, None, None, torch.zeros(length, 8), None)
+    operands = capture.Operands(query, key, key, 1.0, None, None, torch.zeros(length, 8), None)
     scores = fitting.scores(query, key, operands, 0)
     torch.testing.assert_close(scores, -slopes[:, None, None] * distance, rtol=1e-4, atol=1e-3)
     measured.add(operands, 128)
