@@ -64,19 +64,19 @@ def find(directory: Path) -> Shards:
         FileNotFoundError: there are no weights, or a file that the index names is missing.
         ValueError: a file is truncated or no safetensors file, or lacks a tensor that the index says it has.
     """
-    if (directory / INDEX).is_file():
+    if (directory / "model.safetensors").is_file():  # in the order in which transformers looks
+        shards = Shards({SINGLE: directory / "model.safetensors"})
+    elif (directory / INDEX).is_file():
         weight_map = _index(directory / INDEX)
         shards = Shards({name: directory / name for name in sorted(set(weight_map.values()))}, weight_map)
-    elif (directory / "model.safetensors").is_file():
-        shards = Shards({SINGLE: directory / "model.safetensors"})
+    elif (directory / "pytorch_model.bin").is_file():
+        shards = Shards({SINGLE: directory / "pytorch_model.bin"})
     elif (directory / BIN_INDEX).is_file():
         names = sorted(set(_index(directory / BIN_INDEX).values()))
         shards = Shards({f"{Path(name).stem}.safetensors": directory / name for name in names})
-    elif (directory / "pytorch_model.bin").is_file():
-        shards = Shards({SINGLE: directory / "pytorch_model.bin"})
     else:
         raise FileNotFoundError(
-            f"{directory} holds no weights: looked for {INDEX}, model.safetensors, {BIN_INDEX}, pytorch_model.bin"
+            f"{directory} holds no weights: looked for model.safetensors, {INDEX}, pytorch_model.bin, {BIN_INDEX}"
         )
     missing = [file.name for file in shards.files.values() if not file.is_file()]
     if missing:

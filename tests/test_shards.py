@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import retrofox
 from retrofox import FoxSpec, shards
@@ -42,6 +43,16 @@ def refused(source: Path, match: str, error: type[Exception] = ValueError) -> No
 def edit(file: Path, **values: Any) -> None:
     content = json.loads(file.read_text())
     file.write_text(json.dumps({k: v for k, v in {**content, **values}.items() if v is not None}))
+
+
+def test_of_two_sets_of_weights_the_one_that_transformers_loads_is_taken(sharded, pico_llama):
+    pico_llama().save_pretrained(sharded.parent / "whole")
+    shutil.copy(sharded.parent / "whole" / "model.safetensors", sharded)
+    assert list(shards.find(sharded).files) == [SINGLE]
+    assert AutoModelForCausalLM.from_pretrained(sharded, dtype="auto").dtype == torch.float32
+    (sharded / "model.safetensors").unlink()
+    (sharded / "pytorch_model.bin").touch()
+    assert len(shards.find(sharded).files) > 1
 
 
 def test_damaged_shards(sharded):
