@@ -22,7 +22,7 @@ import triton.language as tl
 from . import prune as pruning
 from .blocks import soft_capped, visible
 from .forward import LOG2_E, unit_last
-from .launch import cdiv, launch
+from .launch import cdiv, launch, power_of_2
 from .tiles import split_head_dim
 
 MAX_ROWS = 64  # T * H / Hkv that share a tile
@@ -307,7 +307,7 @@ def launch_decode(
             0.0 if prune is None else prune * LOG2_E - math.log2(S),
         ),
         (
-            group, D0, D1, max(16, triton.next_power_of_2(T * group)), block, seq_start is not None,
+            group, D0, D1, max(16, power_of_2(T * group)), block, seq_start is not None,
             window is not None, sink > 0, softcap is not None, first is not None or searched,
             search_steps(S) if searched else 0, "ieee" if q.dtype == torch.float32 else "tf32",
         ),
@@ -316,6 +316,6 @@ def launch_decode(
         merge_kernel,
         (T * group, B * Hkv),
         (parts, part_lse, o, lse2, T, H, splits),
-        (group, D, triton.next_power_of_2(D), triton.next_power_of_2(splits)),
+        (group, D, power_of_2(D), power_of_2(splits)),
     )
     return o, lse2

@@ -96,12 +96,17 @@ def runner(compiled, constants: tuple, described: tuple = ()):
     return run
 
 
-def launch(kernel, grid: tuple, arguments: tuple, constants: tuple, *, warps: int = 4, stages: int = 3) -> None:
-    """Run a kernel on a grid of programs of the current device; arguments in order, constants last."""
+def launch(
+    kernel, grid: tuple, arguments: tuple, constants: tuple, *, warps: int = 4, stages: int = 3, kinds: tuple = ()
+) -> None:
+    """Run a kernel on a grid of programs of the current device; arguments in order, constants last.
+
+    kinds, if given, is all that the kernel can be specialised on in its arguments, which are then not looked at.
+    """
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         kernel[grid](*arguments, *constants)
         return
-    kinds = tuple([KIND.get(type(x), of_other)(x) for x in arguments])
+    kinds = kinds or tuple([KIND.get(type(x), of_other)(x) for x in arguments])
     key = (id(kernel), torch.cuda.current_device(), kinds, constants, warps, stages)
     run = _runners.get(key)
     if run is None:
@@ -119,6 +124,11 @@ def pointers(arguments) -> list:
 def cdiv(n: int, size: int) -> int:
     """Return n / size, rounded up; Triton's own, made for kernels too, takes the host ten times as long."""
     return -(-n // size)
+
+
+def power_of_2(n: int) -> int:
+    """Return the least power of two that is not less than n."""
+    return 1 << (n - 1).bit_length()
 
 
 def describable(*tensors: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch
+from .launch import cdiv, launch, power_of_2
 
 BLOCK_M = 64  # queries per bound; the tiles of the forward and of dq take the least of theirs
 BLOCK_N = 64  # keys per step of the bound
@@ -159,13 +159,14 @@ def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal
         raise ValueError("prune needs causal=True and q_offset + T <= S: the bound rests on each query's own key")
     tiles, blocks = cdiv(T, BLOCK_M), cdiv(S, BLOCK_N)
     queries, keys = B * H * tiles, B * Hkv * blocks
-    q_norm, ahead, k_norm = torch.empty(2 * queries + keys, dtype=torch.float32, device=q.device).split(
-        (queries, queries, keys)
-    )
+    room = torch.empty(2 * queries + keys, dtype=torch.float32, device=q.device)
+    q_norm, ahead, k_norm = room.split_with_sizes((queries, queries, keys))
     first = torch.empty(B, H, tiles, dtype=torch.int32, device=q.device) if out is None else out
     never = log_eps * LOG2_E - math.log2(S)  # a fall of c not below this keeps every key
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
-    group, width, capped_scores = H // Hkv, triton.next_power_of_2(D), softcap is not None
+    group, width, capped_scores = H // Hkv, power_of_2(D), softcap is not None
+    odd = q.data_ptr() | k.data_ptr() | c_hi.data_ptr() | c_lo.data_ptr() | first.data_ptr() | queries << 2
+    kinds = (q.dtype, q.stride(), k.stride(), H) if odd % 16 == 0 else ()
     launch(
         norms_kernel,
         (cdiv(queries + keys, 8),),
@@ -173,13 +174,14 @@ def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal
             q, k, c_hi, c_lo, q_norm, ahead, k_norm, *q.stride()[:3], *k.stride()[:3],
             T, S, H, q_offset, queries, keys, scale * LOG2_E, cap2, never,
         ),
-        (group, D, width, BLOCK_M, BLOCK_N, capped_scores, 8),
+        (group, D, width, BLOCK_M, BLOCK_N, capped_scores, 8), kinds=kinds,
     )  # fmt: skip
-    rows = min(32, triton.next_power_of_2(tiles))
+    rows = min(32, power_of_2(tiles))
     launch(
         bounds_kernel,
         (B * H, cdiv(tiles, rows)),
         (c_hi, c_lo, q_norm, ahead, k_norm, first, T, S, H, q_offset, scale * LOG2_E, cap2, never),
         (group, BLOCK_M, BLOCK_N, rows, 2048 // rows, capped_scores),
+        kinds=kinds,
     )
     return first
