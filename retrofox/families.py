@@ -37,6 +37,8 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def check_settings(config: Any) -> None:
     """Raises ValueError for settings of a supported family's config that its converted form would not honour."""
+    if getattr(config, "is_causal", True) is False:
+        raise ValueError("is_causal is false, so this model attends to what follows too: gates need a causal model")
     refused, why = REFUSED.get(config.model_type, (None, ""))
     if refused is not None and refused(config):
         raise ValueError(f"this {config.model_type} model can't be converted: {why}")

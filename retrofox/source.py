@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,21 @@ def reading_gguf(file: str | Path) -> Iterator[None]:
         raise ValueError(
             f"{file} can't be read as a model ({_first_line(error)}): download it again, or convert the model that it "
             "was made from"
+        ) from error
+
+
+@contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Turns what transformers raises in the block at a config that it can't make a model of into a ValueError."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (StrictDataclassError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {_first_line(error.__cause__ or error)}"
+        raise ValueError(
+            f"{what} makes no model in transformers {version('transformers')} ({why}): download it again, or save the "
+            "model anew with a version of transformers that reads it"
         ) from error
 
 

@@ -22,13 +22,16 @@ from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.attention import MODES, FoxMixin
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.model.gates import half_life_tokens
-from retrofox.source import check_source, read_config, reading_gguf, refuse_adapter
+from retrofox.source import check_source, read_config, reading_gguf, refuse_adapter, understood
 
 logger = logging.getLogger(__name__)
 NO_LIMIT = 1e12
 """Tokens, longer than any wavelength: stands for inf, which JSON lacks."""
 
 
+NOT_TAKEN_OVER = (
+    "model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "dtype", "fox",
+)  # fmt: skip
 UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError)
 """What transformers raises at tokenizer files that are damaged, need other libraries, or need code of their own."""
 
@@ -100,7 +103,7 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
             f"layer_max_wavelength names layers {too_deep}; the model has 0..{config.num_hidden_layers - 1}"
         )
     fox_config = fox_config_of(config, spec)
-    with torch.device("meta"):
+    with torch.device("meta"), understood(f"the {config.model_type} config"):
         model = lm_class(config.model_type)(fox_config)
     found = [module for _, module in attentions(model)]
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
@@ -137,7 +140,15 @@ def is_new_tensor(name: str) -> bool:
 def fox_config_of(config: Any, spec: FoxSpec) -> Any:
     """The converted model's config: the base's values under the fox class, with the spec."""
     values = config.to_dict()
-    for key in ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "dtype"):
+    for key in (
+        "model_type",
+        "architectures",
+        "auto_map",
+        "transformers_version",
+        "quantization_config",
+        "dtype",
+        "fox",
+    ):
         values.pop(key, None)
     values |= replaced_settings(config)
     fox_config = getattr(configuration_fox, f"Fox{SUPPORTED[config.model_type]}Config")(**values, fox=spec.to_dict())
@@ -384,4 +395,5 @@ def base_config(source: str | Path, revision: str | None = None) -> Any:
     values = read_config(source, revision)
     check_source(source, values)
     check_supported(values)
-    return AutoConfig.from_pretrained(str(source), revision=revision or "main")
+    with understood(f"config.json of {source}"):
+        return AutoConfig.from_pretrained(str(source), revision=revision or "main")

@@ -196,6 +196,38 @@ def test_missing_things_exit_2(monkeypatch, capsys, source, tmp_path, arguments,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_attention_heads": 3},
+        {"num_attention_heads": 0},
+        {"hidden_size": "16"},
+        {"rope_parameters": {"rope_type": "bogus", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        {"dtype": "bogus"},
+        {"is_causal": False},
+    ],
+    ids=str,
+)
+def test_configs_that_make_no_model_exit_2(monkeypatch, capsys, source, tmp_path, values):
+    shutil.copytree(source, tmp_path / "odd")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, **values}))
+    code, _, err = run(monkeypatch, capsys, "convert", tmp_path / "odd", tmp_path / "out")
+    assert code == 2
+    assert "makes no model in transformers" in err or "gates need a causal model" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["odd"]
+
+
+def test_a_stray_fox_section_in_a_plain_config_does_no_harm(monkeypatch, capsys, source, tmp_path):
+    shutil.copytree(source, tmp_path / "odd")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "fox": {"rope": "drop"}}))
+    code, out, _ = run(monkeypatch, capsys, "convert", tmp_path / "odd", tmp_path / "out", "--no-verify", "--json")
+    assert code == 0
+    assert json.loads(out)["plan"]["spec"]["rope"] == "partial"
+
+
 def test_unknown_recipe_key_names_the_nearest(monkeypatch, capsys, tmp_path):
     (tmp_path / "r.yaml").write_text("modle: x\noutput: y\ndata: {train: [z]}\nstages: []\n")
     code, _, err = run(monkeypatch, capsys, "config", "show", tmp_path / "r.yaml")

@@ -102,6 +102,7 @@ def test_a_plain_model_with_the_fox_attention(pico_llama):
 
 def test_attention_dropout_in_training(pico_fox):
     model = pico_fox()
+    attention: Any
     for _, attention in attentions(model):
         attention.attention_dropout = 0.1
     assert model(TOKENS).logits.isfinite().all()
