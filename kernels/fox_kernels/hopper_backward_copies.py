@@ -223,6 +223,8 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
             SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
             DETERMINISTIC: gl.constexpr, EXACT_SUMS: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    # heads that pruning ends at different query tiles are not visited in turn: no looking ahead to the next one
+    EACH: gl.constexpr = HAS_PRUNE and HEADS > 1
     num_m = T_PAD // BM
     it = 0
     step = 0
@@ -242,20 +244,24 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
             lo = scalar(info_s.index(slot * INFO + I_LO))
             hi = scalar(info_s.index(slot * INFO + I_HI))
             now = -1 + 0 * n
+            turn = n
+            if DETERMINISTIC and not EACH:
+                last = gl.maximum(hi - 1, 0)
+                turn = _turn(n, last, b, bh0, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM)
             for i in range(lo, hi):
                 m = hi - 1 - (i - lo)
                 for g in range(heads):
                     bh = bh0 + g
                     visited = 0 * m == 0
-                    if HAS_PRUNE and HEADS > 1:
+                    if EACH:
                         visited = m < scalar(info_s.index(slot * INFO + I_HEADS + g))
                         now = -1 + 0 * n
                     if visited:
                         rows = bh * T_PAD + m * BM
                         ticket = TICKET + bh * num_m + m
-                        turn = n
                         if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
-                            turn = _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM)
+                            if EACH:
+                                turn = _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM)
                             while now < turn:
                                 now = _acquire(ticket)
                         mbarrier.wait(bars.index(DQ_FULL), it & 1)
@@ -283,9 +289,14 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                             # the next tile's turn, while this one's sums land
                             more = g + 1 < heads
                             ahead = gl.where(more, m, gl.maximum(m - 1, lo))
-                            now = _acquire(TICKET + gl.where(more, bh + 1, bh0) * num_m + ahead)
+                            after = gl.where(more, bh + 1, bh0)
+                            now = _acquire(TICKET + after * num_m + ahead)
+                            if not EACH:
+                                turn = _turn(
+                                    n, ahead, b, after, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM
+                                )
                             gl.inline_asm_elementwise(
-                                "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [turn], dtype=gl.int32,
+                                "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [m], dtype=gl.int32,
                                 is_pure=False, pack=1,
                             )  # fmt: skip
                             gl.thread_barrier()
