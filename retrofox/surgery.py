@@ -22,6 +22,7 @@ from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.attention import MODES, FoxMixin
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.model.gates import half_life_tokens
+from retrofox.shards import find
 from retrofox.source import check_source, read_config, reading_gguf, refuse_adapter, understood
 
 logger = logging.getLogger(__name__)
@@ -29,9 +30,7 @@ NO_LIMIT = 1e12
 """Tokens, longer than any wavelength: stands for inf, which JSON lacks."""
 
 
-NOT_TAKEN_OVER = (
-    "model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "dtype", "fox",
-)  # fmt: skip
+DROPPED = ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "dtype", "fox")
 UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError)
 """What transformers raises at tokenizer files that are damaged, need other libraries, or need code of their own."""
 
@@ -200,8 +199,7 @@ def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         model = lm_class(plan.model_type)(plan.config)
     state = base.state_dict(keep_vars=True)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    wrong = unexpected + [n for n in missing if not is_new_tensor(n)]
-    if wrong:
+    if wrong := unexpected + [n for n in missing if not is_new_tensor(n)]:
         raise ValueError(f"the base model's tensors don't fit its converted class: {wrong[:5]}")
     _fill_buffers(base, model)
     device = next(base.parameters()).device
@@ -296,7 +294,7 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
 
     Raises:
         ValueError: it is not a converted checkpoint (a plain model, or an adapter whose base is a plain model).
-        FileNotFoundError: no such directory or Hub id.
+        FileNotFoundError: no such directory or Hub id, or a file of weights is missing.
     """
     directory = Path(path)
     if (directory / "adapter_config.json").exists():
@@ -313,7 +311,10 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
             f"{path} has model_type {model_type}; this version knows {', '.join('fox_' + t for t in SUPPORTED)}"
         )
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    model = lm_class(base_type).from_pretrained(path, revision=revision or "main", **options)
+    if directory.is_dir():
+        find(directory)  # says which file is missing or cut short
+    with understood(f"config.json of {path}"):
+        model = lm_class(base_type).from_pretrained(path, revision=revision or "main", **options)
     return model if device is None else model.to(device)
 
 
@@ -364,7 +365,7 @@ def has_softcap(config: Any) -> bool:
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     """The tokenizer of a Hub id, directory or .gguf file; None where a directory holds none that opens.
 
-    Code that lies beside a tokenizer is not run: such a tokenizer doesn't open. A warning says so.
+    Code beside a tokenizer is not run: such a tokenizer doesn't open. A warning says so.
     """
     path = Path(source)
     if str(source).endswith(".gguf"):

@@ -193,3 +193,13 @@ def test_converting_a_directory_in_memory_refuses_the_same(pico_checkpoint):
 def test_a_revision_of_a_directory(pico_checkpoint: Path):
     with pytest.raises(ValueError, match="belongs to a Hub id"):
         retrofox.convert(pico_checkpoint, revision="main")
+
+
+def test_a_damaged_converted_checkpoint_says_which_file(pico_fox_checkpoint):
+    weights = pico_fox_checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"model\.safetensors has .* bytes where its header speaks of"):
+        retrofox.load(pico_fox_checkpoint)
+    weights.unlink()
+    with pytest.raises(FileNotFoundError, match="holds no weights"):
+        retrofox.load(pico_fox_checkpoint)
