@@ -35,16 +35,16 @@ LONGEST_BLOCKS = 1 << 16
 """Where the search for the longest row ends, in blocks of 256 tokens: 16M tokens."""
 MEASURED_ON = ("H100", "H200")
 MEASURED_MFU = (
-    ("extend", False, 135e6, 0.27),
-    ("distill", False, 135e6, 0.096),
-    ("align", False, 135e6, 0.085),
-    ("extend", True, 135e6, 0.060),
-    ("distill", True, 135e6, 0.028),
+    ("extend", False, 135e6, 0.26),
+    ("distill", False, 135e6, 0.16),
+    ("align", False, 135e6, 0.092),
+    ("extend", True, 135e6, 0.054),
+    ("distill", True, 135e6, 0.057),
     ("extend", False, 1.2e9, 0.34),
     ("extend", True, 8.2e9, 0.27),
 )
-"""Objective, adapters, parameters, share of the peak reached: SmolLM2-135M converted, at its recipes' lengths; Qwen3-8B
-with adapters converted and Llama-3.2-1B unconverted at 32768 (benchmarks/train_memory.json, benchmarks/shapes.json)."""
+"""Objective, adapters, parameters, share of the peak reached: SmolLM2-135M converted, by its recipes (medians of their
+logs, benchmarks/first-result); Qwen3-8B with adapters and Llama-3.2-1B, converted, at 32768 (benchmarks/shapes.json)."""
 
 
 def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str, Any]:
