@@ -44,7 +44,7 @@ MEASURED_MFU = (
     ("extend", True, 8.2e9, 0.27),
 )
 """Objective, adapters, parameters, share of the peak reached: SmolLM2-135M converted, by its recipes (medians of their
-logs, benchmarks/first-result); Qwen3-8B with adapters and Llama-3.2-1B, converted, at 32768 (benchmarks/shapes.json)."""
+logs, benchmarks/first-result); Qwen3-8B with adapters and Llama-3.2-1B, converted, 32768 (benchmarks/shapes.json)."""
 
 
 def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str, Any]:

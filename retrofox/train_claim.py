@@ -34,7 +34,12 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
         ]
         checkpoint.check_writable(out, 0)
     for stage, batch_tokens in zip(recipe.stages, batches, strict=True):
-        accumulation(stage, batch_tokens, state.num_processes)
+        try:
+            accumulation(stage, batch_tokens, state.num_processes)
+        except ValueError as error:
+            if not begun:
+                raise
+            raise ValueError(f"{error} (the run in {out} began with {batch_tokens} tokens a step)") from None
     state.wait_for_everyone()
     if state.is_main_process and not begun:
         values = {"retrofox": retrofox.__version__, "batch_tokens": batches, "recipe": yaml.safe_load(dump(recipe))}

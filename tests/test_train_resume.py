@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -18,6 +19,7 @@ import retrofox.train
 from retrofox import checkpoint
 from retrofox.config import load_recipe
 from retrofox.train import train
+from retrofox.train_claim import claim_output
 
 
 @pytest.fixture
@@ -142,3 +144,12 @@ def test_a_signal_to_the_whole_group_saves_too(recipe, tmp_path):
     _, said = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM, said
     assert "signal 15: saved at step 2" in said
+
+
+def test_tokens_a_step_that_do_not_divide_among_the_devices_name_what_the_run_began_with(recipe, tmp_path):
+    loaded = load_recipe(recipe, ["stages.0.batch_tokens=null", "stages.1.batch_tokens=null"])
+    one = SimpleNamespace(num_processes=1, is_main_process=True, wait_for_everyone=lambda: None)
+    assert claim_output(tmp_path / "run", loaded, one) == [64, 64]
+    two = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
+    with pytest.raises(ValueError, match=r"x devices = 64 x 1 x 2 = 128.*began with 64 tokens a step"):
+        claim_output(tmp_path / "run", loaded, two)
