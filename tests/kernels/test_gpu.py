@@ -10,7 +10,15 @@ import pytest
 import torch
 from cases import Case, draw, errors, failures, gates
 from fox_kernels import forgetting_attention
-from launchers import check_decoding, check_merging, check_one_gradient, check_pruning
+from launchers import (
+    check_decoding,
+    check_merging,
+    check_nan,
+    check_one_gradient,
+    check_pruned_decoding,
+    check_pruning,
+    check_search,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -154,6 +162,19 @@ def test_compiled_whole_and_captured_in_a_graph():
 
 def test_decode_on_a_padded_batch_from_a_longer_cache():
     check_decoding("cuda", 5000, BF16, 4e-3)
+
+
+@pytest.mark.parametrize("S", [700, 5000])
+def test_pruned_decoding_reads_what_the_bound_on_the_keys_allows(S):
+    check_search("cuda", S)
+
+
+def test_pruned_decoding_loses_what_it_may():
+    check_pruned_decoding("cuda", 4096, 128)
+
+
+def test_nan_in_a_gate_is_no_empty_row():
+    check_nan("cuda")
 
 
 if __name__ == "__main__":
