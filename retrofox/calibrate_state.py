@@ -40,7 +40,7 @@ class State:
             if other:
                 raise ValueError(
                     f"{directory} holds an unfinished or earlier calibration with another {', '.join(other)}: give the "
-                    "same settings to go on with it, or remove that directory (resume=False) to start anew"
+                    "same settings to go on with it, or remove that directory to start anew (from Python: resume=False)"
                 )
             return
         if directory.exists():

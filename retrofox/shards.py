@@ -289,24 +289,29 @@ def _link(file: Path, target: Path) -> None:
 
 def copy(file: Path, target: Path) -> Iterator[int]:
     """Copies a file in the kernel (sharing blocks where the file system can), yielding the bytes of each step."""
-    with open(file, "rb", buffering=0) as src, open(target, "wb", buffering=0) as dst:
-        left = os.fstat(src.fileno()).st_size
-        in_kernel = True
-        while left:
-            step = 0
-            if in_kernel:
-                try:
-                    step = os.copy_file_range(src.fileno(), dst.fileno(), min(left, COPY_STEP))
-                except OSError as error:
-                    if error.errno not in _CANT_COPY:
-                        raise
-                in_kernel = step > 0
-            if not in_kernel:  # between file systems that can't: through user space
-                block = memoryview(src.read(min(left, COPY_STEP)))
-                step = len(block)
-                while block:
-                    block = block[dst.write(block) :]
-            if not step:
-                raise ValueError(f"{file} became shorter while it was copied")
-            left -= step
-            yield step
+    try:
+        with open(file, "rb", buffering=0) as src, open(target, "wb", buffering=0) as dst:
+            left = os.fstat(src.fileno()).st_size
+            in_kernel = True
+            while left:
+                step = 0
+                if in_kernel:
+                    try:
+                        step = os.copy_file_range(src.fileno(), dst.fileno(), min(left, COPY_STEP))
+                    except OSError as error:
+                        if error.errno not in _CANT_COPY:
+                            raise
+                    in_kernel = step > 0
+                if not in_kernel:  # between file systems that can't: through user space
+                    block = memoryview(src.read(min(left, COPY_STEP)))
+                    step = len(block)
+                    while block:
+                        block = block[dst.write(block) :]
+                if not step:
+                    raise ValueError(f"{file} became shorter while it was copied")
+                left -= step
+                yield step
+    except OSError as error:
+        if error.filename is None:  # a write's errors don't name their file
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise

@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +299,19 @@ def test_replaced_tensors_pass_one_at_a_time(sharded, tmp_path):
     assert torch.equal(load_file(sharded / file)[name], before[name])
     with pytest.raises(ValueError, match="its replacement"):
         replace_tensors(tmp_path / "out", {name: new[:4]}, weight_map)
+
+
+def test_a_file_too_large_for_the_target_is_named(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(1 << 20))
+    script = (
+        "import resource, sys; from pathlib import Path; from retrofox.shards import copy;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); list(copy(Path(sys.argv[1]), Path(sys.argv[2])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(file), str(tmp_path / "target")], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "File too large: " in done.stderr
+    assert str(tmp_path / "target") in done.stderr
