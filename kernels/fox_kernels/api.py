@@ -156,7 +156,8 @@ def forgetting_attention(
     window      query i sees keys j > i - window only
     sink        the first positions of each document, exempt from decay, from window and from pruning
     softcap     scale * q.k becomes softcap * tanh(scale * q.k / softcap), before the decay
-    prune       ln(eps): leave out keys that together hold at most eps of a query's weight; None for all keys
+    prune       ln(eps): leave out keys that together hold at most eps of a query's weight; None for all keys. The
+                kernels look for them where a forward has 1e11 floating point operations or more (`prune.WORTH`)
     backend     "auto", "reference", "chunked", "triton" or "gluon"; see `choose`
 
     Under torch.autocast q, k and v are taken in its dtype. Returns o (B, T, H, D) in q's dtype and, with return_lse,

@@ -73,12 +73,13 @@ def _attend(
         if cu_seqlens is None and not for_backward and decode.pays(q, k):
             c_hi, c_lo = cumsum.cumulative(log_f)
             return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, residual, bounds
+        options["prune"] = prune.worth(q, k, log_eps)
         if backend == "gluon":
             options["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
         c_hi, c_lo = cumsum.cumulative(log_f, options.get("counter"))
         if residual is not None:
             options["residual"] = residual
-        if bounds is not None:
+        if bounds is not None and options["prune"] is not None:
             q, k = unit_last(q), unit_last(k)
             options["bounds"] = prune.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, out=bounds)
         launch, _ = _launchers(backend)
@@ -94,9 +95,11 @@ def _differentiate(
         extra: dict[str, Any] = {}
         if backend == "gluon":  # the Triton backward is deterministic, whatever is asked for
             extra["deterministic"] = deterministic
+        log_eps = prune.worth(q, k, log_eps)
         dq, dk, dv, dc = launch(
             do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start,
-            window=window, sink=sink, softcap=softcap, prune=log_eps, residual=residual, bounds=bounds, **extra,
+            window=window, sink=sink, softcap=softcap, prune=log_eps, residual=residual,
+            bounds=None if log_eps is None else bounds, **extra,
         )  # fmt: skip
         return dq, dk, dv, cumsum.gate_gradient(dc, log_f)
 

@@ -137,3 +137,13 @@ def test_decoding_keeps_two_thirds_of_the_processors_busy_whatever_the_batch(pro
         assert programs <= 2 * processors
         assert programs / processors >= 0.66 * -(-programs // processors)
     assert decode.splits_for(5000, processors) == 1
+
+
+def test_small_problems_are_not_searched_for_what_to_prune(monkeypatch):
+    from fox_kernels import prune
+
+    monkeypatch.setattr(prune, "WORTH", 10**11)
+    small, large = (torch.empty(8, n, 16, 64, device="meta") for n in (2048, 8192))
+    assert prune.worth(small, small, -10.0) is None
+    assert prune.worth(large, large, -10.0) == -10.0
+    assert prune.worth(large, large, None) is None
