@@ -150,7 +150,9 @@ def test_a_truncated_shard_is_made_again_by_prepare_and_refused_by_open(tmp_path
 
 
 KILLED = """
+import signal
 import time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a process begun in the background has it ignored
 from transformers import AutoTokenizer
 import retrofox.data_shards as shards
 from retrofox.data import DataSource
