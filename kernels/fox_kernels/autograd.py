@@ -79,7 +79,9 @@ def _attend(
         c_hi, c_lo = cumsum.cumulative(log_f, options.get("counter"))
         if residual is not None:
             options["residual"] = residual
-        if bounds is not None and options["prune"] is not None:
+        if bounds is not None and options["prune"] is None:
+            bounds.zero_()  # an output of the operator's: never what memory held
+        elif bounds is not None:
             q, k = unit_last(q), unit_last(k)
             options["bounds"] = prune.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, out=bounds)
         launch, _ = _launchers(backend)

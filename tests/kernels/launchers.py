@@ -8,6 +8,7 @@ Needs Triton, real or interpreted, at import.
 
 import math
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -165,7 +166,9 @@ def check_operator(device: str, backend: str = "triton") -> None:
     options = {"window": 9, "sink": 1, "softcap": 5.0, "prune": -4.0}
     inputs, gradients, options = draw(Case(T=40, D=16, starts=[3, 40], options=options), device)
     arguments = (*inputs, 0.25, None, options["seq_start"], 9, 1, 5.0, -4.0, backend, True, True)
-    torch.library.opcheck(autograd.attention, arguments)
+    for worth in (0, 10**11):  # pruned, and left whole
+        with mock.patch.object(prune, "WORTH", worth):
+            torch.library.opcheck(autograd.attention, arguments)
 
     def operator(*args, **kwargs):
         return forgetting_attention(*args, backend=backend, **kwargs)
