@@ -119,6 +119,8 @@ def launch_backward(
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     started = cu_seqlens is not None or seq_start is not None or window is not None
+    if exact_sums is None:
+        exact_sums = deterministic and S >= EXACT_FROM
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
         None if dlse2 is None else (dlse2.stride(), dlse2.dtype), residual is None, q.dtype, q.device,
@@ -140,9 +142,8 @@ def launch_backward(
             return backward.launch_backward(
                 do, dlse2, q, k, v, o, lse2, c_hi, c_lo, residual=residual, bounds=bounds, **options
             )
-        exact = deterministic and S >= EXACT_FROM if exact_sums is None else exact_sums
         plan = remembered(_plans, key, plan_backward(
-            q, k, v, do, started, prune is not None, sink, deterministic, exact, group, cut or CUTS[D]
+            q, k, v, do, started, prune is not None, sink, deterministic, exact_sums, group, cut or CUTS[D]
         ))  # fmt: skip
     num_n, tiles, rows = plan.sizes
     if any(plan.copies):
