@@ -51,7 +51,7 @@ def pieces(found: Sequence[np.ndarray], tokenizer: Any, length: int) -> list[np.
     for ids in found:
         at = 0
         while at + length <= len(ids):
-            if begin is None and ids[at] == ids[at + 1]:
+            if begin is None and length > 1 and ids[at] == ids[at + 1]:
                 at += 1
                 continue
             piece = ids[at : at + length]
