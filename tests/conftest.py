@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,22 @@ def pico_fox_checkpoint(pico_fox, pico_tokenizer, tmp_path) -> Path:
     pico_fox().save_pretrained(directory)
     pico_tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def run(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
+    """run(*arguments) -> (exit code, stdout, stderr) of the command line, in this process."""
+
+    def run_command(*arguments: object) -> tuple[int, str, str]:
+        from retrofox import cli
+
+        monkeypatch.setattr(sys, "argv", ["retrofox", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_command

@@ -22,18 +22,6 @@ def source(tmp_path_factory):
     return directory
 
 
-def run(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    """Runs the command line in this process: (exit code, stdout, stderr)."""
-    monkeypatch.setattr(sys, "argv", ["retrofox", *map(str, arguments)])
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def test_help_imports_no_torch():
     code = "import sys; sys.argv = ['retrofox', '--help']\nimport retrofox.cli\n"
     code += "try: retrofox.cli.main()\nexcept SystemExit: pass\n"
@@ -44,19 +32,19 @@ def test_help_imports_no_torch():
     assert "convert" in done.stdout
 
 
-def test_help_is_not_cut_off_on_a_narrow_terminal(monkeypatch, capsys):
+def test_help_is_not_cut_off_on_a_narrow_terminal(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     commands = [command.name or command.callback.__name__ for command in cli.app.registered_commands]  # type: ignore
     assert {"convert", "train", "eval", "generate"} <= set(commands)
     for command in commands:
-        code, out, _ = run(monkeypatch, capsys, command, "--help")
+        code, out, _ = run(command, "--help")
         assert code == 0
         assert "…" not in out, command
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(monkeypatch, capsys, source, tmp_path):
+def test_dry_run_prints_the_plan_and_writes_nothing(run, source, tmp_path):
     arguments = ["convert", source, tmp_path / "out", "--dry-run", "--json", "--half-life", 8, 64]
-    code, out, _ = run(monkeypatch, capsys, *arguments)
+    code, out, _ = run(*arguments)
     plan = json.loads(out)
     assert code == 0
     assert plan["half_lives_tokens"] == pytest.approx([8, 64], rel=1e-5)
@@ -64,10 +52,10 @@ def test_dry_run_prints_the_plan_and_writes_nothing(monkeypatch, capsys, source,
     assert not (tmp_path / "out").exists()
 
 
-def test_every_part_of_the_spec_can_be_given(monkeypatch, capsys, source, tmp_path):
+def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
     options = "--rope anneal --anneal-to drop --anneal-tokens 1000 --prune -9 --sink-tokens 2 --log-n 128 --pro k-shift"
     options += " --layer-max-wavelength 0=inf --gate bias --init slopes --half-life 4 8 --dry-run --json"
-    code, out, _ = run(monkeypatch, capsys, "convert", source, tmp_path / "out", *options.split())
+    code, out, _ = run("convert", source, tmp_path / "out", *options.split())
     assert code == 0
     spec = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["spec"]
     given = {
@@ -84,37 +72,35 @@ def test_every_part_of_the_spec_can_be_given(monkeypatch, capsys, source, tmp_pa
     assert spec["half_life"] == [4.0, 8.0]
 
 
-def test_layers_with_a_wavelength_of_their_own(monkeypatch, capsys, source, tmp_path):
+def test_layers_with_a_wavelength_of_their_own(run, source, tmp_path):
     assert layer_wavelengths("0-2=8,5=0") == {0: 8.0, 1: 8.0, 2: 8.0, 5: 0.0}
     arguments = ["convert", source, tmp_path / "out", "--layer-max-wavelength", "0=7", "--no-verify", "--json"]
-    code, out, _ = run(monkeypatch, capsys, *arguments)
+    code, out, _ = run(*arguments)
     assert code == 0
     assert json.loads(out)["plan"]["rotary_pairs_kept"] == [1]  # 2 pi tokens, the next is 63
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["fox"]["layer_max_wavelength"] == {"0": 7.0}
 
 
-def test_a_dry_run_says_what_would_be_refused(monkeypatch, capsys, source, tmp_path):
-    code, out, _ = run(monkeypatch, capsys, "convert", source, tmp_path / "out", "--dry-run", "--prune", -10)
+def test_a_dry_run_says_what_would_be_refused(run, source, tmp_path):
+    code, out, _ = run("convert", source, tmp_path / "out", "--dry-run", "--prune", -10)
     assert code == 0
     for text in ("1 x 2", "2 tensors, 34 parameters, 136 bytes", "1 files", "copied, never loaded", "e^-10"):
         assert text in out
     cut = tmp_path / "cut"
     shutil.copytree(source, cut)
     (cut / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-8])
-    code, _, err = run(monkeypatch, capsys, "convert", cut, tmp_path / "out", "--dry-run")
+    code, _, err = run("convert", cut, tmp_path / "out", "--dry-run")
     assert code == 2
     assert "download it again" in err
-    code, _, err = run(monkeypatch, capsys, "convert", source, cut, "--dry-run")
+    code, _, err = run("convert", source, cut, "--dry-run")
     assert code == 2
     assert "exists: remove it" in err
     assert [file.name for file in tmp_path.iterdir()] == ["cut"]
 
 
-def test_convert_prints_json_alone_on_stdout(monkeypatch, capsys, source, tmp_path):
-    code, out, _ = run(
-        monkeypatch, capsys, "convert", source, tmp_path / "out", "--no-verify", "--json", "--rope", "drop"
-    )
+def test_convert_prints_json_alone_on_stdout(run, source, tmp_path):
+    code, out, _ = run("convert", source, tmp_path / "out", "--no-verify", "--json", "--rope", "drop")
     report = json.loads(out)
     assert code == 0
     assert report["parity"] == "skipped (--no-verify)"
@@ -122,9 +108,9 @@ def test_convert_prints_json_alone_on_stdout(monkeypatch, capsys, source, tmp_pa
 
 
 @pytest.mark.parametrize("options", ["--max-wavelength inf", "--half-life 1e-9 1e300", "--pro qk-norm,qk-norm"])
-def test_extreme_numbers_stay_numbers(monkeypatch, capsys, source, tmp_path, options):
+def test_extreme_numbers_stay_numbers(run, source, tmp_path, options):
     arguments = ["convert", source, tmp_path / "out", "--no-verify", "--json", *options.split()]
-    code, out, _ = run(monkeypatch, capsys, *arguments)
+    code, out, _ = run(*arguments)
     assert code == 0
     for text in (out, (tmp_path / "out" / "config.json").read_text()):
         json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -167,8 +153,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments", BAD)
-def test_bad_options_exit_2_with_a_clear_text(monkeypatch, capsys, source, tmp_path, arguments):
-    code, _, err = run(monkeypatch, capsys, "convert", source, tmp_path / "out", *arguments.split())
+def test_bad_options_exit_2_with_a_clear_text(run, source, tmp_path, arguments):
+    code, _, err = run("convert", source, tmp_path / "out", *arguments.split())
     assert code == 2
     assert BAD[arguments] in " ".join(err.split())
     assert "Traceback" not in err
@@ -187,9 +173,9 @@ def test_bad_options_exit_2_with_a_clear_text(monkeypatch, capsys, source, tmp_p
         (["inspect", "missing/model/dir"], "missing/model/dir"),
     ],
 )
-def test_missing_things_exit_2(monkeypatch, capsys, source, tmp_path, arguments, text):
+def test_missing_things_exit_2(run, source, tmp_path, arguments, text):
     places = {"base": source, "out": tmp_path / "out"}
-    code, _, err = run(monkeypatch, capsys, *(a.format(**places) for a in arguments))
+    code, _, err = run(*(a.format(**places) for a in arguments))
     assert code == 2
     assert text in " ".join(err.split())
     assert "Traceback" not in err
@@ -209,35 +195,35 @@ def test_missing_things_exit_2(monkeypatch, capsys, source, tmp_path, arguments,
     ],
     ids=str,
 )
-def test_configs_that_make_no_model_exit_2(monkeypatch, capsys, source, tmp_path, values):
+def test_configs_that_make_no_model_exit_2(run, source, tmp_path, values):
     shutil.copytree(source, tmp_path / "odd")
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, **values}))
-    code, _, err = run(monkeypatch, capsys, "convert", tmp_path / "odd", tmp_path / "out")
+    code, _, err = run("convert", tmp_path / "odd", tmp_path / "out")
     assert code == 2
     assert "makes no model in transformers" in err or "gates need a causal model" in err
     assert [file.name for file in tmp_path.iterdir()] == ["odd"]
 
 
-def test_a_stray_fox_section_in_a_plain_config_does_no_harm(monkeypatch, capsys, source, tmp_path):
+def test_a_stray_fox_section_in_a_plain_config_does_no_harm(run, source, tmp_path):
     shutil.copytree(source, tmp_path / "odd")
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "fox": {"rope": "drop"}}))
-    code, out, _ = run(monkeypatch, capsys, "convert", tmp_path / "odd", tmp_path / "out", "--no-verify", "--json")
+    code, out, _ = run("convert", tmp_path / "odd", tmp_path / "out", "--no-verify", "--json")
     assert code == 0
     assert json.loads(out)["plan"]["spec"]["rope"] == "partial"
 
 
-def test_unknown_recipe_key_names_the_nearest(monkeypatch, capsys, tmp_path):
+def test_unknown_recipe_key_names_the_nearest(run, tmp_path):
     (tmp_path / "r.yaml").write_text("modle: x\noutput: y\ndata: {train: [z]}\nstages: []\n")
-    code, _, err = run(monkeypatch, capsys, "config", "show", tmp_path / "r.yaml")
+    code, _, err = run("config", "show", tmp_path / "r.yaml")
     assert code == 2
     assert "modle" in err
     assert "model" in err
 
 
-def test_config_schema_is_json_schema(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "config", "schema")
+def test_config_schema_is_json_schema(run):
+    code, out, _ = run("config", "schema")
     assert code == 0
     assert "stages" in json.loads(out)["properties"]
 

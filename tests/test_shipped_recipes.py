@@ -1,27 +1,14 @@
 """The recipes in the package: all of them, listed, shown and copied by `retrofox recipes`."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from retrofox import cli
 from retrofox.config import load_recipe
 from retrofox.shipped_recipes import HOME, copy, named, shipped
 
 ROOT = Path(__file__).parent.parent
-
-
-def run(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["retrofox", "recipes", *map(str, arguments)])
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_the_package_has_every_recipe_and_declares_it_for_the_wheel():
@@ -33,12 +20,12 @@ def test_the_package_has_every_recipe_and_declares_it_for_the_wheel():
     assert all(f'"{HOME.name}/{pattern}"' in package_data for pattern in ("*.yaml", "*/*.yaml"))
 
 
-def test_ls_says_what_each_is_for_and_takes(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, "ls")
+def test_ls_says_what_each_is_for_and_takes(run):
+    code, out, _ = run("recipes", "ls")
     assert code == 0
     names = [line for line in out.splitlines() if not line.startswith(" ")]
     assert names == [recipe.name for recipe in shipped()]
-    code, out, _ = run(monkeypatch, capsys, "ls", "--json")
+    code, out, _ = run("recipes", "ls", "--json")
     rows = json.loads(out)
     for row in rows:
         wanted = {"run"} if row["name"].startswith("accelerate/") else {"hardware", "tokens", "time", "result"}
@@ -46,19 +33,19 @@ def test_ls_says_what_each_is_for_and_takes(monkeypatch, capsys):
         assert wanted <= set(row)
 
 
-def test_show_prints_the_file_itself(monkeypatch, capsys):
+def test_show_prints_the_file_itself(run):
     for name in ("smollm2-partial", "smollm2-partial.yaml", "recipes/smollm2-partial.yaml"):
-        code, out, _ = run(monkeypatch, capsys, "show", name)
+        code, out, _ = run("recipes", "show", name)
         assert (code, out) == (0, (ROOT / "recipes" / "smollm2-partial.yaml").read_text())
 
 
-def test_cp_writes_a_recipe_that_loads_and_never_over_another(monkeypatch, capsys, tmp_path):
+def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    code, out, _ = run(monkeypatch, capsys, "cp", "smollm2-lora")
+    code, out, _ = run("recipes", "cp", "smollm2-lora")
     assert (code, out.strip()) == (0, "smollm2-lora.yaml")
     assert load_recipe(tmp_path / "smollm2-lora.yaml").lora is not None
     (tmp_path / "smollm2-lora.yaml").write_text("mine")
-    code, _, err = run(monkeypatch, capsys, "cp", "smollm2-lora")
+    code, _, err = run("recipes", "cp", "smollm2-lora")
     assert code == 2
     assert "exists: remove it" in err
     assert (tmp_path / "smollm2-lora.yaml").read_text() == "mine"
@@ -66,9 +53,9 @@ def test_cp_writes_a_recipe_that_loads_and_never_over_another(monkeypatch, capsy
     assert copy("accelerate/ddp", tmp_path / "new") == tmp_path / "new" / "ddp.yaml"
 
 
-def test_an_unknown_name_is_refused_with_the_nearest(monkeypatch, capsys, tmp_path):
+def test_an_unknown_name_is_refused_with_the_nearest(run, tmp_path):
     for command in ("show", "cp"):
-        code, _, err = run(monkeypatch, capsys, command, "smollm2-partail")
+        code, _, err = run("recipes", command, "smollm2-partail")
         assert code == 2
         assert "did you mean 'smollm2-partial'?" in " ".join(err.split())
     with pytest.raises(ValueError, match="there are smollm2-control"):
