@@ -28,9 +28,8 @@ from retrofox.source import check_source, read_config, reading_gguf, refuse_adap
 logger = logging.getLogger(__name__)
 NO_LIMIT = 1e12
 """Tokens, longer than any wavelength: stands for inf, which JSON lacks."""
-
-
 DROPPED = ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "dtype", "fox")
+"""Keys of a base's config that are its own and not its converted model's."""
 UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError)
 """What transformers raises at tokenizer files that are damaged, need other libraries, or need code of their own."""
 
@@ -139,15 +138,7 @@ def is_new_tensor(name: str) -> bool:
 def fox_config_of(config: Any, spec: FoxSpec) -> Any:
     """The converted model's config: the base's values under the fox class, with the spec."""
     values = config.to_dict()
-    for key in (
-        "model_type",
-        "architectures",
-        "auto_map",
-        "transformers_version",
-        "quantization_config",
-        "dtype",
-        "fox",
-    ):
+    for key in DROPPED:
         values.pop(key, None)
     values |= replaced_settings(config)
     fox_config = getattr(configuration_fox, f"Fox{SUPPORTED[config.model_type]}Config")(**values, fox=spec.to_dict())

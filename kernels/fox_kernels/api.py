@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import chunked, reference
+from .tiles import capability
 
 Tensor = torch.Tensor
 
@@ -19,16 +20,6 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 POSITIVE_LOG_F = 1e-3  # let pass: finite differences around an open gate
 
 _announced: set[tuple[str, str]] = set()
-_capabilities: dict[torch.device, tuple[int, int]] = {}
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return a GPU's compute capability; asking torch takes longer than all other checks of a call together."""
-    if torch.compiler.is_compiling():
-        return torch.cuda.get_device_capability(device)
-    if device not in _capabilities:
-        _capabilities[device] = torch.cuda.get_device_capability(device)
-    return _capabilities[device]
 
 
 def triton_unsupported(q: Tensor) -> str | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .chunked import document_starts
 from .launch import runner
+from .tiles import capability
 
 LOG2_E = math.log2(math.e)
 L2_BYTES = 24 << 20  # of the 50 MB: what one group of heads may keep there while its tiles are walked
@@ -81,7 +82,7 @@ def unsupported(
     """Return why the Hopper kernels can't run this problem, or None if they can."""
     if GLUON_MISSING is not None:
         return GLUON_MISSING
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
+    if q.device.type != "cuda" or capability(q.device) != (9, 0):
         return "the GPU is not a Hopper (compute capability 9.0)"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} is not bfloat16 or float16"

@@ -1,6 +1,5 @@
 """Tile shapes of the plain Triton kernels: rows of a table, by kernel, head dim, dtype and architecture."""
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -139,10 +138,16 @@ def tile_for(kernel: str, D: int, dtype: torch.dtype, device: torch.device) -> T
     return row_for(kernel, D, table_for(dtype, capability(device)))
 
 
-@functools.cache
+_capabilities: dict[torch.device, tuple[int, int]] = {}
+
+
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a device."""
-    return torch.cuda.get_device_capability(device)
+    """Return a GPU's compute capability; asking torch takes longer than all other checks of a call together."""
+    if torch.compiler.is_compiling():
+        return torch.cuda.get_device_capability(device)
+    if device not in _capabilities:
+        _capabilities[device] = torch.cuda.get_device_capability(device)
+    return _capabilities[device]
 
 
 def row_for(kernel: str, D: int, table: dict) -> Tile:
