@@ -8,7 +8,8 @@ the host is as much as a small model's own, takes 16 rows at a time instead of 8
 the middle and is taken up by half of them; its losses are compared with the DDP run's, which had the same batches.
 Beside the run on one GPU, the last two train a short FSDP2 run twice, `deterministic: true`, once whole and once killed
 with SIGKILL and taken up later: losses and gradient norms are compared digit by digit. JSON is written after each part.
-Two runs on disjoint halves of the GPUs may go at one time; the rows on all GPUs run alone.
+Short runs go beside the run on one GPU and the one that is taken up, on other GPUs; the rows of DDP and those on all
+GPUs run alone.
 """
 
 from __future__ import annotations
@@ -258,9 +259,8 @@ def main() -> None:
     keep(runs.row(name, options.gpus, FSDP_MODE))
     at = max((line["step"] for line in runs.lines(name)), default=0)
     taken_up = runs.start(everyone[:half], name, "fsdp2", steps, whole_batch, *FSDP_SETTINGS)
-    if pair:  # the other half is free meanwhile; beside the run that is taken up goes the one that was killed
-        again = runs.start(everyone[:half], "killed", "fsdp2", KILL_STEPS, KILL_TOKENS, *KILL_SETTINGS)
-        ddp(runs, pair, steps, keep)
+    if pair:  # the other half is free meanwhile
+        again = runs.start(pair, "killed", "fsdp2", KILL_STEPS, KILL_TOKENS, *KILL_SETTINGS)
         runs.until(again, "killed", KILL_STEPS, signal.SIGKILL)
         found["killed"] = after_kill(runs)
         print(json.dumps(found["killed"]), flush=True)
@@ -272,6 +272,9 @@ def main() -> None:
     ddp(runs, everyone, steps, keep)
     found["resumed"] |= compare(runs, name)
     print(json.dumps(found["resumed"]), flush=True)
+    save()
+    if half > 1:
+        ddp(runs, everyone[:half], steps, keep)
     found["seconds"] = round(time.perf_counter() - started)
     save()
 
