@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from cases import Case, draw, errors, failures, gates
+from cases import LAYOUTS, Case, errors, failures, gates
 from fox_kernels import forgetting_attention
 from launchers import (
     check_decoding,
@@ -30,11 +30,11 @@ def proof_list() -> list[Case]:
     r = random.Random(0)
     documents = sorted({1, 2, 4, 700, 701, 1030, *(r.randrange(1100) for _ in range(6))})
     cases = [Case(T=1025, H=4, Hkv=2, D=D, dtype=BF16) for D in (16, 32, 64, 80, 96, 128, 256)]
-    cases += [Case(T=513, H=4, Hkv=2, D=D, dtype=FP16) for D in (64, 96, 128)]
+    cases += [Case(T=513, H=4, Hkv=2, D=D, dtype=FP16) for D in (16, 32, 64, 80, 96, 128, 256)]
     cases += [Case(T=257, H=4, Hkv=2, D=D, dtype=FP32) for D in (16, 32, 64, 80, 96, 128, 256)]
     cases += [Case(T=777, D=D, dtype=BF16, gate=g) for g in ("open", "short", "shut", "zeros") for D in (64, 128)]
     cases += [Case(T=300, D=64, dtype=FP32, gate=g) for g in ("open", "shut", "zeros")]
-    for H, Hkv in ((1, 1), (3, 1), (8, 1), (8, 8)):
+    for H, Hkv in ((1, 1), (3, 1), (8, 1), (8, 8), (10, 2), (7, 1), (12, 1)):
         cases.append(Case(T=400, H=H, Hkv=Hkv, D=64, dtype=BF16))
     for T, S in ((1, 1), (2, 2), (333, 1500), (1, 4097), (3, 2049), (16, 1000), (129, 130)):
         cases.append(Case(T=T, S=S, H=8, Hkv=2, D=128, dtype=BF16))
@@ -54,13 +54,21 @@ def proof_list() -> list[Case]:
     for gate, D in itertools.product(("short", "open", "mixed"), (64, 128)):
         cases.append(Case(T=2048, D=D, dtype=BF16, gate=gate, options={"prune": -10.0}))
     cases.append(Case(T=2048, D=64, dtype=BF16, gate="short", options={"prune": -10.0, "softcap": 15.0, "sink": 4}))
-    cases += [Case(T=500, D=64, dtype=BF16, layout=layout) for layout in ("heads", "packed", "last")]
-    cases += [Case(T=500, D=64, dtype=BF16, options={"scale": s}) for s in (1.0, 0.0, -0.2)]
+    cases += [Case(T=500, D=64, dtype=BF16, layout=layout) for layout in LAYOUTS[1:]]
+    cases += [Case(T=500, D=64, dtype=BF16, options={"scale": s}) for s in (1.0, 0.0, -0.2, 1e-30, 20.0)]
+    cases += [Case(T=400, S=500, D=64, dtype=BF16, options={"window": w}) for w in (1, 2, 5000)]
+    cases += [Case(T=400, S=500, D=64, dtype=BF16, options={"sink": n}) for n in (100, 5000)]
+    cases.append(Case(B=1, T=600, D=64, dtype=BF16, cuts=[0, 0, 5, 5, 300], options={"sink": 100}))
+    everything = {"window": 90, "sink": 7, "softcap": 9.0, "prune": -6.0, "scale": -0.1}
+    for D, layout in ((64, "odd"), (80, "last"), (256, "expanded")):
+        shape = {"B": 1, "T": 300, "S": 700, "H": 10, "Hkv": 2, "D": D, "dtype": BF16, "layout": layout}
+        cases.append(Case(**shape, cuts=[1, 2, 2, 350, 600], starts=[200], options=everything))
     return cases
 
 
 @pytest.mark.parametrize("case", proof_list(), ids=Case.name)
 def test_error_at_most_twice_eager(case):
+    """Of outputs written to poisoned memory, the same bit for bit in two runs."""
     torch.manual_seed(0)
     assert failures(case, "cuda") == []
 
@@ -83,24 +91,10 @@ def gate_error(T: int, mean: float, D: int = 64, dtype=BF16, backend="triton") -
 
 
 @pytest.mark.parametrize("mean", [0.0, -1.0, -3.0])
-@pytest.mark.parametrize("T", [4096, 32768])
-def test_gate_gradient_within_half_a_percent(T, mean):
+@pytest.mark.parametrize(("T", "D"), [(4096, D) for D in (16, 32, 64, 80, 96, 128, 256)] + [(32768, 64), (32768, 128)])
+def test_gate_gradient_within_half_a_percent(T, D, mean):
     torch.manual_seed(0)
-    assert gate_error(T, mean) <= 5e-3
-
-
-def test_deterministic_and_every_output_written():
-    torch.manual_seed(0)
-    case = Case(T=1300, H=6, Hkv=2, D=64, dtype=BF16, starts=[5, 1300], options={"sink": 3, "window": 500})
-    inputs, gradients, options = draw(case, "cuda")
-    runs = []
-    for fill in (0.0, float("nan")):  # what torch.empty hands out is poisoned in the second run
-        junk = [torch.full((1 << 22,), fill, device="cuda") for _ in range(16)]
-        del junk
-        o, lse = forgetting_attention(*inputs, return_lse=True, backend="triton", **options)
-        loss = (o * gradients[0]).sum(dtype=FP32) + lse.masked_fill(lse == -float("inf"), 0).sum()
-        runs.append([o, lse, *torch.autograd.grad(loss, inputs)])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert gate_error(T, mean, D=D) <= 5e-3
 
 
 def test_more_blocks_than_a_grid_dimension_holds():
@@ -135,29 +129,6 @@ def test_pruning_loses_at_most_eps(log_eps):
 
 def test_each_input_may_be_the_only_one_with_a_gradient():
     check_one_gradient("cuda")
-
-
-@pytest.mark.filterwarnings("default")  # inductor has advice of its own
-def test_compiled_whole_and_captured_in_a_graph():
-    torch.manual_seed(0)
-    inputs, (do, _), options = draw(Case(T=600, D=64, dtype=BF16, options={"window": 200}), "cuda")
-
-    def step(q, k, v, log_f):
-        return forgetting_attention(q, k, v, log_f, backend="triton", **options) * 2
-
-    compiled = torch.compile(step, fullgraph=True)
-    expected, got = step(*inputs), compiled(*inputs)
-    assert torch.equal(expected, got)
-    for a, b in zip(torch.autograd.grad(expected, inputs, do), torch.autograd.grad(got, inputs, do), strict=True):
-        assert torch.equal(a, b)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        captured = step(*inputs)
-    with torch.no_grad():
-        inputs[0].copy_(torch.randn_like(inputs[0]))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, step(*inputs))
 
 
 def test_decode_on_a_padded_batch_from_a_longer_cache():
