@@ -17,6 +17,7 @@ from .hopper_forward import (
     processors,
     remembered,
     unsupported,
+    usable,
     visible_from,
 )
 
@@ -124,8 +125,8 @@ def launch_backward(
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
         None if dlse2 is None else (dlse2.stride(), dlse2.dtype), residual is None, q.dtype, q.device,
-        alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, prune is None, scale > 0, window is None,
-        sink, softcap, q_offset, c_offset is None, causal, deterministic, exact_sums, group, cut,
+        alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, prune is None, usable(scale),
+        window is None, sink, softcap, q_offset, c_offset is None, causal, deterministic, exact_sums, group, cut,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:

@@ -40,6 +40,7 @@ SHAPES = {
 SHORT = {64: Shape(64, 0, 2, 128, 3, True, True, 240)}
 SHORT_KEYS = 4096
 MIN_QUERIES = 64  # one warpgroup's rows
+LEAST_SCALE = 1e-20  # to 1e20: the decay is divided by it, which must stay in float32's range
 
 
 @functools.cache
@@ -61,6 +62,11 @@ def gluon_missing() -> str | None:
 
 
 GLUON_MISSING = gluon_missing()  # not looked up while torch.compile traces
+
+
+def usable(scale: float) -> bool:
+    """Return whether decays can be divided by the scale."""
+    return LEAST_SCALE <= scale <= 1 / LEAST_SCALE
 
 
 def unsupported(
@@ -88,8 +94,8 @@ def unsupported(
         return f"dtype {q.dtype} is not bfloat16 or float16"
     if q.shape[-1] not in SHAPES:
         return f"head_dim {q.shape[-1]} is not one of {tuple(SHAPES)}"
-    if scale <= 0:
-        return f"scale {scale} is not positive"
+    if not usable(scale):
+        return f"scale {scale} is not between {LEAST_SCALE} and {1 / LEAST_SCALE}"
     if softcap is not None:
         return "it has no softcap"
     if window is not None and sink > 0:
@@ -242,7 +248,7 @@ def launch_forward(
     constants = (started, prune is not None or bounds is not None, sink, residual is not None)
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, alignment(q, k, v, c_hi, c_lo),
-        constants, scale > 0, window is None, softcap, q_offset, c_offset is None, causal, shape,
+        constants, usable(scale), window is None, softcap, q_offset, c_offset is None, causal, shape,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
