@@ -62,12 +62,29 @@ def _scores(qk, b_s, bl_s, n, ends, start, decay, decay_lo, whole, HAS_START: gl
 
 
 @gluon.jit
-def _softmax(s, scale, rest, m_i, l_i):
-    m = gl.maximum(m_i, (gl.max(s, 1) + rest) * scale)
+def _softmax(s, scale, rest, top, m_i, l_i, r_i, dtype: gl.constexpr, BLOCK_TOP: gl.constexpr,
+             ROUNDED_SUM: gl.constexpr):  # fmt: skip
+    """Weights of a block, relative to m, and what to multiply those so far by; top is the largest score so far, l_i the
+    sum of the weights and r_i what o is divided by."""
+    block = (gl.max(s, 1) + rest) * scale
+    top = gl.maximum(top, block)
+    m = top
+    if BLOCK_TOP:
+        m = gl.maximum(block, top - 40.0)
     m_finite = gl.where(m == -float("inf"), 0.0, m)  # a row that has seen no key yet
     p = gl.exp2(s * scale - (m_finite - rest * scale)[:, None])
     alpha = gl.exp2(m_i - m_finite)
-    return p, alpha, m, l_i * alpha + gl.sum(p, 1)
+    total = gl.sum(p, 1)
+    rounded = total
+    if ROUNDED_SUM == 2:
+        rounded = gl.sum(p.to(dtype).to(gl.float32), 1)
+    return p, alpha, top, m, l_i * alpha + total, r_i * alpha + rounded
+
+
+@gluon.jit
+def _gained(p, dtype: gl.constexpr):
+    """What rounding adds to each row's sum."""
+    return gl.sum(p.to(dtype).to(gl.float32) - p, 1)
 
 
 @gluon.jit
@@ -97,7 +114,8 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
               q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
               HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr,
               D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr, PING_PONG: gl.constexpr,
-              BIAS_BY_MMA: gl.constexpr, HAS_RESIDUAL: gl.constexpr):  # fmt: skip
+              BIAS_BY_MMA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BLOCK_TOP: gl.constexpr,
+              ROUNDED_SUM: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -138,8 +156,10 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
         row_lo = gl.load(c_lo + ends, mask=rows < T, other=0.0)
         decay, decay_lo = difference(row_hi, row_lo, gl.load(c_hi + first_end), gl.load(c_lo + first_end))
         decay, decay_lo = over(decay, decay_lo, scale)
+        top = gl.full([64], -float("inf"), gl.float32, layout=ROW)
         m_i = gl.full([64], -float("inf"), gl.float32, layout=ROW)
         l_i = gl.full([64], 0.0, gl.float32, layout=ROW)
+        r_i = gl.full([64], 0.0, gl.float32, layout=ROW)
         acc = gl.zeros([64, D], gl.float32, layout=O_L)
         acc_x = gl.zeros([64, DX if DX else 8], gl.float32, layout=X_L)
 
@@ -155,7 +175,10 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
                           SINK, S_L,
                           BN, BIAS_BY_MMA)  # fmt: skip
         mbarrier.arrive(k_empty.index(s), count=1)
-        p, alpha, m_i, l_i = _softmax(x, scale, rest, m_i, l_i)
+        p, alpha, top, m_i, l_i, r_i = _softmax(x, scale, rest, top, m_i, l_i, r_i, dtype, BLOCK_TOP,
+                                                ROUNDED_SUM)  # fmt: skip
+        if ROUNDED_SUM == 1:
+            r_i += _gained(p, dtype)
 
         # the next scores and the last weights times V in flight together
         for i in range(1, n_all):
@@ -198,7 +221,8 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
                               SINK, S_L, BN,
                               BIAS_BY_MMA)  # fmt: skip
             mbarrier.arrive(k_empty.index(s), count=1)
-            p, alpha, m_i, l_i = _softmax(x, scale, rest, m_i, l_i)
+            p, alpha, top, m_i, l_i, r_i = _softmax(x, scale, rest, top, m_i, l_i, r_i, dtype, BLOCK_TOP,
+                                                    ROUNDED_SUM)  # fmt: skip
             if DX:
                 acc, acc_x = warpgroup_mma_wait(0, deps=(acc, acc_x))
                 acc_x = acc_x * gl.convert_layout(alpha, gl.SliceLayout(1, X_L))[:, None]
@@ -206,6 +230,9 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
                 acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(v_slot), count=1)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
+            if ROUNDED_SUM == 1:
+                if not whole:
+                    r_i += _gained(p, dtype)
         mbarrier.arrive(q_empty.index(w), count=1)
 
         # the last weights times V, then o = acc / l and lse
@@ -221,7 +248,7 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
             acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(s), count=1)
         it += 1
-        inv = gl.where(l_i == 0, 0.0, 1.0 / l_i)  # a NaN goes on
+        inv = gl.where(l_i == 0, 0.0, 1.0 / r_i)  # a NaN goes on
         gl.store(L + bh.to(gl.int64) * T + rows, gl.where(l_i == 0, -float("inf"), m_i + gl.log2(l_i)), mask=rows < T)
         tma.store_wait(0)
         acc = acc * gl.convert_layout(inv, gl.SliceLayout(1, O_L))[:, None]
@@ -259,7 +286,7 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
                 SINK: gl.constexpr,
                 NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
                 PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-                REGISTERS: gl.constexpr):  # fmt: skip
+                REGISTERS: gl.constexpr, BLOCK_TOP: gl.constexpr, ROUNDED_SUM: gl.constexpr):  # fmt: skip
     """o, what rounding it lost, and lse. Head dim D, or D + DX in blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -323,12 +350,14 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
                      kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL,
+                     BLOCK_TOP, ROUNDED_SUM)),
         (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s,
                      kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL,
+                     BLOCK_TOP, ROUNDED_SUM)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
                      q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty,
                      v_full, v_empty, n_full, n_empty,
@@ -341,17 +370,20 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
                      kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL,
+                     BLOCK_TOP, ROUNDED_SUM)),
         (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s,
                      kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL,
+                     BLOCK_TOP, ROUNDED_SUM)),
         (_consumer, (2, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s,
                      kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL,
+                     BLOCK_TOP, ROUNDED_SUM)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
                      q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty,
                      v_full, v_empty, n_full, n_empty,

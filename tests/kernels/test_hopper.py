@@ -58,7 +58,7 @@ def forward_source(shape, dtype="bf16", start=False, first=False, sink=0, residu
     constants = {
         "HAS_START": start, "HAS_LO": first, "SINK": sink, "NC": shape.consumers, "BN": shape.keys, "D": shape.columns,
         "DX": shape.rest, "NB": shape.stages, "PING_PONG": shape.ping_pong, "BIAS_BY_MMA": shape.bias_by_mma,
-        "HAS_RESIDUAL": residual, "REGISTERS": shape.registers,
+        "HAS_RESIDUAL": residual, "REGISTERS": shape.registers, "BLOCK_TOP": shape.block_top, "ROUNDED_SUM": shape.rounded_sum,
     }  # fmt: skip
     return fox_forward, arguments, constants
 
