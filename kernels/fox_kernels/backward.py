@@ -77,7 +77,7 @@ def launch_backward(
         ),
         (
             H // Hkv, D0, D1, rows.block_m, rows.block_n, *options, dlse2 is not None, residual is not None,
-            columns.block_m, precision, row_tma,
+            columns.block_m, precision, row_tma, rows.far,
         ),
         warps=rows.warps, stages=rows.stages,
     )  # fmt: skip
@@ -89,10 +89,10 @@ def launch_backward(
             source(v, columns.block_n, column_tma > 1), source(do, columns.block_m, column_tma), facts, row_sum,
             c_hi, c_lo, start, end, bounds_or_none, c_offset, dk, dv, dc,
             *strides, *do.stride()[:3], T, S, padded, H,
-            walked_together(2 * T * D * q.element_size() * (H // Hkv), B * Hkv),
+            walked_together(2 * T * D * q.element_size(), B * Hkv),  # a group's heads are walked in turn
             *numbers,
         ),
-        (H // Hkv, D0, D1, columns.block_m, columns.block_n, *options, precision, column_tma),
+        (H // Hkv, D0, D1, columns.block_m, columns.block_n, *options, precision, column_tma, columns.far),
         warps=columns.warps, stages=columns.stages,
     )  # fmt: skip
     if q_offset + T > S:  # queries past the keys share c[S - 1]

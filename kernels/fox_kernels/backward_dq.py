@@ -63,7 +63,7 @@ def dq_kernel(
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
     PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, RESIDUAL: tl.constexpr,
-    NEXT_BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    NEXT_BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM)
     tile, bh = place(tiles, tl.num_programs(0) // tiles, together)
@@ -160,7 +160,7 @@ def dq_kernel(
             True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
     lse -= (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
     for it in range(mid_high - mid_low):
-        n0 = (mid_high - 1 - it) * BN
+        n0 = (mid_low + it if FAR else mid_high - 1 - it) * BN
         row_sum, dq0, dq1 = _dq_block(
             row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo,
             lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2,

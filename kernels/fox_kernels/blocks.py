@@ -65,12 +65,14 @@ def load_rows(ptr, b, h, row, stride, offs_r, offs_d, limit, MASKED: tl.constexp
 def place(tiles, pairs, together):
     """This program's tile, counted from the heaviest, and its (batch, head) pair.
 
-    So many pairs as `together` says are walked at a time: what their tiles share stays in the L2 cache.
+    So many pairs as `together` says are walked at a time: what their tiles share stays in the L2 cache. Those left over
+    go first: last, they would be too few to keep the GPU busy beside the heaviest tile.
     """
-    size = together * tiles
-    first = tl.program_id(0) // size * together
-    rest = tl.program_id(0) % size
-    width = tl.minimum(together, pairs - first)
+    left = pairs % together
+    beyond = tl.program_id(0) - left * tiles
+    width = tl.where(beyond < 0, left, together)
+    first = tl.where(beyond < 0, 0, left + beyond // (together * tiles) * together)
+    rest = tl.where(beyond < 0, tl.program_id(0), beyond % (together * tiles))
     return rest // width, (first + rest % width).to(tl.int64)
 
 

@@ -32,9 +32,11 @@ L2_BYTES = 24 << 20  # of Hopper's 50 MB: what the heads walked together may fil
 @triton.jit
 def _attend(
     b, h, n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr,
-    c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l, acc0, acc1,
+    c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+    m, l, weight, acc0, acc1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """One key block of the online softmax. bias: c_ref (interior, scalars) or c_i (masked, one per row)."""
     j, c_first, c_second, lift = gates_of_keys(
@@ -53,11 +55,15 @@ def _attend(
     alpha = tl.exp2(m - base)
     l = l * alpha + tl.sum(p, 1)
     v0 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d0, S, MASKED, TMA > 0)
-    acc0 = tl.dot(p.to(v0.dtype), v0, acc0 * alpha[:, None], input_precision=PRECISION)
+    p_rounded = p.to(v0.dtype)
+    if ROUNDED:
+        ones = tl.full([p.shape[1], 8], 1.0, v0.dtype)
+        weight = tl.dot(p_rounded, ones, weight * alpha[:, None], input_precision=PRECISION)
+    acc0 = tl.dot(p_rounded, v0, acc0 * alpha[:, None], input_precision=PRECISION)
     if D1 > 0:
         v1 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d1, S, MASKED, TMA > 0)
-        acc1 = tl.dot(p.to(v1.dtype), v1, acc1 * alpha[:, None], input_precision=PRECISION)
-    return top, l, acc0, acc1
+        acc1 = tl.dot(p_rounded, v1, acc1 * alpha[:, None], input_precision=PRECISION)
+    return top, l, weight, acc0, acc1
 
 
 @triton.jit
@@ -78,7 +84,7 @@ def forward_kernel(
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
     PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, RESIDUAL: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, FAR: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     # The longest rows first; the query heads of a kv head are side by side.
     tiles = tl.cdiv(T, BM)
@@ -117,6 +123,7 @@ def forward_kernel(
         acc1 = tl.zeros([BM, D1], tl.float32)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
+    weight = tl.zeros([BM, 8], tl.float32)  # l, eight times, of the weights as rounded
     c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
     c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
     offset = 0.0  # c_offset is constant along a row: it enters the sinks (negated) and lse only
@@ -127,10 +134,10 @@ def forward_kernel(
 
     for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
-        m, l, acc0, acc1 = _attend(
+        m, l, weight, acc0, acc1 = _attend(
             row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
             c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l,
-            acc0, acc1, True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
+            weight, acc0, acc1, True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA, ROUNDED)  # fmt: skip
 
     # From exact units to units relative to c_ref; the rounding of the sum goes into l and acc.
     shift = (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
@@ -138,23 +145,26 @@ def forward_kernel(
     relative = finite - shift
     repair = tl.exp2(finite - (relative + shift))
     l *= repair
+    weight *= repair[:, None]
     acc0 *= repair[:, None]
     if D1 > 0:
         acc1 *= repair[:, None]
     m = tl.where(m == float("-inf"), m, relative)
 
     for it in range(mid_high - mid_low):
-        n0 = (mid_high - 1 - it) * BN
-        m, l, acc0, acc1 = _attend(
+        n0 = (mid_low + it if FAR else mid_high - 1 - it) * BN
+        m, l, weight, acc0, acc1 = _attend(
             row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo,
             c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l,
-            acc0, acc1, False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
+            weight, acc0, acc1, False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA, ROUNDED)  # fmt: skip
 
     empty = l == 0  # NaN isn't
     l = tl.where(empty, 1.0, l)
     lse = tl.where(empty, float("-inf"), (m + shift) + tl.log2(l) + offset)
     rows = m0 + offs_m < T
     tl.store(lse_ptr + bh * T + m0 + offs_m, lse, mask=rows)
+    if ROUNDED:
+        l = tl.where(empty, 1.0, tl.sum(weight, 1) * 0.125)
     at = ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
     store_rounded(o_ptr, residual_ptr, at + offs_d0[None, :], acc0 / l[:, None], rows[:, None], RESIDUAL)
     if D1 > 0:
@@ -234,7 +244,7 @@ def launch_forward(
         (
             H // Hkv, D0, D1, tile.block_m, tile.block_n, causal, starts is not None, window is not None, sink > 0,
             softcap is not None, pruning.BLOCK_M, c_offset is not None, residual is not None,
-            "ieee" if q.dtype == torch.float32 else "tf32", tma,
+            "ieee" if q.dtype == torch.float32 else "tf32", tma, tile.far, tile.rounded * (q.element_size() == 2),
         ),
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip

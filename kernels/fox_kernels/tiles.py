@@ -13,11 +13,13 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     tma: int = 0  # 1: what the loop reads; 2: also q and do, in dkdv v; 3: also k: those then stay in registers
+    far: int = 0  # 1: from the far end to the diagonal, so that all tiles of a head read the same blocks at a time
+    rounded: int = 0  # 1: the forward divides o by a sum of its own, over the weights as rounded
 
 
 # (kernel, head dim) -> Tile for 16-bit inputs. Shared memory: Hopper 227 KB, Ampere 163, Ada and small Blackwell 99.
 HOPPER = {  # each the fastest of those tried on an H100 at 2 x 8192 tokens, 16 heads (8 at D = 256), bf16; TFLOP/s done
-    ("forward", 64): Tile(64, 128, 4, 3, 2),  # 368; without TMA 348, 128 x 128 with 8 warps 255
+    ("forward", 64): Tile(64, 128, 4, 3, 2, rounded=1),  # 368; without TMA 348, 128 x 128 with 8 warps 255
     ("forward", 96): Tile(64, 64, 4, 3),
     ("forward", 128): Tile(64, 64, 4, 3, 2),  # 449; without TMA 377, 128 x 64 with 8 warps 388: two small programs per
     ("forward", 256): Tile(128, 64, 8, 2, 1),  # processor overlap one's products with the other's softmax

@@ -70,6 +70,7 @@ def compiled_tile(kernel: str, D: int, arch: int, **flags):
         "GROUP": 1, "D0": D0, "D1": D1, "BM": tile.block_m, "BN": tile.block_n, "CAUSAL": True, "STARTS": False,
         "WINDOW": False, "SINK": False, "CAP": False, "PRUNE_M": 64, "SHIFT": False, "DLSE": False, "RESIDUAL": True,
         "NEXT_BM": 32, "PRECISION": "tf32", "TMA": tile.tma if D1 == 0 else 0,
+        "FAR": tile.far, "ROUNDED": tile.rounded,
     }  # fmt: skip
     needs = {"start_ptr": "STARTS", "end_ptr": "STARTS", "c_offset_ptr": "SHIFT", "dlse_ptr": "DLSE"}
     constants |= {pointer: None for pointer, flag in needs.items() if not flags.get(flag)}
