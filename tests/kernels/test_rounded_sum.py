@@ -1,5 +1,7 @@
 """o is divided by the sum of the weights as rounded for their product with v, where a tile says so; lse is not."""
 
+# Options travel as dicts, which the checker can't follow: pyright: reportAttributeAccessIssue=false
+
 import json
 import os
 import subprocess
