@@ -26,13 +26,13 @@ from .tiles import Tile, split_head_dim, tile_for
 def launch_backward(
     do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None,
     sink=0, softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, residual=None,
-    tiles: tuple[Tile, Tile] | None = None,
-    bounds=None,
+    tiles: tuple[Tile, Tile] | None = None, bounds=None, row_sum=None,
 ):  # fmt: skip
     """Return dq, dk, dv in the inputs' dtype and dc (B, H, S) float32, dL/dc in natural units; arguments as forward's.
 
-    dlse2 (B, H, T) or None is dL/dlse2; residual, or None, is what `launch_forward` left in its own. The order of every
-    sum is fixed, so two runs give the same bits.
+    dlse2 (B, H, T) or None is dL/dlse2; residual, or None, is what `launch_forward` left in its own. row_sum (B, H, T)
+    float32, if given, is filled with what each query's own c gets of dc: queries past the keys leave it all in
+    dc[..., S - 1], as their c lies elsewhere. The order of every sum is fixed, so two runs give the same bits.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q, k, v, o, do = (unit_last(x) for x in (q, k, v, o, do))
@@ -41,11 +41,11 @@ def launch_backward(
     dq = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(B, S, Hkv, D, dtype=k.dtype, device=q.device) for _ in range(2))
     dc = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
+    row_sum = torch.empty(B, H, T, dtype=torch.float32, device=q.device) if row_sum is None else row_sum
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_(), dc.zero_()
     padded = cdiv(T, 16) * 16  # so that the rows of facts are aligned
     facts = torch.empty(B, H, 5, padded, dtype=torch.float32, device=q.device)
-    row_sum = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if starts is None:
         starts = document_bounds(B, S, cu_seqlens, seq_start, q.device)
     if prune is not None and bounds is None:

@@ -21,42 +21,54 @@ from fox_kernels.tiles import Tile
 
 
 def check_merging(device: str, n: int, D: int) -> None:
-    """Context parallelism: two shards of n keys, the first seen in full by later queries with an offset of c."""
+    """Context parallelism: each of three shards of n positions sums its own gates and attends to those before it.
+
+    Parts merge by lse, the backwards of the parts add up to that of the whole, dlog_f included. Queries see an earlier
+    shard with c of its end plus c_offset, what the shards between forget; their own c is added per row outside.
+    """
     torch.manual_seed(0)
-    B, H = 2, 2
-    q, k, v, do = (torch.randn(B, 2 * n, H, D, device=device) for _ in range(4))
-    log_f = gates("mixed", B, 2 * n, H, device=device) * 0.05
-    hi, lo = cumsum.cumulative(log_f)
-    args = {"scale": D**-0.5}
-    o, lse = launch_forward(q, k, v, hi, lo, **args)
-    dq, dk, dv, dc = launch_backward(do, None, q, k, v, o, lse, hi, lo, **args)
-    late = slice(n, 2 * n)
-    hi0, lo0 = (x.contiguous() for x in cumsum.cumulative(log_f[:, :n]))
-    hi1, lo1 = (x.contiguous() for x in cumsum.cumulative(log_f[:, late]))
-    # Queries of the second half against the first half's keys: c_i = c[n - 1] + offset + their own c, added per row.
-    offset = torch.full((B, H), 0.25, device=device)
-    o0, lse0 = launch_forward(
-        q[:, late], k[:, :n], v[:, :n], hi0, lo0, q_offset=n, c_offset=offset, causal=False, **args
-    )
-    o1, lse1 = launch_forward(q[:, late], k[:, late], v[:, late], hi1, lo1, **args)
-    row = hi1 - 0.25
-    merged = torch.logaddexp2(lse0 + row, lse1)
-    weights = [torch.exp2(x - merged).transpose(1, 2)[..., None] for x in (lse0 + row, lse1)]
-    assert (merged - lse[:, :, late]).abs().max() < 1e-4
-    o_late = o0 * weights[0] + o1 * weights[1]
-    assert (o_late - o[:, late]).abs().max() < 1e-4
-    # The backward of the first part with the merged lse gives its share of every gradient.
-    part = launch_backward(
-        do[:, late], None, q[:, late], k[:, :n], v[:, :n], o_late, merged - row, hi0, lo0, q_offset=n, c_offset=offset,
-        causal=False, **args,
-    )  # fmt: skip
-    own = launch_backward(do[:, late], None, q[:, late], k[:, late], v[:, late], o_late, merged, hi1, lo1, **args)
-    assert ((part[0] + own[0]) - dq[:, late]).norm() < 1e-4 * dq.norm()
-    assert (own[1] - dk[:, late]).norm() < 1e-4 * dk.norm()
-    early = launch_backward(do[:, :n], None, q[:, :n], k[:, :n], v[:, :n], o[:, :n], lse[:, :, :n], hi0, lo0, **args)
-    assert ((part[1] + early[1]) - dk[:, :n]).norm() < 1e-4 * dk.norm()
-    assert ((part[2] + early[2]) - dv[:, :n]).norm() < 1e-4 * dv.norm()
-    assert ((part[3] + early[3])[..., : n - 1] - dc[..., : n - 1]).norm() < 1e-3 * dc.norm()
+    B, H, Hkv, shards = 2, 2, 1, 3
+    S, args = shards * n, {"scale": D**-0.5, "softcap": 8.0}
+    q, do = (torch.randn(B, S, H, D, device=device) for _ in range(2))
+    k, v = (torch.randn(B, S, Hkv, D, device=device) for _ in range(2))
+    log_f = gates("mixed", B, S, H, device=device) * 0.02
+    whole = [x.double().requires_grad_() for x in (q, k, v, log_f)]
+    o, lse = reference.forgetting_attention(*whole, return_lse=True, **args)
+    wanted = torch.autograd.grad((o * do).sum(), whole)
+
+    at = [slice(n * r, n * r + n) for r in range(shards)]
+    c = [cumsum.cumulative(log_f[:, s]) for s in at]
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    dc = torch.zeros(B, H, S, device=device)
+    for r, rows in enumerate(at):
+        own = {"parts": [launch_forward(q[:, rows], k[:, rows], v[:, rows], *c[r], **args)], "shift": [0.0]}
+        between = [{}]
+        for s in reversed(range(r)):
+            forgotten = sum((c[m][0][..., -1] for m in range(s + 1, r)), torch.zeros(B, H, device=device))
+            between.append({"q_offset": n, "c_offset": forgotten.contiguous(), "causal": False})
+            own["parts"].append(launch_forward(q[:, rows], k[:, at[s]], v[:, at[s]], *c[s], **args, **between[-1]))
+            own["shift"].append(c[r][0])
+        lses = torch.stack([x + shift for (_, x), shift in zip(own["parts"], own["shift"], strict=True)])
+        merged = torch.logsumexp(lses * math.log(2), 0) / math.log(2)
+        weights = torch.exp2(lses - merged).transpose(2, 3)[..., None]
+        o_merged = sum(part * weight for (part, _), weight in zip(own["parts"], weights, strict=True))
+        assert (merged.transpose(1, 2) * math.log(2) - lse[:, rows]).abs().max() < 1e-4
+        assert (o_merged - o[:, rows]).abs().max() < 1e-4
+        for s, shift, options in zip((r, *reversed(range(r))), own["shift"], between, strict=True):
+            given = do[:, rows], None, q[:, rows], k[:, at[s]], v[:, at[s]], o_merged, merged - shift, *c[s]
+            row_sum = torch.empty(B, H, n, device=device)
+            parts = launch_backward(*given, **args, **options, row_sum=row_sum)
+            dq[:, rows] += parts[0]
+            dk[:, at[s]] += parts[1]
+            dv[:, at[s]] += parts[2]
+            dc[..., at[s]] += parts[3]
+            if s < r:  # what its queries' own c gets, and the last of every shard between
+                dc[..., rows] += row_sum
+                for m in range(s + 1, r):
+                    dc[..., n * m + n - 1] += row_sum.sum(-1)
+    dlog_f = torch.cat([cumsum.gate_gradient(dc[..., s].contiguous(), log_f[:, s]) for s in at], 1)
+    for name, x, y in zip(("dq", "dk", "dv", "dlog_f"), (dq, dk, dv, dlog_f), wanted, strict=True):
+        assert (x - y).norm() < 1e-4 * y.norm(), name
 
 
 def check_decoding(device: str, S: int, dtype: torch.dtype, tolerance: float) -> None:

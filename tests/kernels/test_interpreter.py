@@ -82,7 +82,7 @@ def run_all() -> dict[str, list[str]]:
         report[name] = failures(Case(dtype=dtypes[n % 2], **fields))
     report["any problem"] = properties()
     arguments = {
-        "merging": (40, 16),
+        "merging": (35, 16),
         "decoding": (260, torch.float32, 1e-5),
         "helpers": (70,),
         "pruned_decoding": (400, 16),
