@@ -103,12 +103,18 @@ def _check_cu_seqlens(cu_seqlens: Tensor, B: int, S: int, device: torch.device) 
 
 
 def _check_positions(name: str, x: Tensor, fits: bool, wanted: str, device: torch.device) -> bool:
-    """Return whether the values may be read: on a GPU that would stall it, in a compiled graph break it."""
+    """Return whether the values may be read: on a GPU that would stall it, in a compiled graph break it, a FakeTensor
+    has none."""
     if not fits or x.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)} {x.dtype}")
     if x.device != device:
         raise ValueError(f"{name} must be on {device} as q is, got {x.device}")
-    return device.type == "cpu" and not torch.compiler.is_compiling()
+    return device.type == "cpu" and has_values(x)
+
+
+def has_values(x: Tensor) -> bool:
+    """Return whether x is more than a stand-in that is traced: what is done may depend on its values."""
+    return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,7 +212,7 @@ def _chunks(BH: int, T: int, S: int, start: Tensor, first: Tensor, sink: int, re
     spans = [(t0, min(t0 + size, T)) for t0 in range(0, T, size)]
     if not restricted:
         return [(t0, t1, [(0, S - T + t1)], False) for t0, t1 in spans]
-    if torch.compiler.is_compiling():
+    if not has_values(start):
         return [(t0, t1, [(0, S - T + t1)], True) for t0, t1 in spans]
     limits = [  # one transfer for all chunks
         torch.stack([first[:, :, a:b].amin(), first[:, :, a:b].amax(), start[:, a:b].amin(), start[:, a:b].amax()])

@@ -11,6 +11,7 @@ import torch
 from cases import Case, draw, failures, gates, problems, results
 from fox_kernels import choose, chunked, forgetting_attention, reference
 from hypothesis import HealthCheck, given, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FP64, FP32 = torch.float64, torch.float32
@@ -316,6 +317,19 @@ def test_compiles_without_a_graph_break():
     compiled = torch.compile(lambda *x: forgetting_attention(*x, **options), backend="aot_eager", fullgraph=True)
     expected = forgetting_attention(*inputs, **options)
     torch.testing.assert_close(compiled(*inputs), expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_fake_tensors_take_the_shapes_through(backend, options):
+    with FakeTensorMode() as mode:
+        inputs = [x.requires_grad_() for x in (torch.randn(1, n, h, 3) for n, h in ((4, 2), (7, 1), (7, 1)))]
+        inputs.append(torch.randn(1, 7, 2, requires_grad=True))
+        given = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        o, lse = forgetting_attention(*inputs, return_lse=True, backend=backend, **given)
+        grads = torch.autograd.grad(o.sum() + lse.sum(), inputs)
+    assert (o.shape, lse.shape) == ((1, 4, 2, 3), (1, 4, 2))
+    assert [x.shape for x in grads] == [x.shape for x in inputs]
 
 
 def test_asking_for_the_hopper_kernels_is_traced_without_a_warning():
