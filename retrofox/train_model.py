@@ -47,6 +47,7 @@ def build_model(recipe: Recipe, source: Path, state: PartialState) -> Any:
     if recipe.lora is not None:
         from retrofox.lora import adapted
 
+        torch.manual_seed(recipe.seed)  # adapters start at random: alike in every run, whatever its processes
         return adapted(recipe, source, state)
     model = load_any(recipe, source, torch.float32)
     model.config.use_cache = False
