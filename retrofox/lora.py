@@ -19,6 +19,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import retrofox
 from retrofox import checkpoint
@@ -151,11 +152,11 @@ def _float32_parts(model: Any) -> Any:
     return model
 
 
-def assert_gates_saved(directory: Path, model: nn.Module) -> None:
-    """Opens the adapter file just written and asserts that every gate is in it, float32, with its present values.
+def trained_in_full(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Present values on the CPU of the gates and Pro parts that an adapter must hold; gathered where they are sharded.
 
     Raises:
-        RuntimeError: a gate is missing, rounded, or not what was trained.
+        RuntimeError: the model has gates, none of which is trained.
     """
     live = {
         name.replace(".modules_to_save.default", "").removeprefix("base_model.model."): parameter
@@ -164,13 +165,38 @@ def assert_gates_saved(directory: Path, model: nn.Module) -> None:
     }
     if not live and any(isinstance(module, ForgetGate) for module in model.modules()):
         raise RuntimeError("the adapter trains no forget gate: modules_to_save did not take them in")
+    with _gathered(list(live.values())):
+        return {
+            name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu().clone()
+            for name, parameter in live.items()
+        }
+
+
+def _gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, parameters that DeepSpeed ZeRO-3 has partitioned are whole."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
+def assert_gates_saved(directory: Path, live: dict[str, torch.Tensor]) -> None:
+    """Opens the adapter file just written and asserts that every gate is in it, float32, with its present values.
+
+    Args:
+        live: what `trained_in_full` found.
+
+    Raises:
+        RuntimeError: a gate is missing, rounded, or not what was trained.
+    """
     with safe_open(directory / WEIGHTS, "pt") as file:
         names = {name.removeprefix("base_model.model."): name for name in file.keys()}  # noqa: SIM118, not a dict
-        for name, parameter in live.items():
+        for name, value in live.items():
             if name not in names:
                 raise RuntimeError(f"{directory / WEIGHTS} lacks {name}: the trained gates would be lost")
             saved = file.get_tensor(names[name])
-            if saved.dtype != torch.float32 or not torch.equal(saved, parameter.detach().cpu()):
+            if saved.dtype != torch.float32 or not torch.equal(saved, value):
                 raise RuntimeError(f"{directory / WEIGHTS} holds {name} as {saved.dtype}, not as trained")
 
 

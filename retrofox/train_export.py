@@ -38,10 +38,11 @@ def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, not
                 if not is_new_tensor(name):
                     parameter.data = parameter.data.to(dtype)
         model.save_pretrained(str(directory), state_dict=weights)
+    trainer.check_adapter(directory)
+    if trainer.args.should_save:
         if (directory / "config.json").is_file() and dtype is not None:
             config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
             checkpoint.write_json(directory / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
-        trainer._after_save(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
         for path in directory.rglob("*.safetensors"):

@@ -229,7 +229,7 @@ class FoxTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Trains to the end of the stage, or until a signal; restores what is ours from the checkpoint first."""
         if resume_from_checkpoint is not None:
-            note = checkpoint.note_of(Path(resume_from_checkpoint))
+            note = self._note_of(Path(resume_from_checkpoint))
             self.resumed_step = note["step"]
             self.guard.mean = note["loss_mean"]
             wanted = self.data_state(self.first_row + self.resumed_step * self.rows_per_step)
@@ -245,6 +245,29 @@ class FoxTrainer(Trainer):
         with self.interruptions.held():
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
+    def _sharding(self) -> str:
+        """Who writes the weights of a checkpoint, and in what form: what can read them again."""
+        if self.is_deepspeed_enabled:
+            return "DeepSpeed"
+        if self.is_fsdp_enabled:
+            plugin: Any = self.accelerator.state.fsdp_plugin
+            return f"FSDP ({plugin.state_dict_type.name})"
+        return "no sharding"
+
+    def _note_of(self, directory: Path) -> dict[str, Any]:
+        """What a checkpoint says of itself.
+
+        Raises:
+            ValueError: its weights are in a form that this run can't read.
+        """
+        note = checkpoint.note_of(directory)
+        if note["sharding"] != self._sharding():
+            raise ValueError(
+                f"{directory} was saved with {note['sharding']}, this run has {self._sharding()}: launch it with the "
+                "accelerate config it was begun with (on any number of processes), or choose another `output`"
+            )
+        return note
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes checkpoint-N, then its COMPLETE marker, then rotates; says what failed and what still stands."""
         root = Path(str(self.args.output_dir))
@@ -257,7 +280,7 @@ class FoxTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         try:
             super()._save_checkpoint(model, trial)
-            self._after_save(directory)
+            self.check_adapter(directory)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 consumed = self.first_row + self.state.global_step * self.rows_per_step
@@ -270,6 +293,7 @@ class FoxTrainer(Trainer):
                         "data": self.data_state(consumed),
                         "loss_mean": self.guard.mean,
                         "world_size": self.args.world_size,
+                        "sharding": self._sharding(),
                     },
                 )
                 checkpoint.rotate(root, self.recipe.checkpoint.keep)
@@ -285,7 +309,7 @@ class FoxTrainer(Trainer):
 
     def restore(self, directory: Path) -> None:
         """Loads a stage's last checkpoint where nothing is left to train."""
-        self.state.global_step = checkpoint.note_of(directory)["step"]
+        self.state.global_step = self._note_of(directory)["step"]
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             self._prepare_for_training(self.args.max_steps, None, str(directory))
         else:
@@ -294,11 +318,15 @@ class FoxTrainer(Trainer):
             if isinstance(callback, Anneal):
                 callback.move(self.state.global_step)  # the dial is no tensor of the checkpoint
 
-    def _after_save(self, directory: Path) -> None:
-        if self.args.should_save and (directory / "adapter_config.json").is_file():
-            from retrofox.lora import assert_gates_saved
+    def check_adapter(self, directory: Path) -> None:
+        """Asserts that the adapter just saved, if it is one, holds the gates; on every process, which gather them."""
+        if self.recipe.lora is None:
+            return
+        from retrofox.lora import assert_gates_saved, trained_in_full
 
-            assert_gates_saved(directory, causal_lm(self.model))
+        live = trained_in_full(causal_lm(self.model))
+        if self.args.should_save and (directory / "adapter_config.json").is_file():
+            assert_gates_saved(directory, live)
 
     def release(self) -> Any:
         """The model with its own forward again, for what comes after the stage."""

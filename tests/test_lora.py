@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import retrofox
 from retrofox.config import LoraConfig, validate
-from retrofox.lora import assert_gates_saved, merge, target_modules
+from retrofox.lora import assert_gates_saved, merge, target_modules, trained_in_full
 from retrofox.train import train
 
 # peft 0.21 asks transformers 5.23 by a name that it deprecates
@@ -65,6 +65,18 @@ def test_gates_are_trained_saved_and_merged(make_recipe, tmp_path, dora):
     assert difference > 1e-2  # something was learned, else equality proves nothing
     with pytest.raises(ValueError, match="exists"):
         merge(adapter, tmp_path / "merged")
+
+
+def test_the_seed_decides_where_adapters_begin(make_recipe, tmp_path):
+    def norms(name, **values):
+        recipe = make_recipe(output=str(tmp_path / name), **values)
+        train(recipe)
+        return [json.loads(line)["grad_norm"] for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+
+    first = norms("first")
+    torch.rand(7)  # what else drew random numbers before decides nothing
+    assert norms("second") == first
+    assert norms("other", seed=1) != first
 
 
 def test_dora_beside_the_pro_parts_is_merged(make_recipe, pico_fox, pico_tokenizer, tmp_path):
@@ -135,17 +147,17 @@ def test_targets_are_checked(pico_fox):
 def test_a_file_without_its_gates_is_caught(make_recipe, pico_fox):
     recipe = make_recipe()
     adapter = Path(train(recipe)["model"])
-    model = retrofox.load(adapter)
-    assert_gates_saved(adapter, model)
+    live = trained_in_full(retrofox.load(adapter))
+    assert_gates_saved(adapter, live)
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     name = next(name for name in tensors if "forget_gate.bias" in name)
     save_file({**tensors, name: tensors[name].bfloat16()}, file)
     with pytest.raises(RuntimeError, match="not as trained"):
-        assert_gates_saved(adapter, model)
+        assert_gates_saved(adapter, live)
     save_file({key: value for key, value in tensors.items() if key != name}, file)
     with pytest.raises(RuntimeError, match="lacks"):
-        assert_gates_saved(adapter, model)
+        assert_gates_saved(adapter, live)
 
 
 def test_four_bits_need_a_gpu_and_bitsandbytes(make_recipe):

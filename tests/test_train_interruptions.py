@@ -185,6 +185,31 @@ def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for):
     assert sharded.returncode == 0, sharded.stderr
     for ours, theirs in zip(curve(file), curve(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
+    out = Path(load_recipe(file).output)
+    (out / "model" / checkpoint.MARKER).unlink()
+    with pytest.raises(ValueError, match=r"was saved with FSDP \(SHARDED_STATE_DICT\), this run has no sharding"):
+        train(load_recipe(file))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_adapters_in_two_processes_equal_those_in_one(recipe_for):
+    """Both begin with the same random numbers; sharded gates are gathered for the file and for the look into it."""
+    stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
+    values = {"stages": [stage], "lora": {"rank": 2}, "checkpoint": {"every_steps": 1}}
+    whole = recipe_for("whole", **values)
+    train(load_recipe(whole))
+    left = load_file(Path(load_recipe(whole).output) / "model" / "adapter_model.safetensors")
+    for mode in ("ddp", "fsdp"):
+        file = recipe_for(mode, **values)
+        found = run(file, processes=2, mode=mode)
+        assert found.returncode == 0, found.stderr
+        for ours, theirs in zip(curve(file), curve(whole), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        right = load_file(Path(load_recipe(file).output) / "model" / "adapter_model.safetensors")
+        assert left.keys() == right.keys()
+        assert sum("forget_gate" in name for name in right) == 4
+        for name, value in right.items():
+            torch.testing.assert_close(value, left[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
