@@ -87,7 +87,8 @@ def choose(
     no_gluon = no_triton or gluon_unsupported(q, k, v, cu_seqlens=cu_seqlens, seq_start=seq_start, **options)
     if backend == "gluon":
         if no_gluon is not None:
-            raise ValueError(f'backend="gluon" can\'t run: {no_gluon}; use backend="auto" or "triton"')
+            other = "triton" if no_triton is None else "chunked"
+            raise ValueError(f'backend="gluon" can\'t run: {no_gluon}; use backend="auto" or "{other}"')
         return backend, "asked for"
     return ("gluon", "Hopper GPU") if no_gluon is None else ("triton", f"CUDA tensors; not gluon: {no_gluon}")
 

@@ -1,0 +1,81 @@
+"""Which implementation runs, and the reason that is printed, on GPUs that are not here: fake tensors stand in."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+from fox_kernels import choose, forgetting_attention, hopper_forward, tiles
+
+BF16 = torch.bfloat16
+# shape and options of a problem -> backend on a Hopper GPU with Triton 3.6, and what its reason says
+CHOICES: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "gluon", "^Hopper GPU$"),
+    ({"D": 128, "window": 9, "prune": -10.0, "dtype": torch.float16}, "gluon", "^Hopper GPU$"),
+    ({"D": 80, "sink": 64, "starts": [0, 3]}, "gluon", "^Hopper GPU$"),
+    ({"D": 256}, "triton", r"^CUDA tensors; not gluon: head_dim 256 is not one of \(64, 80, 96, 128\)"),
+    ({"dtype": torch.float32}, "triton", "dtype torch.float32 is not bfloat16 or float16"),
+    ({"softcap": 5.0}, "triton", "no softcap"),
+    ({"window": 9, "sink": 1}, "triton", "no window together with sink"),
+    ({"sink": 65}, "triton", "sink 65 is more than 64"),
+    ({"scale": -0.1}, "triton", "scale -0.1 is not between"),
+    ({"scale": 1e-30}, "triton", "scale 1e-30 is not between"),
+    ({"T": 63}, "triton", "63 queries are less than its tile of 64"),
+    ({"capability": (8, 0)}, "triton", "not a Hopper"),
+    ({"capability": (10, 0)}, "triton", "not a Hopper"),
+    ({"gluon": "triton 3.7 is not 3.6"}, "triton", "^CUDA tensors; not gluon: triton 3.7 is not 3.6$"),
+    ({"capability": (7, 5)}, "chunked", "older than Ampere"),
+    ({"D": 48}, "chunked", "head_dim 48 is not one of"),
+    ({"dtype": torch.float64}, "chunked", "dtype torch.float64 is not one of"),
+    ({"rocm": True}, "chunked", "proven on CUDA only"),
+]
+
+
+@pytest.fixture
+def problem(monkeypatch):
+    """Return a function that makes fake inputs on a GPU that does as told, and the operator's options."""
+
+    def make(T=128, D=64, dtype=BF16, capability=(9, 0), gluon=None, rocm=False, starts=None, **options):
+        monkeypatch.setattr(torch.version, "cuda", None if rocm else "13.0")
+        monkeypatch.setitem(tiles._capabilities, torch.device("cuda:0"), capability)
+        monkeypatch.setattr(hopper_forward, "GLUON_MISSING", gluon)
+        q, k, v = (torch.empty(2, n, h, D, dtype=dtype, device="cuda") for n, h in ((T, 4), (128, 2), (128, 2)))
+        if starts is not None:
+            options["seq_start"] = torch.empty(2, dtype=torch.int32, device="cuda")
+        return (q, k, v, torch.empty(2, 128, 4, device="cuda")), options
+
+    with FakeTensorMode():
+        yield make
+
+
+@pytest.mark.parametrize(("given", "backend", "reason"), CHOICES, ids=str)
+def test_the_choice_on_a_gpu_and_its_reason(problem, given, backend, reason):
+    inputs, options = problem(**given)
+    chosen, said = choose(*inputs, **options)
+    assert chosen == backend
+    assert re.search(reason, said), said
+    able = {"gluon": ("triton", "gluon"), "triton": ("triton",), "chunked": ()}[backend]
+    why = said.removeprefix("CUDA tensors; not gluon: ")
+    other = "triton" if able else "chunked"
+    for name in ("triton", "gluon"):
+        if name in able:
+            assert choose(*inputs, **options, backend=name) == (name, "asked for")
+        else:
+            with pytest.raises(ValueError, match="can't run") as refused:
+                choose(*inputs, **options, backend=name)
+            assert str(refused.value) == f'backend="{name}" can\'t run: {why}; use backend="auto" or "{other}"'
+
+
+@pytest.mark.parametrize("given", [{}, {"D": 256, "softcap": 5.0}, {"T": 3, "prune": -4.0}], ids=str)
+def test_fake_tensors_take_the_shapes_through_the_operator(problem, given):
+    inputs, options = problem(**given)
+    with torch.no_grad():  # torch without CUDA can't differentiate on it
+        o, lse = forgetting_attention(*inputs, return_lse=True, **options)
+    T, D = given.get("T", 128), given.get("D", 64)
+    assert (o.shape, o.dtype, o.device.type) == ((2, T, 4, D), BF16, "cuda")
+    assert (lse.shape, lse.dtype) == ((2, T, 4), torch.float32)
