@@ -23,7 +23,7 @@ import torch
 
 from retrofox.data_encode import Encoder
 from retrofox.data_files import write_whole
-from retrofox.data_order import Mixture, Order, StepSampler
+from retrofox.data_order import ORDERING, Mixture, Order, StepSampler
 from retrofox.data_pack import PACKING, Plan, cached_plan
 from retrofox.data_shards import Manifest, PreparedSource, prepare_sources
 from retrofox.data_sources import DataSource, SourceLike, resolve
@@ -242,7 +242,7 @@ class PackedDataset(torch.utils.data.Dataset):
     @property
     def fingerprint(self) -> str:
         """sha256 (32 digits) of tokens, boundaries, packing, window and weights: equal means the same `order`."""
-        content = [PACKING, self.sequence_length, self.weights, self.filler]
+        content = [PACKING, ORDERING, self.sequence_length, self.weights, self.filler]
         content += [tokens.source.fingerprint for tokens in self.tokens]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+ORDERING = 2
+"""Version of the order: part of every fingerprint."""
 ROUNDS = 8
 SMALL = 256
 _MASK = (1 << 64) - 1
@@ -84,7 +86,8 @@ class Mixture:
     """Windows of several sources in given shares: exact in the limit, and in every block up to rounding.
 
     Numbers come in blocks of M. Sources 1..j together have floor(b M P_j) draws before block b, P_j being their summed
-    share as an exact fraction; within a block the sources are permuted; a source's k-th draw is its own Order at k.
+    share as an exact fraction; within a block the sources are permuted; a source's k-th draw is its own Order at k, so
+    that none of its windows comes again before all have come.
     """
 
     def __init__(self, counts: Sequence[int], shares: Sequence[float], seed: int = 0):
@@ -99,33 +102,44 @@ class Mixture:
         self.shares = [share / total for share in exact]
         self.summed = [sum(self.shares[: j + 1], Fraction(0)) for j in range(len(counts))]
         needed = max(1024, 4 / min(self.shares))
-        if needed > 1 << 40:
-            raise ValueError(f"shares must lie within a factor of 10^11 of each other, got {list(shares)}")
+        if needed > 1 << 22:
+            raise ValueError(f"shares must lie within a factor of 10^6 of each other, got {list(shares)}")
         self.block = 1 << (int(needed) - 1).bit_length()
         self.seed = seed
         self.orders = [Order(count, seed, stream) for stream, count in enumerate(counts)]
         self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.latest: tuple[int, np.ndarray, np.ndarray] | None = None  # numbers come one after the other
 
     def _before(self, block: int) -> list[int]:
         """Draws of each source before a block."""
         summed = [int(block * self.block * share) for share in self.summed]
         return [now - before for now, before in zip(summed, [0, *summed[:-1]], strict=True)]
 
+    def _places(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each place in a block: its source, and which of that source's draws it is."""
+        if self.latest is None or self.latest[0] != block:
+            before, after = self._before(block), self._before(block + 1)
+            ends = np.cumsum([late - early for early, late in zip(before, after, strict=True)])
+            keys = _keys(self.seed, len(self.orders), np.full(self.block, block))
+            source = np.searchsorted(ends, permute(np.arange(self.block), self.block, keys), side="right")
+            draw = np.empty(self.block, dtype=np.int64)
+            for j, first in enumerate(before):
+                mine = np.flatnonzero(source == j)
+                draw[mine] = first + np.arange(len(mine))
+            self.latest = (block, source, draw)
+        return self.latest[1:]
+
     def take(self, numbers: np.ndarray) -> np.ndarray:
         """Dataset indices at global numbers: the sources' windows one source after the other."""
         numbers = np.asarray(numbers, dtype=np.int64)
         result = np.empty(len(numbers), dtype=np.int64)
         blocks, place = np.divmod(numbers, self.block)
-        slots = permute(place, self.block, _keys(self.seed, len(self.orders), blocks))
         for block in np.unique(blocks).tolist():
             here = np.flatnonzero(blocks == block)
-            before, after = self._before(block), self._before(block + 1)
-            ends = np.cumsum([late - early for early, late in zip(before, after, strict=True)])
-            source = np.searchsorted(ends, slots[here], side="right")
-            for j in np.unique(source).tolist():
-                mine = here[source == j]
-                first = int(ends[j]) - (after[j] - before[j])
-                result[mine] = self.offsets[j] + self.orders[j].take(before[j] + slots[mine] - first)
+            sources, draws = (values[place[here]] for values in self._places(block))
+            for j in np.unique(sources).tolist():
+                mine = sources == j
+                result[here[mine]] = self.offsets[j] + self.orders[j].take(draws[mine])
         return result
 
     def __getitem__(self, number: int) -> int:

@@ -59,9 +59,9 @@ def test_shares_hold_and_each_source_is_permuted(parts, seed):
     assert np.all(np.abs(np.bincount(source, minlength=len(counts)) - n * share) <= 1)
     for j, count in enumerate(counts):
         inside = drawn[source == j] - order.offsets[j]
-        times = np.bincount(inside, minlength=count)
-        assert len(times) == count
-        assert times.max() - times.min() <= 1  # at a block's end, every window was drawn equally often, or once more
+        assert inside.min() >= 0
+        for first in range(0, len(inside) - count + 1, count):  # none comes again before all have come
+            assert len(np.unique(inside[first : first + count])) == count
 
 
 def test_steps_cover_the_same_samples_in_any_world():
@@ -107,6 +107,6 @@ def test_mixtures_refuse_shares_that_are_none():
     with pytest.raises(ValueError, match="shares must be positive"):
         Mixture([3, 3], [1.0, 0.0])
     with pytest.raises(ValueError, match="within a factor of"):
-        Mixture([3, 3], [1.0, 1e-25])
+        Mixture([3, 3], [1.0, 1e-7])
     with pytest.raises(ValueError, match="at least one sample"):
         Order(0)
