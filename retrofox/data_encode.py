@@ -94,9 +94,10 @@ class Encoder:
         return [read(item, name) for item, name in zip(batch.items, batch.names, strict=True)], batch.names
 
     def _json(self, line: bytes, name: str) -> str:
+        line_text = _utf8(line, name)
         try:
-            value = json.loads(_utf8(line, name))
-        except json.JSONDecodeError as error:
+            value = json.loads(line_text)
+        except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in one another
             raise ValueError(f"{name}: not a line of JSON: {error}") from None
         if not isinstance(value, dict):
             raise ValueError(f"{name}: a record must be a JSON object with a text field, got {type(value).__name__}")

@@ -65,7 +65,9 @@ class _Zstandard(io.RawIOBase):
     def __init__(self, raw: Any):
         import zstandard
 
-        self.raw, self.whole = raw, zstandard.ZstdDecompressor
+        self.raw = raw
+        # 2^31 bytes of history, the most a frame may ask for: published dumps are made with zstd --long=31.
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self.frame: Any = None
         self.ready = self.rest = b""
 
@@ -79,7 +81,7 @@ class _Zstandard(io.RawIOBase):
                 if self.frame is not None:
                     raise EOFError("it ends inside a frame")
                 return 0
-            self.frame = self.frame or self.whole().decompressobj()
+            self.frame = self.frame or self.decompressor.decompressobj()
             self.ready, self.rest = self.frame.decompress(data), b""
             if self.frame.eof:
                 self.rest, self.frame = self.frame.unused_data, None

@@ -108,6 +108,22 @@ def test_hugging_face_slices_and_names_may_hold_colons(tmp_path, tokenizer, monk
         prepared([tmp_path / "c:d"], tokenizer, tmp_path / "out")
 
 
+def test_zstandard_frames_may_look_back_as_far_as_the_format_allows(tmp_path, tokenizer, prepared, expected):
+    zstandard = pytest.importorskip("zstandard")
+    far = zstandard.ZstdCompressionParameters.from_level(3, window_log=30, enable_ldm=True)
+    frame = zstandard.ZstdCompressor(compression_params=far).compressobj()
+    (tmp_path / "dump.jsonl.zst").write_bytes(frame.compress(LINES) + frame.flush())
+    (tokens,) = open_tokens(prepared([tmp_path / "dump.jsonl.zst"], tokenizer, tmp_path / "out"))
+    assert tokens.document(0).tolist() == expected(ROWS[0], tokenizer)
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000 + "]" * 100_000, "9" * 5000])
+def test_json_that_python_cannot_hold_is_named(tmp_path, tokenizer, prepared, value):
+    (tmp_path / "odd.jsonl").write_text(f'{{"text": "a"}}\n{{"text": "a", "x": {value}}}\n')
+    with pytest.raises(ValueError, match=r"odd.jsonl:2: not a line of JSON"):
+        prepared([tmp_path / "odd.jsonl"], tokenizer, tmp_path / "out")
+
+
 def test_longcrawl64_is_decoded_and_tokenised_again(
     tmp_path, tokenizer, monkeypatch, make_tokenizer, make_text, prepared, expected
 ):
