@@ -8,7 +8,7 @@ A float64 reference of that size does not fit, so a large problem is compared wi
 
 import pytest
 import torch
-from cases import gates
+from cases import gates, laid_out
 from fox_kernels import cumsum, forgetting_attention, hopper_forward
 from test_gpu import gate_error
 
@@ -47,6 +47,30 @@ def test_more_than_two_to_the_31_elements(backend):
     assert B * T * H * D > 2**31
     check_rows([0, B - 1], B, T, H, 2, D, backend=backend)
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("backend", ["triton", gluon])
+def test_keys_and_values_are_neither_repeated_nor_copied(backend):
+    """64 query heads share two of k and v, 4 MB each; what grows with all heads are the gates' sums, 2 MB each."""
+    T, S, H, D = 64, 8192, 64, 128
+
+    def peak(layout: str) -> int:
+        torch.manual_seed(0)
+        shapes = ((T, H), (S, 2), (S, 2), (T, H))
+        q, k, v, do = (laid_out(torch.randn(1, n, h, D, device="cuda", dtype=BF16), layout) for n, h in shapes)
+        inputs = [x.requires_grad_() for x in (q, k, v, gates("mixed", 1, S, H, device="cuda").mul_(1e-2))]
+        taken = 0
+        for _ in range(2):  # the first run compiles
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            torch.autograd.grad(forgetting_attention(*inputs, backend=backend), inputs, do)
+            taken = torch.cuda.max_memory_allocated() - before
+        return taken
+
+    plain = peak("plain")
+    assert plain <= 48 << 20  # repeated, k and v alone would take 256 MB
+    assert all(peak(layout) <= plain + (1 << 20) for layout in ("heads", "packed", "tokens first"))
 
 
 @pytest.mark.parametrize("prune", [None, -10.0])
