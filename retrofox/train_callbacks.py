@@ -40,14 +40,14 @@ class Guard:
         self.factor, self.fp16 = factor, fp16
         self.mean: float | None = None
 
-    def check(self, loss: float, grad_norm: float | None, step: int, advice: str) -> None:
-        """Raises Diverged, with what to try; else takes the loss into the running mean."""
+    def check(self, loss: float, grad_norm: float | None, step: int) -> None:
+        """Raises Diverged, or takes the loss into the running mean."""
         # fp16's loss scaler starts with overflowing gradients on purpose and skips those steps.
         gradient_broken = grad_norm is not None and not math.isfinite(grad_norm) and not self.fp16
         if not math.isfinite(loss) or gradient_broken:
-            raise Diverged(f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite. {advice}")
+            raise Diverged(f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite")
         if self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
-            raise Diverged(f"step {step}: loss {loss:.3f} jumped from a running mean of {self.mean:.3f}. {advice}")
+            raise Diverged(f"step {step}: loss {loss:.3f} jumped from a running mean of {self.mean:.3f}")
         self.mean = loss if self.mean is None else 0.9 * self.mean + 0.1 * loss
 
 

@@ -9,17 +9,21 @@ import yaml
 
 import retrofox
 from retrofox import checkpoint
-from retrofox.config import Recipe, dump
+from retrofox.config import ROLES, Recipe, dump
 from retrofox.data_files import write_whole
 from retrofox.train_groups import accumulation
 
 FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers", "deterministic")
 FREE_IN_DATA = ("cache", "workers")
 FREE_IN_STAGE = ("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor")
+FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
+"""What may change in a stage that is not complete: a run that diverged goes on with lower rates. Their zeros stay."""
 
 
 def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage.
+
+    OUTPUT/recipe.yaml then says what the run goes on with.
 
     Raises:
         ValueError: OUTPUT holds another run or can't be written to; batch_tokens don't divide among the devices.
@@ -41,7 +45,7 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
                 raise
             raise ValueError(f"{error} (the run in {out} began with {batch_tokens} tokens a step)") from None
     state.wait_for_everyone()
-    if state.is_main_process and not begun:
+    if state.is_main_process:
         values = {"retrofox": retrofox.__version__, "batch_tokens": batches, "recipe": yaml.safe_load(dump(recipe))}
         write_whole(file, yaml.safe_dump(values, sort_keys=False).encode())
     state.wait_for_everyone()
@@ -59,7 +63,7 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
         return None
     try:
         kept = yaml.safe_load(file.read_text(encoding="utf-8"))
-        changed = _changes(kept["recipe"], yaml.safe_load(dump(recipe)))
+        changed = _changes(kept["recipe"], yaml.safe_load(dump(recipe)), _complete_stages(out, recipe))
         batches = [int(tokens) for tokens in kept["batch_tokens"]]
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
@@ -72,12 +76,24 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
     return batches
 
 
-def _changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Keys whose change would make a resumed run another run."""
+def _complete_stages(out: Path, recipe: Recipe) -> int:
+    """How many stages of the run in OUTPUT are done."""
+    if (out / "model" / checkpoint.MARKER).is_file():
+        return len(recipe.stages)
+    folders = [out / f"stage-{number}-{stage.objective}" for number, stage in enumerate(recipe.stages)]
+    return sum((folder / "model" / checkpoint.MARKER).is_file() for folder in folders)
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any], complete: int) -> list[str]:
+    """Keys whose change would make a resumed run another run; the first `complete` stages are done."""
     old, new = ({**r, "data": {k: v for k, v in r["data"].items() if k not in FREE_IN_DATA}} for r in (old, new))
     found = [key for key in new if key not in (*FREE_TO_CHANGE, "stages") and old.get(key) != new[key]]
     if len(old["stages"]) != len(new["stages"]):
         return [*found, "stages"]
     for number, (before, after) in enumerate(zip(old["stages"], new["stages"], strict=True)):
-        found += [f"stages.{number}.{k}" for k in after if k not in FREE_IN_STAGE and before.get(k) != after[k]]
+        free = FREE_IN_STAGE if number < complete else FREE_IN_STAGE + FREE_UNTIL_DONE
+        found += [f"stages.{number}.{k}" for k in after if k not in free and before.get(k) != after[k]]
+        rates = before["rates"], after["rates"]
+        if number >= complete and any((rates[0][role] > 0) != (rates[1][role] > 0) for role in ROLES):
+            found.append(f"stages.{number}.rates (which of them are 0)")
     return found

@@ -25,15 +25,20 @@ from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.interruptions import Interruptions
 from retrofox.surgery import is_new_tensor
-from retrofox.train_callbacks import Anneal, Clock, GateRecorder, Guard, JsonLog, LogWithSaves, Progress, Signals
+from retrofox.train_callbacks import (
+    Anneal,
+    Clock,
+    Diverged,
+    GateRecorder,
+    Guard,
+    JsonLog,
+    LogWithSaves,
+    Progress,
+    Signals,
+)
 from retrofox.train_groups import group_schedules, parameter_groups
 from retrofox.train_refusals import own_autocast
 from retrofox.train_speed import decoder_layers
-
-ADVICE = (
-    "The last good checkpoint stands: run again to resume from it after lowering learning_rate (gate rates first), "
-    "raising warmup_tokens or lowering clip; a spike that you trust to pass: raise spike_factor"
-)
 
 
 class FoxTrainer(Trainer):
@@ -221,10 +226,42 @@ class FoxTrainer(Trainer):
             self.history.append({"step": step, "loss": logs["loss"], "tokens_per_second": logs["tokens_per_second"]})
             if self.json_log is not None:
                 self.json_log.write({"step": step, **logs})
-            self.guard.check(logs["loss"], logs.get("grad_norm"), step, ADVICE)
+            try:
+                self.guard.check(logs["loss"], logs.get("grad_norm"), step)
+            except Diverged as stop:
+                raise Diverged(f"{stop}. {self._way_back()}") from None
         super().log(logs, start_time)
 
+    def _way_back(self) -> str:
+        """What stands after the loss diverged, and what to try."""
+        root = Path(str(self.args.output_dir))
+        good, _ = checkpoint.newest_good(root)
+        stands, again = "There is no checkpoint yet", "run again"
+        if good is not None:
+            stands, again = f"{good} stands", "run again to go on from it"
+            if good != checkpoint.checkpoints(root)[0]:
+                stands += " (if it is spoilt already, delete it: an earlier one is beside it)"
+        return (
+            f"{stands}: {again} after lowering learning_rate (gate rates first), raising warmup_tokens or lowering "
+            "clip; a spike that you trust to pass: raise spike_factor"
+        )
+
     # checkpoints -----------------------------------------------------------------------------------------------------
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Both as saved, but with the recipe's present rates and schedule: they may have been lowered since."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        scheduler.base_lrs = [group["lr"] for group in parameter_groups(self.model, self.stage)]  # type: ignore[arg-type]
+        scheduler._last_lr = [
+            base * factor(scheduler.last_epoch)
+            for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        groups = self.optimizer.param_groups  # type: ignore[union-attr]
+        for group, base, now in zip(groups, scheduler.base_lrs, scheduler._last_lr, strict=True):
+            group["initial_lr"], group["lr"] = base, now
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Trains to the end of the stage, or until a signal; restores what is ours from the checkpoint first."""

@@ -170,27 +170,44 @@ def test_changed_data_under_a_run_is_refused(make_recipe, texts):
         train(recipe)
 
 
-def test_divergence_stops_and_keeps_the_last_checkpoint(make_recipe):
+def test_divergence_stops_and_the_run_goes_on_as_advised(make_recipe, tmp_path):
     stage = {"objective": "extend", "tokens": 1024, "sequence_length": 64, "batch_tokens": 128, "clip": 0}
-    rates = {"learning_rate": 1e4, "rates": {"gate_bias": 0, "gate_weight": 0}}
-    recipe = make_recipe(stages=[{**stage, **rates}], checkpoint={"every_steps": 1})
-    with pytest.raises(Diverged, match="lowering learning_rate"):
-        train(recipe)
-    good, _ = checkpoint.newest_good(Path(recipe.output) / "stage-0-extend")
-    assert good is not None
+    wild = {**stage, "learning_rate": 1e4, "rates": {"gate_bias": 0, "gate_weight": 0}, "warmup_tokens": 128}
+    tame = {**wild, "learning_rate": 1e-3, "clip": 1.0, "warmup_tokens": 256}
+    first = Path(make_recipe().output) / "stage-0-extend" / "checkpoint-1"
+
+    def recipe(values):
+        return make_recipe(stages=[{**values, "spike_factor": 0.1}], checkpoint={"every_steps": 1, "keep": 9})
+
+    with pytest.raises(Diverged, match="There is no checkpoint yet: run again after lowering learning_rate"):
+        train(make_recipe(stages=[{**wild, "spike_factor": 1e-9}], log={"every": 1}, checkpoint={"every_steps": 9}))
+    with pytest.raises(Diverged, match=r"checkpoint-1 stands: run again to go on from it after lowering learning_rate"):
+        train(recipe(wild))
+    assert checkpoint.problem(first) is None
+    for refused in ({**tame, "rates": {"attention": 0}}, {**tame, "betas": [0.5, 0.5]}):
+        with pytest.raises(ValueError, match=r"holds another run: stages\.0\.(rates \(which|betas)"):
+            train(recipe(refused))
+    again = make_recipe(stages=[tame], checkpoint={"every_steps": 1, "keep": 9})
+    assert plan(again)["refusals"] == []
+    assert train(again)["stages"][0]["resumed_at"] == 1
+    rates = [schedule(again.stages[0], 128)(step) * 1e-3 for step in range(8)]
+    assert [line["learning_rate"] for line in lines(again)[1:]] == pytest.approx(rates[1:])
+    assert "learning_rate: 0.001" in (Path(again.output) / "recipe.yaml").read_text()
+    with pytest.raises(ValueError, match=r"holds another run: stages\.0\.learning_rate, stages\.0\.rates differ"):
+        train(make_recipe(stages=[{**tame, "learning_rate": 2e-3}]))
 
 
 def test_guard_lets_ordinary_losses_pass():
     guard = Guard(3.0, fp16=False)
     for step, loss in enumerate((4.0, 3.8, 5.0, 3.7)):
-        guard.check(loss, 1.0, step, "")
+        guard.check(loss, 1.0, step)
     with pytest.raises(Diverged, match="jumped"):
-        guard.check(20.0, 1.0, 5, "")
+        guard.check(20.0, 1.0, 5)
     with pytest.raises(Diverged, match="not finite"):
-        guard.check(math.nan, 1.0, 5, "")
+        guard.check(math.nan, 1.0, 5)
     with pytest.raises(Diverged, match="not finite"):
-        guard.check(3.0, math.inf, 5, "")
-    Guard(3.0, fp16=True).check(3.0, math.inf, 5, "")
+        guard.check(3.0, math.inf, 5)
+    Guard(3.0, fp16=True).check(3.0, math.inf, 5)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(make_recipe, monkeypatch):
