@@ -239,8 +239,10 @@ class FoxTrainer(Trainer):
         stands, again = "There is no checkpoint yet", "run again"
         if good is not None:
             stands, again = f"{good} stands", "run again to go on from it"
-            if good != checkpoint.checkpoints(root)[0]:
-                stands += " (if it is spoilt already, delete it: an earlier one is beside it)"
+            if not any(entry["step"] > checkpoint.step_of(good) for entry in self.history[:-1]):
+                earlier = [path.name for path in checkpoint.checkpoints(root) if path != good]
+                before = earlier[-1] if earlier else "the start of the stage"
+                stands += f" (no loss was seen since it was saved: if it is spoilt, delete it to go back to {before})"
         return (
             f"{stands}: {again} after lowering learning_rate (gate rates first), raising warmup_tokens or lowering "
             "clip; a spike that you trust to pass: raise spike_factor"
