@@ -182,3 +182,67 @@ def forgetting_attention(
     from . import autograd
 
     return autograd.forgetting_attention(q, k, v, log_f, return_lse=return_lse, backend=chosen, **options)
+
+
+def decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether `decode_attention` can run and is made for this: a few queries, a long cache, no gradient."""
+    if triton_unsupported(q) is not None or q.shape[2] % k.shape[2]:
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return False
+    from . import decode
+
+    return decode.pays(q, k)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c_hi: Tensor,
+    c_lo: Tensor,
+    *,
+    scale: float | None = None,
+    seq_start: Tensor | None = None,
+    window: int | None = None,
+    sink: int = 0,
+    softcap: float | None = None,
+    prune: float | None = None,
+    k_bound: Tensor | None = None,
+) -> Tensor:
+    """Forgetting Attention of the last T positions of a cache that keeps the gates' running sum, not the gates.
+
+        o_i = sum_j softmax_j(scale * q_i.k_j + (c_i - c_j) ln 2) v_j,   c_t = log2(e) sum_{l <= t} log f_l,   j <= i
+
+    q           (B, T, H, D), T * H / Hkv <= 64; k, v (B, S, Hkv, D), any strides; options as in `forgetting_attention`
+    c_hi, c_lo  (B, H, S) float32, c as the sum of two floats, any strides but 1 in the last dimension: a cache appends
+                to them (`fox_kernels.cumsum.append`), nothing is summed again
+    k_bound     (B, Hkv) float32, at least the norm of every key of the head; kept beside the cache as a running maximum
+                it spares pruning a pass over all keys. A greater bound prunes less, one that is too small loses weight
+
+    Returns o (B, T, H, D) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, and where
+    a gradient is asked for: there is none.
+    """
+    if c_hi.shape != (q.shape[0], q.shape[2], k.shape[1]) or c_lo.shape != c_hi.shape:
+        wanted = (q.shape[0], q.shape[2], k.shape[1])
+        raise ValueError(f"c_hi and c_lo must be (B, H, S) = {wanted}, got {tuple(c_hi.shape)}, {tuple(c_lo.shape)}")
+    if c_hi.dtype != torch.float32 or c_lo.dtype != torch.float32 or c_hi.stride() != c_lo.stride():
+        raise ValueError(f"c_hi and c_lo must be float32 with the same strides, got {c_hi.dtype} and {c_lo.dtype}")
+    scale = chunked.check_arguments(
+        q, k, v, c_hi.transpose(1, 2), scale=scale, seq_start=seq_start, window=window, sink=sink, softcap=softcap,
+        prune=prune,
+    )  # fmt: skip
+    bounds = (k.shape[0], k.shape[2])
+    if k_bound is not None and (tuple(k_bound.shape) != bounds or k_bound.dtype != torch.float32):
+        raise ValueError(f"k_bound must be (B, Hkv) = {bounds} float32, got {tuple(k_bound.shape)} {k_bound.dtype}")
+    reason = triton_unsupported(q)
+    if reason is not None:
+        raise ValueError(f"decode_attention can't run: {reason}; use forgetting_attention")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, c_hi, c_lo)):
+        raise ValueError("decode_attention has no gradient: call it under torch.no_grad(), or use forgetting_attention")
+    from . import autograd
+
+    return autograd.decode_attention(
+        q, k, v, c_hi, c_lo, scale=scale, seq_start=seq_start, window=window, sink=sink, softcap=softcap, prune=prune,
+        k_bound=k_bound,
+    )  # fmt: skip

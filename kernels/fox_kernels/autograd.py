@@ -3,6 +3,7 @@ with a fake and a gradient wherever something watches or rewrites operators, so 
 
     fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo, residual, bounds
     fox_kernels::attention_backward   -> dq, dk, dv, dlog_f
+    fox_kernels::decode               q, k, v, c_hi, c_lo -> o
 
 The residual is what rounding o to 16 bits lost, kept for the backward by the Triton kernels: with saturated gates the
 gradients are differences of do.v and do.o that agree in more digits than o has. The bounds are what pruning leaves out,
@@ -248,3 +249,42 @@ def forgetting_attention(
     else:
         o, lse2, *_ = _Attention.apply(*inputs) if for_backward else _attend(*inputs)
     return (o, lse2.transpose(1, 2) * LN_2) if return_lse else o
+
+
+@torch.library.custom_op("fox_kernels::decode", mutates_args=())
+def decode_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c_hi: Tensor,
+    c_lo: Tensor,
+    k_bound: Tensor | None,
+    seq_start: Tensor | None,
+    scale: float,
+    window: int | None,
+    sink: int,
+    softcap: float | None,
+    prune: float | None,
+) -> Tensor:
+    return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, scale, window, sink, softcap, prune)
+
+
+@decode_operator.register_fake
+def _(q, *_):
+    return q.new_empty(q.shape)
+
+
+def _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, scale, window, sink, softcap, prune) -> Tensor:
+    with _on_device(q):
+        return decode.launch_decode(
+            q, k, v, c_hi, c_lo, scale=scale, seq_start=seq_start, window=window, sink=sink, softcap=softcap,
+            prune=prune, k_bound=k_bound,
+        )[0]  # fmt: skip
+
+
+def decode_attention(q, k, v, c_hi, c_lo, *, scale, seq_start, window, sink, softcap, prune, k_bound) -> Tensor:
+    """`fox_kernels.decode_attention`, which has checked the arguments."""
+    window, sink = None if window is None else min(window, k.shape[1]), min(sink, k.shape[1])
+    softcap, prune = (None if x is None else float(x) for x in (softcap, prune))
+    run = decode_operator if _watched(q, k, v, c_hi, c_lo) else _decode
+    return run(q, k, v, c_hi, c_lo, k_bound, seq_start, scale, window, sink, softcap, prune)

@@ -20,7 +20,7 @@ from .pro import PRO_MODULES, ProjectedAttention, add_pro
 from .rope import RotaryFade
 
 try:
-    from fox_kernels import forgetting_attention
+    from fox_kernels import decode_attention, decodes, forgetting_attention
 
     SLOW_PATH = False
 except ImportError:
@@ -29,6 +29,7 @@ except ImportError:
     SLOW_PATH = True
 
 logger = logging.getLogger(__name__)
+LN_2 = 0.6931471805599453
 SHORT_SCORES = 1 << 25  # elements of one layer's score matrix: 9 heads x 1900 tokens, 128 MB in float32
 MODES = ("fox", "open", "shuffled", "original")
 NEW_MODULES = ("forget_gate", *PRO_MODULES)
@@ -198,7 +199,7 @@ def fox_attention(
         "softcap": softcap,
         "prune": None if module.mode == "original" else module.prune,
     }
-    output = _attend(query, key, value, gates.log_f, attention_mask, cu_seqlens, options)
+    output = _attend(query, key, value, gates, attention_mask, cu_seqlens, options)
     return module.finish(output, gates.hidden_states), None
 
 
@@ -206,24 +207,30 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    log_f: torch.Tensor,
+    gates: GateCache,
     attention_mask: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Takes the masked path or the operator; shapes as in `fox_attention`, log_f (B, S, H)."""
+    """Takes the masked path, the kernels for decoding or the operator; shapes as in `fox_attention`."""
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
-        return _masked(query, key, value, log_f, attention_mask, options)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return _masked(query, key, value, gates.cumulative(), attention_mask, options)
     seq_start = None
+    length = key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 2:
-        length = attention_mask.shape[1]
-        if length < k.shape[1]:
-            k, v, log_f = k[:, :length], v[:, :length], log_f[:, :length]
+        length = min(length, attention_mask.shape[1])
         seq_start = _first_visible(attention_mask)
+        key, value = key[:, :, :length], value[:, :, :length]
     if cu_seqlens is None and _short_on_cpu(query, key):
-        visible = _visible(q.shape[1], k.shape[1], seq_start, options["window"], q.device)
-        return _masked(query, k.transpose(1, 2), v.transpose(1, 2), log_f, visible, options)
+        c = gates.cumulative()
+        visible = _visible(query.shape[2], length, seq_start, options["window"], query.device)
+        return _masked(query, key, value, (c[0][..., :length], c[1][..., :length]), visible, options)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    layer = gates.layer
+    if layer is not None and not SLOW_PATH and decodes(q, k, v):
+        bound = None if options["prune"] is None else layer.key_bound(query.shape[-1])
+        return decode_attention(q, k, v, *layer.cumulative(), seq_start=seq_start, k_bound=bound, **options)
+    log_f = gates.log_f[:, :length]
     if cu_seqlens is None:
         return cast(torch.Tensor, forgetting_attention(q, k, v, log_f, seq_start=seq_start, **options))
     batch, length = q.shape[:2]
@@ -286,7 +293,7 @@ def fox_mask(
 
 def _first_visible(mask: torch.Tensor) -> torch.Tensor:
     """(B,) int32: index of the first True of each row, the row's length where there is none."""
-    first = mask.int().argmax(1)
+    first = mask.view(torch.uint8).argmax(1)
     return torch.where(mask.any(1), first, mask.shape[1]).to(torch.int32)
 
 
@@ -302,24 +309,33 @@ def _masked(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    log_f: torch.Tensor,
-    mask: torch.Tensor,
+    c: tuple[torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Forgetting Attention under any boolean mask (B, 1, T, S): torch's SDPA with the decay as an additive bias.
 
-    A query's own position is the last key it may see; sinks are the first keys it may see. With open gates the bias
-    is 0 and the result is bit for bit what SDPA gives the base model.
+    c, two floats of (B, H, S) in base 2, is the running sum of log f. A query's own position is the last key it may
+    see, sinks are the first; without a mask a single query sees all keys. With open gates the bias is 0 and the result
+    is bit for bit what SDPA gives the base model.
     """
     scaling, softcap, sink = options["scale"], options["softcap"], options["sink"]
-    if mask.dtype != torch.bool:
-        mask = mask >= 0  # an additive mask: 0 lets through, a large negative number does not
-    c = log_f.double().clamp_min(-1e4).cumsum(1).transpose(1, 2)  # (B, H, S)
-    own = mask.shape[-1] - 1 - mask.flip(-1).int().argmax(-1)  # (B, 1, T)
-    decay = c.gather(-1, own.expand(c.shape[0], c.shape[1], -1))[..., None] - c[..., None, :]
-    if sink:
+    if mask is None:
+        own = torch.full((1, 1, 1), key.shape[2] - 1, device=key.device)
+    else:
+        mask = mask if mask.dtype == torch.bool else mask >= 0  # additive: 0 lets through, a large negative does not
+        own = mask.shape[-1] - 1 - mask.flip(-1).int().argmax(-1)  # (B, 1, T)
+    high, low = (x.to(torch.promote_types(query.dtype, x.dtype)) for x in c)
+    own = own.expand(*high.shape[:2], -1)
+    decay, lost = (x.gather(-1, own)[..., None] - x[..., None, :] for x in (high, low))
+    decay = (decay + lost) * LN_2
+    if mask is None:
+        decay[..., :sink] = 0.0
+    elif sink:
         decay = decay.masked_fill(mask & (mask.cumsum(-1) <= sink), 0.0)
-    bias = decay.to(query.dtype if softcap is None else torch.float32).masked_fill(~mask, float("-inf"))
+    bias = decay.to(query.dtype if softcap is None else torch.float32)
+    if mask is not None:
+        bias = bias.masked_fill(~mask, float("-inf"))
     if softcap is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=True)
     else:
@@ -328,7 +344,9 @@ def _masked(
         scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         weights = torch.softmax(softcap * torch.tanh(scores / softcap) + bias, -1)
         out = weights.to(value.dtype) @ value.repeat_interleave(groups, 1)
-    return out.masked_fill(~mask.any(-1, keepdim=True), 0.0).transpose(1, 2).contiguous()
+    if mask is not None:
+        out = out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    return out.transpose(1, 2).contiguous()
 
 
 def _short_on_cpu(query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -339,7 +357,9 @@ def _short_on_cpu(query: torch.Tensor, key: torch.Tensor) -> bool:
 
 
 def _visible(num_queries: int, num_keys: int, seq_start: torch.Tensor | None, window: int | None, device: torch.device):
-    """(B or 1, 1, T, S) bool: causal, within the window, not before seq_start."""
+    """(B or 1, 1, T, S) bool: causal, within the window, not before seq_start; None for a query that sees all keys."""
+    if num_queries == 1 and seq_start is None and (window is None or window >= num_keys):
+        return None
     i = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     j = torch.arange(num_keys, device=device)
     mask = (j <= i)[None, None]

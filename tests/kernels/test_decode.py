@@ -1,0 +1,195 @@
+"""Decoding: a few queries against a cache that keeps the gates' sums, in Triton's interpreter and on a GPU.
+
+The interpreter has to be on before the kernels are imported, so one subprocess runs everything and reports as JSON.
+"""
+
+# The operator returns o or (o, lse), which the checker can't tell apart:
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from fox_kernels import decode_attention, reference
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 300)
+GATES = ("open", "mixed", "short", "shut", "zeros")
+ROUNDING = {torch.float32: 4e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+CASES = 60
+
+
+def kept(q, k, v, log_f, room: int = 0):
+    """Return k, v and both floats of c as a cache holds them: slices of longer buffers, heads before tokens."""
+    from fox_kernels import cumsum
+
+    hi, lo = cumsum.cumulative_torch(log_f)
+    sums = torch.nn.functional.pad(torch.cat((hi, lo), 1), (0, room), value=float("nan"))
+    k, v = (torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, room), value=float("nan")) for x in (k, v))
+    S, H = log_f.shape[1:]
+    return *(x[:, :, :S].transpose(1, 2) for x in (k, v)), *sums[..., :S].split(H, 1)
+
+
+def any_problem(n: int, lengths=LENGTHS) -> dict:
+    """Return the n-th problem of a fixed sequence that takes every option, with every other, sooner or later."""
+    draw = random.Random(n)
+    group, T = draw.choice([(1, 1), (1, 8), (3, 1), (3, 3), (8, 1), (8, 8), (2, 5), (7, 2)])
+    S = draw.choice([x for x in lengths if x >= T])
+    B = draw.randint(1, 3)
+    starts = [draw.choice([0, 0, 1, S // 2, S - 1, S]) for _ in range(B)]
+    options = {
+        "scale": draw.choice([None, None, -0.3, 0.0]),
+        "window": draw.choice([None, None, 1, 3, S // 2 + 1, 2 * S]),
+        "sink": draw.choice([0, 0, 1, 4, 70, 10**10]),
+        "softcap": draw.choice([None, None, 2.0, 30.0]),
+        "prune": draw.choice([None, -10.0, -2.0]),
+    }
+    return {
+        "shape": (B, T, S, draw.choice([1, 2]) * group, group, draw.choice([16, 32, 64, 80, 96, 128, 256])),
+        "gate": draw.choice(GATES),
+        "dtype": draw.choice([torch.float32, torch.float16]),
+        "starts": draw.choice([None, starts]),
+        "bound": draw.choice([None, 1.0, 1.5]),
+        "spread": draw.choice([1.0, 1.0, 6.0]),
+        "options": options,
+    }
+
+
+def failure(problem: dict, device: str = "cpu") -> str | None:
+    """Return what is wrong with a problem's output; None if its error is at most twice eager's in the same dtype."""
+    from cases import gates
+    from fox_kernels.decode import key_bound
+
+    B, T, S, H, group, D = problem["shape"]
+    dtype, options = problem["dtype"], dict(problem["options"])
+    if problem["starts"] is not None:
+        options["seq_start"] = torch.tensor(problem["starts"], dtype=torch.int32, device=device)
+    q, k, v = (
+        (torch.randn(B, n, heads, D, device=device) * size).to(dtype)
+        for n, heads, size in ((T, H, problem["spread"]), (S, H // group, 1), (S, H // group, 1))
+    )
+    log_f = gates(problem["gate"], B, S, H, device=device)
+    unpruned = {name: value for name, value in options.items() if name != "prune"}
+    exact = reference.forgetting_attention(q.double(), k.double(), v.double(), log_f.double(), **unpruned)
+    eager = reference.forgetting_attention(q, k, v, log_f, **options)
+    bound = None if problem["bound"] is None else problem["bound"] * key_bound(k)
+    k, v, hi, lo = kept(q, k, v, log_f, room=37)
+    o = decode_attention(q, k, v, hi, lo, k_bound=bound, **options).double()
+    lost = 0.0 if options["prune"] is None else 2 * math.exp(options["prune"])
+    allowed = 2 * (eager - exact).norm() + (ROUNDING[dtype] + lost) * exact.norm().clamp_min(exact.numel() ** 0.5 / 10)
+    error = (o - exact).norm()
+    return None if error <= allowed else f"error {error:.2e}, allowed {allowed:.2e}: {problem}"
+
+
+def check_any_problem(device: str) -> None:
+    for n in range(CASES):
+        torch.manual_seed(n)
+        assert failure(any_problem(n), device) is None
+
+
+def check_bound(device: str) -> None:
+    """With a bound on the keys, pruning loses at most what it may, however loose it is; without pruning it is idle."""
+    from cases import gates
+    from fox_kernels import cumsum
+    from fox_kernels.decode import first_kept_torch, key_bound
+
+    torch.manual_seed(0)
+    B, T, S, H, Hkv, D, log_eps = 2, 2, 450, 6, 2, 32, -6.0
+    q, k, v = (torch.randn(B, n, heads, D, device=device) for n, heads in ((T, H), (S, Hkv), (S, Hkv)))
+    log_f = 3 * gates("short", B, S, H, device=device)
+    c = cumsum.cumulative(log_f)
+    exact = reference.forgetting_attention(q.double(), k.double(), v.double(), log_f.double())
+    bound, lost = key_bound(k), 2 * math.exp(log_eps) * v.abs().max()
+    whole = decode_attention(q, k, v, *c)
+    for factor in (1.0, 2.0, 1e6):
+        first = first_kept_torch(q, k, *c, factor * bound, scale=D**-0.5, prune=log_eps)
+        assert bool((first > 0).all()) == (factor < 3)
+        o = decode_attention(q, k, v, *c, prune=log_eps, k_bound=factor * bound)
+        assert (o - exact).abs().max() <= lost
+        assert (o - decode_attention(q, k, v, *c, prune=log_eps)).abs().max() <= lost
+    assert (o - whole).abs().max() < 1e-5  # a bound that great leaves out nothing
+    assert (decode_attention(q, k, v, *c, k_bound=bound) - whole).abs().max() == 0  # nor does a bound without prune
+
+
+def check_append(device: str) -> None:
+    """One launch leaves in a cache what torch does: keys, values, the sums to the last bit but one, and the bound."""
+    from fox_kernels import fused_append
+
+    from retrofox.model import cache
+
+    for dtype, carried, T in ((torch.float32, 0, 1), (torch.float16, 24, 3), (torch.float16, 0, 16)):
+        torch.manual_seed(T)
+        B, H, Hkv, D, kept = 2, 6, 2, 24, []
+        steps = []
+        for n in (40, *[T] * 5):
+            # as projections leave them: tokens before heads
+            k, v = (torch.randn(B, n, Hkv, w, device=device).to(dtype).transpose(1, 2) for w in (D + carried, D))
+            log_f = -torch.rand(B, n, H, device=device) * torch.tensor(
+                [0.0, 1e-4, 0.1, 3.0, 1e3, float("inf")], device=device
+            )
+            steps.append((k, v, log_f.nan_to_num(nan=0.0)))
+        for fused in (True, False):
+            layer, calls = cache.GrowingLayer(), []
+
+            def count(*args, calls=calls):
+                calls.append(args)
+                return fused_append.append(*args)
+
+            with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(cache, "append", count)
+                if not fused:
+                    patch.setattr(cache, "appends", lambda *_: False)
+                for k, v, log_f in steps:
+                    layer.update(k, v, log_f=log_f, head_dim=D)
+                    bound = layer.key_bound(D)
+            assert len(calls) == (5 if fused else 0)
+            kept.append([layer.keys, layer.values, sum(x.double() for x in layer.cumulative()), bound])
+        keys = torch.cat([k for k, _, _ in steps], 2)
+        assert torch.equal(kept[0][0], keys)
+        assert torch.equal(kept[0][1], torch.cat([v for _, v, _ in steps], 2))
+        torch.testing.assert_close(kept[0][2], kept[1][2], atol=1e-9, rtol=1e-13)
+        torch.testing.assert_close(kept[0][3], keys[..., :D].float().norm(dim=-1).amax(-1))
+        torch.testing.assert_close(kept[0][3], kept[1][3])
+
+
+CHECKS = ("any_problem", "bound", "append")
+
+
+def run_all() -> dict[str, str]:
+    """Return the traceback of each check that fails; runs in the subprocess, with the interpreter on."""
+    report = {}
+    for check in CHECKS:
+        try:
+            globals()[f"check_{check}"]("cpu")
+        except AssertionError:
+            report[check] = traceback.format_exc()
+    return report
+
+
+@pytest.fixture(scope="module")
+def report():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", __file__], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_the_interpreter(check, report):
+    assert report.get(check) is None, report[check]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    print(json.dumps(run_all()))

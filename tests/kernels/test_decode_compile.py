@@ -1,0 +1,79 @@
+"""The kernels of decoding compiled for Ampere, Ada and Hopper without a GPU: they fit, and spill as recorded."""
+
+import os
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed here")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from fox_kernels import decode, fused_append, tiles  # noqa: E402
+from test_compile import SHARED_MEMORY, registers_and_spills  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+HALVES = {"q_ptr", "k_ptr", "v_ptr", "o_ptr", "keys_ptr", "values_ptr"}
+FLOATS = {"scale2", "softcap2", "inverse_cap", "never", "floor"}
+OPTIONS = {"STARTS": False, "WINDOW": False, "SINK": False, "CAP": False, "PRUNE": False, "STEPS": 0}
+ALL = {"STARTS": True, "WINDOW": True, "SINK": True, "CAP": True, "PRUNE": True, "STEPS": 3}
+ABSENT = {"start_ptr": None, "first_ptr": None, "bound_ptr": None}
+
+
+def split(D: int, rows: int = 16, **options):
+    D0, D1 = tiles.split_head_dim(D)
+    absent = {} if options.get("STEPS") else ABSENT
+    shape = {"GROUP": 4, "D0": D0, "D1": D1, "ROWS": rows, "BN": 32 if D > 128 else 64 if D > 64 else 128}
+    return decode.split_kernel, shape | OPTIONS | {"PRECISION": "tf32"} | options | absent
+
+
+def append(group: int, D: int, width: int):
+    padded = {"GP": decode.power_of_2(group), "KP": decode.power_of_2(width), "VP": decode.power_of_2(D)}
+    return fused_append.append_kernel, {"GROUP": group, "D": D, "KW": width, "VW": D} | padded
+
+
+KERNELS = {
+    **{f"split, D = {D}": split(D) for D in (16, 64, 80, 128, 256)},
+    **{f"split, D = {D}, every option": split(D, **ALL) for D in (64, 96, 128, 256)},
+    **{f"split, D = {D}, 64 rows": split(D, 64, **ALL) for D in (64, 80, 128, 256)},
+    "split, D = 64, 32 rows": split(64, 32),
+    **{f"split, D = {D}, float32": split(D, 64, BN=32, PRECISION="ieee") for D in (64, 256)},
+    "merge": (decode.merge_kernel, {"GROUP": 4, "D": 128, "DP": 128, "SPLITS": 128, "PARTS": 128}),
+    "merge, 256 parts": (decode.merge_kernel, {"GROUP": 4, "D": 256, "DP": 256, "SPLITS": 256, "PARTS": 64}),
+    "append": append(4, 128, 128),
+    "append with shifts": append(3, 80, 240),
+}
+SPILLS: dict[str, int] = {}  # bytes, by kernel; none recorded is none allowed
+
+
+def compiled(name: str, arch: int):
+    """Compile with bf16 states and aligned pointers and strides, as a cache has them."""
+    function, constants = KERNELS[name]
+    signature, attributes, single = {}, {}, "float32" in name
+    for index, argument in enumerate(function.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.endswith("_ptr"):
+            integer = argument in ("start_ptr", "first_ptr")
+            signature[argument] = "*bf16" if argument in HALVES and not single else "*i32" if integer else "*fp32"
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[argument] = "fp32" if argument in FLOATS else "i32"
+            if argument.startswith(("sq_", "sk_", "sv_")):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constants, attributes)
+    warps, stages = 1 if name.startswith("append") else 4, 3
+    if name.startswith("split"):
+        D = constants["D0"] + constants["D1"]
+        stages = decode.stages_for(constants["ROWS"], constants["BN"], D, 4 if single else 2, divmod(arch, 10))
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize("name", KERNELS)
+def test_fits_and_spills_no_more_than_recorded(name, arch, tmp_path):
+    binary = compiled(name, arch)
+    assert binary.metadata.shared <= SHARED_MEMORY[arch]
+    _, spills = registers_and_spills(binary, arch, tmp_path)
+    assert spills <= SPILLS.get(name, 0)
