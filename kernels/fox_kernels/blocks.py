@@ -39,9 +39,17 @@ def decayed(s, ci_hi, ci_lo, cj_hi, cj_lo, is_sink, sink_bias, SINK: tl.constexp
 
 
 @triton.jit
-def soft_capped(s, softcap2, inverse_cap):
-    """softcap2 * tanh(s / softcap2), by exp2; returns the value and tanh."""
+def soft_capped(s, softcap2, inverse_cap, EXACT: tl.constexpr):
+    """softcap2 * tanh(s / softcap2), by exp2; returns the value and tanh.
+
+    Near 0 that is a difference of two numbers near 1, good for 6e-8 of softcap2. EXACT: for 6e-8 of the value.
+    """
     t = 1.0 - 2.0 / (tl.exp2(s * inverse_cap) + 1.0)
+    if EXACT:
+        x = s * inverse_cap * 0.34657359027997264  # ln(2) / 2
+        y = x * x  # Taylor's series of tanh to x^9: below 0.3 what is left out is 5e-8
+        near = x + x * y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
+        t = tl.where(y < 0.09, near, t)
     return softcap2 * t, t
 
 
@@ -158,12 +166,12 @@ def gates_of_keys(
 def scores(
     s, c_first, c_second, bias_hi, bias_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr,
+    CAP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Products of queries and keys as base-2 scores: scaled, capped, with their decay, -inf where hidden; and tanh."""
     tanh = s
     if CAP:
-        s, tanh = soft_capped(s * scale2, softcap2, inverse_cap)
+        s, tanh = soft_capped(s * scale2, softcap2, inverse_cap, EXACT)
     else:
         s = s * scale2
     if MASKED:

@@ -112,7 +112,7 @@ def split_kernel(
             square += tl.sum(q1.to(tl.float32) * q1.to(tl.float32), 1)
         own *= scale2
         if CAP:
-            own, _own_t = soft_capped(own, softcap2, inverse_cap)
+            own, _own_t = soft_capped(own, softcap2, inverse_cap, PRECISION == "ieee")
         first = first_kept(
             own, tl.sqrt(square), tl.load(bound_ptr + kv), c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S,
             scale2, softcap2, never, CAP, SEARCH_BLOCK, STEPS)  # fmt: skip
@@ -150,7 +150,7 @@ def split_kernel(
             v1 = tl.load(v_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
             s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
         if CAP:
-            s, _t = soft_capped(s * scale2, softcap2, inverse_cap)
+            s, _t = soft_capped(s * scale2, softcap2, inverse_cap, PRECISION == "ieee")
         else:
             s = s * scale2
         gates = c_rows[:, None] + j[None, :]

@@ -48,7 +48,7 @@ def _attend(
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
     s, _tanh = scores(
         s, c_first, c_second, bias_hi, bias_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
-        inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP)  # fmt: skip
+        inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP, PRECISION == "ieee")  # fmt: skip
     top = tl.maximum(m, tl.max(s, 1) + lift)
     base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
     p = tl.exp2(s - (base - lift)[:, None])

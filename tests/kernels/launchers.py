@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import Case, draw, gates, results
+from cases import Case, draw, errors, gates, results
 from fox_kernels import autograd, backward, chunked, cumsum, decode, forgetting_attention, forward, prune, reference
 from fox_kernels.backward import launch_backward
 from fox_kernels.decode import launch_decode
@@ -142,6 +142,14 @@ def check_nan(device: str, backend: str = "triton") -> None:
             assert x[max(0, T - 9) :, 0].all()
             assert not x[: max(0, T - 9), 0].any()
             assert not x[:, 1].any()
+
+
+def check_softcap(device: str) -> None:
+    """A cap far above the scores, and one far below, cost float32 none of its digits."""
+    for softcap, scale in ((200.0, 0.25), (2.0, 2.0), (30.0, 1e-6)):
+        torch.manual_seed(0)
+        for name, mine, eager in errors(Case(D=16, options={"softcap": softcap, "scale": scale}), device):
+            assert mine <= 2 * eager + 5e-7, (name, mine, eager, softcap)
 
 
 def check_helpers(device: str, S: int) -> None:
