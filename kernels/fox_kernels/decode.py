@@ -230,6 +230,13 @@ def splits_for(pairs: int, processors: int) -> int:
     return max(1, min(256, splits))
 
 
+def block_for(D: int, rows: int, size: int) -> int:
+    """Return how many keys a step takes; products in float32 run on the ordinary units, from registers."""
+    if size == 4:
+        return 32 if D <= 64 and rows <= 16 else 16
+    return 32 if D > 128 else 64 if D > 64 else 128
+
+
 def stages_for(rows: int, block: int, D: int, size: int, capability: tuple[int, int]) -> int:
     """Return how many blocks of keys, values and gates fit the shared memory at a time; elements of `size` bytes.
 
@@ -302,12 +309,12 @@ def launch_decode(
     if prune is not None and first is None and not searched:
         first = skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), scale, softcap, prune)
     D0, D1 = split_head_dim(D)
-    block = 32 if D > 128 or q.dtype == torch.float32 else 64 if D > 64 else 128
+    tile_rows = max(16, power_of_2(T * group))
+    block = block_for(D, tile_rows, q.element_size())
     if splits is None:
         splits = min(cdiv(S, 4 * block), splits_for(B * Hkv, processors(q.device)))
     span = cdiv(cdiv(S, splits), block) * block
     splits = cdiv(S, span)
-    tile_rows = max(16, power_of_2(T * group))
     on = capability(q.device) if q.is_cuda else (0, 0)
     rows = B * Hkv * splits * T * group
     parts = torch.empty(rows * (D + 1), dtype=torch.float32, device=q.device)  # o of every part, then its lse
