@@ -7,13 +7,17 @@ instant, the newest directory with a COMPLETE that its files agree with is where
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"checkpoint-(\d+)$")
@@ -144,6 +148,20 @@ def check_writable(root: Path, bytes_needed: int) -> None:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+@contextlib.contextmanager
+def saving(directory: Path, root: Path) -> Iterator[None]:
+    """Turns what a failed save raises into a ValueError that says what still stands below `root`."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        stands, _ = newest_good(root)
+        raise ValueError(
+            f"could not write {directory}: {error} ({_size(shutil.disk_usage(root).free)} free there). "
+            + (f"{stands} is complete: " if stands else "There is no earlier checkpoint: ")
+            + "free some disk space or mend the directory, and run the same command again"
+        ) from error
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -281,6 +281,8 @@ def _merge(adapter: Path, out: Path) -> dict[str, Any]:
         difference = float((_fresh_logits(partial) - unmerged).norm() / unmerged.norm())
         if difference <= limit:
             partial.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"could not write {out}: {error}. Nothing was left there") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     if not difference <= limit:

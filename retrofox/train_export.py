@@ -24,7 +24,15 @@ def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, not
 
     Between stages everything stays float32; the last model gets its pretrained tensors in the recipe's precision. Gates
     and Pro parts are float32 in both.
+
+    Raises:
+        ValueError: it could not be written, with the checkpoint that stands.
     """
+    with checkpoint.saving(directory, Path(str(trainer.args.output_dir))):
+        _export(trainer, model, directory, tokenizer, note, last)
+
+
+def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     weights: Any = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # type: ignore[arg-type]
     dtype = DTYPES[trainer.recipe.precision] if last and trainer.recipe.lora is None else None

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -317,7 +316,7 @@ class FoxTrainer(Trainer):
         if self.args.should_save and directory.exists():
             checkpoint.discard(directory)  # what an interrupted save left
         self.accelerator.wait_for_everyone()
-        try:
+        with checkpoint.saving(directory, root):
             super()._save_checkpoint(model, trial)
             self.check_adapter(directory)
             self.accelerator.wait_for_everyone()
@@ -336,13 +335,6 @@ class FoxTrainer(Trainer):
                     },
                 )
                 checkpoint.rotate(root, self.recipe.checkpoint.keep)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            stands, _ = checkpoint.newest_good(root)
-            raise ValueError(
-                f"could not write {directory}: {error}. "
-                + (f"{stands} is complete: " if stands else "There is no earlier checkpoint: ")
-                + "free some disk space or mend the directory, and run the same command again"
-            ) from error
         self.accelerator.wait_for_everyone()
         self.clock.restart(self.state.global_step)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import retrofox
 from retrofox import checkpoint
@@ -24,6 +25,7 @@ from retrofox.train_groups import (
     schedule,
     set_trainable,
 )
+from retrofox.train_loop import FoxTrainer
 from retrofox.train_speed import fuse_norms, recompute
 
 WORDS = ["the fox ", "forgets ", "a gate ", "and so on ", "far away "]
@@ -230,6 +232,28 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(make_recipe, mo
     assert train(recipe)["stages"][0]["resumed_at"] == 2
 
 
+def test_a_model_that_cannot_be_written_leaves_the_checkpoint_to_write_it_from(make_recipe, monkeypatch):
+    recipe = make_recipe()
+
+    def full_disk(self, *arguments, **options):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    whole = FoxTrainer.release
+
+    def release(self):
+        model = whole(self)
+        monkeypatch.setattr(type(model), "save_pretrained", full_disk)
+        return model
+
+    monkeypatch.setattr(FoxTrainer, "release", release)
+    with pytest.raises(
+        ValueError, match=r"could not write .*model: .*left on device.* free there.*checkpoint-4 is"
+    ):
+        train(recipe)
+    monkeypatch.undo()
+    assert train(recipe)["stages"][0]["resumed_at"] == 4
+
+
 def test_roles_and_groups(pico_fox):
     model = pico_fox()
     stage = make_stage(learning_rate=1e-4, rates={"rest": 1e-5})
@@ -347,8 +371,6 @@ def test_fp16_and_optimizers_with_groups_of_their_own_are_refused(make_recipe):
 
 def test_deterministic_reaches_the_operator(make_recipe, monkeypatch):
     from fox_kernels import determinism
-
-    from retrofox.train_loop import FoxTrainer
 
     seen, plain = [], FoxTrainer.training_step
 
