@@ -12,6 +12,7 @@ from .hopper_forward import (
     Launch,
     alignment,
     blocks_of,
+    copied,
     copyable,
     heads_per_group,
     processors,
@@ -148,7 +149,7 @@ def launch_backward(
         ))  # fmt: skip
     num_n, tiles, rows = plan.sizes
     if any(plan.copies):
-        q, k, v, do = (x.contiguous() if copy else x for x, copy in zip((q, k, v, do), plan.copies, strict=True))
+        q, k, v, do = (copied(x) if copy else x for x, copy in zip((q, k, v, do), plan.copies, strict=True))
     device = q.device
     dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v)]
     dc = torch.empty(B, H, S, dtype=torch.float32, device=device)

@@ -117,8 +117,12 @@ def copyable(x: Tensor) -> Tensor:
     """Return x if TMA can read it (unit last stride, other strides and address multiples of 16 bytes), else a copy."""
     unit = 16 // x.element_size()
     strides_fit = all(n == 1 or (s % unit == 0 and s > 0) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    fits = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and strides_fit
-    return x if fits else x.contiguous()
+    return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and strides_fit else copied(x)
+
+
+def copied(x: Tensor) -> Tensor:
+    """Return a copy for TMA to read; Tensor.contiguous() gives back what is contiguous behind an odd address."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class Blocks(NamedTuple):
@@ -218,10 +222,10 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
     tiles = -(-T // (64 * shape.consumers))
     group = heads_per_group(2 * S * D * q.element_size()) * (H // Hkv)
     o = q if q.is_contiguous() else q.contiguous()
-    copied = ((q, 64), (k, shape.keys), (v, shape.keys), (o, 64), (o, 64))
-    blocks = [blocks_of(x, rows, shape.columns) for x, rows in copied]
+    by_tma = ((q, 64), (k, shape.keys), (v, shape.keys), (o, 64), (o, 64))
+    blocks = [blocks_of(x, rows, shape.columns) for x, rows in by_tma]
     if shape.rest:
-        blocks += [blocks_of(x, rows, shape.rest) for x, rows in copied]
+        blocks += [blocks_of(x, rows, shape.rest) for x, rows in by_tma]
     started, pruned, sink, residual = constants
     launch = Launch(
         fox_forward, min(tiles * B * H, processors(q.device)),
@@ -262,7 +266,7 @@ def launch_forward(
             raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
         plan = remembered(_plans, key, plan_forward(q, k, v, shape, constants))
     if any(plan.copies):
-        q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), plan.copies, strict=True))
+        q, k, v = (copied(x) if copy else x for x, copy in zip((q, k, v), plan.copies, strict=True))
     B, T, H, _ = q.shape
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
@@ -273,9 +277,9 @@ def launch_forward(
         bounds = loop_bounds(q, k, c_hi, c_lo, scale, None, prune)
     if counter is None:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    copied = (q, k, v, o, o if residual is None else residual)
+    by_tma = (q, k, v, o, o if residual is None else residual)
     plan.launch(
-        copied * 2 if plan.rest else copied,
+        by_tma * 2 if plan.rest else by_tma,
         (
             *(() if plan.rest else (counter,) * 5), c_hi, c_lo, lse2, counter if start is None else start,
             counter if bounds is None else bounds, counter, scale * LOG2_E, *plan.numbers,

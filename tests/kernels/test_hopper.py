@@ -171,6 +171,8 @@ def test_only_strides_that_the_copy_engine_refuses_are_copied():
     assert copyable(odd).is_contiguous()
     assert copyable(wide[:, :, :1].expand(2, 64, 6, 64)).is_contiguous()
     assert copyable(wide.transpose(2, 3)).stride(-1) == 1
+    shifted = torch.zeros(1 + wide.numel(), dtype=torch.bfloat16)[1:].view(wide.shape)  # contiguous, 2 bytes off
+    assert copyable(shifted).data_ptr() % 16 == 0
 
 
 def test_heads_walked_together_are_a_power_of_two_that_fits_the_cache():
