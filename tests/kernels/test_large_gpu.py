@@ -63,14 +63,18 @@ def test_keys_and_values_are_neither_repeated_nor_copied(backend):
         for _ in range(2):  # the first run compiles
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            before = asked_for("current")
             torch.autograd.grad(forgetting_attention(*inputs, backend=backend), inputs, do)
-            taken = torch.cuda.max_memory_allocated() - before
+            taken = asked_for("peak") - before
         return taken
+
+    def asked_for(when: str) -> int:  # what is handed out may be 1 MB larger, as blocks happen to be split
+        return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
 
     plain = peak("plain")
     assert plain <= 48 << 20  # repeated, k and v alone would take 256 MB
-    assert all(peak(layout) <= plain + (1 << 20) for layout in ("heads", "packed", "tokens first"))
+    for layout in ("heads", "packed", "tokens first"):
+        assert peak(layout) <= plain + (1 << 16), layout
 
 
 @pytest.mark.parametrize("prune", [None, -10.0])
