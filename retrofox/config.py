@@ -226,7 +226,7 @@ class LoraConfig(Section):
         default="all-linear", description="module names; all-linear: all but gates"
     )
     dora: bool = False
-    quantize: Literal["nf4"] | None = Field(default=None, description="QLoRA: 4-bit base (needs bitsandbytes, a GPU)")
+    quantize: Literal["nf4"] | None = Field(default=None, description="QLoRA: 4-bit base (needs bitsandbytes)")
 
 
 class CheckpointConfig(Section):

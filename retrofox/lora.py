@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import shutil
@@ -88,10 +87,6 @@ def _base(recipe: Recipe, source: str, state: Any) -> Any:
 
 
 def _quantized(source: str, dtype: torch.dtype, state: Any) -> Any:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError("lora.quantize: nf4 needs bitsandbytes: pip install bitsandbytes, or quantize: null")
-    if state.device.type != "cuda":
-        raise ValueError(f"lora.quantize: nf4 needs a GPU, this is {state.device.type}: set quantize: null")
     from transformers import BitsAndBytesConfig
 
     quantization = BitsAndBytesConfig(
@@ -102,7 +97,12 @@ def _quantized(source: str, dtype: torch.dtype, state: Any) -> Any:
         llm_int8_skip_modules=["lm_head", *NEW_MODULES],
     )
     family = lm_class(read_config(source)["model_type"].removeprefix("fox_"))
-    return family.from_pretrained(source, dtype=dtype, quantization_config=quantization, device_map={"": state.device})
+    model = family.from_pretrained(source, dtype=dtype, quantization_config=quantization, device_map={"": state.device})
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes 0.50: evaluation on such a CPU packs weights into a form that has no backward afterwards.
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 def refuse_plain_base(source: str) -> None:

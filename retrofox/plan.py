@@ -27,6 +27,7 @@ from retrofox.train_refusals import (
     refuse_output,
     refuse_parallelism,
     refuse_precision,
+    refuse_quantization,
     refuse_trackers,
     refused_data,
 )
@@ -171,7 +172,7 @@ def size(gigabytes: float) -> str:
 
 def _refusals(recipe: Recipe, devices: int) -> list[str]:
     found = []
-    named = (refuse_precision, refuse_trackers, refuse_optimizer, refuse_output)
+    named = (refuse_precision, refuse_quantization, refuse_trackers, refuse_optimizer, refuse_output)
     checks: list[Any] = [refuse_parallelism, *(functools.partial(refuse, recipe) for refuse in named)]
     for stage in recipe.stages:
         whole = stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices

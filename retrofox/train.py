@@ -38,6 +38,7 @@ from retrofox.train_refusals import (
     refuse_optimizer,
     refuse_parallelism,
     refuse_precision,
+    refuse_quantization,
     refuse_trackers,
 )
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
@@ -63,6 +64,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     state: Any = PartialState() if torch.cuda.is_available() else PartialState(cpu=True)
     refuse_parallelism()
     refuse_precision(recipe)
+    refuse_quantization(recipe)
     refuse_trackers(recipe)
     refuse_optimizer(recipe)
     out = Path(recipe.output)

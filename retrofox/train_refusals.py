@@ -50,6 +50,14 @@ def own_autocast(recipe: Recipe) -> bool:
     return recipe.precision == "bf16" and deepspeed()
 
 
+def refuse_quantization(recipe: Recipe) -> None:
+    """Raises ValueError for a 4-bit base without the package that makes it."""
+    if recipe.lora is not None and recipe.lora.quantize and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"lora.quantize: {recipe.lora.quantize} needs bitsandbytes: pip install bitsandbytes, or quantize: null"
+        )
+
+
 def refuse_trackers(recipe: Recipe) -> None:
     """Raises ValueError for a tracker that is not installed."""
     for name in recipe.log.report_to:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import retrofox
 from retrofox.config import LoraConfig, validate
-from retrofox.lora import assert_gates_saved, merge, target_modules, trained_in_full
+from retrofox.lora import adapted, assert_gates_saved, merge, target_modules, trained_in_full
+from retrofox.plan import plan
 from retrofox.train import train
 
 # peft 0.21 asks transformers 5.23 by a name that it deprecates
@@ -173,8 +176,40 @@ def test_a_file_without_its_gates_is_caught(make_recipe, pico_fox):
         assert_gates_saved(adapter, live)
 
 
-def test_four_bits_need_a_gpu_and_bitsandbytes(make_recipe):
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is there")
-    with pytest.raises(ValueError, match="nf4 needs"):
-        train(make_recipe(lora={"rank": 2, "quantize": "nf4"}))
+def test_four_bits_need_bitsandbytes(make_recipe, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    recipe = make_recipe(lora={"rank": 2, "quantize": "nf4"})
+    with pytest.raises(ValueError, match="nf4 needs bitsandbytes"):
+        train(recipe)
+    assert any("nf4 needs bitsandbytes" in text for text in plan(recipe)["refusals"])
+    assert not Path(recipe.output).exists()
+
+
+def test_four_bit_bases_learn_as_their_rounded_weights_would(make_recipe, pico_fox, pico_tokenizer, tmp_path):
+    bnb = pytest.importorskip("bitsandbytes")
+    pico_fox(config={"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}).save_pretrained(tmp_path / "wide")
+    pico_tokenizer.save_pretrained(tmp_path / "wide")
+    recipe = make_recipe(model=str(tmp_path / "wide"), lora={"rank": 2, "quantize": "nf4"})
+    four_bits = adapted(recipe, tmp_path / "wide", SimpleNamespace(device=torch.device("cpu")))
+    dense = adapted(make_recipe(model=recipe.model), tmp_path / "wide", None)
+    dense.load_state_dict({name: p for name, p in four_bits.named_parameters() if p.requires_grad}, strict=False)
+    layers = {name: module for name, module in four_bits.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
+    assert len(layers) == 14
+    assert not any("forget_gate" in name for name in layers)
+    for name, layer in layers.items():
+        weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        dense.get_submodule(name).weight.data.copy_(weight)
+
+    def gradients(model):
+        ids = torch.arange(80).view(2, 40) + 2
+        model.eval()
+        with torch.no_grad():  # as the held-out loss is computed before the first step
+            model(input_ids=ids)
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+    wanted = gradients(dense)
+    for name, gradient in gradients(four_bits).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+    assert merge(train(recipe)["model"], tmp_path / "merged")["relative_difference"] < 1e-4
