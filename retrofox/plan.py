@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import os
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from retrofox.config import Recipe, Stage
 from retrofox.surgery import lm_class, make_plan, read_config
 from retrofox.train_flops import flops_per_token, peak_flops
-from retrofox.train_groups import accumulation, count_steps, parameter_groups, set_trainable
+from retrofox.train_groups import accumulation, count_steps, parameter_groups, save_steps, set_trainable
 from retrofox.train_measure import measure_steps
 from retrofox.train_memory import STATE_BYTES, memory, reset_peak
 from retrofox.train_model import lower_frozen, needs_teacher
@@ -68,6 +69,12 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
     refusals = _refusals(recipe, devices)
     config, retrofit = _configs(recipe, refusals)
     refusals += refused_data(recipe, None if config is None else getattr(config, "vocab_size", None))
+    if config is not None:
+        try:
+            _empty(config, recipe)
+        except ValueError as error:
+            refusals.append(str(error))
+            config = None
     if config is None:
         report = {"model": recipe.model, "output": recipe.output, "stages": [], "refusals": refusals}
         if show:
@@ -317,18 +324,23 @@ def _device_memory(device: torch.device) -> float:
 
 
 def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict[str, float]:
-    """Bytes / 1e9: checkpoints that exist at once (kept and the one being written), the converted model, the result.
+    """Bytes / 1e9: the checkpoints that every stage keeps and the one being written, the converted model, the results.
 
-    total is their sum; one_checkpoint a part of it.
+    total is their sum; one_checkpoint (of the stage with the largest) a part of it.
     """
-    per_state = STATE_BYTES.get(recipe.optim, 8)
-    weight = 4 if recipe.lora is None else 0
-    trained = max((sum(group["parameters"] for group in stage["groups"]) for stage in stages), default=0)
-    one = weight * parameters + per_state * trained
-    stored = 4 if recipe.precision == "fp32" else 2
+    per_state, keep, lora = STATE_BYTES.get(recipe.optim, 8), recipe.checkpoint.keep, recipe.lora is not None
+    trained = [sum(group["parameters"] for group in stage["groups"]) for stage in stages]
+    sizes = [4 * (count if lora else parameters) + per_state * count for count in trained]
+    counts = [
+        min(keep, -(-stage["steps"] // save_steps(recipe, planned, stage["steps"])))
+        for planned, stage in zip(recipe.stages, stages, strict=False)
+    ]
+    stored = 2 if recipe.precision != "fp32" and not lora else 4
+    models = [4 * (count if lora else parameters) for count in trained[:-1]]
+    models += [stored * (count if lora else parameters) for count in trained[-1:]]
     parts = {
-        "checkpoints": one * (recipe.checkpoint.keep + 1) / 1e9,
+        "checkpoints": (sum(map(operator.mul, sizes, counts)) + max(sizes, default=0)) / 1e9,
         "converted": (4 * parameters / 1e9) if recipe.fox is not None else 0.0,
-        "models": (stored * parameters + 4 * parameters * (len(stages) - 1)) / 1e9,
+        "models": sum(models) / 1e9,
     }
-    return {**parts, "total": math.fsum(parts.values()), "one_checkpoint": one / 1e9}
+    return {**parts, "total": math.fsum(parts.values()), "one_checkpoint": max(sizes, default=0) / 1e9}

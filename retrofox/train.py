@@ -28,7 +28,7 @@ from retrofox.train_claim import claim_output
 from retrofox.train_data import StageData, prepare_tokens
 from retrofox.train_export import export
 from retrofox.train_flops import flops_per_token, peak_flops
-from retrofox.train_groups import accumulation, count_steps, role_of, set_trainable
+from retrofox.train_groups import accumulation, count_steps, role_of, save_steps, set_trainable
 from retrofox.train_lock import OutputLock
 from retrofox.train_loop import FoxTrainer
 from retrofox.train_memory import STATE_BYTES
@@ -231,9 +231,6 @@ def _objective(recipe: Recipe, stage: Stage, model: Any, source: Path, state: An
 
 def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated: int) -> TrainingArguments:
     """The Trainer's settings for one stage."""
-    every = recipe.checkpoint.every_steps
-    if recipe.checkpoint.every_tokens is not None:
-        every = max(1, recipe.checkpoint.every_tokens * steps // stage.tokens)
     return TrainingArguments(
         output_dir=str(root),
         max_steps=steps,
@@ -253,7 +250,7 @@ def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated:
         logging_first_step=True,
         logging_nan_inf_filter=False,  # it asks the GPU for the loss at every micro-batch, and hides what Guard wants
         save_strategy="steps",
-        save_steps=every or max(1, steps // 10),
+        save_steps=save_steps(recipe, stage, steps),
         save_total_limit=None,  # checkpoint.rotate knows which ones are complete
         report_to=list(recipe.log.report_to),
         run_name=Path(recipe.output).name,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from retrofox.config import ROLES, Stage
+from retrofox.config import ROLES, Recipe, Stage
 from retrofox.surgery import is_new_tensor
 
 
@@ -112,6 +112,14 @@ def group_schedules(groups: list[dict[str, Any]], stage: Stage, batch_tokens: in
 def count_steps(stage: Stage, batch_tokens: int) -> int:
     """Optimizer steps of a stage: tokens / batch_tokens, rounded up."""
     return -(-stage.tokens // batch_tokens)
+
+
+def save_steps(recipe: Recipe, stage: Stage, steps: int) -> int:
+    """Optimizer steps between checkpoints of a stage; ten of them where the recipe says nothing."""
+    every = recipe.checkpoint.every_steps
+    if recipe.checkpoint.every_tokens is not None:
+        every = max(1, recipe.checkpoint.every_tokens * steps // stage.tokens)
+    return every or max(1, steps // 10)
 
 
 def accumulation(stage: Stage, batch_tokens: int, world_size: int) -> int:

@@ -7,7 +7,6 @@ loop nothing waits for the GPU: losses, norms and gate statistics stay on the de
 from __future__ import annotations
 
 import contextlib
-import os
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -387,15 +386,7 @@ class KeepGathered(TrainerCallback):
 
 
 def shard_new_modules(model: Any) -> None:
-    """Gives gates and Pro parts FSDP2 groups of their own, float32: the layers' bfloat16 groups would cast them.
-
-    Raises:
-        ValueError: FSDP1, or rank-0-only loading, neither of which can keep them apart.
-    """
-    if int(os.environ.get("FSDP_VERSION", "1")) != 2:
-        raise ValueError("FSDP version 1 can't keep the forget gates in float32: set fsdp_version: 2")
-    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true":
-        raise ValueError("set fsdp_cpu_ram_efficient_loading: false: it would build the forget gates on no device")
+    """Gives gates and Pro parts FSDP2 groups of their own, float32: the layers' bfloat16 groups would cast them."""
     for name, module in list(model.named_modules()):
         holds = any(True for _ in module.parameters(recurse=False))
         if holds and is_new_tensor(f"{name}.weight") and not isinstance(module, FSDPModule):

@@ -20,7 +20,7 @@ from retrofox.chunked_loss import causal_lm, chunk_rows, is_plain_head
 from retrofox.config import Recipe, Stage
 from retrofox.objectives import OBJECTIVES, Extend, recomputed_layers
 from retrofox.train_groups import set_trainable
-from retrofox.train_model import DTYPES, lower_frozen
+from retrofox.train_model import DTYPES, lower_frozen, set_attention
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute
 
 STATE_BYTES = {
@@ -203,8 +203,7 @@ def _small(lm: Any, layers: int, recipe: Recipe, stage: Stage, device: torch.dev
         setattr(config, key, value[:layers] if isinstance(value, list) and key == "layer_types" else None)
     with torch.device(device):
         small: Any = type(lm)(config)
-    if recipe.attention is not None:
-        small.set_attn_implementation(recipe.attention)
+    set_attention(small, recipe)
     if recipe.lora is not None:
         from retrofox.lora import add_adapters
 

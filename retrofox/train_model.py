@@ -61,9 +61,21 @@ def load_any(recipe: Recipe, source: Path, dtype: torch.dtype) -> Any:
             raise ValueError(f"{source} is converted and always runs Forgetting Attention: remove `attention`")
         return load(str(source), dtype=dtype)
     model, _ = load_base(str(source), dtype=dtype)
-    if recipe.attention is not None:
-        model.set_attn_implementation(recipe.attention)
+    set_attention(model, recipe)
     return model
+
+
+def set_attention(model: Any, recipe: Recipe) -> None:
+    """Runs an unconverted model with the recipe's `attention`.
+
+    Raises:
+        ValueError: no such attention, or it is not installed.
+    """
+    if recipe.attention is not None:
+        try:
+            model.set_attn_implementation(recipe.attention)
+        except ImportError as error:
+            raise ValueError(f"attention: {recipe.attention} can't run here: {error}") from None
 
 
 def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: PartialState) -> Any:

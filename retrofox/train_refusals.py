@@ -16,13 +16,18 @@ from retrofox.train_claim import batches_of
 
 
 def refuse_parallelism() -> None:
-    """Raises ValueError for parallelism that would move q, k, v and leave the gates behind."""
+    """Raises ValueError for parallelism that would leave the gates behind, build them on no device, or round them."""
     for variable, name in (("PARALLELISM_CONFIG_CP_SIZE", "context"), ("PARALLELISM_CONFIG_SP_SIZE", "sequence")):
         if int(os.environ.get(variable, "1")) > 1:
             raise ValueError(
                 f"{name} parallelism ({variable}={os.environ[variable]}) moves queries, keys and values but not the "
                 "forget gates, so attention would be wrong without a sign: use DDP, FSDP2 or ZeRO-3"
             )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        if int(os.environ.get("FSDP_VERSION", "1")) != 2:
+            raise ValueError("FSDP version 1 can't keep the forget gates in float32: set fsdp_version: 2")
+        if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true":
+            raise ValueError("set fsdp_cpu_ram_efficient_loading: false: it would build the forget gates on no device")
 
 
 def refuse_precision(recipe: Recipe) -> None:
@@ -109,6 +114,11 @@ def _existing(path: Path) -> Path:
     return next(place for place in (whole, *whole.parents) if place.exists())
 
 
+def _on_the_hub(reference: str) -> bool:
+    """Whether "org/name[:config][:split]" names a dataset of the Hub: "/..." and "./..." are directories."""
+    return not Path(reference).is_dir() and not reference.startswith(("/", "~", "."))
+
+
 def refused_data(recipe: Recipe, vocabulary: int | None) -> list[str]:
     """What keeps the recipe's data from being tokenised: sources that are not there, no tokenizer, one too large.
 
@@ -117,7 +127,7 @@ def refused_data(recipe: Recipe, vocabulary: int | None) -> list[str]:
     found = []
     for source in (*recipe.data.train, *recipe.data.eval):
         try:
-            if not source.path.startswith("hf:") or Path(source.path[3:]).is_dir():
+            if not source.path.startswith("hf:") or not _on_the_hub(source.path[3:]):
                 resolve(source)
             elif importlib.util.find_spec("datasets") is None:
                 found.append(f"{source.path} needs the package datasets: pip install 'retrofox[data]'")

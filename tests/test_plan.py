@@ -14,6 +14,7 @@ from retrofox.plan import plan
 from retrofox.train_claim import claim_output
 from retrofox.train_flops import flops_per_token
 from retrofox.train_memory import memory
+from retrofox.train_model import load_any
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 NO_WAIT = {"wait_for_everyone": lambda: None}
@@ -114,6 +115,44 @@ def test_refusals_are_collected(make_recipe):
     assert any("give the recipe a `fox:`" in text for text in plan(make_recipe(fox=None, lora={"rank": 2}))["refusals"])
     align = [{"objective": "align", "tokens": 100, "sequence_length": 64}]
     assert any("give `fox:`" in text for text in plan(make_recipe(fox=None, stages=align))["refusals"])
+
+
+def test_what_a_machine_lacks_is_refused(make_recipe, tmp_path, monkeypatch):
+    def refusal(**values):
+        (found,) = plan(make_recipe(**values))["refusals"]
+        return found
+
+    assert "lora.targets: ['nope'] are no linear layers" in refusal(lora={"targets": ["nope"]})
+    assert "can't be loaded" in refusal(data={"train": [f"hf:{tmp_path / 'nowhere'}"]})
+    absent = {"fox": None, "attention": "flash_attention_3"}
+    assert "stages.0: attention: flash_attention_3 can't run here" in refusal(**absent)
+    with pytest.raises(ValueError, match="attention: flash_attention_3 can't run here"):
+        load_any(make_recipe(**absent), Path(make_recipe().model), torch.float32)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert "FSDP version 1 can't keep the forget gates" in refusal()
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert "build the forget gates on no device" in refusal()
+
+
+def test_disk_is_what_all_stages_leave(make_recipe):
+    stage = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 128, "micro_batch": 2}
+    once = {**stage, "tokens": 128}
+
+    def disk(**values):
+        report = plan(make_recipe(**values))
+        trained = sum(group["parameters"] for group in report["stages"][0]["groups"])
+        return report["disk_gb"], report["parameters"] / 1e9, trained / 1e9
+
+    # 8 steps, of which 2 checkpoints stay; one step with one; the one being written
+    found, parameters, trained = disk(stages=[stage, once], checkpoint={"every_steps": 2, "keep": 2})
+    assert trained == parameters
+    assert found["one_checkpoint"] == pytest.approx((4 + 8) * parameters)
+    assert found["checkpoints"] == pytest.approx((2 + 1 + 1) * (4 + 8) * parameters)
+    assert found["models"] == pytest.approx(2 * 4 * parameters)
+    found, parameters, trained = disk(lora={"rank": 2}, precision="bf16", optim="sgd")
+    assert trained < parameters
+    assert found["one_checkpoint"] == found["models"] == pytest.approx(4 * trained)
 
 
 def test_measured_steps_are_real(make_recipe, capsys):
