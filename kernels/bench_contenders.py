@@ -150,22 +150,22 @@ def setups(official_path: str | None, names: set[str]) -> dict[str, Callable]:
 def decoding(p: Decode):
     """Return (one decoding step, the bytes it has to read, what of the cache is live): K, V and both floats of c.
 
-    With pruning, a bound on the norms of the keys is kept beside the cache, as c is.
+    The cache has heads before tokens, as a model's; with pruning, a bound on the norms of the keys is kept beside it.
     """
-    from fox_kernels import cumsum, decode
+    from fox_kernels import cumsum, decode, decode_attention
 
     q = torch.randn(p.batch, 1, p.H, p.D, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(p.batch, p.T, p.Hkv, p.D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    log_f = draw_gates(p.gates, p.batch, p.T, p.H)
-    c = cumsum.cumulative(log_f)
-    options: dict = {"scale": p.D**-0.5}
+    k, v = (torch.randn(p.batch, p.Hkv, p.T, p.D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    c = cumsum.cumulative(draw_gates(p.gates, p.batch, p.T, p.H))
+    options: dict = {}
     live = p.batch * p.Hkv * p.T
     if p.gates != "open":
-        options |= {"prune": -10.0, "k_bound": decode.key_bound(k)}
-        live -= int(decode.first_kept_torch(q, k, *c, **options).sum())
+        options = {"prune": -10.0, "k_bound": decode.key_bound(k)}
+        live -= int(decode.first_kept_torch(q, k, *c, **options, scale=p.D**-0.5).sum())
     per_key = 2 * p.D * 2 + 2 * 4 * (p.H // p.Hkv)
 
     def step():
-        return decode.launch_decode(q, k, v, *c, **options)
+        return decode_attention(q, k, v, *c, **options)
 
     return step, live * per_key, live / (p.batch * p.Hkv * p.T)

@@ -75,7 +75,7 @@ TABLE = (
 QUICK = 2  # the first so many of the table, and of decoding
 DECODE = (
     *(Decode(batch, cache) for cache in (32768, 131072, 4096, 16384) for batch in (1, 16)),
-    *(Decode(batch, 131072, "mixed") for batch in (1, 16)),
+    *(Decode(batch, cache, "mixed") for cache in (131072, 32768) for batch in (1, 16)),
 )
 
 

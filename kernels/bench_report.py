@@ -49,7 +49,7 @@ def targets(result: dict) -> list[dict]:
             unpruned = p._replace(gates="open")
             found += ratio_target(result, what, unpruned, f"{mine}, pruned", mine, PRUNING_COST_AT_MOST)
     for row in result["decode"]:
-        if row["T"] >= 32768 and row["live"] == 1:
+        if row["T"] >= 32768:
             rate = row["of_copy"]
             found.append(target("decode / copy", row["problem"], rate, COPY_AT_LEAST, rate >= COPY_AT_LEAST))
     for problem in dict.fromkeys(r["problem"] for r in result["errors"]):

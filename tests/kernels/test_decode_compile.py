@@ -8,21 +8,23 @@ triton = pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from fox_kernels import decode, fused_append, tiles  # noqa: E402
+from fox_kernels import decode, decode_search, fused_append, tiles  # noqa: E402
 from test_compile import SHARED_MEMORY, registers_and_spills  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 HALVES = {"q_ptr", "k_ptr", "v_ptr", "o_ptr", "keys_ptr", "values_ptr"}
 FLOATS = {"scale2", "softcap2", "inverse_cap", "never", "floor"}
-OPTIONS = {"STARTS": False, "WINDOW": False, "SINK": False, "CAP": False, "PRUNE": False, "STEPS": 0}
-ALL = {"STARTS": True, "WINDOW": True, "SINK": True, "CAP": True, "PRUNE": True, "STEPS": 3}
-ABSENT = {"start_ptr": None, "first_ptr": None, "bound_ptr": None}
+OPTIONS = {"STARTS": False, "WINDOW": False, "SINK": False, "CAP": False, "PRUNE": False, "PAIRS": 0}
+ALL = {"STARTS": True, "WINDOW": True, "SINK": True, "CAP": True, "PRUNE": True, "PAIRS": 128}
+ABSENT = {"start_ptr": None, "first_ptr": None}
+MERGE = {"BN": 64, "STARTS": True, "WINDOW": True, "PRUNE": True, "PAIRS": 128}
+SEARCH = {"GROUP": 4, "D": 128, "DP": 128, "CAP": True, "EXACT": False, "STEPS": 3}
 
 
 def split(D: int, rows: int = 16, size: int = 2, **options):
     D0, D1 = tiles.split_head_dim(D)
-    absent = {} if options.get("STEPS") else ABSENT
+    absent = {} if options.get("PRUNE") else ABSENT
     shape = {"GROUP": 4, "D0": D0, "D1": D1, "ROWS": rows, "BN": decode.block_for(D, rows, size)}
     options["PRECISION"] = "ieee" if size == 4 else "tf32"
     return decode.split_kernel, shape | OPTIONS | options | absent
@@ -38,10 +40,11 @@ KERNELS = {
     **{f"split, D = {D}, every option": split(D, **ALL) for D in (64, 128, 256)},
     **{f"split, D = {D}, 64 rows": split(D, 64, **ALL) for D in (64, 128)},
     "split, D = 256, float32": split(256, size=4, **ALL),
-    "merge, 256 parts": (decode.merge_kernel, {"GROUP": 4, "D": 256, "DP": 256, "SPLITS": 256, "PARTS": 64}),
+    "merge, 256 parts": (decode.merge_kernel, {"GROUP": 4, "D": 256, "DP": 256, "SPLITS": 256, "PARTS": 64} | MERGE),
+    **{f"search, {rows} rows": (decode_search.search_kernel, SEARCH | {"ROWS": rows}) for rows in (4, 64)},
     "append with shifts": append(3, 80, 240),
 }
-SPILLS = {(89, "split, D = 64, 64 rows"): 2320, (89, "split, D = 128, 64 rows"): 1244}  # bytes; others none
+SPILLS = {(89, "split, D = 64, 64 rows"): 2024, (89, "split, D = 128, 64 rows"): 1248}  # bytes; others none
 
 
 def compiled(name: str, arch: int):
