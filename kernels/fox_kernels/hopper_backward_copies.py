@@ -116,7 +116,6 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
                 )
                 top = gl.maximum(top, hi)
                 steps += hi - lo
-                info_s.index(slot * INFO + I_HEADS + g).store(one * hi)
                 c_hi = C_HI + bh.to(gl.int64) * S
                 c_lo = C_LO + bh.to(gl.int64) * S
                 ref_hi = gl.load(c_hi + n_last)
@@ -129,6 +128,7 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
                     place = ((slot * HEADS + g) * 2 + w) * 2
                     key_s.index(place).store(high)
                     key_s.index(place + 1).store(low)
+                info_s.index(slot * INFO + I_HEADS + g).store(one * hi)
             if SINK > 0:
                 for w in gl.static_range(2):
                     keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
@@ -151,7 +151,7 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
                 for g in range(heads):
                     bh = bh0 + g
                     visited = 0 * m == 0
-                    if HAS_PRUNE:
+                    if HAS_PRUNE and HEADS > 1:
                         visited = m < gl.max(info_s.index(slot * INFO + I_HEADS + g).load(VEC), 0)
                     if visited:
                         s = it % NB
@@ -259,11 +259,19 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                     if visited:
                         rows = bh * T_PAD + m * BM
                         ticket = TICKET + bh * num_m + m
+                        more = g + 1 < heads
+                        ahead = gl.where(more, m, gl.maximum(m - 1, lo))
+                        after = gl.where(more, bh + 1, bh0)
+                        later = turn
                         if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
                             if EACH:
                                 turn = _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM)
                             while now < turn:
                                 now = _acquire(ticket)
+                            if not EACH:  # the next tile's turn, from memory: where nobody waits for this one
+                                later = _turn(
+                                    n, ahead, b, after, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM
+                                )
                         mbarrier.wait(bars.index(DQ_FULL), it & 1)
                         down = 64 if BM == 128 else 0
                         across = 0 if BM == 128 else dq_desc.block_type.shape[1]
@@ -286,15 +294,8 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                         tma.store_wait(0)
                         mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
                         if DETERMINISTIC:
-                            # the next tile's turn, while this one's sums land
-                            more = g + 1 < heads
-                            ahead = gl.where(more, m, gl.maximum(m - 1, lo))
-                            after = gl.where(more, bh + 1, bh0)
-                            now = _acquire(TICKET + after * num_m + ahead)
-                            if not EACH:
-                                turn = _turn(
-                                    n, ahead, b, after, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM
-                                )
+                            now = _acquire(TICKET + after * num_m + ahead)  # while this one's sums land
+                            turn = later
                             gl.inline_asm_elementwise(
                                 "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [m], dtype=gl.int32,
                                 is_pure=False, pack=1,

@@ -117,6 +117,12 @@ def _pairs(x, BM: gl.constexpr):
 
 
 @gluon.jit
+def _sums_over_queries(x, BM: gl.constexpr):
+    """(64, BM) to (64, 4): each thread's sums over the queries that it has, still to be added over 4 threads."""
+    return gl.sum(gl.sum(x.reshape([64, BM // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
 def _sums_over_keys(pairs, BM: gl.constexpr):
     """(4, 8, BM) to (4 * BM,): each warp's sums over its 16 keys, one behind the other.
 
@@ -177,6 +183,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                 live_ones_s.index(w).store(live)
                 fence_async_shared()
             dc = gl.zeros([64, 8], gl.float32, layout=C_L)
+            own_sums = _sums_over_queries(zero, BM)
             for _i in range(steps):
                 # an opaque zero keeps two dozen invariant matrix descriptors from being hoisted into registers
                 z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [it], dtype=gl.int32, is_pure=False, pack=1)
@@ -204,9 +211,12 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                 exact = pt * (dpt - delta[None, :])
                 dst = exact.to(dtype)
                 if EXACT_SUMS:
-                    key_sums = gl.convert_layout(gl.sum(exact, 1), gl.SliceLayout(1, C_L))
-                    own = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :] == head - z
-                    dc += gl.where(own, key_sums[:, None], 0.0)
+                    if HEADS == 1:
+                        own_sums += _sums_over_queries(exact, BM)
+                    else:
+                        key_sums = gl.convert_layout(gl.sum(exact, 1), gl.SliceLayout(1, C_L))
+                        own = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :] == head - z
+                        dc += gl.where(own, key_sums[:, None], 0.0)
                     if SINK > 0:
                         exact = gl.where(live_s.index(slot * 2 + w).load(KEY)[:, None] > 0, exact, 0.0)
                     pairs = _pairs(exact, BM)
@@ -263,8 +273,11 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
             mbarrier.wait(bars.index(DQ_EMPTY), (messages & 1) ^ 1)
             columns = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :]
             for g in gl.static_range(HEADS):
-                mine = gl.where(columns == g, dc, -float("inf"))
-                key_s.index(((slot * HEADS + g) * 2 + w) * 2).store(gl.max(mine, 1))
+                if EXACT_SUMS and HEADS == 1:
+                    key_s.index((slot * 2 + w) * 2).store(gl.sum(own_sums, 1))
+                else:
+                    mine = gl.where(columns == g, dc, -float("inf"))
+                    key_s.index(((slot * HEADS + g) * 2 + w) * 2).store(gl.max(mine, 1))
             mbarrier.arrive(bars.index(DQ_FULL), count=1)
             messages += 1
             chunk += 1

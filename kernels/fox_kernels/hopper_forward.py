@@ -28,8 +28,6 @@ class Shape(NamedTuple):
     ping_pong: bool
     bias_by_mma: bool  # the gates' bias as 16 more columns of k
     registers: int
-    block_top: bool = False  # weights relative to their own block's largest, not to the largest so far
-    rounded_sum: int = 0  # o is divided by the sum of weights as rounded: in no block, masked ones, all
 
 
 SHAPES = {
@@ -231,7 +229,7 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
         fox_forward, min(tiles * B * H, processors(q.device)),
         (
             started, pruned, sink, shape.consumers, shape.keys, shape.columns, shape.rest, shape.stages,
-            shape.ping_pong, shape.bias_by_mma, residual, shape.registers, shape.block_top, shape.rounded_sum,
+            shape.ping_pong, shape.bias_by_mma, residual, shape.registers,
         ),
         blocks,
     )  # fmt: skip

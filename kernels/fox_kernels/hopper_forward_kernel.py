@@ -25,6 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_forward_producer import difference, key_blocks, over, producer, tile_of
 
 PRODUCER_WARPS = gl.constexpr(4)
+BELOW_TOP = gl.constexpr(40.0)
+WIDEN_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+WIDEN_FP16 = gl.constexpr("{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }")
 PING_PONG_BARRIER = gl.constexpr(8)  # Gluon itself numbers its barriers from 0: one per partition and one to switch
 
 
@@ -62,29 +65,35 @@ def _scores(qk, b_s, bl_s, n, ends, start, decay, decay_lo, whole, HAS_START: gl
 
 
 @gluon.jit
-def _softmax(s, scale, rest, top, m_i, l_i, r_i, dtype: gl.constexpr, BLOCK_TOP: gl.constexpr,
-             ROUNDED_SUM: gl.constexpr):  # fmt: skip
-    """Weights of a block, relative to m, and what to multiply those so far by; top is the largest score so far, l_i the
-    sum of the weights and r_i what o is divided by."""
-    block = (gl.max(s, 1) + rest) * scale
-    top = gl.maximum(top, block)
-    m = top
-    if BLOCK_TOP:
-        m = gl.maximum(block, top - 40.0)
-    m_finite = gl.where(m == -float("inf"), 0.0, m)  # a row that has seen no key yet
-    p = gl.exp2(s * scale - (m_finite - rest * scale)[:, None])
-    alpha = gl.exp2(m_i - m_finite)
-    total = gl.sum(p, 1)
-    rounded = total
-    if ROUNDED_SUM == 2:
-        rounded = gl.sum(p.to(dtype).to(gl.float32), 1)
-    return p, alpha, top, m, l_i * alpha + total, r_i * alpha + rounded
+def _widened(x):
+    """x of 16 bits in float32, taken from the pairs that lie in a register: Triton's own cast rounds anew, slowly."""
+    TEXT: gl.constexpr = WIDEN_BF16 if x.dtype == gl.bfloat16 else WIDEN_FP16
+    return gl.inline_asm_elementwise(TEXT, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
-def _gained(p, dtype: gl.constexpr):
-    """What rounding adds to each row's sum."""
-    return gl.sum(p.to(dtype).to(gl.float32) - p, 1)
+def _row_sums(p, BN: gl.constexpr):
+    """(64, BN) to (64, 4): each thread's sums over the keys that it has, still to be added over 4 threads."""
+    return gl.sum(gl.sum(p.reshape([64, BN // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _softmax(s, scale, rest, top, m_i, l_i, r_i, BN: gl.constexpr):
+    """Weights of a block and their sums per thread, what to multiply by what came before, and the running sums.
+
+    top is the largest score so far. The weights are relative to m, the largest of their own block, so that every block
+    has one that is exactly 1 and not rounded for the product with v; but to no less than top - BELOW_TOP, so that what
+    came before stays finite. l_i sums the weights; so does r_i, to which the caller adds what rounding does to them.
+    """
+    block = (gl.max(s, 1) + rest) * scale
+    top = gl.maximum(top, block)
+    m = gl.maximum(block, top - BELOW_TOP)
+    m_finite = gl.where(m == -float("inf"), 0.0, m)  # a row that has seen no key yet
+    p = gl.exp2(s * scale - (m_finite - rest * scale)[:, None])
+    alpha = gl.exp2(m_i - m_finite)
+    total = _row_sums(p, BN)
+    share = gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout))[:, None]
+    return p, total, alpha, top, m, l_i * share + total, r_i * share + total
 
 
 @gluon.jit
@@ -105,7 +114,7 @@ def _turn(w, NC: gl.constexpr, ARRIVE: gl.constexpr):
 @gluon.jit
 def _lost(o, dtype: gl.constexpr):
     """What rounding loses of o."""
-    return (o - o.to(dtype).to(gl.float32)).to(dtype)
+    return (o - _widened(o.to(dtype))).to(dtype)
 
 
 @gluon.jit
@@ -114,8 +123,7 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
               q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m, num_bh, group,
               HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr,
               D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr, PING_PONG: gl.constexpr,
-              BIAS_BY_MMA: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BLOCK_TOP: gl.constexpr,
-              ROUNDED_SUM: gl.constexpr):  # fmt: skip
+              BIAS_BY_MMA: gl.constexpr, HAS_RESIDUAL: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -158,8 +166,8 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
         decay, decay_lo = over(decay, decay_lo, scale)
         top = gl.full([64], -float("inf"), gl.float32, layout=ROW)
         m_i = gl.full([64], -float("inf"), gl.float32, layout=ROW)
-        l_i = gl.full([64], 0.0, gl.float32, layout=ROW)
-        r_i = gl.full([64], 0.0, gl.float32, layout=ROW)
+        l_i = _row_sums(zero, BN)
+        r_i = l_i
         acc = gl.zeros([64, D], gl.float32, layout=O_L)
         acc_x = gl.zeros([64, DX if DX else 8], gl.float32, layout=X_L)
 
@@ -175,10 +183,8 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
                           SINK, S_L,
                           BN, BIAS_BY_MMA)  # fmt: skip
         mbarrier.arrive(k_empty.index(s), count=1)
-        p, alpha, top, m_i, l_i, r_i = _softmax(x, scale, rest, top, m_i, l_i, r_i, dtype, BLOCK_TOP,
-                                                ROUNDED_SUM)  # fmt: skip
-        if ROUNDED_SUM == 1:
-            r_i += _gained(p, dtype)
+        p, total, alpha, top, m_i, l_i, r_i = _softmax(x, scale, rest, top, m_i, l_i, r_i, BN)
+        whole = n_all < 0  # no: the tile's rows see parts of the diagonal block
 
         # the next scores and the last weights times V in flight together
         for i in range(1, n_all):
@@ -191,7 +197,10 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
             # an opaque zero keeps loop-invariant matrix descriptors from being hoisted into registers
             z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [it], dtype=gl.int32, is_pure=False, pack=1)
             s = it % NB + z
-            pr = gl.convert_layout(p.to(dtype), P_L)
+            rounded = p.to(dtype)
+            if not whole:  # two instructions a score: too dear for the rest, where they matter less
+                r_i += _row_sums(_widened(rounded), BN) - total
+            pr = gl.convert_layout(rounded, P_L)
             mbarrier.wait(k_full.index(s), (it // NB) & 1)
             if PING_PONG:
                 _turn(w, NC, False)
@@ -221,8 +230,7 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
                               SINK, S_L, BN,
                               BIAS_BY_MMA)  # fmt: skip
             mbarrier.arrive(k_empty.index(s), count=1)
-            p, alpha, top, m_i, l_i, r_i = _softmax(x, scale, rest, top, m_i, l_i, r_i, dtype, BLOCK_TOP,
-                                                    ROUNDED_SUM)  # fmt: skip
+            p, total, alpha, top, m_i, l_i, r_i = _softmax(x, scale, rest, top, m_i, l_i, r_i, BN)
             if DX:
                 acc, acc_x = warpgroup_mma_wait(0, deps=(acc, acc_x))
                 acc_x = acc_x * gl.convert_layout(alpha, gl.SliceLayout(1, X_L))[:, None]
@@ -230,14 +238,14 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
                 acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(v_slot), count=1)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
-            if ROUNDED_SUM == 1:
-                if not whole:
-                    r_i += _gained(p, dtype)
         mbarrier.arrive(q_empty.index(w), count=1)
 
-        # the last weights times V, then o = acc / l and lse
+        # the last weights times V, then o = acc / r, the weights' sum as rounded for it, and lse from their exact sum l
         s = it % NB
-        pr = gl.convert_layout(p.to(dtype), P_L)
+        rounded = p.to(dtype)
+        if not whole:
+            r_i += _row_sums(_widened(rounded), BN) - total
+        pr = gl.convert_layout(rounded, P_L)
         mbarrier.wait(v_full.index(s), (it // NB) & 1)
         acc = warpgroup_mma(pr, v_s.index(s).reshape([BN, D]), acc, is_async=True)
         if DX:
@@ -248,6 +256,8 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s
             acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(v_empty.index(s), count=1)
         it += 1
+        l_i = gl.convert_layout(gl.sum(l_i, 1), ROW)
+        r_i = gl.convert_layout(gl.sum(r_i, 1), ROW)
         inv = gl.where(l_i == 0, 0.0, 1.0 / r_i)  # a NaN goes on
         gl.store(L + bh.to(gl.int64) * T + rows, gl.where(l_i == 0, -float("inf"), m_i + gl.log2(l_i)), mask=rows < T)
         tma.store_wait(0)
@@ -286,7 +296,7 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
                 SINK: gl.constexpr,
                 NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
                 PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-                REGISTERS: gl.constexpr, BLOCK_TOP: gl.constexpr, ROUNDED_SUM: gl.constexpr):  # fmt: skip
+                REGISTERS: gl.constexpr):  # fmt: skip
     """o, what rounding it lost, and lse. Head dim D, or D + DX in blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -350,14 +360,12 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
                      kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL,
-                     BLOCK_TOP, ROUNDED_SUM)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
         (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s,
                      kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL,
-                     BLOCK_TOP, ROUNDED_SUM)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
                      q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty,
                      v_full, v_empty, n_full, n_empty,
@@ -370,20 +378,17 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
                      kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL,
-                     BLOCK_TOP, ROUNDED_SUM)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
         (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s,
                      kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL,
-                     BLOCK_TOP, ROUNDED_SUM)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
         (_consumer, (2, o_desc, ox_desc, r_desc, rx_desc, C_HI, C_LO, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s,
                      kx_s, vx_s, ox_s, rx_s, b_s, bl_s, kb_s, qb_s, n_s,
                      q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full, n_empty, scale, T, S, H, num_m,
                      num_bh, group,
-                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL,
-                     BLOCK_TOP, ROUNDED_SUM)),
+                     HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, PING_PONG, BIAS_BY_MMA, HAS_RESIDUAL)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
                      q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty,
                      v_full, v_empty, n_full, n_empty,
