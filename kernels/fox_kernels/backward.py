@@ -18,7 +18,7 @@ from . import prune as pruning
 from .backward_dkdv import dkdv_kernel
 from .backward_dq import dq_kernel
 from .cumsum import block_relative
-from .forward import LOG2_E, document_bounds, no_bounds, unit_last, walked_together
+from .forward import LOG2_E, document_bounds, first_position, no_bounds, unit_last, walked_together
 from .launch import cdiv, describable, launch, source
 from .tiles import Tile, split_head_dim, tile_for
 
@@ -37,7 +37,7 @@ def launch_backward(
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q, k, v, o, do = (unit_last(x) for x in (q, k, v, o, do))
     lse2, c_hi, c_lo = lse2.contiguous(), c_hi.contiguous(), c_lo.contiguous()
-    q_offset = S - T if q_offset is None else q_offset
+    q_offset = first_position(q_offset, T, S)
     dq = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     dk, dv = (torch.empty(B, S, Hkv, D, dtype=k.dtype, device=q.device) for _ in range(2))
     dc = torch.empty(B, H, S, dtype=torch.float32, device=q.device)

@@ -183,6 +183,13 @@ def document_bounds(B, S, cu_seqlens, seq_start, device) -> tuple[torch.Tensor, 
     return start, ends[document].to(torch.int32).expand(B, S).contiguous()
 
 
+def first_position(q_offset: int | None, T: int, S: int) -> int:
+    """Return the position of the first query, or raise ValueError where it lies before all keys."""
+    if q_offset is not None and q_offset < 0:
+        raise ValueError(f"q_offset, the first query's position among the keys, must be >= 0, got {q_offset}")
+    return S - T if q_offset is None else q_offset
+
+
 def no_bounds(device: torch.device) -> torch.Tensor:
     """Return what stands in for the pruning bounds when there are none; it is never read."""
     return torch.empty(1, dtype=torch.int32, device=device)
@@ -212,11 +219,11 @@ def launch_forward(
     q_offset + t (default S - T) and has c_i = c[min(position, S - 1)] + c_offset[b, h] (log2 units, default 0), so
     blocks of other devices' keys need no new kernel: causal=False lets every query see every key, and lse2 merges the
     parts. A tensor like o given as residual is filled with what rounding o lost. Raises ValueError for prune where a
-    query's own key is not among the keys.
+    query's own key is not among the keys, and for a q_offset below 0.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     q, k, v, c_hi, c_lo = unit_last(q), unit_last(k), unit_last(v), c_hi.contiguous(), c_lo.contiguous()
-    q_offset = S - T if q_offset is None else q_offset
+    q_offset = first_position(q_offset, T, S)
     o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if o.numel() == 0:

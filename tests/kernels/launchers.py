@@ -144,6 +144,19 @@ def check_nan(device: str, backend: str = "triton") -> None:
             assert not x[:, 1].any()
 
 
+def check_refusals(device: str) -> None:
+    """Nothing is pruned where the bound's own key may be missing; queries don't come before all keys."""
+    q, k, v = (torch.randn(1, 20, 2, 16, device=device) for _ in range(3))
+    c = cumsum.cumulative(gates("mixed", 1, 20, 2, device=device))
+    saved = q, c[0]  # o and lse2: shapes are all that counts
+    refused = [({"prune": -5.0, "causal": False}, "prune needs"), ({"prune": -5.0, "q_offset": 1}, "prune needs")]
+    for options, message in [*refused, ({"q_offset": -1}, "q_offset, .* got -1")]:
+        with pytest.raises(ValueError, match=message):
+            launch_forward(q, k, v, *c, scale=0.25, **options)
+        with pytest.raises(ValueError, match=message):
+            launch_backward(q, None, q, k, v, *saved, *c, scale=0.25, **options)
+
+
 def check_softcap(device: str) -> None:
     """A cap far above the scores, and one far below, cost float32 none of its digits."""
     for softcap, scale in ((200.0, 0.25), (2.0, 2.0), (30.0, 1e-6)):

@@ -40,7 +40,7 @@ FEATURES = {
 }
 CHECKS = (
     "merging", "decoding", "pruned_decoding", "search", "helpers", "pruning", "operator", "one_gradient", "nan",
-    "copies_by_tma", "softcap",
+    "copies_by_tma", "softcap", "refusals",
 )  # fmt: skip
 EXAMPLES = 24
 
