@@ -226,8 +226,12 @@ def decode_attention(
     if c_hi.shape != (q.shape[0], q.shape[2], k.shape[1]) or c_lo.shape != c_hi.shape:
         wanted = (q.shape[0], q.shape[2], k.shape[1])
         raise ValueError(f"c_hi and c_lo must be (B, H, S) = {wanted}, got {tuple(c_hi.shape)}, {tuple(c_lo.shape)}")
-    if c_hi.dtype != torch.float32 or c_lo.dtype != torch.float32 or c_hi.stride() != c_lo.stride():
-        raise ValueError(f"c_hi and c_lo must be float32 with the same strides, got {c_hi.dtype} and {c_lo.dtype}")
+    alike = c_hi.dtype == c_lo.dtype == torch.float32 and c_hi.stride() == c_lo.stride()
+    if not alike or (c_hi.stride(2) != 1 and c_hi.shape[2] > 1):
+        raise ValueError(
+            f"c_hi and c_lo must be float32 with the same strides, the last 1; got {c_hi.dtype} {c_hi.stride()}, "
+            f"{c_lo.dtype} {c_lo.stride()}"
+        )
     scale = chunked.check_arguments(
         q, k, v, c_hi.transpose(1, 2), scale=scale, seq_start=seq_start, window=window, sink=sink, softcap=softcap,
         prune=prune,
@@ -244,5 +248,5 @@ def decode_attention(
 
     return autograd.decode_attention(
         q, k, v, c_hi, c_lo, scale=scale, seq_start=seq_start, window=window, sink=sink, softcap=softcap, prune=prune,
-        k_bound=k_bound,
+        k_bound=None if k_bound is None else k_bound.contiguous(),
     )  # fmt: skip

@@ -13,7 +13,18 @@ from unittest import mock
 import pytest
 import torch
 from cases import Case, draw, errors, gates, results
-from fox_kernels import autograd, backward, chunked, cumsum, decode, forgetting_attention, forward, prune, reference
+from fox_kernels import (
+    autograd,
+    backward,
+    chunked,
+    cumsum,
+    decode,
+    decode_attention,
+    forgetting_attention,
+    forward,
+    prune,
+    reference,
+)
 from fox_kernels.backward import launch_backward
 from fox_kernels.decode import launch_decode
 from fox_kernels.forward import launch_forward
@@ -117,6 +128,9 @@ def check_search(device: str, S: int) -> None:
     log_f = 4 * gates("short", 1, S, H, device=device)
     hi, lo = cumsum.cumulative(log_f)
     options = {"scale": D**-0.5, "prune": log_eps, "k_bound": decode.key_bound(k)}
+    bounds = torch.stack((options["k_bound"], torch.zeros(1, Hkv, device=device)), -1)[..., 0]  # not contiguous
+    with_those = decode_attention(q, k, v, hi, lo, **options | {"k_bound": bounds})
+    assert torch.equal(with_those, decode_attention(q, k, v, hi, lo, **options))
     first = decode.first_kept_torch(q, k, hi, lo, **options)[0]
     assert first.min() > 64
     for h in range(Hkv):
@@ -155,6 +169,8 @@ def check_refusals(device: str) -> None:
             launch_forward(q, k, v, *c, scale=0.25, **options)
         with pytest.raises(ValueError, match=message):
             launch_backward(q, None, q, k, v, *saved, *c, scale=0.25, **options)
+    with pytest.raises(ValueError, match="the last 1"):
+        decode_attention(q[:, -1:], k, v, *[x.transpose(1, 2).contiguous().transpose(1, 2) for x in c])
 
 
 def check_softcap(device: str) -> None:
