@@ -215,16 +215,18 @@ def decode_attention(
         o_i = sum_j softmax_j(scale * q_i.k_j + (c_i - c_j) ln 2) v_j,   c_t = log2(e) sum_{l <= t} log f_l,   j <= i
 
     q           (B, T, H, D), T * H / Hkv <= 64; k, v (B, S, Hkv, D), any strides; options as in `forgetting_attention`
-    c_hi, c_lo  (B, H, S) float32, c as the sum of two floats, any strides but 1 in the last dimension: a cache appends
-                to them (`fox_kernels.cumsum.append`), nothing is summed again
+    c_hi, c_lo  (B, H, S) float32, c as the sum of two floats; of any strides, the last 1: slices of longer buffers to
+                which a cache appends, so that nothing is summed again
     k_bound     (B, Hkv) float32, at least the norm of every key of the head; kept beside the cache as a running maximum
                 it spares pruning a pass over all keys. A greater bound prunes less, one that is too small loses weight
 
     Returns o (B, T, H, D) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, and where
     a gradient is asked for: there is none.
     """
-    if c_hi.shape != (q.shape[0], q.shape[2], k.shape[1]) or c_lo.shape != c_hi.shape:
-        wanted = (q.shape[0], q.shape[2], k.shape[1])
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"q and k must be (batch, tokens, heads, head_dim), got {tuple(q.shape)} and {tuple(k.shape)}")
+    wanted, bounds = (q.shape[0], q.shape[2], k.shape[1]), (k.shape[0], k.shape[2])
+    if c_hi.shape != wanted or c_lo.shape != wanted:
         raise ValueError(f"c_hi and c_lo must be (B, H, S) = {wanted}, got {tuple(c_hi.shape)}, {tuple(c_lo.shape)}")
     alike = c_hi.dtype == c_lo.dtype == torch.float32 and c_hi.stride() == c_lo.stride()
     if not alike or (c_hi.stride(2) != 1 and c_hi.shape[2] > 1):
@@ -236,7 +238,6 @@ def decode_attention(
         q, k, v, c_hi.transpose(1, 2), scale=scale, seq_start=seq_start, window=window, sink=sink, softcap=softcap,
         prune=prune,
     )  # fmt: skip
-    bounds = (k.shape[0], k.shape[2])
     if k_bound is not None and (tuple(k_bound.shape) != bounds or k_bound.dtype != torch.float32):
         raise ValueError(f"k_bound must be (B, Hkv) = {bounds} float32, got {tuple(k_bound.shape)} {k_bound.dtype}")
     reason = triton_unsupported(q)

@@ -3,8 +3,8 @@
 The interpreter has to be on before the kernels are imported, so one subprocess runs everything and reports as JSON.
 """
 
-# The operator returns o or (o, lse), which the checker can't tell apart:
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+# The operator returns o or (o, lse), and options travel as dicts, which is beyond the checker:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 import json
 import math
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fox_kernels import decode_attention, reference
+from fox_kernels import decode_attention, decodes, reference
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
@@ -25,6 +25,7 @@ LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 300)
 GATES = ("open", "mixed", "short", "shut", "zeros")
 ROUNDING = {torch.float32: 4e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 CASES = 36
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def kept(q, k, v, log_f, room: int = 0):
@@ -165,7 +166,26 @@ def check_append(device: str) -> None:
         torch.testing.assert_close(kept[0][3], kept[1][3])
 
 
-CHECKS = ("any_problem", "bound", "append")
+def check_refusals(device: str) -> None:
+    q, k, c = (torch.randn(1, *shape, device=device) for shape in ((1, 4, 16), (300, 2, 16), (4, 300)))
+    bound, many = torch.ones(1, 2, device=device), torch.randn(1, 40, 4, 16, device=device)
+    for message, arguments, options in (
+        ("tokens, heads, head_dim", (q[0], k, k, c, c), {}),
+        ("c_hi and c_lo must be", (q, k, k, c[:, :, 1:], c[:, :, 1:]), {}),
+        ("must be float32", (q, k, k, c.double(), c.double()), {}),
+        ("k_bound must be", (q, k, k, c, c), {"k_bound": bound[:, :1]}),
+        ("k_bound must be", (q, k, k, c, c), {"k_bound": bound.double()}),
+        ("one shape", (q, k, k[:, 1:], c, c), {}),
+        ("window must be", (q, k, k, c, c), {"window": 0}),
+        ("prune is", (q, k, k, c, c), {"prune": 1.0}),
+        ("rows into a tile", (many, k, k, c, c), {}),
+        ("no gradient", (q.requires_grad_(), k, k, c, c), {}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode_attention(*arguments, **options)
+
+
+CHECKS = ("any_problem", "bound", "append", "refusals")
 
 
 def run_all() -> dict[str, str]:
@@ -193,6 +213,29 @@ def report():
 @pytest.mark.parametrize("check", CHECKS)
 def test_in_the_interpreter(check, report):
     assert report.get(check) is None, report[check]
+
+
+def test_without_triton_it_says_what_to_do():
+    q, k, c = torch.randn(1, 1, 4, 16), torch.randn(1, 300, 2, 16), torch.zeros(1, 4, 300)
+    assert not decodes(q, k, k)
+    with pytest.raises(ValueError, match="use forgetting_attention"):
+        decode_attention(q, k, k, c, c)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_a_gpu(check):
+    globals()[f"check_{check}"]("cuda")
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_bfloat16_at_real_lengths_on_a_gpu():
+    for n in range(12):
+        torch.manual_seed(n)
+        problem = any_problem(n, (2000, 5000, 8191)) | {"dtype": torch.bfloat16}
+        assert failure(problem, "cuda") is None
 
 
 if __name__ == "__main__":
