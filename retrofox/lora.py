@@ -40,12 +40,30 @@ def adapted(recipe: Recipe, source: Path, state: Any) -> Any:
     """
     assert recipe.lora is not None
     if (source / "adapter_config.json").is_file():
-        base = _base(recipe, base_of(source), state)
-        with _peft_is_behind():
-            return _float32_parts(PeftModel.from_pretrained(base, str(source), is_trainable=True))
+        return with_adapter(_base(recipe, base_of(source), state), source, trainable=True)
     # An absolute path: the adapter must find its base from any directory.
     where = str(source.resolve()) if source.is_dir() else str(source)
     return add_adapters(_base(recipe, where, state), recipe.lora, where)
+
+
+def with_adapter(base: Any, adapter: Path, trainable: bool = False) -> Any:
+    """A converted model with the adapter of a directory, gates and Pro parts in float32.
+
+    Raises:
+        ValueError: the adapter's file is missing or damaged, lacks gates of the base, or is another base's.
+    """
+    try:
+        with safe_open(adapter / WEIGHTS, "pt") as file:
+            names = {name.removeprefix("base_model.model.") for name in file.keys()}  # noqa: SIM118, not a dict
+        lacking = [name for name, _ in base.named_parameters() if is_new_tensor(name) and name not in names]
+        if lacking:
+            raise ValueError(f"{adapter / WEIGHTS} lacks {lacking[0]}: it was not saved by `retrofox train`")
+        with _peft_is_behind():
+            return _float32_parts(PeftModel.from_pretrained(base, str(adapter), is_trainable=trainable))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{adapter / WEIGHTS} can't be read: {error}") from error
+    except RuntimeError as error:
+        raise ValueError(f"{adapter} does not fit its base, {base.config._name_or_path}: {error}") from error
 
 
 def add_adapters(base: Any, lora: LoraConfig, source: str) -> Any:
@@ -205,8 +223,13 @@ def base_of(adapter: Path) -> str:
 
     Raises:
         FileNotFoundError: a local base that is in neither place.
+        ValueError: the adapter's config is damaged.
     """
-    named = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    file = adapter / "adapter_config.json"
+    try:
+        named = str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged, or names no base ({error})") from error
     moved = adapter.resolve().parent / Path(named).name
     local = Path(named).is_absolute() or named.count("/") != 1
     if not Path(named).exists() and (moved / "config.json").is_file():
@@ -214,7 +237,7 @@ def base_of(adapter: Path) -> str:
     if local and not Path(named).exists():
         raise FileNotFoundError(
             f"the base of {adapter} is gone: neither {named} nor {moved} exists. Set base_model_name_or_path in "
-            f"{adapter / 'adapter_config.json'} to where the converted base is now (a directory or Hub id)"
+            f"{file} to where the converted base is now (a directory or Hub id)"
         )
     return named
 
@@ -257,9 +280,7 @@ def _merge(adapter: Path, out: Path) -> dict[str, Any]:
     base = base_of(adapter)
     refuse_plain_base(base)
     stored = getattr(torch, str(read_config(base).get("dtype") or "float32").removeprefix("torch."))
-    with _peft_is_behind():
-        model = PeftModel.from_pretrained(load(base, dtype=torch.float32), str(adapter))
-    model = _float32_parts(model).eval()
+    model = with_adapter(load(base, dtype=torch.float32), adapter).eval()
     ids = torch.arange(PROBE_TOKENS)[None] * 7919 % model.get_base_model().config.vocab_size
     with torch.no_grad():
         unmerged = model(input_ids=ids).logits

@@ -152,6 +152,31 @@ def test_an_unconverted_base_is_refused(make_recipe, pico_checkpoint, tmp_path):
         merge(tmp_path / "absent", tmp_path / "merged")
 
 
+def test_damaged_and_foreign_adapters_are_named(make_recipe, pico_fox, tmp_path):
+    adapter = Path(train(make_recipe())["model"])
+    file, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    whole, tensors, values = file.read_bytes(), load_file(file), json.loads(config.read_text())
+
+    def refused(reason):
+        with pytest.raises(ValueError, match=reason):
+            merge(adapter, tmp_path / "merged")
+        assert [path.name for path in tmp_path.iterdir() if "merged" in path.name] == []
+
+    save_file({name: value for name, value in tensors.items() if "layers.1.self_attn.forget" not in name}, file)
+    refused("lacks model.layers.1.self_attn.forget_gate.weight: it was not saved by")
+    file.write_bytes(whole[:-9])
+    refused(r"adapter_model.safetensors can't be read: .*header")
+    file.unlink()
+    refused("adapter_model.safetensors can't be read: No such file")
+    file.write_bytes(whole)
+    pico_fox(config={"hidden_size": 64}).save_pretrained(tmp_path / "wide")
+    config.write_text(json.dumps({**values, "base_model_name_or_path": str(tmp_path / "wide")}))
+    refused("does not fit its base, .*wide")
+    for damage in ("{", "[]", "{}"):
+        config.write_text(damage)
+        refused("adapter_config.json is damaged, or names no base")
+
+
 def test_targets_are_checked(pico_fox):
     model = pico_fox()
     assert "lm_head" not in target_modules(model, LoraConfig())
