@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import cumsum, decode, determinism, prune
 from .backward import launch_backward
 from .chunked import refuse_second_derivative
-from .forward import launch_forward, unit_last
+from .forward import aligned, launch_forward
 
 LN_2 = math.log(2)
 
@@ -83,7 +83,7 @@ def _attend(
         if bounds is not None and options["prune"] is None:
             bounds.zero_()  # an output of the operator's: never what memory held
         elif bounds is not None:
-            q, k = unit_last(q), unit_last(k)
+            q, k = aligned(q), aligned(k)
             options["bounds"] = prune.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, out=bounds)
         launch, _ = _launchers(backend)
         return *launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, **options), c_hi, c_lo, residual, bounds

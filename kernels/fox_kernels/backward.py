@@ -18,7 +18,7 @@ from . import prune as pruning
 from .backward_dkdv import dkdv_kernel
 from .backward_dq import dq_kernel
 from .cumsum import block_relative
-from .forward import LOG2_E, document_bounds, first_position, no_bounds, unit_last, walked_together
+from .forward import LOG2_E, aligned, document_bounds, first_position, no_bounds, walked_together
 from .launch import cdiv, describable, launch, source
 from .tiles import Tile, split_head_dim, tile_for
 
@@ -35,7 +35,7 @@ def launch_backward(
     dc[..., S - 1], as their c lies elsewhere. The order of every sum is fixed, so two runs give the same bits.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    q, k, v, o, do = (unit_last(x) for x in (q, k, v, o, do))
+    q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     lse2, c_hi, c_lo = lse2.contiguous(), c_hi.contiguous(), c_lo.contiguous()
     q_offset = first_position(q_offset, T, S)
     dq = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)

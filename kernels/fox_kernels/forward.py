@@ -196,12 +196,24 @@ def no_bounds(device: torch.device) -> torch.Tensor:
 
 
 def unit_last(x: torch.Tensor) -> torch.Tensor:
-    """Return x (B, T, H, D) itself if the kernels can read it, else a contiguous copy: the only copy of an input.
+    """Return x (B, T, H, D) itself if kernels can address it, else a contiguous copy.
 
     They can if its last stride is 1 and a tile's rows are less than 2^31 elements apart (a stride below 2^23).
     """
     readable = (x.stride(-1) == 1 or x.shape[-1] == 1) and (x.stride(1) < 1 << 23 or x.shape[1] == 1)
     return x if readable else x.contiguous()
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x (B, T, H, D) itself if the tiles' products can take its rows, else a copy: the only copy of an input.
+
+    What `unit_last` lets pass they take in float32; in 16 bits, if its address is a multiple of 16 bytes and its other
+    strides are of 16 elements. Triton 3.6 loads other rows element by element, and on Hopper multiplied them wrongly
+    at head dims in two blocks: o, dq off by half, or an illegal access (80 and 96, H200, tests/kernels/test_gpu.py).
+    """
+    x = unit_last(x)
+    fits = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:-1])
+    return x if fits or x.element_size() > 2 else x.clone(memory_format=torch.contiguous_format)
 
 
 def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
@@ -222,7 +234,7 @@ def launch_forward(
     query's own key is not among the keys, and for a q_offset below 0.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    q, k, v, c_hi, c_lo = unit_last(q), unit_last(k), unit_last(v), c_hi.contiguous(), c_lo.contiguous()
+    q, k, v, c_hi, c_lo = aligned(q), aligned(k), aligned(v), c_hi.contiguous(), c_lo.contiguous()
     q_offset = first_position(q_offset, T, S)
     o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)

@@ -55,6 +55,8 @@ def proof_list() -> list[Case]:
         cases.append(Case(T=2048, D=D, dtype=BF16, gate=gate, options={"prune": -10.0}))
     cases.append(Case(T=2048, D=64, dtype=BF16, gate="short", options={"prune": -10.0, "softcap": 15.0, "sink": 4}))
     cases += [Case(T=500, D=64, dtype=BF16, layout=layout) for layout in LAYOUTS[1:]]
+    cases += [Case(T=300, S=400, H=4, Hkv=2, D=D, dtype=BF16, layout="odd") for D in (16, 32, 80, 96, 128, 256)]
+    cases += [Case(B=1, T=200, D=D, dtype=dtype, layout="odd") for D in (80, 96) for dtype in (FP16, FP32)]
     cases += [Case(T=500, D=64, dtype=BF16, options={"scale": s}) for s in (1.0, 0.0, -0.2, 1e-30, 20.0)]
     cases += [Case(T=400, S=500, D=64, dtype=BF16, options={"window": w}) for w in (1, 2, 5000)]
     cases += [Case(T=400, S=500, D=64, dtype=BF16, options={"sink": n}) for n in (100, 5000)]
