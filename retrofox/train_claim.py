@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
 def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage.
 
-    OUTPUT/recipe.yaml then says what the run goes on with.
+    OUTPUT/recipe.yaml then says what the run goes on with. A recipe whose model or data were never read, for a
+    misspelt path say, leaves OUTPUT to the next.
 
     Raises:
         ValueError: OUTPUT holds another run or can't be written to; batch_tokens don't divide among the devices.
@@ -46,6 +48,8 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
             raise ValueError(f"{error} (the run in {out} began with {batch_tokens} tokens a step)") from None
     state.wait_for_everyone()
     if state.is_main_process:
+        if not begun:
+            _discard_conversion(out, recipe)
         values = {"retrofox": retrofox.__version__, "batch_tokens": batches, "recipe": yaml.safe_load(dump(recipe))}
         write_whole(file, yaml.safe_dump(values, sort_keys=False).encode())
     state.wait_for_everyone()
@@ -69,11 +73,24 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
         raise ValueError(
             f"{file} is damaged: delete it to go on with the recipe given, or choose another `output`"
         ) from error
+    if not any(path.exists() for path in (out / "data.json", out / "model", *out.glob("stage-*"))):
+        return None
     if changed:
         raise ValueError(
             f"{out} holds another run: {', '.join(changed)} differ from {file}. Choose another `output`, or delete it"
         )
     return batches
+
+
+def _discard_conversion(out: Path, recipe: Recipe) -> None:
+    """Deletes OUTPUT/converted where a run that never began had it made of another model, or in another way."""
+    file = out / "recipe.yaml"
+    if not file.is_file() or not (out / "converted").is_dir():
+        return
+    before, now = yaml.safe_load(file.read_text(encoding="utf-8"))["recipe"], yaml.safe_load(dump(recipe))
+    calibrated = recipe.fox is not None and recipe.fox.init == "calibrated"
+    if any(before.get(key) != now[key] for key in ("model", "fox", *(["data"] if calibrated else []))):
+        shutil.rmtree(out / "converted")
 
 
 def _complete_stages(out: Path, recipe: Recipe) -> int:

@@ -179,6 +179,8 @@ def test_what_training_would_find_missing_is_refused(make_recipe, tmp_path, monk
     (found,) = refusals(output=str(tmp_path / "books.txt" / "run"))
     assert "can't write to" in found
     claim_output(tmp_path / "out", make_recipe(), SimpleNamespace(num_processes=1, is_main_process=True, **NO_WAIT))
+    assert refusals(seed=1) == []
+    (tmp_path / "out" / "data.json").touch()
     assert refusals() == []
     (found,) = refusals(seed=1)
     assert "holds another run: seed differ" in found

@@ -150,6 +150,27 @@ def test_tokens_a_step_that_do_not_divide_among_the_devices_name_what_the_run_be
     loaded = load_recipe(recipe, ["stages.0.batch_tokens=null", "stages.1.batch_tokens=null"])
     one = SimpleNamespace(num_processes=1, is_main_process=True, wait_for_everyone=lambda: None)
     assert claim_output(tmp_path / "run", loaded, one) == [64, 64]
+    (tmp_path / "run" / "data.json").touch()
     two = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
     with pytest.raises(ValueError, match=r"x devices = 64 x 1 x 2 = 128.*began with 64 tokens a step"):
         claim_output(tmp_path / "run", loaded, two)
+
+
+def test_a_run_that_never_began_leaves_its_output_to_a_corrected_recipe(recipe, tmp_path, pico_llama, pico_tokenizer):
+    for name, theta in (("base", 1e4), ("other", 1e5)):
+        pico_llama(rope_theta=theta).save_pretrained(tmp_path / name)
+        pico_tokenizer.save_pretrained(tmp_path / name)
+    fox = "fox={half_life: [2, 200]}"
+    with pytest.raises(FileNotFoundError, match="nowhere: no such directory"):
+        run(recipe, f"model={tmp_path / 'nowhere'}")
+    with pytest.raises(FileNotFoundError, match="no data at"):
+        run(recipe, f"model={tmp_path / 'base'}", fox, f"data.train=[{tmp_path / 'nowhere.txt'}]")
+    made = (tmp_path / "run" / "converted" / "config.json").stat().st_ino
+    with pytest.raises(FileNotFoundError, match="no data at"):
+        run(recipe, f"model={tmp_path / 'base'}", fox, "seed=1", f"data.train=[{tmp_path / 'nowhere.txt'}]")
+    assert (tmp_path / "run" / "converted" / "config.json").stat().st_ino == made
+    run(recipe, f"model={tmp_path / 'other'}", fox, "stages.1.tokens=128")
+    converted = json.loads((tmp_path / "run" / "converted" / "config.json").read_text())
+    assert converted["fox"]["base"] == str(tmp_path / "other")
+    with pytest.raises(ValueError, match="holds another run: seed differ"):
+        run(recipe, f"model={tmp_path / 'other'}", fox, "stages.1.tokens=128", "seed=1")
