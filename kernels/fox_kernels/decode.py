@@ -22,7 +22,7 @@ import triton.language as tl
 
 from .blocks import soft_capped, visible
 from .decode_search import first_kept_torch, key_bound, search, skip_before
-from .forward import LOG2_E, unit_last
+from .forward import LOG2_E, aligned, unit_last
 from .launch import cdiv, launch, power_of_2
 from .tiles import SMALL_SHARED, capability, split_head_dim, table_for
 
@@ -264,10 +264,11 @@ def launch_decode(
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T) of the last T positions of a cache of S; T * H / Hkv <= MAX_ROWS.
 
-    q (B, T, H, D); k, v (B, S, Hkv, D), any strides with unit last; c_hi, c_lo (B, H, S) float32, any strides with unit
-    last, so that a longer buffer can be sliced. With prune, keys before first (B, Hkv), sinks aside, are left out; if
-    None, those that hold at most exp(prune) of every query's weight given k_bound (B, Hkv) float32 >= |k_j|, or without
-    that what `skip_before` gives, which reads all keys. Raises ValueError when the group's rows do not fit a tile.
+    q (B, T, H, D); k, v (B, S, Hkv, D), any strides: copied where `forward.unit_last` says so, at D = 80 and 96
+    `forward.aligned`; c_hi, c_lo (B, H, S) float32, any strides with unit last, so that a longer buffer can be sliced.
+    With prune, keys before first (B, Hkv), sinks aside, are left out; if None, those that hold at most exp(prune) of
+    every query's weight given k_bound (B, Hkv) float32 >= |k_j|, or without that what `skip_before` gives, which reads
+    all keys. Raises ValueError when the group's rows do not fit a tile.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     group = H // Hkv
@@ -275,7 +276,9 @@ def launch_decode(
         raise ValueError(
             f"decode packs T * H / Hkv <= {MAX_ROWS} rows into a tile, got {T} * {group}: use launch_forward"
         )
-    q, k, v = unit_last(q), unit_last(k), unit_last(v)
+    D0, D1 = split_head_dim(D)
+    readable = aligned if D1 else unit_last
+    q, k, v = readable(q), readable(k), readable(v)
     if seq_start is not None:
         seq_start = seq_start.to(torch.int32).contiguous()
     pairs, padded, device = B * Hkv, seq_start is not None, q.device
@@ -303,7 +306,6 @@ def launch_decode(
         chunk = cdiv(blocks, min(cdiv(blocks, MIN_BLOCKS.value), splits_for(pairs, processors(device))))
         splits = most = cdiv(blocks, chunk)
         grid = (splits, pairs)
-    D0, D1 = split_head_dim(D)
     on = capability(device) if q.is_cuda else (0, 0)
     rows = grid[0] * grid[1] * T * group
     parts = torch.empty(rows * (D + 1), dtype=torch.float32, device=device)  # o of every part, then its lse
