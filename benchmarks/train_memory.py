@@ -23,6 +23,7 @@ from retrofox.plan import plan
 
 RECIPES = ("smollm2-partial", "smollm2-control", "smollm2-lora", "smollm2-three-stages")
 ROOT = Path(__file__).parent.parent
+DATA = (f"data.train=[{ROOT / 'examples/data/train'}]", "data.eval=[]")  # a plan refuses without; never read here
 
 
 def compare(recipe: Recipe, name: str) -> list[dict]:
@@ -65,7 +66,8 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     found: dict = {**provenance(), "device": device, "stages": []}
     for name in arguments.recipes:
-        recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", [f"model={arguments.model}"] if arguments.model else [])
+        model = [f"model={arguments.model}"] if arguments.model else []
+        recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml", [*model, *DATA])
         started = time.perf_counter()
         rows = compare(recipe, name)
         if arguments.longest:
