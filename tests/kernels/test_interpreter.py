@@ -1,6 +1,7 @@
 """The Triton kernels on a CPU, in Triton's interpreter: float32 and float16 at small shapes.
 
-The interpreter has to be on before the kernels are imported, so one subprocess runs everything and reports as JSON.
+The interpreter has to be on before the kernels are imported, so one subprocess runs everything and reports as JSON. All
+the while no kernel may touch memory outside the tensors which it was given.
 bfloat16 is left to the GPU: the interpreter multiplies its raw bits.
 """
 
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -68,8 +70,35 @@ def properties() -> list[str]:
     return []
 
 
+def leaves_its_tensors() -> list[str]:
+    """Return what is wrong with the watch over the kernels' memory, which a row shorter by one must set off."""
+    import bounds
+    import torch
+    from fox_kernels import cumsum
+    from triton.runtime.errors import InterpreterError
+
+    def shorter(x):
+        first, end = extent(x)
+        return first, end - x.element_size()
+
+    extent = bounds.extent
+    with mock.patch.object(bounds, "extent", shorter), bounds.enforced():
+        try:
+            cumsum.cumulative(torch.zeros(1, 100, 2))
+        except InterpreterError as error:
+            return [] if "a kernel left its tensors" in str(error) else [str(error)]
+    return ["not seen"]
+
+
 def run_all() -> dict[str, list[str]]:
     """Return the failures by name; runs in the subprocess, with the interpreter on."""
+    import bounds
+
+    with bounds.enforced():
+        return run_each() | {"watch over memory": leaves_its_tensors()}
+
+
+def run_each() -> dict[str, list[str]]:
     import launchers
     import torch
     from cases import Case, failures
@@ -113,6 +142,11 @@ def report():
 @pytest.mark.parametrize("name", [*FEATURES, "any problem"])
 def test_error_at_most_twice_eager(name, report):
     assert report[name] == []
+
+
+@pytest.mark.timeout(600)
+def test_a_kernel_that_leaves_its_tensors_is_seen(report):
+    assert report["watch over memory"] == []
 
 
 @pytest.mark.timeout(600)
