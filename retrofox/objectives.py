@@ -179,7 +179,10 @@ class Distill:
 
 
 class Align:
-    """L = mean over layers of |A_fox(x_l) - A(x_l)|^2 / |A(x_l)|^2, x_l the original's own input to layer l.
+    """L = mean over layers and rows of |A_fox(x_l) - A(x_l)|^2 / |A(x_l)|^2, x_l the original's own input to layer l.
+
+    Norms are over a row's tokens and channels, and a row weighs as many units as it has targets: what rows share a
+    micro-batch, or a device, changes nothing.
 
     One pass of the original runs through all layers; in each, the retrofitted block is run beside it on the same
     input. With teacher=None the original is the same module in mode "original": no second copy of anything, and
@@ -214,8 +217,8 @@ class Align:
             for hook in hooks:
                 hook.remove()
         # Summed like the other objectives' losses: one unit per target, so that packing does not change the weight.
-        count = (batch["targets"] >= 0).sum()
-        return torch.stack(errors).mean() * count, errors[0].new_zeros(0)
+        counts = (batch["targets"] >= 0).sum(1)
+        return torch.stack(errors).mean(0) @ counts.float(), errors[0].new_zeros(0)
 
 
 def _beside(student: Any, errors: list[torch.Tensor], recomputed: bool) -> Any:
@@ -230,7 +233,7 @@ def _beside(student: Any, errors: list[torch.Tensor], recomputed: bool) -> Any:
                 found = student.forward(*args, **kwargs)[0].float()
             finally:
                 student.mode = before
-            return (found - wanted).square().sum() / wanted.square().sum().clamp_min(1e-20)
+            return (found - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2)).clamp_min(1e-20)
 
         with torch.enable_grad():
             errors.append(checkpoint(error, use_reentrant=False) if recomputed else error())  # type: ignore[arg-type]

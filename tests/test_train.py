@@ -148,8 +148,9 @@ def test_plain_models_train_as_they_are(make_recipe, pico_checkpoint):
         train(make_recipe(model=str(pico_checkpoint), stages=align, output=recipe.output + "2"))
 
 
-def test_accumulated_micro_batches_are_one_batch(make_recipe, tmp_path):
-    stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 256}
+@pytest.mark.parametrize("objective", ["extend", "distill", "align"])
+def test_accumulated_micro_batches_are_one_batch(make_recipe, tmp_path, objective):
+    stage = {"objective": objective, "tokens": 256, "sequence_length": 64, "batch_tokens": 256}
     runs = []
     for micro_batch in (1, 4):
         output = str(tmp_path / f"micro-{micro_batch}")
@@ -246,9 +247,7 @@ def test_a_model_that_cannot_be_written_leaves_the_checkpoint_to_write_it_from(m
         return model
 
     monkeypatch.setattr(FoxTrainer, "release", release)
-    with pytest.raises(
-        ValueError, match=r"could not write .*model: .*left on device.* free there.*checkpoint-4 is"
-    ):
+    with pytest.raises(ValueError, match=r"could not write .*model: .*left on device.* free there.*checkpoint-4 is"):
         train(recipe)
     monkeypatch.undo()
     assert train(recipe)["stages"][0]["resumed_at"] == 4
