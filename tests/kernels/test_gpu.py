@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from cases import LAYOUTS, Case, errors, failures, gates
+from cases import LAYOUTS, Case, draw, errors, failures, gates
 from fox_kernels import forgetting_attention
 from launchers import (
     check_decoding,
@@ -135,6 +135,17 @@ def test_each_input_may_be_the_only_one_with_a_gradient():
 
 def test_decode_on_a_padded_batch_from_a_longer_cache():
     check_decoding("cuda", 5000, BF16, 4e-3)
+
+
+@pytest.mark.parametrize("D", [80, 96])
+@pytest.mark.parametrize("T", [1, 3, 8])
+def test_decoding_from_rows_of_odd_strides(T, D):
+    torch.manual_seed(0)
+    inputs, _, _ = draw(Case(T=T, S=900, H=16, Hkv=2, D=D, dtype=BF16, layout="odd"), "cuda")
+    with torch.no_grad():
+        o = forgetting_attention(*inputs, backend="triton")
+        exact = forgetting_attention(*[x.double() for x in inputs], backend="chunked")
+    assert (o - exact).norm() <= 4e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("S", [700, 5000])
