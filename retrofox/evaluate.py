@@ -303,7 +303,7 @@ def _run(
 
 
 def _tell_apart(lines: list[dict[str, Any]]) -> None:
-    """Numbers labels that would otherwise be the same, as two checkpoints called `model` are."""
+    """Numbers labels that would otherwise be the same, as checkpoints of one name in two places are."""
     for line in lines:
         same = [other for other in lines if other["label"] == line["label"]]
         if len(same) > 1:

@@ -233,6 +233,21 @@ def test_models_on_disk_open_through_their_own_loaders(on_disk, documents):
     assert result["lines"][0]["difference"]["mean"] == pytest.approx(0, abs=1e-6)
 
 
+def test_models_of_training_runs_are_called_after_their_runs(on_disk, documents, tmp_path):
+    for run, source in zip(("partial", "control"), on_disk[::-1], strict=True):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "model").symlink_to(source)
+    result = evaluate(
+        str(tmp_path / "partial/model/"),
+        str(tmp_path / "control/model"),
+        documents[:1],
+        64,
+        controls=False,
+        progress=False,
+    )
+    assert [line["label"] for line in result["lines"]] == ["partial", "control"]
+
+
 def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, documents, tmp_path):
     model = pico_llama()
     empty = tmp_path / "empty.txt"
