@@ -77,7 +77,7 @@ def launch_backward(
         ),
         (
             H // Hkv, D0, D1, rows.block_m, rows.block_n, *options, dlse2 is not None, residual is not None,
-            columns.block_m, precision, row_tma, rows.far,
+            columns.block_m, precision, row_tma,
         ),
         warps=rows.warps, stages=rows.stages,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def launch_backward(
             walked_together(2 * T * D * q.element_size(), B * Hkv),  # a group's heads are walked in turn
             *numbers,
         ),
-        (H // Hkv, D0, D1, columns.block_m, columns.block_n, *options, precision, column_tma, columns.far),
+        (H // Hkv, D0, D1, columns.block_m, columns.block_n, *options, precision, column_tma),
         warps=columns.warps, stages=columns.stages,
     )  # fmt: skip
     if q_offset + T > S:  # queries past the keys share c[S - 1]

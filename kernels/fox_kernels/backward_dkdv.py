@@ -124,7 +124,7 @@ def dkdv_kernel(
     T, S, TP, H, together, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, FAR: tl.constexpr,
+    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # The first key blocks have the most queries: they go first.
     blocks = tl.cdiv(S, BN)
@@ -195,10 +195,9 @@ def dkdv_kernel(
                 TP, q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
                 True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA)  # fmt: skip
         for it in range(mid_high - mid_low):
-            m0 = (mid_high - 1 - it if FAR else mid_low + it) * BM
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                row_b, h.to(tl.int32), m0, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head, c_lo_head,
-                start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset, T, S,
+                row_b, h.to(tl.int32), (mid_low + it) * BM, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head,
+                c_lo_head, start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset, T, S,
                 TP, q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
                 False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA)  # fmt: skip
         if SINK:

@@ -10,48 +10,60 @@ Its prologue also leaves what the kernel for dk and dv needs of every query (del
 import triton
 import triton.language as tl
 
-from .blocks import block_scalars, gates_of_keys, key_range, load_rows, masked_block, place, query_facts, scores
+from .blocks import (
+    block_scalars,
+    gates_of_keys,
+    key_range,
+    load_rows,
+    masked_block,
+    partial_sums,
+    place,
+    query_facts,
+    scores,
+)
 
 
 @triton.jit
 def _dq_block(
-    b, h, n0, q0, q1, do0, do1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, lse,
-    delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
-    row_sum, dq0, dq1,
+    b, h, n0, q0, q1, do0, do1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift, lse,
+    delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+    inverse_cap, row_sums, dq0, dq1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    j, c_first, c_second, lift = gates_of_keys(
-        n0, offs_n, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr, c_rel_ptr, S, MASKED, BN)  # fmt: skip
+    """One key block. lift: c_ref - c_last (interior), or 0 (masked: c_i counts)."""
+    j, c_first, c_second = gates_of_keys(n0, offs_n, c_hi_ptr, c_lo_ptr, c_rel_ptr, 0, S, MASKED, False)
     k0 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d0, S, MASKED, TMA > 0)
     v0 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d0, S, MASKED, TMA > 0)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-    dp = tl.dot(do0, tl.trans(v0), input_precision=PRECISION)
+    # The sums of do.v start at -delta: moved there while the products before run, not subtracted when they have.
+    dp = tl.zeros([q0.shape[0], BN], tl.float32) - delta[:, None]
+    dp = tl.dot(do0, tl.trans(v0), dp, input_precision=PRECISION)
     if D1 > 0:
         k1 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d1, S, MASKED, TMA > 0)
         v1 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d1, S, MASKED, TMA > 0)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
         dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
     s, tanh = scores(
-        s, c_first, c_second, bias_hi, bias_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+        s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
         inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP, PRECISION == "ieee")  # fmt: skip
     p = tl.exp2(s - (lse - lift)[:, None])
-    ds = p * (dp - delta[:, None])
+    ds = p * dp
     if MASKED:
         # The own key's ds would cancel in dc, but for rounding: with gates shut it is nearly all of the sum.
         still = j[None, :] == pos[:, None]
         if SINK:
             still = still | (j[None, :] < start[:, None] + sink)
-        row_sum += tl.sum(tl.where(still, 0.0, ds), 1)
+        row_sums += partial_sums(tl.where(still, 0.0, ds))
     else:
-        row_sum += tl.sum(ds, 1)
+        row_sums += partial_sums(ds)
     if CAP:
         ds = ds * (1.0 - tanh * tanh)
     ds = ds.to(k0.dtype)
     dq0 = tl.dot(ds, k0, dq0, input_precision=PRECISION)
     if D1 > 0:
         dq1 = tl.dot(ds, k1, dq1, input_precision=PRECISION)
-    return row_sum, dq0, dq1
+    return row_sums, dq0, dq1
 
 
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
@@ -63,7 +75,7 @@ def dq_kernel(
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
     PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, RESIDUAL: tl.constexpr,
-    NEXT_BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, FAR: tl.constexpr,
+    NEXT_BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM)
     tile, bh = place(tiles, tl.num_programs(0) // tiles, together)
@@ -125,7 +137,7 @@ def dq_kernel(
     if D1 > 0:
         q1 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d1, T, True, TMA > 1)
         dq1 = tl.zeros([BM, D1], tl.float32)
-    row_sum = tl.zeros([BM], tl.float32)
+    row_sums = tl.zeros([BM, 8], tl.float32)
     c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
     c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
     ref_hi, ref_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0, S)
@@ -153,21 +165,23 @@ def dq_kernel(
 
     for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
-        row_sum, dq0, dq1 = _dq_block(
+        row_sums, dq0, dq1 = _dq_block(
             row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
-            lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2,
-            inverse_cap, row_sum, dq0, dq1,
+            0.0, lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2,
+            softcap2, inverse_cap, row_sums, dq0, dq1,
             True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
     lse -= (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
     for it in range(mid_high - mid_low):
-        n0 = (mid_low + it if FAR else mid_high - 1 - it) * BN
-        row_sum, dq0, dq1 = _dq_block(
-            row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo,
-            lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2,
-            inverse_cap, row_sum, dq0, dq1,
+        n0 = (mid_high - 1 - it) * BN
+        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
+        lift = (ref_hi - last_hi) + (ref_lo - last_lo)
+        row_sums, dq0, dq1 = _dq_block(
+            row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
+            lift, lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2,
+            softcap2, inverse_cap, row_sums, dq0, dq1,
             False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
 
-    tl.store(row_sum_ptr + bh * T + m0 + offs_m, row_sum, mask=rows)
+    tl.store(row_sum_ptr + bh * T + m0 + offs_m, tl.sum(row_sums, 1), mask=rows)
     dq_rows = dq_ptr + ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
     tl.store(dq_rows + offs_d0[None, :], (dq0 * scale).to(dq_ptr.dtype.element_ty), mask=rows[:, None])
     if D1 > 0:

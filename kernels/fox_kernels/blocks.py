@@ -145,21 +145,28 @@ def masked_block(it, low, mid_low, mid_high, high, sink_low):
 
 
 @triton.jit
-def gates_of_keys(
-    n0, offs_n, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr, c_rel_ptr, S, MASKED: tl.constexpr, BN: tl.constexpr
-):
-    """A key block's positions and gates: c in two floats (masked), or c relative to its last, twice, and the lift."""
+def gates_of_keys(n0, offs_n, c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, S, MASKED: tl.constexpr, ROWS: tl.constexpr):
+    """A key block's positions and gates: c in two floats (masked), or c relative to its last, twice.
+
+    With ROWS, c_rel_ptr describes the rows of all heads as one for TMA; this head's begins at c_rel_row.
+    """
     j = n0 + offs_n
     if MASKED:
         first = tl.load(c_hi_ptr + j, mask=j < S, other=0.0)
         second = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
-        lift = 0.0
     else:
-        first = tl.load(c_rel_ptr + j)
+        if ROWS:
+            first = c_rel_ptr.load([c_rel_row + n0])
+        else:
+            first = tl.load(c_rel_ptr + c_rel_row + j)
         second = first
-        last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
-        lift = (bias_hi - last_hi) + (bias_lo - last_lo)
-    return j, first, second, lift
+    return j, first, second
+
+
+@triton.jit
+def partial_sums(x):
+    """Eight sums of every row, each over every eighth column: in a product's layout no thread needs another's."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ so that saturated gates (c falling by thousands within a tile) cost no accuracy.
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import prune as pruning
 from .blocks import block_scalars, gates_of_keys, key_range, load_rows, masked_block, place, query_facts, scores
@@ -31,39 +32,47 @@ L2_BYTES = 24 << 20  # of Hopper's 50 MB: what the heads walked together may fil
 
 @triton.jit
 def _attend(
-    b, h, n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr,
-    c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
-    m, l, weight, acc0, acc1,
+    b, h, n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift, c_hi_ptr,
+    c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+    top, m, l, weight, acc0, acc1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    ROUNDED: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One key block of the online softmax. bias: c_ref (interior, scalars) or c_i (masked, one per row)."""
-    j, c_first, c_second, lift = gates_of_keys(
-        n0, offs_n, bias_hi, bias_lo, c_hi_ptr, c_lo_ptr, c_rel_ptr, S, MASKED, BN)  # fmt: skip
+    """One key block of the online softmax: sums and products relative to m, top is the largest score so far.
+
+    lift: c_ref - c_last (interior), or 0 (masked: c_i counts). m is the block's own largest score, whose weight is then
+    1: of all weights its rounding to 16 bits would cost most. Sums grow by no more than 2^16 for it. o will be divided
+    by weight, which in masked blocks sums the weights as rounded: part of their rounding cancels. Elsewhere they are
+    many, and it cancels by itself.
+    """
+    j, c_first, c_second = gates_of_keys(n0, offs_n, c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, S, MASKED, ROWS)
     k0 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d0, S, MASKED, TMA > 0)
     s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
     if D1 > 0:
         k1 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d1, S, MASKED, TMA > 0)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
     s, _tanh = scores(
-        s, c_first, c_second, bias_hi, bias_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+        s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
         inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP, PRECISION == "ieee")  # fmt: skip
-    top = tl.maximum(m, tl.max(s, 1) + lift)
-    base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
+    largest = tl.max(s, 1) + lift
+    top = tl.maximum(top, largest)
+    now = tl.maximum(largest, top - 16.0)
+    base = tl.where(top == float("-inf"), 0.0, now) if MASKED else now
     p = tl.exp2(s - (base - lift)[:, None])
     alpha = tl.exp2(m - base)
-    l = l * alpha + tl.sum(p, 1)
+    total = tl.sum(p, 1)
+    l = l * alpha + total
     v0 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d0, S, MASKED, TMA > 0)
     p_rounded = p.to(v0.dtype)
-    if ROUNDED:
-        ones = tl.full([p.shape[1], 8], 1.0, v0.dtype)
-        weight = tl.dot(p_rounded, ones, weight * alpha[:, None], input_precision=PRECISION)
+    if MASKED and v0.dtype != tl.float32:
+        ones = tl.full([p.shape[1], 8], 1.0, v0.dtype)  # cheaper than 16 bits made 32 again
+        total = tl.sum(tl.dot(p_rounded, ones), 1) * 0.125
+    weight = weight * alpha + total
     acc0 = tl.dot(p_rounded, v0, acc0 * alpha[:, None], input_precision=PRECISION)
     if D1 > 0:
         v1 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d1, S, MASKED, TMA > 0)
         acc1 = tl.dot(p_rounded, v1, acc1 * alpha[:, None], input_precision=PRECISION)
-    return top, l, weight, acc0, acc1
+    return top, now, l, weight, acc0, acc1
 
 
 @triton.jit
@@ -84,7 +93,7 @@ def forward_kernel(
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
     PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, RESIDUAL: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, FAR: tl.constexpr, ROUNDED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     # The longest rows first; the query heads of a kv head are side by side.
     tiles = tl.cdiv(T, BM)
@@ -100,7 +109,7 @@ def forward_kernel(
     row_kv = row_h // GROUP
     c_hi_ptr += bh * S
     c_lo_ptr += bh * S
-    c_rel_ptr += bh * SP
+    c_rel_row = (bh * SP).to(tl.int32) if ROWS else bh * SP
     if STARTS:
         start_ptr += b * S
     first_ptr += bh * tl.cdiv(T, PRUNE_M)
@@ -121,9 +130,10 @@ def forward_kernel(
     if D1 > 0:
         q1 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d1, T, True, TMA > 1)
         acc1 = tl.zeros([BM, D1], tl.float32)
-    m = tl.full([BM], float("-inf"), tl.float32)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    m = top
     l = tl.zeros([BM], tl.float32)
-    weight = tl.zeros([BM, 8], tl.float32)  # l, eight times, of the weights as rounded
+    weight = l
     c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
     c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
     offset = 0.0  # c_offset is constant along a row: it enters the sinks (negated) and lse only
@@ -134,10 +144,11 @@ def forward_kernel(
 
     for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
-        m, l, weight, acc0, acc1 = _attend(
-            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
-            c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l,
-            weight, acc0, acc1, True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA, ROUNDED)  # fmt: skip
+        top, m, l, weight, acc0, acc1 = _attend(
+            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, 0.0,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+            inverse_cap, top, m, l, weight, acc0, acc1,
+            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
 
     # From exact units to units relative to c_ref; the rounding of the sum goes into l and acc.
     shift = (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
@@ -145,30 +156,37 @@ def forward_kernel(
     relative = finite - shift
     repair = tl.exp2(finite - (relative + shift))
     l *= repair
-    weight *= repair[:, None]
+    weight *= repair
     acc0 *= repair[:, None]
     if D1 > 0:
         acc1 *= repair[:, None]
     m = tl.where(m == float("-inf"), m, relative)
+    top = tl.where(top == float("-inf"), top, top - shift)
 
+    last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, tl.maximum(mid_high * BN - 1, 0), S)
     for it in range(mid_high - mid_low):
-        n0 = (mid_low + it if FAR else mid_high - 1 - it) * BN
-        m, l, weight, acc0, acc1 = _attend(
-            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, ref_hi, ref_lo,
-            c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap, m, l,
-            weight, acc0, acc1, False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BN, PRECISION, TMA, ROUNDED)  # fmt: skip
+        n0 = (mid_high - 1 - it) * BN
+        if not ROWS:
+            last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
+        lift = (ref_hi - last_hi) + (ref_lo - last_lo)
+        if ROWS:
+            last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, tl.maximum(n0 - 1, 0), S)
+        top, m, l, weight, acc0, acc1 = _attend(
+            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+            inverse_cap, top, m, l, weight, acc0, acc1,
+            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
 
     empty = l == 0  # NaN isn't
     l = tl.where(empty, 1.0, l)
     lse = tl.where(empty, float("-inf"), (m + shift) + tl.log2(l) + offset)
     rows = m0 + offs_m < T
     tl.store(lse_ptr + bh * T + m0 + offs_m, lse, mask=rows)
-    if ROUNDED:
-        l = tl.where(empty, 1.0, tl.sum(weight, 1) * 0.125)
+    weight = tl.where(empty, 1.0, weight)
     at = ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
-    store_rounded(o_ptr, residual_ptr, at + offs_d0[None, :], acc0 / l[:, None], rows[:, None], RESIDUAL)
+    store_rounded(o_ptr, residual_ptr, at + offs_d0[None, :], acc0 / weight[:, None], rows[:, None], RESIDUAL)
     if D1 > 0:
-        store_rounded(o_ptr, residual_ptr, at + offs_d1[None, :], acc1 / l[:, None], rows[:, None], RESIDUAL)
+        store_rounded(o_ptr, residual_ptr, at + offs_d1[None, :], acc1 / weight[:, None], rows[:, None], RESIDUAL)
 
 
 def document_bounds(B, S, cu_seqlens, seq_start, device) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -216,6 +234,11 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x if fits or x.element_size() > 2 else x.clone(memory_format=torch.contiguous_format)
 
 
+def row_source(x: torch.Tensor, length: int, tma: int):
+    """Return contiguous x itself or, with tma, described as one row for copies of `length` of its elements."""
+    return TensorDescriptor(x, [x.numel()], [1], [length]) if tma else x
+
+
 def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
     """Return how many of the (batch, head) pairs to walk at a time, `heads` of which share what fills the L2 cache."""
     return min(pairs, heads * max(1, L2_BYTES // bytes_per_head))
@@ -249,12 +272,13 @@ def launch_forward(
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
     relative = block_relative(c_hi, c_lo, tile.block_n)
     tma = tile.tma * (D1 == 0 and q.element_size() == 2 and describable(q, k, v))
+    by_row = tile.rows * (tma > 0 and relative.numel() < 1 << 31)
     launch(
         forward_kernel,
         (cdiv(T, tile.block_m) * B * H,),
         (
             source(q, tile.block_m, tma > 1), source(k, tile.block_n, tma), source(v, tile.block_n, tma), o, residual,
-            lse2, c_hi, c_lo, relative, None if starts is None else starts[0],
+            lse2, c_hi, c_lo, row_source(relative, tile.block_n, by_row), None if starts is None else starts[0],
             no_bounds(q.device) if bounds is None else bounds, c_offset,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T, S, relative.shape[-1], H,
             walked_together(2 * S * D * q.element_size(), B * H, H // Hkv), q_offset, window or 0, sink,
@@ -263,7 +287,7 @@ def launch_forward(
         (
             H // Hkv, D0, D1, tile.block_m, tile.block_n, causal, starts is not None, window is not None, sink > 0,
             softcap is not None, pruning.BLOCK_M, c_offset is not None, residual is not None,
-            "ieee" if q.dtype == torch.float32 else "tf32", tma, tile.far, tile.rounded * (q.element_size() == 2),
+            "ieee" if q.dtype == torch.float32 else "tf32", tma, by_row,
         ),
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip

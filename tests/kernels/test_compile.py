@@ -40,7 +40,9 @@ def compiled(function, constants: dict, arch: int, warps: int, stages: int, desc
             signature[name] = "constexpr"
             continue
         if name in described:
-            signature[name] = f"tensordesc<bf16[1, {described[name]}, 1, {constants['D0']}]>"
+            rows = described[name]
+            block = f"fp32[{rows}]" if name == "c_rel_ptr" else f"bf16[1, {rows}, 1, {constants['D0']}]"
+            signature[name] = f"tensordesc<{block}>"
             continue
         pointer = "*bf16" if name in HALVES else "*i32" if name in INTEGERS else "*fp32"
         signature[name] = pointer if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
@@ -60,7 +62,8 @@ def copied_by_tma(kernel: str, tile, tma: int) -> dict[str, int]:
         "dq": ({"k_ptr": n, "v_ptr": n}, {"q_ptr": m, "do_ptr": m}),
         "dkdv": ({"q_ptr": m, "do_ptr": m}, {"v_ptr": n}, {"k_ptr": n}),
     }
-    return {name: rows for some in stages[kernel][:tma] for name, rows in some.items()}
+    named = {name: rows for some in stages[kernel][:tma] for name, rows in some.items()}
+    return named | ({"c_rel_ptr": n} if tma and tile.rows else {})
 
 
 def compiled_tile(kernel: str, D: int, arch: int, **flags):
@@ -70,7 +73,7 @@ def compiled_tile(kernel: str, D: int, arch: int, **flags):
         "GROUP": 1, "D0": D0, "D1": D1, "BM": tile.block_m, "BN": tile.block_n, "CAUSAL": True, "STARTS": False,
         "WINDOW": False, "SINK": False, "CAP": False, "PRUNE_M": 64, "SHIFT": False, "DLSE": False, "RESIDUAL": True,
         "NEXT_BM": 32, "PRECISION": "tf32", "TMA": tile.tma if D1 == 0 else 0,
-        "FAR": tile.far, "ROUNDED": tile.rounded,
+        "ROWS": tile.rows if D1 == 0 and tile.tma else 0,
     }  # fmt: skip
     needs = {"start_ptr": "STARTS", "end_ptr": "STARTS", "c_offset_ptr": "SHIFT", "dlse_ptr": "DLSE"}
     constants |= {pointer: None for pointer, flag in needs.items() if not flags.get(flag)}
