@@ -120,7 +120,8 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
                     teacher = _built(config, recipe.model_copy(update={"lora": None}))
             entry["measured"] = measure_steps(recipe, stage, model, device, teacher, before=before)
             entry["hours"] = entry["tokens"] / entry["measured"]["tokens_per_second"] / 3600
-            entry["hours_from"] = "two steps measured here"
+            whole = recipe.lora is not None and recipe.lora.quantize is not None
+            entry["hours_from"] = "two steps measured here" + (", with the base not yet quantised" if whole else "")
     if show:
         print_plan(report)
     return report
