@@ -298,9 +298,11 @@ class FoxTrainer(Trainer):
             ValueError: its weights are in a form that this run can't read.
         """
         note = checkpoint.note_of(directory)
-        if note["sharding"] != self._sharding():
+        now = self._sharding()
+        before = note.get("sharding", now)  # older checkpoints do not say
+        if before != now:
             raise ValueError(
-                f"{directory} was saved with {note['sharding']}, this run has {self._sharding()}: launch it with the "
+                f"{directory} was saved with {before}, this run has {now}: launch it with the "
                 "accelerate config it was begun with (on any number of processes), or choose another `output`"
             )
         return note
