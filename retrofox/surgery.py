@@ -310,16 +310,14 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
 
 
 def _load_adapter(directory: Path, *, dtype: Any, device: Any) -> PreTrainedModel:
-    from peft import PeftModel
-
-    from retrofox.lora import base_of
+    from retrofox.lora import base_of, with_adapter
 
     base = base_of(directory)
     try:
         model = load(base, dtype=dtype, device=device)
     except ValueError as error:
         raise ValueError(f"the adapter {directory} needs a converted base model: {error}") from error
-    return PeftModel.from_pretrained(model, str(directory))  # type: ignore[return-value]
+    return with_adapter(model, directory)
 
 
 def load_base(source: str | Path, *, dtype: Any = None, device: Any = None, revision: str | None = None):

@@ -160,6 +160,8 @@ def test_damaged_and_foreign_adapters_are_named(make_recipe, pico_fox, tmp_path)
     def refused(reason):
         with pytest.raises(ValueError, match=reason):
             merge(adapter, tmp_path / "merged")
+        with pytest.raises(ValueError, match=reason):
+            retrofox.load(adapter)
         assert [path.name for path in tmp_path.iterdir() if "merged" in path.name] == []
 
     save_file({name: value for name, value in tensors.items() if "layers.1.self_attn.forget" not in name}, file)
