@@ -2,7 +2,7 @@
 
 One program per sequence, kv head and stretch of keys; the T * G queries of the head's group are the rows of its tile,
 so K and V are read once for all of them. Each program leaves its part's o and lse, a second kernel merges them. c is
-kept as two floats beside the cache (`cumsum.append` lengthens it) and every decay is the exact difference c_i - c_j.
+kept as two floats beside the cache (`fused_append.append` lengthens it); every decay is the exact difference c_i - c_j.
 
 What padding and pruning leave differs from sequence to sequence and from head to head: then all stretches are of one
 length, as many to a head as it has keys left, and each program finds out which is its own (`share`). Where pruning

@@ -118,7 +118,7 @@ def search(q, k, c_hi, c_lo, k_bound, scale, softcap, log_eps, kinds=()) -> torc
 
 
 def first_kept_torch(q, k, c_hi, c_lo, k_bound, *, scale, softcap=None, prune=-10.0) -> torch.Tensor:
-    """The eager twin of the search in `split_kernel`: (B, Hkv), the first key that decoding with k_bound reads."""
+    """The eager twin of `search`: (B, Hkv), the first key that decoding with k_bound reads."""
     (_, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
     q, own = q.double().unflatten(2, (Hkv, H // Hkv)), k[:, S - T :, :, None].double()
     own = (q * own).sum(-1) * scale

@@ -222,14 +222,15 @@ def _attend(
         seq_start = _first_visible(attention_mask)
         key, value = key[:, :, :length], value[:, :, :length]
     if cu_seqlens is None and _short_on_cpu(query, key):
-        c = gates.cumulative()
+        high, low = (x[..., :length] for x in gates.cumulative())
         visible = _visible(query.shape[2], length, seq_start, options["window"], query.device)
-        return _masked(query, key, value, (c[0][..., :length], c[1][..., :length]), visible, options)
+        return _masked(query, key, value, (high, low), visible, options)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     layer = gates.layer
     if layer is not None and not SLOW_PATH and decodes(q, k, v):
         bound = None if options["prune"] is None else layer.key_bound(query.shape[-1])
-        return decode_attention(q, k, v, *layer.cumulative(), seq_start=seq_start, k_bound=bound, **options)
+        high, low = (x[..., :length] for x in layer.cumulative())
+        return decode_attention(q, k, v, high, low, seq_start=seq_start, k_bound=bound, **options)
     log_f = gates.log_f[:, :length]
     if cu_seqlens is None:
         return cast(torch.Tensor, forgetting_attention(q, k, v, log_f, seq_start=seq_start, **options))
