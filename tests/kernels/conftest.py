@@ -1,9 +1,13 @@
 """The cases are a plain module beside the tests, which importlib mode does not put on the path."""
 
 import contextlib
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 # Triton 3.9 warns that its default will change; these tests record what fused multiply-adds give, as Triton 3.6 does.
@@ -13,3 +17,16 @@ with contextlib.suppress(ImportError):  # without Triton there are no kernels to
     from fox_kernels import prune
 
     prune.WORTH = 0  # problems of a test's size are pruned too
+
+
+@pytest.fixture(scope="module")
+def report(request):
+    """What the test's own file prints as JSON, run as a program with Triton's interpreter on."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", str(request.path)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)

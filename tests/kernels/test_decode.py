@@ -8,9 +8,7 @@ The interpreter has to be on before the kernels are imported, so one subprocess 
 
 import json
 import math
-import os
 import random
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -197,16 +195,6 @@ def run_all() -> dict[str, str]:
         except AssertionError:
             report[check] = traceback.format_exc()
     return report
-
-
-@pytest.fixture(scope="module")
-def report():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", __file__], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
 
 
 @pytest.mark.timeout(600)

@@ -3,8 +3,6 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -207,18 +205,6 @@ def run_all(device: str, cases: dict, dtypes: tuple) -> dict[str, list[str]]:
                 torch.manual_seed(n)
                 report[f"{name} {n} {dtype}"] = CHECKS[name](device, dtype, *size)
     return report | {f"compiled {name}": check_compiled(device, name) for name in COMPILED}
-
-
-@pytest.fixture(scope="module")
-def report():
-    done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
 
 
 @pytest.mark.timeout(600)

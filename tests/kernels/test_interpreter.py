@@ -6,8 +6,6 @@ bfloat16 is left to the GPU: the interpreter multiplies its raw bits.
 """
 
 import json
-import os
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -126,16 +124,6 @@ def run_each() -> dict[str, list[str]]:
         except AssertionError:
             report[check] = [traceback.format_exc()]
     return report
-
-
-@pytest.fixture(scope="module")
-def report():
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", __file__], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
 
 
 @pytest.mark.timeout(600)
