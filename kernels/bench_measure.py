@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import random
 import statistics
 import subprocess
 import time
@@ -11,7 +12,7 @@ import torch
 from bench_contenders import decoding, tensors
 from bench_problems import Decode, Problem
 
-ROUNDS = 2  # over all contenders of a problem, the second in reverse: a drift of the clock meets all alike
+ROUNDS = 8  # over all contenders of a problem, in a new order each: clocks and the power limit meet all alike
 LAUNCHED_AHEAD = 24  # flushes of 0.1 ms each: longer than launching a step takes
 FLOPS = {"forward": 1.0, "backward": 2.5, "total": 3.5}  # in units of the forward's
 OUTPUTS = ("o", "dq", "dk", "dv", "dlog_f")
@@ -34,6 +35,7 @@ class Clock:
     def sample(self, run: Callable, repeats: int, flushes: int = 1) -> list[float]:
         """Return the milliseconds of each of `repeats` calls; many flushes keep the GPU busy until all is launched."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        self.flush.zero_()  # the first call is launched behind two
         for start, end in events:
             for _ in range(flushes):
                 self.flush.zero_()
@@ -43,10 +45,11 @@ class Clock:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in events]
 
-    def repeats(self, run: Callable) -> int:
-        """Warm up, and return how many calls fit the budget of milliseconds: 3 to 30."""
-        self.sample(run, 2)
-        return max(3, min(30, int(self.budget_ms / statistics.median(self.sample(run, 3)))))
+    def repeats(self, run: Callable, least: int = 3, most: int = 30, rounds: int = 1) -> int:
+        """Warm up, and return how many calls a round takes for all rounds to fit the budget of milliseconds."""
+        self.sample(run, 1)
+        fitting = int(self.budget_ms / rounds / statistics.median(self.sample(run, 3)))
+        return max(least, min(most, fitting))
 
     def median(self, run: Callable) -> float:
         return statistics.median(self.sample(run, self.repeats(run)))
@@ -83,7 +86,19 @@ def set_up(name: str, setup: Callable, x: dict) -> dict:
         "total": step,
     }
     took = time.monotonic() - began
-    return {"name": name, "calls": calls, "peak_mb": peak / 1e6, "setup_s": took, "samples": {n: [] for n in calls}}
+    return {"name": name, "calls": calls, "peak_mb": peak / 1e6, "setup_s": took}
+
+
+def take_turns(ready: list[dict], clock: Clock) -> None:
+    """Time the calls of all contenders, a few each in turn, round after round; their steps once more while queued."""
+    for turn in range(ROUNDS):
+        order = random.Random(turn).sample(ready, len(ready))
+        for n in FLOPS:
+            for entry in order:
+                entry["samples"][n] += clock.sample(entry["calls"][n], entry["repeats"][n])
+        for entry in order:
+            several = max(1, entry["repeats"]["total"] // 2)
+            entry["samples"]["queued"] += clock.sample(entry["calls"]["total"], several, flushes=LAUNCHED_AHEAD)
 
 
 def measure(table: dict[str, Callable], p: Problem, clock: Clock) -> tuple[list[dict], list[tuple[str, str]]]:
@@ -93,23 +108,19 @@ def measure(table: dict[str, Callable], p: Problem, clock: Clock) -> tuple[list[
     for name, setup in table.items():
         try:
             entry = set_up(name, setup, x)
-            entry["repeats"] = {n: clock.repeats(call) for n, call in entry["calls"].items()}
+            entry["repeats"] = {n: clock.repeats(call, 2, 8, ROUNDS) for n, call in entry["calls"].items()}
+            entry["samples"] = {n: [] for n in (*entry["calls"], "queued")}
             ready.append(entry)
         except failures() as error:
             skipped.append((name, reason(error)))
-    for turn in range(ROUNDS):
-        for entry in ready if turn % 2 == 0 else reversed(ready):
-            for n, call in entry["calls"].items():
-                entry["samples"][n] += clock.sample(call, entry["repeats"][n])
-            entry.setdefault("queued", []).extend(clock.sample(entry["calls"]["total"], 5, flushes=LAUNCHED_AHEAD))
+    take_turns(ready, clock)
     rows = []
     for entry in ready:
         ms = {n: statistics.median(samples) for n, samples in entry["samples"].items()}
         row = {
             "contender": entry["name"],
             **{f"{n}_ms": ms[n] for n in ms},
-            "queued_ms": statistics.median(entry["queued"]),
-            **{f"{n}_tflops": FLOPS[n] * p.forward_flops / ms[n] / 1e9 for n in ms},
+            **{f"{n}_tflops": FLOPS[n] * p.forward_flops / ms[n] / 1e9 for n in FLOPS},
             "peak_mb": entry["peak_mb"],
             "setup_s": entry["setup_s"],
             "spread": spread(entry["samples"]["total"]),

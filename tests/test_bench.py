@@ -207,6 +207,35 @@ def test_relative_error_sees_through_layouts():
     assert bench_measure.relative_error(true * 1.5, true) == pytest.approx(0.5)
 
 
+def test_contenders_are_timed_in_turn_each_round_in_a_new_order():
+    import bench_measure
+
+    timed = []
+
+    class FakeClock(bench_measure.Clock):
+        def __init__(self):
+            pass
+
+        def sample(self, run, repeats, flushes=1):
+            timed.append((run(), flushes))
+            return [1.0] * repeats
+
+    def contender(name):
+        calls = {kind: lambda kind=kind: (name, kind) for kind in bench_measure.FLOPS}
+        return {"calls": calls, "repeats": dict.fromkeys(calls, 3), "samples": {n: [] for n in (*calls, "queued")}}
+
+    names = "abcd"
+    ready = [contender(name) for name in names]
+    bench_measure.take_turns(ready, FakeClock())
+    turns = [timed[i : i + len(names)] for i in range(0, len(timed), len(names))]
+    assert all({name for (name, _), _ in turn} == set(names) for turn in turns)
+    assert [turn[0][0][1] for turn in turns] == ["forward", "backward", "total", "total"] * bench_measure.ROUNDS
+    assert [turn[0][1] for turn in turns[:4]] == [1, 1, 1, bench_measure.LAUNCHED_AHEAD]
+    assert len({"".join(name for (name, _), _ in turn) for turn in turns}) > bench_measure.ROUNDS // 2
+    several = {"forward": 3, "backward": 3, "total": 3, "queued": 1}
+    assert all(len(e["samples"][n]) == several[n] * bench_measure.ROUNDS for e in ready for n in several)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
