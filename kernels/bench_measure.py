@@ -32,13 +32,18 @@ class Clock:
         self.budget_ms = budget_ms
         self.flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
-    def sample(self, run: Callable, repeats: int, flushes: int = 1) -> list[float]:
-        """Return the milliseconds of each of `repeats` calls; many flushes keep the GPU busy until all is launched."""
+    def sample(self, run: Callable, repeats: int, flushes: int = 1, clean: bool = False) -> list[float]:
+        """Return the milliseconds of each of `repeats` calls; many flushes keep the GPU busy until all is launched.
+
+        A flush leaves the L2 full of lines that must be written back while the call runs; clean, full of lines read.
+        """
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
         self.flush.zero_()  # the first call is launched behind two
         for start, end in events:
             for _ in range(flushes):
                 self.flush.zero_()
+            if clean:
+                self.flush.view(torch.int64).sum()
             start.record()
             run()
             end.record()
@@ -168,21 +173,29 @@ def relative_error(value: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def decode(p: Decode, clock: Clock, copy_gb_s: float) -> tuple[list[dict], list[tuple[str, str]]]:
-    """Return a decoding step's time, launched and replayed from a CUDA graph, and its rate over the live cache."""
+    """Return a decoding step's time and its rate over the live cache, launched and replayed from a CUDA graph.
+
+    Each after a flush that wrote, and after one that read: in a model the weights just read are what fills the L2.
+    """
     try:
         step, live_bytes, live = decoding(p)
-        launched = clock.median(step)
+        repeats = clock.repeats(step, 2, 8, ROUNDS)
     except failures() as error:
         return [], [("ours", reason(error))]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    replayed = clock.median(graph.replay)
-    rate, graph_rate = (live_bytes / ms / 1e6 for ms in (launched, replayed))
-    row = {"contender": "ours", "ms": launched, "graph_ms": replayed, "live": live, "live_mb": live_bytes / 1e6}
-    row |= {"gb_s": rate, "of_copy": rate / copy_gb_s, "graph_of_copy": graph_rate / copy_gb_s}
-    return [row], []
+    samples: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for clean in ("", "clean_"):
+            for how, call in (("", step), ("graph_", graph.replay)):
+                samples.setdefault(f"{clean}{how}", []).extend(clock.sample(call, repeats, clean=bool(clean)))
+    row = {"contender": "ours", "live": live, "live_mb": live_bytes / 1e6}
+    for how, times in samples.items():
+        ms = statistics.median(times)
+        row |= {f"{how}ms": ms, f"{how}of_copy": live_bytes / ms / 1e6 / copy_gb_s}
+    return [{**row, "gb_s": live_bytes / row["ms"] / 1e6}], []
 
 
 def machine() -> dict:

@@ -13,7 +13,7 @@ METHOD = (
     "medians of CUDA events around the Python call, launches included, calls queued one after another, the L2 flushed "
     "before each by writing 256 MB; eight rounds over all contenders of a problem, a few calls each in turn, in a new "
     "order every round; queued_ms: the same step while the GPU is kept busy until all is launched; peak_mb: one step "
-    "beyond its inputs; bf16 throughout"
+    "beyond its inputs; clean_: after a flush that reads the 256 MB, too; bf16 throughout"
 )
 
 

@@ -35,7 +35,8 @@ def synthetic(times: dict[str, float] | None = None) -> dict:
                 rows.append(row(task.problem, n, (times or {}).get(n, 1.0 if n.startswith("ours") else 10.0)))
     decode = [
         {"problem": p.name, "contender": "ours", **p._asdict(), "ms": 1.0, "gb_s": 2400.0, "of_copy": 0.8,
-         "graph_ms": 0.9, "graph_of_copy": 0.89, "live": 1.0 if p.gates == "open" else 0.2}
+         "graph_of_copy": 0.89, "clean_ms": 0.9, "clean_of_copy": 0.89, "clean_graph_of_copy": 0.95,
+         "live": 1.0 if p.gates == "open" else 0.2}
         for p in DECODE
     ]  # fmt: skip
     errors = [
@@ -116,7 +117,7 @@ def test_no_target_without_both_sides():
     result = synthetic()
     result["rows"] = [r for r in result["rows"] if r["contender"] == "ours"]
     result["errors"] = []
-    assert {t["what"] for t in bench_report.targets(result)} == {"decode / copy"}
+    assert {t["what"] for t in bench_report.targets(result)} == {"decode / copy", "decode / copy, L2 clean"}
 
 
 def test_summary_names_each_shape_and_what_was_missed():
@@ -216,7 +217,7 @@ def test_contenders_are_timed_in_turn_each_round_in_a_new_order():
         def __init__(self):
             pass
 
-        def sample(self, run, repeats, flushes=1):
+        def sample(self, run, repeats, flushes=1, clean=False):
             timed.append((run(), flushes))
             return [1.0] * repeats
 
