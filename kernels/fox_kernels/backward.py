@@ -17,6 +17,7 @@ import torch
 from . import prune as pruning
 from .backward_dkdv import dkdv_kernel
 from .backward_dq import dq_kernel
+from .blocks import cap_kind
 from .cumsum import block_relative
 from .forward import LOG2_E, aligned, document_bounds, first_position, no_bounds, walked_together
 from .launch import cdiv, describable, launch, source
@@ -57,7 +58,7 @@ def launch_backward(
     numbers = (q_offset, window or 0, sink, int(bounds is not None), scale, scale * LOG2_E)
     numbers += (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
     options = (
-        causal, starts is not None, window is not None, sink > 0, softcap is not None, pruning.BLOCK_M,
+        causal, starts is not None, window is not None, sink > 0, cap_kind(softcap, q.dtype), pruning.BLOCK_M,
         c_offset is not None,
     )  # fmt: skip
     precision = "ieee" if q.dtype == torch.float32 else "tf32"

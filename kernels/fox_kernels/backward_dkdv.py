@@ -80,7 +80,7 @@ def _dkdv_block(
         dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
     tanh = s
     if CAP:
-        s, tanh = soft_capped(s * scale2, softcap2, inverse_cap, PRECISION == "ieee")
+        s, tanh = soft_capped(s * scale2, softcap2, inverse_cap, CAP == 2)
     else:
         s = s * scale2
     if MASKED:

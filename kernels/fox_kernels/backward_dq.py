@@ -46,7 +46,7 @@ def _dq_block(
         dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
     s, tanh = scores(
         s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
-        inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP, PRECISION == "ieee")  # fmt: skip
+        inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP)  # fmt: skip
     p = tl.exp2(s - (lse - lift)[:, None])
     ds = p * dp
     if MASKED:

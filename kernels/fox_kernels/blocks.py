@@ -7,8 +7,12 @@ Which it is, what it sees, its rows, its gates and its scores. Formulas: `forwar
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportGeneralTypeIssues=false
 
+import torch
 import triton
 import triton.language as tl
+
+COARSE_CAP = 256.0  # above, tanh by exp2 costs scores more than 1e-5
+UNREACHED_CAP = 1e30  # no score is near: it caps nothing
 
 
 @triton.jit
@@ -36,6 +40,13 @@ def decayed(s, ci_hi, ci_lo, cj_hi, cj_lo, is_sink, sink_bias, SINK: tl.constexp
     if SINK:
         return s + tl.where(is_sink, sink_bias, (ci_hi - cj_hi) + (ci_lo - cj_lo))
     return (s + (ci_lo - cj_lo)) + (ci_hi - cj_hi)
+
+
+def cap_kind(softcap: float | None, dtype: torch.dtype) -> int:
+    """Return the kernels' CAP: 0 for no softcap, 1 for tanh by exp2, 2 for tanh with all its digits (`soft_capped`)."""
+    if softcap is None or softcap > UNREACHED_CAP:
+        return 0
+    return 2 if dtype == torch.float32 or softcap > COARSE_CAP else 1
 
 
 @triton.jit
@@ -173,12 +184,12 @@ def partial_sums(x):
 def scores(
     s, c_first, c_second, bias_hi, bias_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, EXACT: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Products of queries and keys as base-2 scores: scaled, capped, with their decay, -inf where hidden; and tanh."""
     tanh = s
     if CAP:
-        s, tanh = soft_capped(s * scale2, softcap2, inverse_cap, EXACT)
+        s, tanh = soft_capped(s * scale2, softcap2, inverse_cap, CAP == 2)
     else:
         s = s * scale2
     if MASKED:

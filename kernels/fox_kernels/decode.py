@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import soft_capped, visible
+from .blocks import cap_kind, soft_capped, visible
 from .decode_search import first_kept_torch, key_bound, search, skip_before
 from .forward import LOG2_E, aligned, unit_last
 from .launch import cdiv, launch, power_of_2
@@ -144,7 +144,7 @@ def split_kernel(
             v1 = tl.load(v_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
             s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
         if CAP:
-            s, _t = soft_capped(s * scale2, softcap2, inverse_cap, PRECISION == "ieee")
+            s, _t = soft_capped(s * scale2, softcap2, inverse_cap, CAP == 2)
         else:
             s = s * scale2
         gates = c_rows[:, None] + j[None, :]
@@ -287,7 +287,8 @@ def launch_decode(
     odd |= 0 if seq_start is None else seq_start.data_ptr()
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *c_hi.stride()[:2])
     kinds = (q.dtype, T, H, strides) if odd % 16 == 0 and first is None else ()
-    cap = (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
+    caps = (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
+    cap = cap_kind(softcap, q.dtype)
     tile_rows, wide, precise = max(16, power_of_2(T * group)), power_of_2(D), q.element_size() == 4
     if prune is not None and first is None and k_bound is None:
         first = skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), scale, softcap, prune)
@@ -318,10 +319,10 @@ def launch_decode(
         grid,
         (
             q, k, v, c_hi, c_lo, seq_start, first, parts, part_lse,
-            *strides, T, S, H, pairs, chunk, slots, window or 0, sink, scale * LOG2_E, *cap,
+            *strides, T, S, H, pairs, chunk, slots, window or 0, sink, scale * LOG2_E, *caps,
         ),
         (
-            group, D0, D1, tile_rows, block, padded, window is not None, sink > 0, softcap is not None, pruned, shared,
+            group, D0, D1, tile_rows, block, padded, window is not None, sink > 0, cap, pruned, shared,
             "ieee" if precise else "tf32",
         ),
         stages=stages_for(tile_rows, block, D, q.element_size(), on),

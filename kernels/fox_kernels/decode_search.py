@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import prune as pruning
-from .blocks import soft_capped
+from .blocks import cap_kind, soft_capped
 from .forward import LOG2_E
 from .launch import launch, power_of_2
 
@@ -100,6 +100,7 @@ def search(q, k, c_hi, c_lo, k_bound, scale, softcap, log_eps, kinds=()) -> torc
     """Return first (B, Hkv) int32 as `skip_before`, given k_bound (B, Hkv) float32 >= |k_j|: keys are not read."""
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     first = torch.empty(B, Hkv, dtype=torch.int32, device=q.device)
+    cap = cap_kind(softcap, q.dtype)
     launch(
         search_kernel,
         (B * Hkv,),
@@ -109,8 +110,7 @@ def search(q, k, c_hi, c_lo, k_bound, scale, softcap, log_eps, kinds=()) -> torc
             0.0 if softcap is None else 2.0 / softcap, log_eps * LOG2_E - math.log2(S),
         ),
         (
-            H // Hkv, D, power_of_2(D), power_of_2(T * H // Hkv), softcap is not None, q.element_size() == 4,
-            search_steps(S),
+            H // Hkv, D, power_of_2(D), power_of_2(T * H // Hkv), cap > 0, cap == 2, search_steps(S),
         ),
         kinds=kinds,
     )  # fmt: skip

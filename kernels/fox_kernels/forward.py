@@ -20,7 +20,17 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import prune as pruning
-from .blocks import block_scalars, gates_of_keys, key_range, load_rows, masked_block, place, query_facts, scores
+from .blocks import (
+    block_scalars,
+    cap_kind,
+    gates_of_keys,
+    key_range,
+    load_rows,
+    masked_block,
+    place,
+    query_facts,
+    scores,
+)
 from .chunked import document_starts
 from .cumsum import block_relative
 from .launch import cdiv, describable, launch, source
@@ -53,7 +63,7 @@ def _attend(
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
     s, _tanh = scores(
         s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
-        inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP, PRECISION == "ieee")  # fmt: skip
+        inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP)  # fmt: skip
     largest = tl.max(s, 1) + lift
     top = tl.maximum(top, largest)
     now = tl.maximum(largest, top - 16.0)
@@ -286,7 +296,7 @@ def launch_forward(
         ),
         (
             H // Hkv, D0, D1, tile.block_m, tile.block_n, causal, starts is not None, window is not None, sink > 0,
-            softcap is not None, pruning.BLOCK_M, c_offset is not None, residual is not None,
+            cap_kind(softcap, q.dtype), pruning.BLOCK_M, c_offset is not None, residual is not None,
             "ieee" if q.dtype == torch.float32 else "tf32", tma, by_row,
         ),
         warps=tile.warps, stages=tile.stages,

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .blocks import cap_kind, soft_capped
 from .launch import cdiv, launch, power_of_2
 
 BLOCK_M = 64  # queries per bound; the tiles of the forward and of dq take the least of theirs
@@ -43,7 +44,7 @@ def worth(q: torch.Tensor, k: torch.Tensor, log_eps: float | None) -> float | No
 @triton.jit
 def capped(s, softcap2, CAP: tl.constexpr):
     if CAP:
-        s = softcap2 * (1.0 - 2.0 / (tl.exp2(s * (2.0 * 1.4426950408889634) / softcap2) + 1.0))
+        s, _t = soft_capped(s, softcap2, 2.0 * 1.4426950408889634 / softcap2, CAP == 2)
     return s
 
 
@@ -173,7 +174,7 @@ def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal
     first = torch.empty(B, H, tiles, dtype=torch.int32, device=q.device) if out is None else out
     never = log_eps * LOG2_E - math.log2(S)  # a fall of c not below this keeps every key
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
-    group, width, capped_scores = H // Hkv, power_of_2(D), softcap is not None
+    group, width, cap = H // Hkv, power_of_2(D), cap_kind(softcap, q.dtype)
     odd = q.data_ptr() | k.data_ptr() | c_hi.data_ptr() | c_lo.data_ptr() | first.data_ptr() | queries << 2
     kinds = (q.dtype, q.stride(), k.stride(), H) if odd % 16 == 0 else ()
     launch(
@@ -183,14 +184,14 @@ def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal
             q, k, c_hi, c_lo, q_norm, ahead, k_norm, *q.stride()[:3], *k.stride()[:3],
             T, S, H, q_offset, queries, keys, scale * LOG2_E, cap2, never,
         ),
-        (group, D, width, BLOCK_M, BLOCK_N, capped_scores, 8), kinds=kinds,
+        (group, D, width, BLOCK_M, BLOCK_N, cap, 8), kinds=kinds,
     )  # fmt: skip
     rows = min(32, power_of_2(tiles))
     launch(
         bounds_kernel,
         (B * H, cdiv(tiles, rows)),
         (c_hi, c_lo, q_norm, ahead, k_norm, first, T, S, H, q_offset, scale * LOG2_E, cap2, never),
-        (group, BLOCK_M, BLOCK_N, rows, 2048 // rows, capped_scores),
+        (group, BLOCK_M, BLOCK_N, rows, 2048 // rows, cap),
         kinds=kinds,
     )
     return first

@@ -25,7 +25,7 @@ def enforced() -> Iterator[None]:
     firsts, ends = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def check(pointers, mask) -> None:
-        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.int64)
+        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].astype(np.int64)
         size = pointers.get_element_ty().primitive_bitwidth // 8
         tensor = np.searchsorted(firsts, at, side="right") - 1
         assert ((tensor >= 0) & (at + size <= ends[tensor])).all(), "a kernel left its tensors"
