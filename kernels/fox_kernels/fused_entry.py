@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import fused_gate, fused_rotary
-from .fused_support import power_of_2, without_autocast
+from .fused_support import power_of_2, require, without_autocast
 from .launch import launch
 
 
@@ -213,7 +213,7 @@ def entry(
     x bf16, fp16 or fp32, the dtype of all products; wq (H D, K), wk, wv (Hkv D, K) and bias (H D + 2 Hkv D) or None of
     any float dtype; wf (H, K), bf (H,) float32; cos, sin (B or 1, T, P): the first P of D / 2 pairs turn, as in
     `rotary`. Gradients to x, the weights and the biases. q, k and v are slices of one tensor. Raises ValueError for
-    shapes that don't fit.
+    shapes that don't fit, and where the kernels can't run (`fused_support.available`).
     """
     K, Q, KV, H = x.shape[-1], wq.shape[0], wk.shape[0], wf.shape[0]
     fits = wq.shape == (H * head_dim, K) and wk.shape == wv.shape == (KV, K) and wf.shape == (H, K) and bf.shape == (H,)
@@ -226,6 +226,11 @@ def entry(
         raise ValueError(f"cos and sin must be (B or 1, T, P) for x {tuple(x.shape)}, got {tuple(cos.shape)}")
     if cos.shape[-1] > head_dim // 2:
         raise ValueError(f"only {head_dim // 2} pairs can turn at head dim {head_dim}, got {cos.shape[-1]}")
+    if wf.dtype != torch.float32 or bf.dtype != torch.float32:
+        raise ValueError(f"the gate computes in float32: wf and bf must be, got {wf.dtype} and {bf.dtype}")
+    require(x, "entry_torch")
+    if x.numel() == 0:
+        return entry_torch(x, wq, wk, wv, bias, wf, bf, cos, sin, head_dim)
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     wq, wk, wv, wf, bf = (w.contiguous() for w in (wq, wk, wv, wf, bf))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused_support import power_of_2
+from .fused_support import power_of_2, require
 from .launch import launch
 
 SPLITS = 64  # parts of the tokens whose sums for dW are formed side by side
@@ -188,17 +188,19 @@ def gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return log sigmoid(x W^T + b), the log of the forget gates, in float32 whatever x is and autocast says.
 
     x (..., K) bf16, fp16 or fp32; weight (H, K), bias (H,) float32 -> (..., H) float32, natural log, <= 0. Gradients to
-    all three. Raises ValueError for weights that are not float32 or don't fit x.
+    all three. Raises ValueError for weights that are not float32 or don't fit x, and where the kernels can't run
+    (`fused_support.available`).
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), eq. 1.
     """
-    H, K = weight.shape
-    if x.shape[-1] != K or bias.shape != (H,):
+    H, K = weight.shape if weight.dim() == 2 else (0, 0)
+    if K == 0 or x.shape[-1:] != (K,) or bias.shape != (H,):
         raise ValueError(
             f"x (..., K), weight (H, K) and bias (H,) don't fit: {tuple(x.shape)}, {tuple(weight.shape)}, "
             f"{tuple(bias.shape)}"
         )
     if weight.dtype != torch.float32 or bias.dtype != torch.float32:
         raise ValueError(f"the gate computes in float32: weight and bias must be, got {weight.dtype} and {bias.dtype}")
+    require(x, "gate_torch")
     flat = x.reshape(-1, K)
     if flat.stride(-1) != 1:
         flat = flat.contiguous()

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused_support import power_of_2
+from .fused_support import power_of_2, require
 from .launch import launch
 
 SPLITS = 128  # parts of the tokens whose sums for the gain's gradient are formed side by side
@@ -25,7 +25,7 @@ def head_norm_kernel(
     x_ptr, gain_ptr, logit_ptr, y_ptr, sx_n, sx_h, sl_n, N, H, eps,
     NORM: tl.constexpr, GATE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(0) % H
+    h = (tl.program_id(0) % H).to(tl.int64)
     n = (tl.program_id(0) // H * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     d = tl.arange(0, COLUMNS)[None, :]
     here = (n < N) & (d < D)
@@ -44,7 +44,7 @@ def head_norm_backward_kernel(
     sd_n, sd_h, sx_n, sx_h, sl_n, N, H, steps, eps,
     NORM: tl.constexpr, GATE: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(0) % H
+    h = (tl.program_id(0) % H).to(tl.int64)
     split = tl.program_id(0) // H
     d = tl.arange(0, COLUMNS)[None, :]
     if NORM:
@@ -189,14 +189,19 @@ def head_norm(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float =
     """Return gain_h x / sqrt(mean x^2 + eps) * 2 sigmoid(logit), without the factors whose argument is None.
 
     x (..., H, D) bf16, fp16 or fp32; gain (H, D) float32; logit (..., H D), any float dtype. Returns x's shape and
-    dtype, contiguous. Gradients to all three. Raises ValueError for shapes that don't fit.
+    dtype, contiguous. Gradients to all three. Raises ValueError for shapes and dtypes that don't
+    fit, and where the kernels can't run (`fused_support.available`).
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), section 3.3, gains per head.
     """
+    if x.dim() < 2:
+        raise ValueError(f"x must be (..., H, D), got {tuple(x.shape)}")
     H, D = x.shape[-2:]
     if gain is not None and (gain.shape != (H, D) or gain.dtype != torch.float32):
         raise ValueError(f"gain must be ({H}, {D}) float32, got {tuple(gain.shape)} {gain.dtype}")
-    if logit is not None and logit.shape != (*x.shape[:-2], H * D):
-        raise ValueError(f"logit must be {(*x.shape[:-2], H * D)}, got {tuple(logit.shape)}")
+    wanted = (*x.shape[:-2], H * D)
+    if logit is not None and (logit.shape != wanted or not logit.is_floating_point()):
+        raise ValueError(f"logit must be {wanted} of a float dtype, got {tuple(logit.shape)} {logit.dtype}")
+    require(x, "head_norm_torch")
     flat = _flat(x, D)
     logit = None if logit is None else logit.reshape(-1, H * D)
     logit = logit if logit is None or logit.stride(-1) == 1 else logit.contiguous()

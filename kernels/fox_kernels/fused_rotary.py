@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused_support import power_of_2
+from .fused_support import power_of_2, require
 from .launch import launch
 
 
@@ -144,9 +144,11 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
     q (B, H, T, D), k (B, Hkv, T, D), one dtype, any strides; cos, sin (B or 1, T, P), P <= D/2, any float dtype.
     Returns both in their dtype, laid out in memory as (B, T, heads, D), as attention reads them. cos and sin get no
-    gradient. Raises ValueError for shapes that don't fit.
+    gradient. Raises ValueError for shapes that don't fit, and where the kernels can't run (`fused_support.available`).
     Source: Su et al., "RoFormer" (2021), section 3.4.2, halves stacked.
     """
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"q and k must be (B, heads, T, D), got {tuple(q.shape)} and {tuple(k.shape)}")
     B, _, T, D = q.shape
     if D % 2 or k.shape[0] != B or k.shape[2:] != q.shape[2:] or k.dtype != q.dtype:
         raise ValueError(
@@ -157,6 +159,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         raise ValueError(f"cos and sin must be (B or 1, T, P) = ({B}, {T}, P), got {tuple(cos.shape)}")
     if cos.shape[-1] > D // 2:
         raise ValueError(f"only {D // 2} pairs can turn at head dim {D}, got cos and sin for {cos.shape[-1]}")
+    require(q, "rotary_torch")
     if torch.compiler.is_compiling():
         return rotary_operator(q, k, cos, sin, False)
     return _Turn.apply(q, k, cos, sin, False)  # type: ignore[return-value]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused_support import power_of_2
+from .fused_support import power_of_2, require
 from .launch import launch
 
 
@@ -23,7 +23,7 @@ def shift_kernel(
     x_ptr, amount_ptr, y_ptr, sx_b, sx_t, sx_h, T, H,
     D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(0) % H
+    h = (tl.program_id(0) % H).to(tl.int64)
     row = tl.program_id(0) // H
     b = (row // tl.cdiv(T, BLOCK)).to(tl.int64)
     t = (row % tl.cdiv(T, BLOCK) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -43,7 +43,7 @@ def shift_backward_kernel(
     dy_ptr, x_ptr, amount_ptr, dx_ptr, damount_ptr, sd_b, sd_t, sd_h, sx_b, sx_t, sx_h, T, H,
     D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(0) % H
+    h = (tl.program_id(0) % H).to(tl.int64)
     row = tl.program_id(0) // H
     b = (row // tl.cdiv(T, BLOCK)).to(tl.int64)
     t = (row % tl.cdiv(T, BLOCK) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -143,11 +143,15 @@ def shift(x: Tensor, amount: Tensor) -> Tensor:
     """Return x_t + amount_t (x_{t-1} - x_t), the first token of each row unchanged.
 
     x (B, T, H, D) bf16, fp16 or fp32, any strides; amount (B, T, H) float32, 0 where a document starts. Returns x's
-    shape and dtype, contiguous. Gradients to both. Raises ValueError for an amount that doesn't fit.
+    shape and dtype, contiguous. Gradients to both. Raises ValueError for an amount that doesn't fit, and
+    where the kernels can't run (`fused_support.available`).
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), section 3.3.
     """
     if amount.shape != x.shape[:-1] or amount.dtype != torch.float32:
         raise ValueError(f"amount must be {tuple(x.shape[:-1])} float32, got {tuple(amount.shape)} {amount.dtype}")
+    if x.dim() != 4:
+        raise ValueError(f"x must be (B, T, H, D), got {tuple(x.shape)}")
+    require(x, "shift_torch")
     x = x if x.stride(-1) == 1 else x.contiguous()
     amount = amount.contiguous()
     return shift_operator(x, amount) if torch.compiler.is_compiling() else _Shift.apply(x, amount)  # type: ignore[return-value]

@@ -23,6 +23,14 @@ def available(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def require(x: torch.Tensor, twin: str) -> None:
+    """Raise ValueError where the fused kernels can't run on x, naming the eager twin, which can."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"the fused kernels take bfloat16, float16 and float32, got {x.dtype}: cast it or use {twin}")
+    if not available(x):
+        raise ValueError(f"the fused kernels need an NVIDIA GPU from Ampere on, got a tensor on {x.device}: use {twin}")
+
+
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """Return a context in which products of x's dtype stay in it; entering torch's own costs the host 20 us."""
     device = x.device.type

@@ -32,6 +32,40 @@ def check_softcaps_far_above_the_scores() -> None:
     assert failures(Case(T=1, S=300, D=16, dtype=FP16, gate="short", options={"softcap": 1e8, "prune": -8.0})) == []
 
 
+def check_heads_far_apart_in_memory() -> None:
+    """A head's distance times its number passes 2^31: x of the fused helpers may be laid out heads first."""
+    from fox_kernels.fused_norm import head_norm
+    from fox_kernels.fused_shift import shift
+
+    torch.manual_seed(0)
+    room = torch.empty(2**31 + 2**20, dtype=FP16)  # of which little is touched, so little exists
+
+    def far(n: int) -> torch.Tensor:
+        x = room.as_strided((1, 3, 3, 16), (0, 16, 2**30 + 16, 1), 64 * n)
+        return x.copy_(torch.randn(1, 3, 3, 16)).detach().requires_grad_(n == 0)
+
+    x, dy, gain, amount = far(0), far(1), torch.rand(3, 16), torch.rand(1, 3, 3)
+    for function in (lambda x: head_norm(x, gain, None), lambda x: shift(x, amount)):
+        near, wanted = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_(), dy.contiguous()
+        y, z = function(x), function(near)
+        assert torch.equal(y, z)
+        assert torch.equal(*torch.autograd.grad(y, x, dy), *torch.autograd.grad(z, near, wanted))
+
+
+def check_entry_without_tokens() -> None:
+    from fox_kernels.fused_entry import entry
+
+    for B, T in ((0, 3), (2, 0)):
+        x, angle = torch.zeros(B, T, 8, requires_grad=True), torch.zeros(1, T, 2)
+        w, wf, bf = torch.ones(4, 8, requires_grad=True), torch.ones(1, 8, requires_grad=True), torch.zeros(1)
+        q, k, v, log_f = entry(x, w, w, w, None, wf, bf, angle, angle, 4)
+        assert [y.shape for y in (q, k, v, log_f)] == [(B, T, 4)] * 3 + [(B, T, 1)]
+        dx, dw, dwf = torch.autograd.grad(q.sum() + k.sum() + v.sum() + log_f.sum(), (x, w, wf))
+        assert dx.shape == x.shape
+        assert not dw.any()
+        assert not dwf.any()
+
+
 CHECKS = [name for name in dict(globals()) if name.startswith("check_")]
 
 
@@ -53,6 +87,39 @@ def run_all() -> dict[str, str]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_in_the_interpreter(check, report):
     assert report.get(check) is None, report[check]
+
+
+def test_fused_helpers_say_what_they_cannot_take():
+    from fox_kernels.fused_entry import entry
+    from fox_kernels.fused_gate import gate
+    from fox_kernels.fused_norm import head_norm
+    from fox_kernels.fused_rotary import rotary
+    from fox_kernels.fused_shift import shift
+
+    x, w, b, angle = torch.zeros(1, 5, 2, 8), torch.zeros(2, 8), torch.zeros(2), torch.zeros(1, 5, 4)
+    square = torch.zeros(8, 8)
+    states = (x[:, :, 0], square, square, square, None)
+    for message, function, arguments in (
+        ("tensor on cpu: use gate_torch", gate, (x, w, b)),
+        ("tensor on cpu: use head_norm_torch", head_norm, (x, None, None)),
+        ("tensor on cpu: use shift_torch", shift, (x, x[..., 0])),
+        ("tensor on cpu: use rotary_torch", rotary, (x.transpose(1, 2), x.transpose(1, 2), angle, angle)),
+        (
+            "tensor on cpu: use entry_torch",
+            entry,
+            (*states, w[:1], b[:1], angle, angle, 8),
+        ),
+        ("got torch.float64: cast it or use gate_torch", gate, (x.double(), w, b)),
+        ("don't fit", gate, (x, w[0], b)),
+        ("don't fit", gate, (x[..., :0], w[:, :0], b)),
+        (r"x must be \(..., H, D\)", head_norm, (b, None, None)),
+        ("of a float dtype", head_norm, (x, None, torch.zeros(1, 5, 16, dtype=torch.int32))),
+        (r"x must be \(B, T, H, D\)", shift, (w, w[:, 0])),
+        (r"must be \(B, heads, T, D\)", rotary, (w, w, angle, angle)),
+        ("wf and bf must be", entry, (*states, w[:1].half(), b[:1], angle, angle, 8)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)
 
 
 if __name__ == "__main__":
