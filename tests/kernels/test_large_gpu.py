@@ -98,8 +98,7 @@ def test_decoding_from_a_cache_of_more_than_two_to_the_31_elements():
 
 @pytest.mark.skipif(bool(NO_GLUON), reason=str(NO_GLUON))
 @pytest.mark.parametrize("mean", [0.0, -1.0, -3.0])
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("T", [4096, 32768])
+@pytest.mark.parametrize(("T", "D"), [(4096, D) for D in (64, 80, 96, 128)] + [(32768, 64), (32768, 128)])
 def test_gate_gradient_of_the_hopper_kernels_within_half_a_percent(T, D, mean):
     torch.manual_seed(0)
     assert gate_error(T, mean, D=D, backend="gluon") <= 5e-3
