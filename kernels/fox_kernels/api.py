@@ -161,14 +161,11 @@ def forgetting_attention(
     Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """
     q, k, v = chunked.under_autocast(q, k, v)
-    options = {
-        "scale": chunked.check_arguments(
-            q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
-            softcap=softcap, prune=prune,
-        ),
-        "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink, "softcap": softcap,
-        "prune": prune,
+    options: dict = {
+        "scale": scale, "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink,
+        "softcap": softcap, "prune": prune,
     }  # fmt: skip
+    options["scale"] = chunked.check_arguments(q, k, v, log_f, **options)
     check_gates(log_f)
     chosen, reason = choose(q, k, v, log_f, backend=backend, **options)
     if not torch.compiler.is_compiling():
@@ -188,7 +185,7 @@ def forgetting_attention(
 
 def decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether `decode_attention` can run and is made for this: a few queries, a long cache, no gradient."""
-    if triton_unsupported(q) is not None or q.shape[2] % k.shape[2]:
+    if triton_unsupported(q) is not None or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return False
@@ -225,9 +222,12 @@ def decode_attention(
     Returns o (B, T, H, D) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, and where
     a gradient is asked for: there is none.
     """
+    for name, x in {"q": q, "k": k, "v": v, "c_hi": c_hi, "c_lo": c_lo}.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q and k must be (batch, tokens, heads, head_dim), got {tuple(q.shape)} and {tuple(k.shape)}")
-    wanted, bounds = (q.shape[0], q.shape[2], k.shape[1]), (k.shape[0], k.shape[2])
+    wanted = (q.shape[0], q.shape[2], k.shape[1])
     if c_hi.shape != wanted or c_lo.shape != wanted:
         raise ValueError(f"c_hi and c_lo must be (B, H, S) = {wanted}, got {tuple(c_hi.shape)}, {tuple(c_lo.shape)}")
     alike = c_hi.dtype == c_lo.dtype == torch.float32 and c_hi.stride() == c_lo.stride()
@@ -236,20 +236,30 @@ def decode_attention(
             f"c_hi and c_lo must be float32 with the same strides, the last 1; got {c_hi.dtype} {c_hi.stride()}, "
             f"{c_lo.dtype} {c_lo.stride()}"
         )
-    scale = chunked.check_arguments(
-        q, k, v, c_hi.transpose(1, 2), scale=scale, seq_start=seq_start, window=window, sink=sink, softcap=softcap,
-        prune=prune,
-    )  # fmt: skip
-    if k_bound is not None and (tuple(k_bound.shape) != bounds or k_bound.dtype != torch.float32):
-        raise ValueError(f"k_bound must be (B, Hkv) = {bounds} float32, got {tuple(k_bound.shape)} {k_bound.dtype}")
+    options: dict = {
+        "scale": scale, "seq_start": seq_start, "window": window, "sink": sink, "softcap": softcap, "prune": prune
+    }  # fmt: skip
+    options["scale"] = chunked.check_arguments(q, k, v, c_hi.transpose(1, 2), **options)
+    if k_bound is not None:
+        check_bound(k_bound, k)
     reason = triton_unsupported(q)
     if reason is not None:
         raise ValueError(f"decode_attention can't run: {reason}; use forgetting_attention")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, c_hi, c_lo)):
         raise ValueError("decode_attention has no gradient: call it under torch.no_grad(), or use forgetting_attention")
+    if q.numel() == 0:
+        return q.new_empty(q.shape)
     from . import autograd
 
-    return autograd.decode_attention(
-        q, k, v, c_hi, c_lo, scale=scale, seq_start=seq_start, window=window, sink=sink, softcap=softcap, prune=prune,
-        k_bound=None if k_bound is None else k_bound.contiguous(),
-    )  # fmt: skip
+    k_bound = None if k_bound is None else k_bound.contiguous()
+    return autograd.decode_attention(q, k, v, c_hi, c_lo, k_bound=k_bound, **options)
+
+
+def check_bound(k_bound: Tensor, k: Tensor) -> None:
+    """Raise ValueError unless k_bound has a bound for every kv head of every sequence of k."""
+    wanted = f"(B, Hkv) = {(k.shape[0], k.shape[2])} float32 on {k.device}"
+    if not isinstance(k_bound, Tensor):
+        raise ValueError(f"k_bound must be {wanted}, got {type(k_bound).__name__}")
+    given = f"{tuple(k_bound.shape)} {k_bound.dtype} on {k_bound.device}"
+    if k_bound.shape != (k.shape[0], k.shape[2]) or k_bound.dtype != torch.float32 or k_bound.device != k.device:
+        raise ValueError(f"k_bound must be {wanted}, got {given}")

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import cumsum, decode, determinism, prune
 from .backward import launch_backward
-from .chunked import refuse_second_derivative
+from .chunked import check_backward
 from .forward import aligned, launch_forward
 
 LN_2 = math.log(2)
@@ -40,15 +40,19 @@ def _launchers(backend: str):
     return launch_forward, launch_backward
 
 
-def _kept(q: Tensor, for_backward: bool, log_eps: float | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return room for the residual and the pruning bounds that the backward will want; None where it wants none."""
-    B, T, H, _ = q.shape
-    residual, bounds = None, None
+def _residual(q: Tensor, for_backward: bool) -> Tensor | None:
+    """Return room for the residual, or None where the backward will want none."""
     if for_backward and q.element_size() == 2:
-        residual = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return None
+
+
+def _bounds(q: Tensor, for_backward: bool, log_eps: float | None) -> Tensor | None:
+    """Return room for the pruning bounds, or None where the backward will want none."""
+    B, T, H, _ = q.shape
     if for_backward and log_eps is not None:
-        bounds = torch.empty(B, H, -(-T // prune.BLOCK_M), dtype=torch.int32, device=q.device)
-    return residual, bounds
+        return torch.empty(B, H, -(-T // prune.BLOCK_M), dtype=torch.int32, device=q.device)
+    return None
 
 
 def _on_device(q: Tensor):
@@ -70,19 +74,17 @@ def _attend(
             "softcap": softcap,
             "prune": log_eps,
         }
-        residual, bounds = _kept(q, for_backward, log_eps)
         if cu_seqlens is None and not for_backward and decode.pays(q, k):
             c_hi, c_lo = cumsum.cumulative(log_f)
-            return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, residual, bounds
+            return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, None, None
         options["prune"] = prune.worth(q, k, log_eps)
+        residual, bounds = _residual(q, for_backward), _bounds(q, for_backward, options["prune"])
         if backend == "gluon":
             options["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
         c_hi, c_lo = cumsum.cumulative(log_f, options.get("counter"))
         if residual is not None:
             options["residual"] = residual
-        if bounds is not None and options["prune"] is None:
-            bounds.zero_()  # an output of the operator's: never what memory held
-        elif bounds is not None:
+        if bounds is not None:
             q, k = aligned(q), aligned(k)
             options["bounds"] = prune.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, out=bounds)
         launch, _ = _launchers(backend)
@@ -136,6 +138,9 @@ def attention(
         q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, for_backward, deterministic
     )
     o, lse2, c_hi, c_lo = output
+    if bounds is None:  # none were worth a search: zeros in their place, as shapes can't depend on that
+        bounds = _bounds(q, for_backward, prune)
+        bounds = None if bounds is None else bounds.zero_()
     return o, lse2, c_hi, c_lo, *_tensors(q, residual, bounds)
 
 
@@ -144,7 +149,7 @@ def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune
     (B, T, H, D), S = q.shape, k.shape[1]
     o = q.new_empty(B, T, H, D)
     lse2, c_hi, c_lo = (q.new_empty(B, H, n, dtype=torch.float32) for n in (T, S, S))
-    return o, lse2, c_hi, c_lo, *_tensors(q, *_kept(q, for_backward, prune))
+    return o, lse2, c_hi, c_lo, *_tensors(q, _residual(q, for_backward), _bounds(q, for_backward, prune))
 
 
 @torch.library.custom_op("fox_kernels::attention_backward", mutates_args=())
@@ -221,7 +226,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse2):
-        refuse_second_derivative()
+        check_backward(do, dlse2)
         return _gradients(ctx, do, dlse2, _differentiate)
 
 

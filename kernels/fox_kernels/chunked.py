@@ -16,6 +16,7 @@ Sink keys have zeros in the decay channels.
 
 import math
 import numbers
+import sys
 from typing import NamedTuple
 
 import torch
@@ -54,8 +55,9 @@ def check_arguments(
         raise ValueError(
             f"log_f must be (B, S, H) = {(B, S, H)}, one gate per key position and query head, got {tuple(log_f.shape)}"
         )
-    if not q.dtype.is_floating_point or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}: cast them")
+    if not q.dtype.is_floating_point or q.dtype.itemsize < 2 or k.dtype != q.dtype or v.dtype != q.dtype:
+        dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
+        raise ValueError(f"q, k and v must share one floating dtype of 16 bits or more, got {dtypes}: cast them")
     if log_f.dtype not in (torch.float32, torch.float64):
         name = str(log_f.dtype).removeprefix("torch.")
         raise ValueError(f"log_f must be float32, got {name}: cast the gate logit to float32 before logsigmoid")
@@ -82,7 +84,7 @@ def check_arguments(
 
 
 def _is_finite(x) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool) and abs(float(x)) < math.inf
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and abs(x) <= sys.float_info.max  # pyright: ignore[reportOperatorIssue]
 
 
 def _check_seq_start(seq_start: Tensor, B: int, S: int, device: torch.device) -> None:
@@ -349,10 +351,15 @@ def _add_rows(total: Tensor, ranges: list, left: Tensor, right: Tensor) -> None:
         n += b - a
 
 
-def refuse_second_derivative() -> None:
-    """Raise ValueError in a backward that is to be differentiated itself (create_graph=True), rather than give zero."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+def check_backward(*gradients: Tensor | None) -> None:
+    """Raise ValueError in a backward that is to be differentiated itself, rather than give zero, or that is batched."""
+    if torch.compiler.is_compiling():
+        return
+    if torch.is_grad_enabled():
         raise ValueError("no second derivative: leave create_graph=True out, or use fox_kernels.reference")
+    batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+    if any(x is not None and batched(x) for x in gradients):
+        raise ValueError("gradients come one at a time: leave is_grads_batched=True out, or use fox_kernels.reference")
 
 
 class _ForgettingAttention(torch.autograd.Function):
@@ -367,7 +374,7 @@ class _ForgettingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, dlse):
-        refuse_second_derivative()
+        check_backward(do, dlse)
         q, k, v, log_f, o, lse = ctx.saved_tensors
         (B, T, H, D), Hkv = q.shape, k.shape[2]
         if do is None:

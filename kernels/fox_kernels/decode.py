@@ -15,6 +15,7 @@ small kernel finds it from a few values of c.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import functools
+import itertools
 
 import torch
 import triton
@@ -30,6 +31,7 @@ __all__ = ["first_kept_torch", "key_bound", "launch_decode", "pays", "skip_befor
 
 MAX_ROWS = 64  # T * H / Hkv that share a tile
 MIN_KEYS = 256
+MAX_PAIRS = 65535  # (sequence, kv head) pairs: a grid is no longer in its second dimension
 MAX_SHARED = 1024  # (sequence, kv head) pairs; more fill the GPU whatever each has left
 MIN_BLOCKS = tl.constexpr(4)  # to a program: fewer are not worth merging
 
@@ -37,7 +39,7 @@ MIN_BLOCKS = tl.constexpr(4)  # to a program: fewer are not worth merging
 def pays(q: torch.Tensor, k: torch.Tensor) -> bool:
     """Return whether the problem is a decoding one: few query rows per kv head, many keys."""
     (_, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
-    few = q.numel() > 0 and T * (H // Hkv) <= MAX_ROWS and T <= 16 and q.shape[0] * Hkv <= 65535
+    few = q.numel() > 0 and T * (H // Hkv) <= MAX_ROWS and T <= 16 and q.shape[0] * Hkv <= MAX_PAIRS
     return few and S >= MIN_KEYS and S >= 16 * T
 
 
@@ -276,6 +278,17 @@ def launch_decode(
         raise ValueError(
             f"decode packs T * H / Hkv <= {MAX_ROWS} rows into a tile, got {T} * {group}: use launch_forward"
         )
+    if B * Hkv > MAX_PAIRS:
+        given = (q, k, v, c_hi, c_lo, seq_start, first, k_bound)
+        cut = [itertools.repeat(None) if x is None else x.split(MAX_PAIRS // Hkv) for x in given]
+        parts = [
+            launch_decode(
+                *x[:5], scale=scale, seq_start=x[5], window=window, sink=sink, softcap=softcap, prune=prune,
+                first=x[6], k_bound=x[7],
+            )
+            for x in zip(*cut, strict=False)
+        ]  # fmt: skip
+        return torch.cat([o for o, _ in parts]), torch.cat([lse2 for _, lse2 in parts])
     D0, D1 = split_head_dim(D)
     readable = aligned if D1 else unit_last
     q, k, v = readable(q), readable(k), readable(v)

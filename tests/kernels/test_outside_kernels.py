@@ -66,6 +66,22 @@ def check_entry_without_tokens() -> None:
         assert not dwf.any()
 
 
+def check_decoding_of_more_pairs_than_a_grid_holds() -> None:
+    from unittest import mock
+
+    from fox_kernels import cumsum, decode, decode_attention
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(5, n, heads, 16) for n, heads in ((1, 4), (40, 2), (40, 2)))
+    c = cumsum.cumulative_torch(-torch.rand(5, 40, 4))
+    starts, bound = torch.tensor([0, 3, 39, 40, 1], dtype=torch.int32), decode.key_bound(k)
+    for options in ({}, {"seq_start": starts, "sink": 2}, {"prune": -3.0, "k_bound": bound, "softcap": 2.0}):
+        whole = decode_attention(q, k, v, *c, **options)
+        with mock.patch.object(decode, "MAX_PAIRS", 5):
+            torch.testing.assert_close(decode_attention(q, k, v, *c, **options), whole)
+    assert decode_attention(q[:0], k[:0], v[:0], *[x[:0] for x in c]).shape == (0, 1, 4, 16)
+
+
 CHECKS = [name for name in dict(globals()) if name.startswith("check_")]
 
 

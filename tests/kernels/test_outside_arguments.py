@@ -1,0 +1,54 @@
+"""What the operator says to arguments that it can't take, and to ways of differentiating it that it doesn't know."""
+
+# Wrong types are the point:
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
+import pytest
+import torch
+from fox_kernels import decode_attention, forgetting_attention
+
+
+def problem(T: int = 6, S: int = 6, **named) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, h, 16, **named) for n, h in ((T, 4), (S, 2), (S, 2)))
+    return [q, k, v, -torch.rand(1, S, 4)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("option", ["scale", "softcap", "prune"])
+def test_numbers_beyond_a_float_are_refused(option, backend):
+    with pytest.raises(ValueError, match=f"{option} "):
+        forgetting_attention(*problem(), backend=backend, **{option: (-1) ** (option == "prune") * 10**400})
+
+
+def test_8_bits_are_refused():
+    q, k, v, log_f = problem()
+    with pytest.raises(ValueError, match=r"16 bits or more, got torch\.float8_e4m3fn"):
+        forgetting_attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), log_f)
+
+
+def test_batched_gradients_are_refused_but_by_the_reference():
+    inputs = [x.requires_grad_() for x in problem()]
+    for backend in ("reference", "chunked"):
+        o = forgetting_attention(*inputs, backend=backend)
+        do = torch.randn(3, *o.shape)
+        if backend == "reference":
+            batch = torch.autograd.grad(o, inputs, do, is_grads_batched=True, retain_graph=True)
+            for x, y in zip(batch, torch.autograd.grad(o, inputs, do[1]), strict=True):
+                torch.testing.assert_close(x[1], y)
+        else:
+            with pytest.raises(ValueError, match="leave is_grads_batched=True out"):
+                torch.autograd.grad(o, inputs, do, is_grads_batched=True)
+
+
+def test_decoding_says_which_argument_is_wrong():
+    q, k, v, _ = problem(T=1)
+    c, bound = torch.zeros(1, 4, 6), torch.ones(1, 2)
+    for message, arguments, options in (
+        ("q must be a torch.Tensor, got list", ([1], k, v, c, c), {}),
+        ("c_hi must be a torch.Tensor, got NoneType", (q, k, v, None, c), {}),
+        (r"k_bound must be \(B, Hkv\) = \(1, 2\) float32 on cpu, got list", (q, k, v, c, c), {"k_bound": [1.0]}),
+        ("got .1, 2. torch.float32 on meta", (q, k, v, c, c), {"k_bound": bound.to("meta")}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode_attention(*arguments, **options)
