@@ -48,14 +48,21 @@ def capped(s, softcap2, CAP: tl.constexpr):
     return s
 
 
+@triton.jit
+def parts(found_ptr, queries):
+    """Where the norms of the tiles of queries, their best own scores and the norms of the blocks of keys lie."""
+    return found_ptr, found_ptr + queries, found_ptr + 2 * queries
+
+
 @triton.jit(do_not_specialize=["T", "S", "q_offset", "query_programs", "key_programs"])
 def norms_kernel(
-    q_ptr, k_ptr, c_hi_ptr, c_lo_ptr, q_norm_ptr, ahead_ptr, k_norm_ptr,
+    q_ptr, k_ptr, c_hi_ptr, c_lo_ptr, found_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, T, S, H, q_offset, query_programs, key_programs,
     scale2, softcap2, never,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr,
     PER: tl.constexpr,
 ):  # fmt: skip
+    q_norm_ptr, ahead_ptr, k_norm_ptr = parts(found_ptr, query_programs)
     units = tl.program_id(0) * PER + tl.arange(0, PER)
     is_query = units < query_programs
     is_key = (units >= query_programs) & (units < query_programs + key_programs)
@@ -119,11 +126,12 @@ def larger(a, b):
 
 @triton.jit(do_not_specialize=["T", "S", "q_offset"])
 def bounds_kernel(
-    c_hi_ptr, c_lo_ptr, q_norm_ptr, ahead_ptr, k_norm_ptr, first_ptr, T, S, H, q_offset, scale2, softcap2, never,
+    c_hi_ptr, c_lo_ptr, found_ptr, first_ptr, T, S, H, q_offset, scale2, softcap2, never,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
     tiles, blocks = tl.cdiv(T, BM), tl.cdiv(S, BN)
+    q_norm_ptr, ahead_ptr, k_norm_ptr = parts(found_ptr, tl.num_programs(0) * tiles)
     bh = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     real = tile < tiles
@@ -169,19 +177,18 @@ def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal
         raise ValueError("prune needs causal=True and q_offset + T <= S: the bound rests on each query's own key")
     tiles, blocks = cdiv(T, BLOCK_M), cdiv(S, BLOCK_N)
     queries, keys = B * H * tiles, B * Hkv * blocks
-    room = torch.empty(2 * queries + keys, dtype=torch.float32, device=q.device)
-    q_norm, ahead, k_norm = room.split_with_sizes((queries, queries, keys))
+    found = torch.empty(2 * queries + keys, dtype=torch.float32, device=q.device)
     first = torch.empty(B, H, tiles, dtype=torch.int32, device=q.device) if out is None else out
     never = log_eps * LOG2_E - math.log2(S)  # a fall of c not below this keeps every key
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
     group, width, cap = H // Hkv, power_of_2(D), cap_kind(softcap, q.dtype)
-    odd = q.data_ptr() | k.data_ptr() | c_hi.data_ptr() | c_lo.data_ptr() | first.data_ptr() | queries << 2
+    odd = q.data_ptr() | k.data_ptr() | c_hi.data_ptr() | c_lo.data_ptr() | first.data_ptr()
     kinds = (q.dtype, q.stride(), k.stride(), H) if odd % 16 == 0 else ()
     launch(
         norms_kernel,
         (cdiv(queries + keys, 8),),
         (
-            q, k, c_hi, c_lo, q_norm, ahead, k_norm, *q.stride()[:3], *k.stride()[:3],
+            q, k, c_hi, c_lo, found, *q.stride()[:3], *k.stride()[:3],
             T, S, H, q_offset, queries, keys, scale * LOG2_E, cap2, never,
         ),
         (group, D, width, BLOCK_M, BLOCK_N, cap, 8), kinds=kinds,
@@ -190,7 +197,7 @@ def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal
     launch(
         bounds_kernel,
         (B * H, cdiv(tiles, rows)),
-        (c_hi, c_lo, q_norm, ahead, k_norm, first, T, S, H, q_offset, scale * LOG2_E, cap2, never),
+        (c_hi, c_lo, found, first, T, S, H, q_offset, scale * LOG2_E, cap2, never),
         (group, BLOCK_M, BLOCK_N, rows, 2048 // rows, cap),
         kinds=kinds,
     )
