@@ -27,6 +27,7 @@ from .blocks import (
     key_range,
     load_rows,
     masked_block,
+    partial_sums,
     place,
     query_facts,
     scores,
@@ -64,24 +65,31 @@ def _attend(
     s, _tanh = scores(
         s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
         inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP)  # fmt: skip
-    largest = tl.max(s, 1) + lift
+    if MASKED:
+        largest = tl.max(s, 1)
+    else:  # in two chains of maxima, and of sums below: what runs one after the other is what takes time
+        largest = tl.max(tl.max(tl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]), 1), 1) + lift
     top = tl.maximum(top, largest)
     now = tl.maximum(largest, top - 16.0)
     base = tl.where(top == float("-inf"), 0.0, now) if MASKED else now
-    p = tl.exp2(s - (base - lift)[:, None])
     alpha = tl.exp2(m - base)
-    total = tl.sum(p, 1)
+    acc0 = acc0 * alpha[:, None]
+    if D1 > 0:
+        acc1 = acc1 * alpha[:, None]
+    p = tl.exp2(s - (base - lift)[:, None])
+    total = tl.sum(p, 1) if MASKED else tl.sum(partial_sums(p), 1)
     l = l * alpha + total
+    p_rounded = p.to(q0.dtype)
+    # Only here: the wait for v ends what the compiler may put between the exponentials.
     v0 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d0, S, MASKED, TMA > 0)
-    p_rounded = p.to(v0.dtype)
     if MASKED and v0.dtype != tl.float32:
         ones = tl.full([p.shape[1], 8], 1.0, v0.dtype)  # cheaper than 16 bits made 32 again
         total = tl.sum(tl.dot(p_rounded, ones), 1) * 0.125
     weight = weight * alpha + total
-    acc0 = tl.dot(p_rounded, v0, acc0 * alpha[:, None], input_precision=PRECISION)
+    acc0 = tl.dot(p_rounded, v0, acc0, input_precision=PRECISION)
     if D1 > 0:
         v1 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d1, S, MASKED, TMA > 0)
-        acc1 = tl.dot(p_rounded, v1, acc1 * alpha[:, None], input_precision=PRECISION)
+        acc1 = tl.dot(p_rounded, v1, acc1, input_precision=PRECISION)
     return top, now, l, weight, acc0, acc1
 
 
