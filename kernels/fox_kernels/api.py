@@ -7,7 +7,7 @@ import sys
 import torch
 from torch.autograd import forward_ad
 
-from . import chunked, reference
+from . import chunked, chunked_operator, reference
 from .tiles import capability
 
 Tensor = torch.Tensor
@@ -176,6 +176,8 @@ def forgetting_attention(
             )
     if chosen == "reference":
         return reference.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **options)
+    if chosen == "chunked" and torch.compiler.is_compiling():
+        return chunked_operator.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **options)
     if chosen == "chunked":
         return chunked.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **options)
     from . import autograd

@@ -365,8 +365,7 @@ def check_backward(*gradients: Tensor | None) -> None:
 class _ForgettingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, log_f, *options):
-        with torch.autocast(q.device.type, enabled=False):  # it would take the products below from float32
-            o, lse = _forward(_prepare(q, k, v, log_f, *options))
+        o, lse = _attend(q, k, v, log_f, options)
         ctx.options = options
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, log_f, o, lse)
@@ -376,16 +375,26 @@ class _ForgettingAttention(torch.autograd.Function):
     def backward(ctx, do, dlse):
         check_backward(do, dlse)
         q, k, v, log_f, o, lse = ctx.saved_tensors
-        (B, T, H, D), Hkv = q.shape, k.shape[2]
         if do is None:
-            do = torch.zeros(B, T, H, D, dtype=o.dtype, device=q.device)
-        do = do.to(o.dtype).unflatten(2, (Hkv, H // Hkv)).permute(0, 2, 3, 1, 4)
+            do = torch.zeros_like(q)
+        do = do.to(o.dtype).unflatten(2, o.shape[1:3]).permute(0, 2, 3, 1, 4)
         dlse = None if dlse is None else dlse.transpose(1, 2)
-        with torch.autocast(q.device.type, enabled=False):
-            dq, dk, dv, dc = _backward(_prepare(q, k, v, log_f, *ctx.options), o, lse, do, dlse)
-        d_log_f = suffix_sum(dc, ctx.options[1]).transpose(1, 2).masked_fill(log_f < LOG_F_MIN, 0).to(log_f.dtype)
-        dk, dv = (x.transpose(1, 2).to(q.dtype) for x in (dk, dv))
-        return _outward(dq, q), dk, dv, d_log_f, *[None] * len(ctx.options)
+        return *_gradients(do, dlse, q, k, v, log_f, o, lse, ctx.options), *[None] * len(ctx.options)
+
+
+def _attend(q, k, v, log_f, options: tuple) -> tuple[Tensor, Tensor]:
+    """Return what `_forward` does."""
+    with torch.autocast(q.device.type, enabled=False):  # it would take the products from float32
+        return _forward(_prepare(q, k, v, log_f, *options))
+
+
+def _gradients(do, dlse, q, k, v, log_f, o, lse, options: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv, dlog_f in the inputs' shapes and dtypes; do, dlse, o, lse are in those of `_forward`."""
+    with torch.autocast(q.device.type, enabled=False):
+        dq, dk, dv, dc = _backward(_prepare(q, k, v, log_f, *options), o, lse, do, dlse)
+    d_log_f = suffix_sum(dc, options[1]).transpose(1, 2).masked_fill(log_f < LOG_F_MIN, 0).to(log_f.dtype)
+    dk, dv = (x.transpose(1, 2).to(q.dtype) for x in (dk, dv))
+    return _outward(dq, q), dk, dv, d_log_f
 
 
 def _outward(x: Tensor, like: Tensor) -> Tensor:
@@ -432,7 +441,6 @@ def forgetting_attention(
     elif torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f)):
         o, lse = _ForgettingAttention.apply(q, k, v, log_f, *options)
     else:
-        with torch.autocast(q.device.type, enabled=False):
-            o, lse = _forward(_prepare(q, k, v, log_f, *options))
+        o, lse = _attend(q, k, v, log_f, options)
         o, lse = _outward(o, q), lse.transpose(1, 2).contiguous()
     return (o, lse) if return_lse else o

@@ -1,0 +1,74 @@
+"""torch.compile on a machine without a GPU: one operator, one graph for all lengths, the bits of eager mode."""
+
+# The operator returns o or (o, lse):
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+import pytest
+import torch
+from cases import Case, draw, results
+from fox_kernels import chunked_operator, forgetting_attention
+
+OPTIONS = {"window": 9, "sink": 2, "softcap": 4, "prune": -4, "scale": 0.3}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=str)
+@pytest.mark.parametrize("layout", ["plain", "last"])
+def test_one_graph_for_every_length(options, layout):
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def operator(*args, **kwargs):
+        return forgetting_attention(*args, **kwargs)
+
+    compiled = torch.compile(operator, fullgraph=True, dynamic=True, backend=count)
+    for T, S in ((40, 40), (33, 70), (7, 90), (300, 301), (50, 51)):
+        inputs, gradients, _ = draw(Case(B=2, T=T, S=S, D=8, layout=layout))
+        for found, wanted in zip(
+            results(compiled, inputs, gradients, options), results(operator, inputs, gradients, options), strict=True
+        ):
+            assert torch.equal(found, wanted)
+    assert len(graphs) <= 2  # as many queries as keys, and fewer
+
+
+@pytest.mark.parametrize("extra", [{"B": 1, "cuts": [0, 1, 20]}, {"starts": [3, 40]}], ids=str)
+def test_documents_and_padding(extra):
+    inputs, gradients, options = draw(Case(T=25, S=40, D=8, options={"sink": 1}, **extra))
+    compiled = torch.compile(forgetting_attention, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(
+        results(compiled, inputs, gradients, options), results(forgetting_attention, inputs, gradients, options),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(found, wanted)
+
+
+def test_a_length_marked_dynamic_is():
+    inputs, _, _ = draw(Case(T=40, D=8))
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 1)
+    compiled = torch.compile(forgetting_attention, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*inputs), forgetting_attention(*inputs))
+    empty = [x.detach()[:, :0] for x in inputs]
+    assert compiled(*empty).shape == (2, 0, 2, 8)
+
+
+def test_under_autocast():
+    inputs, _, _ = draw(Case(T=40, D=8))
+    compiled = torch.compile(forgetting_attention, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = compiled(*inputs)
+        assert o.dtype == torch.bfloat16
+        assert torch.equal(o, forgetting_attention(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_the_operator_passes_torchs_own_check(dtype):
+    inputs, _, options = draw(Case(T=20, S=33, H=4, Hkv=2, D=8, dtype=dtype, starts=[3, 33]))
+    torch.library.opcheck(chunked_operator.attention, (*inputs, 0.25, None, options["seq_start"], 9, 1, 5.0, -4.0))
