@@ -15,7 +15,7 @@ shapes, in the one form that trains the gate: s - c[b, h, kv]).
 how: first every kernel is compiled, by parallel processes that share Triton's cache; what tunes itself (fla's sums)
 does so when it is measured, alone on the GPU. Times are medians of CUDA events
 around the call, launches included, calls queued one after another with the L2 flushed between; eight rounds over all
-contenders of a shape, a few calls each in turn, in a new order every round, so that clocks and power meet all alike.
+contenders of a shape, 2 to 30 calls each in turn, in a new order every round, so that clocks and power meet all alike.
 "queued" is the same with the GPU kept busy while the host launches.
 Forward FLOPs are 4 B H T T D / 2, the backward counts 2.5 times that and pruned pairs count too, so pruning shows as a
 higher rate; in packed documents only pairs of one document count. Errors are relative RMS against
@@ -167,7 +167,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--warm-up-seconds", type=float, default=240.0, help="allowed to each of them (%(default)g)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no measurement after this time")
     parser.add_argument(
-        "--budget-ms", type=float, default=60.0, help="for each median; 16 calls at least (%(default)g)"
+        "--budget-ms", type=float, default=30.0, help="for a contender's turn; two calls at least (%(default)g)"
     )
     parser.add_argument(
         "--chart", metavar="JSON", help="draw an earlier run's chart beside it, print its summary, and end"

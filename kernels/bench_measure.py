@@ -50,11 +50,10 @@ class Clock:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in events]
 
-    def repeats(self, run: Callable, least: int = 3, most: int = 30, rounds: int = 1) -> int:
-        """Warm up, and return how many calls a round takes for all rounds to fit the budget of milliseconds."""
+    def repeats(self, run: Callable) -> int:
+        """Warm up, and return how many calls fit the budget of milliseconds: 2 to 30."""
         self.sample(run, 1)
-        fitting = int(self.budget_ms / rounds / statistics.median(self.sample(run, 3)))
-        return max(least, min(most, fitting))
+        return max(2, min(30, int(self.budget_ms / statistics.median(self.sample(run, 3)))))
 
     def median(self, run: Callable) -> float:
         return statistics.median(self.sample(run, self.repeats(run)))
@@ -102,7 +101,7 @@ def take_turns(ready: list[dict], clock: Clock) -> None:
             for entry in order:
                 entry["samples"][n] += clock.sample(entry["calls"][n], entry["repeats"][n])
         for entry in order:
-            several = max(1, entry["repeats"]["total"] // 2)
+            several = max(1, entry["repeats"]["total"] // 8)
             entry["samples"]["queued"] += clock.sample(entry["calls"]["total"], several, flushes=LAUNCHED_AHEAD)
 
 
@@ -113,7 +112,7 @@ def measure(table: dict[str, Callable], p: Problem, clock: Clock) -> tuple[list[
     for name, setup in table.items():
         try:
             entry = set_up(name, setup, x)
-            entry["repeats"] = {n: clock.repeats(call, 2, 8, ROUNDS) for n, call in entry["calls"].items()}
+            entry["repeats"] = {n: clock.repeats(call) for n, call in entry["calls"].items()}
             entry["samples"] = {n: [] for n in (*entry["calls"], "queued")}
             ready.append(entry)
         except failures() as error:
@@ -179,7 +178,7 @@ def decode(p: Decode, clock: Clock, copy_gb_s: float) -> tuple[list[dict], list[
     """
     try:
         step, live_bytes, live = decoding(p)
-        repeats = clock.repeats(step, 2, 8, ROUNDS)
+        repeats = clock.repeats(step)
     except failures() as error:
         return [], [("ours", reason(error))]
     torch.cuda.synchronize()
