@@ -12,8 +12,8 @@ GATES = ("open", "mixed", "short")
 METHOD = (
     "medians of CUDA events around the Python call, launches included, calls queued one after another, the L2 flushed "
     "before each by writing 256 MB; eight rounds over all contenders of a problem, 2 to 30 calls each in turn, in a "
-    "new order every round; queued_ms: the same step while the GPU is kept busy until all is launched; peak_mb: one step "
-    "beyond its inputs; clean_: after a flush that reads the 256 MB, too; bf16 throughout"
+    "new order every round; queued_ms: the same step while the GPU is kept busy until all is launched; peak_mb: one "
+    "step beyond its inputs; clean_: after a flush that reads the 256 MB, too; bf16 throughout"
 )
 
 
