@@ -100,6 +100,8 @@ def _differentiate(
         extra: dict[str, Any] = {}
         if backend == "gluon":  # the Triton backward is deterministic, whatever is asked for
             extra["deterministic"] = deterministic
+            if dlse2 is not None and seq_start is not None:  # of rows that see nothing it may be NaN: no part of a loss
+                dlse2 = dlse2.masked_fill(lse2 == -math.inf, 0.0)
         log_eps = prune.worth(q, k, log_eps)
         dq, dk, dv, dc = launch(
             do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start,

@@ -52,6 +52,23 @@ def check_heads_far_apart_in_memory() -> None:
         assert torch.equal(*torch.autograd.grad(y, x, dy), *torch.autograd.grad(z, near, wanted))
 
 
+def check_nan_through_lse(device: str = "cpu", backend: str = "triton") -> None:
+    """Merging parts by lse gives NaN as the gradient of -inf, of rows that see nothing: it stays out of the others."""
+    from fox_kernels import forgetting_attention
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 100, 2, 64, device=device).to(FP16).requires_grad_() for _ in range(3))
+    log_f = -torch.rand(2, 100, 2, device=device)
+    start = torch.tensor([33, 100], dtype=torch.int32, device=device)
+    inputs = (q, k, v, log_f.requires_grad_())
+    o, lse = forgetting_attention(*inputs, seq_start=start, return_lse=True, backend=backend)
+    both = torch.logaddexp(lse, lse)
+    seen = both > -torch.inf
+    found = torch.autograd.grad(o.float().sum() + both.masked_fill(~seen, 0).sum(), inputs, retain_graph=True)
+    wanted = torch.autograd.grad(o.float().sum() + lse.masked_fill(~seen, 0).sum(), inputs)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
 def check_entry_without_tokens() -> None:
     from fox_kernels.fused_entry import entry
 
@@ -103,6 +120,36 @@ def run_all() -> dict[str, str]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_in_the_interpreter(check, report):
     assert report.get(check) is None, report[check]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_nan_through_lse_on_a_gpu(backend):
+    check_nan_through_lse("cuda", backend)
+
+
+def test_what_the_hopper_backward_is_handed_of_rows_that_see_nothing(monkeypatch):
+    from fox_kernels import autograd
+
+    handed = []
+
+    def launch(do, dlse2, q, k, v, o, lse2, *_, **__):
+        handed.append(dlse2)
+        return q, k, v, torch.zeros(1, 1, 3)
+
+    monkeypatch.setattr(autograd, "_launchers", lambda backend: (None, launch))
+    monkeypatch.setattr(autograd.cumsum, "gate_gradient", lambda dc, log_f: log_f)
+    x, lse2 = torch.zeros(1, 3, 1, 8), torch.tensor([[[-torch.inf, 1.0, 2.0]]])
+    for start, expected in (
+        (torch.tensor([1], dtype=torch.int32), [0.0, torch.nan, 3.0]),
+        (None, [torch.nan] * 2 + [3.0]),
+    ):
+        given = torch.tensor([[[torch.nan, torch.nan, 3.0]]])
+        autograd._differentiate(
+            x, given, x, x, x, x, x, lse2, x, x, None, None, 1.0, None, start, None, 0, None, None, "gluon", True
+        )
+        torch.testing.assert_close(handed.pop(), torch.tensor([[expected]]), equal_nan=True)
 
 
 def test_fused_helpers_say_what_they_cannot_take():
