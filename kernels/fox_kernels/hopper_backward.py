@@ -50,8 +50,11 @@ def heads_together(bytes_per_head: int, ordered: bool) -> int:
 
     A tile follows its predecessor at a distance of some 3000 cycles, half a step and more: with 33 tiles of a head in
     flight (4 heads together) waiting takes a fifth of the time at 2 x 8192, D = 64, with 8 (16 heads) a twentieth.
+    With twice as many another 2 %, as long as their 4 MB each are all that runs through the L2 cache.
     """
-    return max(16, heads_per_group(bytes_per_head * 2 // 3)) if ordered else heads_per_group(bytes_per_head)
+    if not ordered:
+        return heads_per_group(bytes_per_head)
+    return max(32 if bytes_per_head <= 4 << 20 else 16, heads_per_group(bytes_per_head * 2 // 3))
 
 
 class Plan(NamedTuple):
@@ -73,7 +76,7 @@ def plan_backward(
     q, k, v, do, started: bool, pruned: bool, sink: int, deterministic: bool, exact_sums: bool, group: int | None,
     cut: Cut,
 ) -> Plan:  # fmt: skip
-    """Return how to launch the four kernels of a backward."""
+    """Return how to launch the kernels of a backward."""
     from .hopper_backward_kernel import fox_backward
     from .hopper_backward_steps import finish_kernel, prepare_kernel, query_ranges_kernel
     from .prune import BLOCK_M
@@ -87,9 +90,11 @@ def plan_backward(
         Blocks(q, [B * H * rows, D], [D, 1], [64, D // 2 if cut.queries == 64 else D]),
         *[blocks_of(x if x.is_contiguous() else x.contiguous(), 64, D) for x in (k, v)],
     ]  # fmt: skip
+    heads = min(H // Hkv, cut.heads)
+    bias_by_mma = heads == 1 and cut.queries == 128 and sink == 0  # its parts need the room that more would take
     constants = (
-        started, pruned, sink, D, cut.queries, cut.stages, cut.key_slots, min(H // Hkv, cut.heads), deterministic,
-        cut.registers, cut.helper_registers, cut.generations, exact_sums,
+        started, pruned, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
+        cut.registers, cut.helper_registers, cut.generations, exact_sums, bias_by_mma,
     )  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
     zero = not deterministic or started

@@ -8,14 +8,15 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .hopper_forward_producer import difference
 
+LOG2E = gl.constexpr(1.4426950408889634)
 BN = gl.constexpr(128)  # keys per tile, 64 per consumer warpgroup
 # barriers; those of two come one per slot, those from Q_FULL on full ones and empty ones of each stage
 DQ_FULL, DQ_EMPTY, HEAD_FULL, HEAD_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
-KV_FULL, KV_EMPTY, Q_FULL = gl.constexpr(6), gl.constexpr(8), gl.constexpr(10)
+KV_FULL, KV_EMPTY, HEAD_DONE, Q_FULL = (gl.constexpr(x) for x in (6, 8, 10, 12))
 # what the producer says of a chunk of heads: its key tile's index (-1: no more), its walk, each head's last query tile
 INFO, I_INDEX, I_LO, I_HI, I_STEPS, I_HEADS = (gl.constexpr(x) for x in (16, 0, 1, 2, 3, 4))
 
@@ -76,10 +77,39 @@ def scalar(info):
 
 
 @gluon.jit
+def _parts(x, L: gl.constexpr):
+    """Three bfloat16 columns that add up to x."""
+    x = gl.convert_layout(x, gl.SliceLayout(1, L))
+    high = x.to(gl.bfloat16)
+    rest = x - high.to(gl.float32)
+    middle = rest.to(gl.bfloat16)
+    low = (rest - middle.to(gl.float32)).to(gl.bfloat16)
+    return high[:, None], middle[:, None], low[:, None]
+
+
+@gluon.jit
+def _store_parts(parts_s, x, delta, ROWS: gl.constexpr, QUERIES: gl.constexpr):
+    """Eight columns: of queries x's three parts, three ones, two parts of -delta; of keys three ones, x's parts."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [gl.num_warps(), 1], [1, 0])
+    high, middle, low = _parts(x, L)
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, L))[None, :]
+    FIRST: gl.constexpr = 0 if QUERIES else 3
+    one = gl.full([ROWS, 8], 1.0, gl.bfloat16, layout=L)
+    parts = gl.where(column < 6, one, gl.zeros_like(one))
+    parts = gl.where(column == FIRST, high, parts)
+    parts = gl.where(column == FIRST + 1, middle, parts)
+    parts = gl.where(column == FIRST + 2, low, parts)
+    if QUERIES:
+        high, middle, low = _parts(-delta, L)
+        parts = gl.where(column == 6, high, gl.where(column == 7, middle, parts))
+    parts_s.slice(0, 8, dim=1).store(parts)
+
+
+@gluon.jit
 def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s, qdo_s,
-              row_s, key_s, live_s, start_s, info_s, step_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group,
-              HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr,
-              NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
+             row_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n,
+             num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr,
+             NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     one = gl.full([1], 1, gl.int32, layout=VEC)
     index = gl.atomic_add(COUNTER, 1)  # the first too: only programs that run have tiles that others wait for
@@ -128,6 +158,8 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
                     place = ((slot * HEADS + g) * 2 + w) * 2
                     key_s.index(place).store(high)
                     key_s.index(place + 1).store(low)
+                    if BIAS_BY_MMA:
+                        _store_parts(kb_s.index(slot * 2 + w), high / (sm_scale * LOG2E), high, 64, False)
                 info_s.index(slot * INFO + I_HEADS + g).store(one * hi)
             if SINK > 0:
                 for w in gl.static_range(2):
@@ -140,6 +172,8 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
             info_s.index(slot * INFO + I_LO).store(one * lo)
             info_s.index(slot * INFO + I_HI).store(one * top)
             info_s.index(slot * INFO + I_STEPS).store(one * steps)
+            if BIAS_BY_MMA:
+                fence_async_shared()
             mbarrier.arrive(bars.index(HEAD_FULL + slot), count=1)
             chunk += 1
 
@@ -176,7 +210,12 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
                         high, low = difference(high, low, gl.where(empty, 0.0, row_lse), gl.zeros_like(low))
                         row_s.index(s).store(gl.where(empty, -float("inf"), high))
                         row_s.index(NB + s).store(low)
-                        row_s.index(2 * NB + s).store(row_delta)
+                        if BIAS_BY_MMA:
+                            bias = gl.where(empty, -1e30, high / (sm_scale * LOG2E))
+                            _store_parts(qb_s.index(s), bias, row_delta, BM, True)
+                            fence_async_shared()
+                        else:
+                            row_s.index(2 * NB + s).store(row_delta)
                         if SINK > 0:
                             row_s.index(3 * NB + s).store(gl.where(empty, -float("inf"), -row_lse))
                         if HAS_START:
@@ -219,9 +258,9 @@ def _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, HAS
 
 @gluon.jit
 def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s, info_s,
-            bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
-            SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
-            DETERMINISTIC: gl.constexpr, EXACT_SUMS: gl.constexpr):  # fmt: skip
+           bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
+           SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, DETERMINISTIC: gl.constexpr,
+           EXACT_SUMS: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     # heads that pruning ends at different query tiles are not visited in turn: no looking ahead to the next one
     EACH: gl.constexpr = HAS_PRUNE and HEADS > 1
@@ -305,7 +344,7 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                         it += 1
                         step += 1
             # column sums of these heads, where their decays were
-            mbarrier.wait(bars.index(DQ_FULL), it & 1)
+            mbarrier.wait(bars.index(HEAD_DONE + slot), (chunk >> 1) & 1)
             for g in range(heads):
                 for w in gl.static_range(2):
                     keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
@@ -313,19 +352,14 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                     if SINK > 0:
                         column = gl.where(live_s.index(slot * 2 + w).load(VEC) > 0, column, 0.0)
                     gl.store(DC + (bh0 + g).to(gl.int64) * S + keys, -column, mask=keys < S)
-            mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
             mbarrier.arrive(bars.index(HEAD_EMPTY + slot), count=1)
-            it += 1
             chunk += 1
         kv = tiles % NKV
-        mbarrier.wait(bars.index(DQ_FULL), it & 1)
-        mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
         for w in gl.static_range(2):
             tma.async_copy_shared_to_global(dk_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + w))
             tma.async_copy_shared_to_global(dv_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + 2 + w))
         tma.store_wait(0)
         mbarrier.arrive(bars.index(KV_EMPTY + kv), count=1)
-        it += 1
         tiles += 1
         mbarrier.wait(bars.index(HEAD_FULL + (chunk & 1)), (chunk >> 1) & 1)
         index = scalar(info_s.index((chunk & 1) * INFO + I_INDEX))

@@ -6,7 +6,7 @@ through shared memory, each computes half of dq over all 128 keys, and a writer 
 TMA: in key order behind a ticket per query tile (deterministic), or as it comes. The gate needs row and column sums of
 the same dS, sinks left out of the rows'. EXACT_SUMS adds float32 values in registers; else those of rounded dS come out
 of the tensor cores: dS times ones (zeros where a key is a sink). Either way the column sums of several heads go into a
-column each of one accumulator.
+column each of one accumulator. BIAS_BY_MMA: gates, lse and delta enter as 16 more columns of the operands.
 
 Order: key tiles are handed out by an atomic counter to programs that run, ascending within a head, and walk the queries
 downward. So a tile waits only for tiles that a program has already begun or done, whatever else runs on the GPU: no
@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_backward_copies import (
     DQ_EMPTY,
     DQ_FULL,
+    HEAD_DONE,
     HEAD_EMPTY,
     HEAD_FULL,
     I_INDEX,
@@ -42,21 +43,11 @@ from .hopper_backward_copies import (
     scalar,
     writer,
 )
+from .hopper_backward_sums import pairs_of_keys, sums_over_keys, sums_over_queries
 
 EXCHANGE_BARRIER = gl.constexpr(8)  # Gluon itself numbers its barriers from 0: one per partition and one to switch
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-def _halves(lanes: int) -> gl.constexpr:
-    """Keep the upper of two halves where this bit of the lane is set, else the lower, and add the other lane's."""
-    return gl.constexpr(
-        f"{{ .reg .pred p; .reg .b32 l, s, k; mov.u32 l, %laneid; and.b32 l, l, {lanes}; setp.ne.u32 p, l, 0;"
-        f" selp.b32 s, $1, $2, p; selp.b32 k, $2, $1, p; shfl.sync.bfly.b32 s, s, {lanes}, 31, 0xffffffff;"
-        f" add.f32 $0, k, s; }}"
-    )
-
-
-HALVES_16, HALVES_8, HALVES_4 = _halves(16), _halves(8), _halves(4)
+NO_BIAS, DELTA_ONLY = gl.constexpr(4), gl.constexpr(5)  # blocks of kb_s behind those of two slots and warpgroups
 
 
 @gluon.jit
@@ -83,7 +74,8 @@ def _read(w: gl.constexpr, DONE: gl.constexpr):
 
 @gluon.jit
 def _weights(st, step, keys, decay_s, decay_lo_s, row_s, row_lo_s, sink_row_s, live_s, start_s, shift, sm_scale,
-             HAS_START: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr, S_L: gl.constexpr):  # fmt: skip
+             HAS_START: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
+             S_L: gl.constexpr):  # fmt: skip
     """P^T from the scores of a step: its decays as one float each where every row sees every key, else as two."""
     KEY: gl.constexpr = gl.SliceLayout(1, S_L)
     QUERY: gl.constexpr = gl.SliceLayout(0, S_L)
@@ -98,45 +90,19 @@ def _weights(st, step, keys, decay_s, decay_lo_s, row_s, row_lo_s, sink_row_s, l
             total = gl.where(live_s.load(KEY)[:, None] > 0, total, sink_row_s.load(QUERY)[None, :])
         pt = gl.exp2(gl.where(seen, st * (sm_scale * LOG2E) + total, -float("inf")))
     else:
-        pt = gl.exp2(st * (sm_scale * LOG2E) + (decay_s.load(KEY)[:, None] + row_s.load(QUERY)[None, :]))
+        pt = st * (sm_scale * LOG2E)
+        if not BIAS_BY_MMA:
+            pt += decay_s.load(KEY)[:, None] + row_s.load(QUERY)[None, :]
+        pt = gl.exp2(pt)
     return pt
 
 
 @gluon.jit
-def _fold(x, TEXT: gl.constexpr):
-    """(4, 8, N) to (4, 8, N / 2): threads 16, 8 or 4 apart add each other's half of the columns to their own."""
-    low, high = x.reshape([4, 8, 2, x.shape[2] // 2]).permute((0, 1, 3, 2)).split()
-    return gl.inline_asm_elementwise(TEXT, "=f,f,f", [low, high], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _pairs(x, BM: gl.constexpr):
-    """(64, BM) to (4, 8, BM): the sums of keys r and r + 8, which a thread has both."""
-    a, b = x.reshape([4, 2, 8, BM]).permute((0, 2, 3, 1)).split()
-    return a + b
-
-
-@gluon.jit
-def _sums_over_queries(x, BM: gl.constexpr):
-    """(64, BM) to (64, 4): each thread's sums over the queries that it has, still to be added over 4 threads."""
-    return gl.sum(gl.sum(x.reshape([64, BM // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def _sums_over_keys(pairs, BM: gl.constexpr):
-    """(4, 8, BM) to (4 * BM,): each warp's sums over its 16 keys, one behind the other.
-
-    A thread has rows r and r + 8 of every column it has, so 8 threads share a column: halving what each goes on with
-    takes 28 shuffles for 128 columns, where a sum of each column over 8 threads takes 96.
-    """
-    return _fold(_fold(_fold(pairs, HALVES_16), HALVES_8), HALVES_4).reshape([4 * BM])
-
-
-@gluon.jit
 def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s,
-              info_s, step_s, bars, shift, chunks, num_n, num_bh, group, sm_scale, HAS_START: gl.constexpr,
-              SINK: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr,
-              HEADS: gl.constexpr, GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr):  # fmt: skip
+              info_s, step_s, kb_s, qb_s, bars, shift, chunks, num_n, num_bh, group, sm_scale,
+              HAS_START: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, NB: gl.constexpr,
+              NKV: gl.constexpr, HEADS: gl.constexpr, GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr,
+              BIAS_BY_MMA: gl.constexpr):  # fmt: skip
     QC: gl.constexpr = D if BM == 128 else D // 2
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -161,7 +127,6 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
     if GENERATIONS == 1:
         _read(w, True)
     it = 0
-    messages = 0
     tiles = 0
     chunk = 0
     mbarrier.wait(bars.index(HEAD_FULL), 0)
@@ -183,7 +148,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                 live_ones_s.index(w).store(live)
                 fence_async_shared()
             dc = gl.zeros([64, 8], gl.float32, layout=C_L)
-            own_sums = _sums_over_queries(zero, BM)
+            own_sums = sums_over_queries(zero, BM)
             for _i in range(steps):
                 # an opaque zero keeps two dozen invariant matrix descriptors from being hoisted into registers
                 z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [it], dtype=gl.int32, is_pure=False, pack=1)
@@ -194,32 +159,38 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                 q = qdo_s.index(s).reshape([BM, D])
                 do = qdo_s.index(NB + s).reshape([BM, D])
                 st = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                dpt = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
                 step = scalar(step_s.index(s))
+                if BIAS_BY_MMA:  # what the gates and lse add to the scores; zeros where it is added exactly
+                    parts = gl.where((step & 1) > 0, NO_BIAS, slot * 2 + w)
+                    st = warpgroup_mma(kb_s.index(parts), qb_s.index(s).permute((1, 0)), st, is_async=True)
+                dpt = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+                if BIAS_BY_MMA:  # less delta
+                    dpt = warpgroup_mma(kb_s.index(DELTA_ONLY + z), qb_s.index(s).permute((1, 0)), dpt, is_async=True)
                 head = z  # the first of the chunk
                 if HEADS > 1:
                     head += (step >> 1) & 15
                 place = ((slot * HEADS + head) * 2 + w) * 2
-                st = warpgroup_mma_wait(1, deps=(st,))
+                st = warpgroup_mma_wait(2 if BIAS_BY_MMA else 1, deps=(st,))
                 keys = n * 128 + w * 64 + gl.arange(0, 64, layout=KEY)
                 pt = _weights(st, step, keys, key_s.index(place), key_s.index(place + 1), row_s.index(s),
                               row_s.index(NB + s), row_s.index(3 * NB + s), live_s.index(slot * 2 + w),
-                              start_s.index(s), shift, sm_scale, HAS_START, SINK, BM, S_L)  # fmt: skip
+                              start_s.index(s), shift, sm_scale, HAS_START, SINK, BM, BIAS_BY_MMA, S_L)  # fmt: skip
                 dv = warpgroup_mma(gl.convert_layout(pt.to(dtype), P_L), do, dv, is_async=True)
                 dpt = warpgroup_mma_wait(1, deps=(dpt,))
-                delta = row_s.index(2 * NB + s).load(QUERY)
-                exact = pt * (dpt - delta[None, :])
+                if not BIAS_BY_MMA:
+                    dpt = dpt - row_s.index(2 * NB + s).load(QUERY)[None, :]
+                exact = pt * dpt
                 dst = exact.to(dtype)
                 if EXACT_SUMS:
                     if HEADS == 1:
-                        own_sums += _sums_over_queries(exact, BM)
+                        own_sums += sums_over_queries(exact, BM)
                     else:
                         key_sums = gl.convert_layout(gl.sum(exact, 1), gl.SliceLayout(1, C_L))
                         own = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :] == head - z
                         dc += gl.where(own, key_sums[:, None], 0.0)
                     if SINK > 0:
                         exact = gl.where(live_s.index(slot * 2 + w).load(KEY)[:, None] > 0, exact, 0.0)
-                    pairs = _pairs(exact, BM)
+                    pairs = pairs_of_keys(exact, BM)
                 place = (it % GENERATIONS) * 2 + z
                 if GENERATIONS == 1:
                     _read(w, False)
@@ -253,14 +224,18 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                     )
                 dk = warpgroup_mma(gl.convert_layout(dst, P_L), q, dk, is_async=True)
                 if EXACT_SUMS:
-                    # while the products run; the writer may still read the last step's
-                    sum_s.index((it & 1) * 2 + w + z).store(_sums_over_keys(pairs, BM))
+                    # The writer may still read the last step's. ptxas adds up before dS is stored; with 64 queries it
+                    # is better done while the products run, so it hangs on a read from here
+                    late = 0 * steps
+                    if BM == 64:
+                        late = scalar(step_s.index(s))
+                    sum_s.index((it & 1) * 2 + w + z).store(sums_over_keys(pairs, late, BM))
                     dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
                 else:
                     dv, dq, rs, dc = warpgroup_mma_wait(1, deps=(dv, dq, rs, dc))
                 if GENERATIONS == 1:
                     _read(w, True)
-                mbarrier.wait(bars.index(DQ_EMPTY), (messages & 1) ^ 1)
+                mbarrier.wait(bars.index(DQ_EMPTY), (it & 1) ^ 1)
                 dq_s.index(w + z).store(dq)
                 if not EXACT_SUMS:
                     sum_s.index(w + z).store(gl.max(rs, 1))
@@ -269,8 +244,6 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 mbarrier.arrive(bars.index(Q_FULL + NB + s), count=1)
                 it += 1
-                messages += 1
-            mbarrier.wait(bars.index(DQ_EMPTY), (messages & 1) ^ 1)
             columns = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :]
             for g in gl.static_range(HEADS):
                 if EXACT_SUMS and HEADS == 1:
@@ -278,16 +251,14 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                 else:
                     mine = gl.where(columns == g, dc, -float("inf"))
                     key_s.index(((slot * HEADS + g) * 2 + w) * 2).store(gl.max(mine, 1))
-            mbarrier.arrive(bars.index(DQ_FULL), count=1)
-            messages += 1
+            if _c + 1 < chunks:  # no wait for the writer, who may be a step behind
+                mbarrier.arrive(bars.index(HEAD_DONE + slot), count=1)
             chunk += 1
         _meet()  # both read k and v until the last dq
         kv_s.index(kv + w).reshape([64, D]).store((dk * sm_scale).to(dtype))
         kv_s.index(kv + 2 + w).reshape([64, D]).store(dv.to(dtype))
         fence_async_shared()
-        mbarrier.wait(bars.index(DQ_EMPTY), (messages & 1) ^ 1)
-        mbarrier.arrive(bars.index(DQ_FULL), count=1)
-        messages += 1
+        mbarrier.arrive(bars.index(HEAD_DONE + ((chunk & 1) ^ 1)), count=1)
         tiles += 1
         mbarrier.wait(bars.index(HEAD_FULL + (chunk & 1)), (chunk >> 1) & 1)
         index = scalar(info_s.index((chunk & 1) * INFO + I_INDEX))
@@ -295,11 +266,11 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
 
 @gluon.jit(do_not_specialize=["T", "T_PAD", "S", "H", "KV_GROUP", "num_n", "num_bh", "group"])
 def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_HI, C_LO, LSE, DELTA, DC, ROW_SUM,
-                 TICKET, COUNTER, START, END, TILE_HI, TILE_LO, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n, num_bh,
-                 group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr,
+                 TICKET, COUNTER, START, END, TILE_HI, TILE_LO, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n,
+                 num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr,
                  BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
                  DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
-                 GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr):  # fmt: skip
+                 GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
     """dk, dv of every key tile, their shares of a float32 dq, and both sums of dS."""
     dtype: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -311,22 +282,46 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
     qdo_s = gl.allocate_shared_memory(dtype, [2 * NB, 1, BM, 1, D], q_desc.layout)  # q of each stage, do of each
     ds_s = gl.allocate_shared_memory(dtype, [2 * GENERATIONS, 64, BM], SQUARE)  # both warpgroups', one or two steps'
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, dq_desc.block_type.shape[1]], dq_desc.layout)
-    ones_s = gl.allocate_shared_memory(dtype, [1 if EXACT_SUMS else HEADS, 8, BM], ONES)
-    live_ones_s = gl.allocate_shared_memory(dtype, [2, 8, 64], LIVE_ONES)
     # of each stage: c_i - lse_i and its remainder, delta, -lse
     row_s = gl.allocate_shared_memory(gl.float32, [(4 if SINK else 3) * NB, BM], VECTOR)
     sum_s = gl.allocate_shared_memory(gl.float32, [4, 4 * BM] if EXACT_SUMS else [2, 64], VECTOR)
     key_s = gl.allocate_shared_memory(gl.float32, [HEADS * 8, 64], VECTOR)
+    ones_s = key_s
+    live_ones_s = key_s
+    if not EXACT_SUMS:
+        ones_s = gl.allocate_shared_memory(dtype, [HEADS, 8, BM], ONES)
+        live_ones_s = gl.allocate_shared_memory(dtype, [2, 8, 64], LIVE_ONES)
     live_s = gl.allocate_shared_memory(gl.float32, [4, 64], VECTOR)
     start_s = gl.allocate_shared_memory(gl.int32, [NB, BM], VECTOR)
     info_s = gl.allocate_shared_memory(gl.int32, [2 * INFO, 1], VECTOR)
     step_s = gl.allocate_shared_memory(gl.int32, [NB, 1], VECTOR)
+    # 16 more columns of q and do: parts of each row's bias, ones, -delta; of k and v: ones, parts of each key's bias
+    kb_s = key_s
+    qb_s = key_s
+    if BIAS_BY_MMA:
+        PARTS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        kb_s = gl.allocate_shared_memory(
+            gl.bfloat16, [6, 64, 16], gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16)
+        )
+        qb_s = gl.allocate_shared_memory(
+            gl.bfloat16, [NB, BM, 16], gl.NVMMASharedLayout.get_default_for([BM, 16], gl.bfloat16)
+        )
+        column = gl.arange(0, 16, layout=gl.SliceLayout(0, PARTS))[None, :]
+        for i in gl.static_range(6):
+            none = gl.full([64, 16], 0.0, gl.bfloat16, layout=PARTS)
+            if i == DELTA_ONLY:
+                none = gl.where((column == 6) | (column == 7), gl.full([64, 16], 1.0, gl.bfloat16, layout=PARTS), none)
+            kb_s.index(i).store(none)
+        for i in gl.static_range(NB):
+            qb_s.index(i).store(gl.full([BM, 16], 0.0, gl.bfloat16, layout=PARTS))
+        fence_async_shared()
     bars = gl.allocate_shared_memory(gl.int64, [Q_FULL + 2 * NB, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(DQ_FULL), count=2)
     mbarrier.init(bars.index(DQ_EMPTY), count=1)
     for i in gl.static_range(2):
         mbarrier.init(bars.index(HEAD_FULL + i), count=1)
         mbarrier.init(bars.index(HEAD_EMPTY + i), count=1)
+        mbarrier.init(bars.index(HEAD_DONE + i), count=2)
         mbarrier.init(bars.index(KV_FULL + i), count=1)
         mbarrier.init(bars.index(KV_EMPTY + i), count=1)
     for i in gl.static_range(NB):
@@ -335,15 +330,15 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
     chunks = (KV_GROUP + HEADS - 1) // HEADS
     gl.warp_specialize([
         (_consumer, (0, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
-                     step_s, bars, S - T, chunks, num_n, num_bh, group, sm_scale, HAS_START, SINK, D, BM, NB, NKV,
-                     HEADS, GENERATIONS, EXACT_SUMS)),
+                     step_s, kb_s, qb_s, bars, S - T, chunks, num_n, num_bh, group, sm_scale,
+                     HAS_START, SINK, D, BM, NB, NKV, HEADS, GENERATIONS, EXACT_SUMS, BIAS_BY_MMA)),
         (_consumer, (1, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
-                     step_s, bars, S - T, chunks, num_n, num_bh, group, sm_scale, HAS_START, SINK, D, BM, NB, NKV,
-                     HEADS, GENERATIONS, EXACT_SUMS)),
+                     step_s, kb_s, qb_s, bars, S - T, chunks, num_n, num_bh, group, sm_scale,
+                     HAS_START, SINK, D, BM, NB, NKV, HEADS, GENERATIONS, EXACT_SUMS, BIAS_BY_MMA)),
         (producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s,
-                     qdo_s, row_s, key_s, live_s, start_s, info_s, step_s, bars, T, T_PAD, S, H, KV_GROUP, num_n,
-                     num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NB, NKV, HEADS)),
+                    qdo_s, row_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars, sm_scale, T, T_PAD, S, H,
+                    KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NB, NKV, HEADS, BIAS_BY_MMA)),
         (writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s,
-                   info_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NKV,
-                   HEADS, DETERMINISTIC, EXACT_SUMS)),
+                  info_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NKV,
+                  HEADS, DETERMINISTIC, EXACT_SUMS)),
     ], [4, 2, 2], [REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])  # fmt: skip

@@ -82,23 +82,37 @@ def key_blocks(m, b, bh, START, LO, T, S, HAS_START: gl.constexpr, HAS_LO: gl.co
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER,
-              q_s, k_s, v_s, qx_s, kx_s, vx_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
-              v_empty, n_full, n_empty,
-              scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
-              SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr,
-              NB: gl.constexpr,
-              BIAS_BY_MMA: gl.constexpr):  # fmt: skip
+def _hand_over(index, n_s, n_full, n_empty, tiles, one, num_m, num_bh, group, H):
+    """Tell the consumers the next tile: whether there is one, its place in the rows, batch and head."""
+    m, bh = tile_of(index, num_m, num_bh, group)
+    b = bh // H
+    h = bh - b * H
+    slot = tiles & 1
+    mbarrier.wait(n_empty.index(slot), ((tiles >> 1) & 1) ^ 1)
+    n_s.index(slot * 4).store(one * (index < num_m * num_bh).to(gl.int32))
+    n_s.index(slot * 4 + 1).store(one * m)
+    n_s.index(slot * 4 + 2).store(one * b)
+    n_s.index(slot * 4 + 3).store(one * h)
+    mbarrier.arrive(n_full.index(slot), count=1)
+    return m, b, h
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER, q_s, k_s, v_s, qx_s,
+             kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full,
+             n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
+             SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr,
+             NB: gl.constexpr, QB: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    index = gl.program_id(0)
+    one = gl.full([1], 1, gl.int32, layout=VEC)
     num_tiles = num_m * num_bh
     it = 0
     tiles = 0
+    index = gl.program_id(0)
+    m, b, h = _hand_over(index, n_s, n_full, n_empty, 0, one, num_m, num_bh, group, H)
     while index < num_tiles:
-        m, bh = tile_of(index, num_m, num_bh, group)
-        b = bh // H
-        h = bh - b * H
+        bh = b * H + h
         hk = h // KV_GROUP
         row0, first_end, nb_hi, n_main, sb_hi, n_all, _clean_lo = key_blocks(
             m, b, bh, START, LO, T, S, HAS_START, HAS_LO, SINK, BM, BN
@@ -108,11 +122,25 @@ def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STAR
         ref_hi = gl.load(c_hi + first_end)
         ref_lo = gl.load(c_lo + first_end)
         for w in gl.static_range(NC):
-            mbarrier.wait(q_empty.index(w), (tiles & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes + (qx_desc.block_type.nbytes if DX else 0))
-            tma.async_copy_global_to_shared(q_desc, [b, row0 + w * 64, h, 0], q_full.index(w), q_s.index(w))
+            slot = tiles % QB * NC + w
+            rows = row0 + w * 64 + gl.arange(0, 64, layout=VEC)
+            row_hi = gl.load(c_hi + S - T + rows, mask=rows < T, other=0.0)
+            row_lo = gl.load(c_lo + S - T + rows, mask=rows < T, other=0.0)
+            full = q_full.index(slot)
+            mbarrier.wait(q_empty.index(slot), ((tiles // QB) & 1) ^ 1)
+            mbarrier.expect(full, q_desc.block_type.nbytes + (qx_desc.block_type.nbytes if DX else 0))
+            tma.async_copy_global_to_shared(q_desc, [b, row0 + w * 64, h, 0], full, q_s.index(slot))
             if DX:
-                tma.async_copy_global_to_shared(qx_desc, [b, row0 + w * 64, h, D], q_full.index(w), qx_s.index(w))
+                tma.async_copy_global_to_shared(qx_desc, [b, row0 + w * 64, h, D], full, qx_s.index(slot))
+            decay, decay_lo = difference(row_hi, row_lo, ref_hi, ref_lo)
+            decay, decay_lo = over(decay, decay_lo, scale)
+            d_s.index(slot).store(decay)
+            dl_s.index(slot).store(decay_lo)
+            mbarrier.arrive(full, count=1)
+        tiles += 1
+        ahead = gl.maximum(n_all - NB, 1) - 1
+        b_next = b
+        h_next = h
         for i in range(n_all):
             n = nb_hi - 1 - i
             if SINK > 0:
@@ -140,8 +168,8 @@ def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STAR
             if DX:
                 tma.async_copy_global_to_shared(vx_desc, [b, n * BN, hk, D], v_full.index(s), vx_s.index(s))
             it += 1
-        index = gl.atomic_add(COUNTER, 1) + gl.num_programs(0)
-        mbarrier.wait(n_empty, (tiles & 1) ^ 1)
-        n_s.store(gl.full([1], 0, gl.int32, layout=VEC) + index)
-        mbarrier.arrive(n_full, count=1)
-        tiles += 1
+            if i == ahead:
+                index = gl.atomic_add(COUNTER, 1) + gl.num_programs(0)
+                m, b_next, h_next = _hand_over(index, n_s, n_full, n_empty, tiles, one, num_m, num_bh, group, H)
+        b = b_next
+        h = h_next

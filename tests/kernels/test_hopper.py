@@ -79,12 +79,14 @@ def backward_source(D, dtype="bf16", start=False, prune=False, sink=0, determini
         "HAS_START": start, "HAS_PRUNE": prune, "SINK": sink, "D": D, "BM": cut.queries, "NB": cut.stages,
         "NKV": cut.key_slots, "HEADS": heads, "DETERMINISTIC": deterministic, "REGISTERS": cut.registers,
         "HELPER_REGISTERS": cut.helper_registers, "GENERATIONS": cut.generations, "EXACT_SUMS": exact_sums,
+        "BIAS_BY_MMA": heads == 1 and cut.queries == 128 and sink == 0,
     }  # fmt: skip
     return fox_backward, arguments, constants
 
 
-# bytes that ptxas spills, as recorded when the kernels were measured (kernels/LOG.md); more is a regression
-FORWARD = {64: 64, 128: 8}
+# bytes that ptxas spills, as recorded when the kernels were measured (kernels/LOG.md), none of them in the forward's loop;
+# more is a regression
+FORWARD = {64: 164, 128: 32}
 BACKWARD = {64: 320, 128: 320}
 
 
@@ -185,5 +187,5 @@ def test_more_heads_are_walked_together_where_dq_is_summed_in_order():
     from fox_kernels.hopper_backward import heads_together
 
     assert heads_together(1 << 20, ordered=False) == 16
-    assert heads_together(1 << 20, ordered=True) == 32
-    assert heads_together(1 << 30, ordered=True) == 16
+    assert heads_together(1 << 20, ordered=True) == heads_together(4 << 20, ordered=True) == 32
+    assert heads_together(8 << 20, ordered=True) == heads_together(1 << 30, ordered=True) == 16
