@@ -84,8 +84,8 @@ def backward_source(D, dtype="bf16", start=False, prune=False, sink=0, determini
     return fox_backward, arguments, constants
 
 
-# bytes that ptxas spills, as recorded when the kernels were measured (kernels/LOG.md); more is a regression. None are in
-# the forward's loop
+# bytes that ptxas spills, as recorded when the kernels were measured (kernels/LOG.md); more is a regression (none of these
+# are in the forward's loop)
 FORWARD = {64: 164, 128: 32}
 BACKWARD = {64: 320, 128: 320}
 
@@ -116,7 +116,7 @@ def test_backward_compiles_for_hopper_within_the_recorded_spills(D, tmp_path):
 @pytest.mark.parametrize("shape", [*SHAPES.values(), *SHORT.values()], ids=str)
 def test_every_forward_variant_compiles(shape, options, tmp_path):
     found, said = compiled(*forward_source(shape, **options), tmp_path)
-    assert found["spilled"] <= 264
+    assert found["spilled"] <= 560  # with documents, between tiles
     assert "serialized" not in said
 
 
