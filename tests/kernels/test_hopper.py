@@ -84,8 +84,7 @@ def backward_source(D, dtype="bf16", start=False, prune=False, sink=0, determini
     return fox_backward, arguments, constants
 
 
-# bytes that ptxas spills, as recorded when the kernels were measured (kernels/LOG.md); more is a regression (none of these
-# are in the forward's loop)
+# bytes that ptxas spills, as recorded when the kernels were measured (kernels/LOG.md); more is a regression
 FORWARD = {64: 164, 128: 32}
 BACKWARD = {64: 320, 128: 320}
 
