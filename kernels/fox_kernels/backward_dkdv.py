@@ -24,10 +24,12 @@ def query_range(
     high, full_high = T, T
     if CAUSAL:
         low = tl.maximum(n0 - q_offset, 0)
-        full_low = tl.maximum(last_key - q_offset, 0)
+        full_low = tl.maximum(last_key + 1 - q_offset, 0)
     if STARTS:
-        high = tl.minimum(high, tl.load(end_ptr + last_key) - q_offset)
-        full_high = tl.minimum(full_high, tl.load(end_ptr + n0) - q_offset)
+        # Queries past the keys belong to the last key's document.
+        end, first_end = tl.load(end_ptr + last_key), tl.load(end_ptr + n0)
+        high = tl.minimum(high, tl.where(end < S, end - q_offset, T))
+        full_high = tl.minimum(full_high, tl.where(first_end < S, first_end - q_offset, T))
         full_high = tl.where(tl.load(start_ptr + n0) > n0, 0, full_high)
         high = tl.where(tl.load(start_ptr + last_key) > last_key, 0, high)
     if WINDOW:

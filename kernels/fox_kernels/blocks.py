@@ -123,7 +123,7 @@ def key_range(
     full = S
     if CAUSAL:
         high = tl.minimum(S, last_pos + 1)
-        full = tl.minimum(S, first_pos + 1)
+        full = tl.minimum(S, first_pos)  # a query's own key is masked, here as in dk/dv: their sums of dS leave it out
     low = least
     ragged = tl.maximum(greatest, 0)
     if WINDOW:
