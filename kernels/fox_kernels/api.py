@@ -68,7 +68,8 @@ def choose(
 ) -> tuple[str, str]:
     """Return (backend, reason): which implementation `forgetting_attention` runs for these arguments, and why.
 
-    Backends: "reference" (whole matrix), "chunked" (plain torch, any device), "triton" (Ampere on), "gluon" (Hopper).
+    Backends: "reference" (whole matrix), "chunked" (plain torch, any device that has float64), "triton" (Ampere on),
+    "gluon" (Hopper).
     Raises ValueError when a backend asked for by name can't run the problem, or is unknown.
     """
     if backend not in BACKENDS:
@@ -152,12 +153,13 @@ def forgetting_attention(
                 kernels look for them where a forward has 1e11 floating point operations or more (`prune.WORTH`)
     backend     "auto", "reference", "chunked", "triton" or "gluon"; see `choose`
 
-    Strides may be any: q, k and v are read in place, or copied where the last is not 1 or, in 16 bits on a GPU, the
-    others are no multiples of 16 elements. Under torch.autocast they are taken in its dtype.
+    Strides may be any: q, k and v are read in place, or copied where the last is not 1, where tokens are 2^23 elements
+    or more apart and, in 16 bits on a GPU, where another is no multiple of 16 elements or, on Hopper, 0 (expanded:
+    backend="triton" reads that in place). Under torch.autocast they are taken in its dtype.
     Returns o (B, T, H, D) in q's dtype and, with return_lse, lse (B, T, H) float32 (natural log, differentiable;
-    float64 for float64). Raises ValueError for arguments out of range, for a named backend that can't run, and for a
-    second derivative of any backend but "reference". The values of log_f, cu_seqlens and seq_start are checked on a
-    CPU only: reading them would stall a GPU.
+    float64 for float64). Raises ValueError for arguments out of range, for a named backend that can't run, and for
+    second derivatives, batched gradients and torch.func of any backend but "reference". The values of log_f, cu_seqlens
+    and seq_start are checked on a CPU only: reading them would stall a GPU.
     Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """
     q, k, v = chunked.under_autocast(q, k, v)
