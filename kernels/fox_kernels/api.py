@@ -226,7 +226,7 @@ def decode_attention(
     Returns o (B, T, H, D) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, and where
     a gradient is asked for: there is none.
     """
-    for name, x in {"q": q, "k": k, "v": v, "c_hi": c_hi, "c_lo": c_lo}.items():
+    for name, x in (("q", q), ("k", k), ("v", v), ("c_hi", c_hi), ("c_lo", c_lo)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if q.dim() != 4 or k.dim() != 4:
@@ -261,9 +261,9 @@ def decode_attention(
 
 def check_bound(k_bound: Tensor, k: Tensor) -> None:
     """Raise ValueError unless k_bound has a bound for every kv head of every sequence of k."""
-    wanted = f"(B, Hkv) = {(k.shape[0], k.shape[2])} float32 on {k.device}"
+    bounds = (k.shape[0], k.shape[2])
     if not isinstance(k_bound, Tensor):
-        raise ValueError(f"k_bound must be {wanted}, got {type(k_bound).__name__}")
-    given = f"{tuple(k_bound.shape)} {k_bound.dtype} on {k_bound.device}"
-    if k_bound.shape != (k.shape[0], k.shape[2]) or k_bound.dtype != torch.float32 or k_bound.device != k.device:
-        raise ValueError(f"k_bound must be {wanted}, got {given}")
+        raise ValueError(f"k_bound must be (B, Hkv) = {bounds} float32 on {k.device}, got {type(k_bound).__name__}")
+    if k_bound.shape != bounds or k_bound.dtype != torch.float32 or k_bound.device != k.device:
+        given = f"{tuple(k_bound.shape)} {k_bound.dtype} on {k_bound.device}"
+        raise ValueError(f"k_bound must be (B, Hkv) = {bounds} float32 on {k.device}, got {given}")
