@@ -229,7 +229,7 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
         fox_forward, min(tiles * B * H, processors(q.device)),
         (
             started, pruned, sink, shape.consumers, shape.keys, shape.columns, shape.rest, shape.stages,
-            shape.ping_pong, shape.bias_by_mma, residual, shape.registers,
+            shape.ping_pong, shape.bias_by_mma, (S - T) % 64 > 0, residual, shape.registers,
         ),
         blocks,
     )  # fmt: skip

@@ -61,12 +61,30 @@ def _next(n_s, n_full, n_empty, tiles):
 
 
 @gluon.jit
+def _masked_block(q_slot, s, phase, n, q_s, k_s, qx_s, kx_s, b_s, bl_s, k_full, k_empty, ends, start, decay, decay_lo,
+                  zero, scale, m_i, l_i, HAS_START: gl.constexpr, SINK: gl.constexpr, S_L: gl.constexpr,
+                  BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
+    """The weights of key block n, which is in slot s, and what `softmax` returns with them; nothing else under way."""
+    mbarrier.wait(k_full.index(s), phase)
+    q = q_s.index(q_slot).reshape([64, D])
+    qk = warpgroup_mma(q, k_s.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if DX:
+        qx = qx_s.index(q_slot).reshape([64, DX])
+        qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
+    qk = warpgroup_mma_wait(0, deps=(qk,))
+    x, rest = scores(qk, b_s.index(s), bl_s.index(s), n, ends, start, decay, decay_lo, False, HAS_START, SINK, S_L, BN,
+                     BIAS_BY_MMA)  # fmt: skip
+    mbarrier.arrive(k_empty.index(s), count=1)
+    return softmax(x, scale, rest, m_i, l_i, BN)
+
+
+@gluon.jit
 def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
               rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full,
               n_empty, scale, T, S, H, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
               NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
               QB: gl.constexpr, PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
-              HAS_RESIDUAL: gl.constexpr):  # fmt: skip
+              ACROSS: gl.constexpr, HAS_RESIDUAL: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -116,39 +134,39 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
                 _turn(w, NC, True)
             it += 1
 
-        # the blocks with the diagonal of this warpgroup's rows: one, or two where its rows don't begin where keys do
-        first_row = row0 + w * 64 + S - T
-        last = gl.minimum(skipped + (first_row + 63) // BN - first_row // BN, n_main - 1)
-        pr = gl.convert_layout(zero.to(dtype), P_L)
-        for i in range(skipped, last + 1):
-            s = it % NB
-            mbarrier.wait(k_full.index(s), (it // NB) & 1)
-            q = q_s.index(q_slot).reshape([64, D])
-            qk = warpgroup_mma(q, k_s.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-            if DX:
-                qx = qx_s.index(q_slot).reshape([64, DX])
-                qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
-            qk = warpgroup_mma_wait(0, deps=(qk,))
-            x, rest = scores(qk, b_s.index(s), bl_s.index(s), nb_hi - 1 - i, ends, start, decay, decay_lo, False,
-                             HAS_START, SINK, S_L, BN, BIAS_BY_MMA)  # fmt: skip
-            mbarrier.arrive(k_empty.index(s), count=1)
-            p, alpha, m_i, l_i = softmax(x, scale, rest, m_i, l_i, BN)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
-            if DX:
-                acc_x = acc_x * gl.convert_layout(alpha, gl.SliceLayout(1, X_L))[:, None]
-            rounded = p.to(dtype)
-            mbarrier.wait(v_full.index(s), (it // NB) & 1)
-            v = v_s.index(s).reshape([BN, D])
-            vx = vx_s.index(s).reshape([BN, DX if DX else D])
-            acc, acc_x = times_v((p - widened(rounded)).to(dtype), v, vx, acc, acc_x, P_L, PX_L, DX)
-            pr = gl.convert_layout(rounded, P_L)
-            if i < last:
-                acc, acc_x = times_v(rounded, v, vx, acc, acc_x, P_L, PX_L, DX)
+        # the block with the diagonal of this warpgroup's rows; ACROSS: first that of its last rows
+        last = skipped
+        if ACROSS:
+            first_row = row0 + w * 64 + S - T
+            last = gl.minimum(skipped + (first_row + 63) // BN - first_row // BN, n_main - 1)
+            for i in range(skipped, last):
+                s = it % NB
+                p, alpha, m_i, l_i = _masked_block(q_slot, s, (it // NB) & 1, nb_hi - 1 - i, q_s, k_s, qx_s, kx_s, b_s,
+                                                   bl_s, k_full, k_empty, ends, start, decay, decay_lo, zero, scale,
+                                                   m_i, l_i, HAS_START, SINK, S_L, BN, D, DX, BIAS_BY_MMA)  # fmt: skip
+                rounded = p.to(dtype)
+                mbarrier.wait(v_full.index(s), (it // NB) & 1)
+                lost_of_p = (p - widened(rounded)).to(dtype)
+                acc, acc_x = times_v(lost_of_p, v_s.index(s), vx_s.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
+                acc, acc_x = times_v(rounded, v_s.index(s), vx_s.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
                 mbarrier.arrive(v_empty.index(s), count=1)
                 if PING_PONG:
                     _turn(w, NC, False)
                     _turn(w, NC, True)
                 it += 1
+        s = it % NB
+        p, alpha, m_i, l_i = _masked_block(q_slot, s, (it // NB) & 1, nb_hi - 1 - last, q_s, k_s, qx_s, kx_s, b_s, bl_s,
+                                           k_full, k_empty, ends, start, decay, decay_lo, zero, scale, m_i, l_i,
+                                           HAS_START, SINK, S_L, BN, D, DX, BIAS_BY_MMA)  # fmt: skip
+        if ACROSS:
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
+            if DX:
+                acc_x = acc_x * gl.convert_layout(alpha, gl.SliceLayout(1, X_L))[:, None]
+        rounded = p.to(dtype)
+        lost_of_p = (p - widened(rounded)).to(dtype)
+        mbarrier.wait(v_full.index(s), (it // NB) & 1)
+        acc, acc_x = times_v(lost_of_p, v_s.index(s), vx_s.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
+        pr = gl.convert_layout(rounded, P_L)
 
         # the next scores and the last weights times V in flight together
         for i in range(last + 1, n_all):
@@ -251,7 +269,7 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
                 T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
                 SINK: gl.constexpr,
                 NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
-                PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+                PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, ACROSS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
                 REGISTERS: gl.constexpr):  # fmt: skip
     """o, what rounding it lost, and lse. Head dim D, or D + DX in blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -319,11 +337,11 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
         (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, HAS_RESIDUAL)),
+                     BIAS_BY_MMA, ACROSS, HAS_RESIDUAL)),
         (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, HAS_RESIDUAL)),
+                     BIAS_BY_MMA, ACROSS, HAS_RESIDUAL)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER, q_s, k_s, v_s,
                     qx_s, kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
                     v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO,
@@ -334,15 +352,15 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
         (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, HAS_RESIDUAL)),
+                     BIAS_BY_MMA, ACROSS, HAS_RESIDUAL)),
         (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, HAS_RESIDUAL)),
+                     BIAS_BY_MMA, ACROSS, HAS_RESIDUAL)),
         (_consumer, (2, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, HAS_RESIDUAL)),
+                     BIAS_BY_MMA, ACROSS, HAS_RESIDUAL)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER, q_s, k_s, v_s,
                     qx_s, kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
                     v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO,

@@ -24,8 +24,7 @@ def scores(qk, b_s, bl_s, n, ends, start, decay, decay_lo, whole, HAS_START: gl.
     """Scores of key block n over `scale`, -inf where invisible, and what is still to be added to each row.
 
     Blocks that every row sees whole lie before the tile's first row, so both halves of the decay, c_first - c_j and
-    c_i - c_first, are <= 0 and add up without cancellation; elsewhere c_i - c_j is formed from two floats each, of
-    which the rows' smaller ones are what is still to be added.
+    c_i - c_first, are <= 0 and add up without cancellation; elsewhere c_i - c_j is formed from two floats each.
     """
     if whole:
         if not BIAS_BY_MMA:
@@ -35,16 +34,14 @@ def scores(qk, b_s, bl_s, n, ends, start, decay, decay_lo, whole, HAS_START: gl.
         bias = b_s.load(gl.SliceLayout(0, S_L))
         bias_lo = bl_s.load(gl.SliceLayout(0, S_L))
         offs_n = n * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, S_L))
-        total = (decay[:, None] + bias[None, :]) + bias_lo[None, :]
-        rest = decay_lo
+        total = (decay[:, None] + bias[None, :]) + (decay_lo[:, None] + bias_lo[None, :])
         seen = offs_n[None, :] <= ends[:, None]
         if HAS_START:
             seen = seen & (offs_n[None, :] >= start[:, None])
         if SINK > 0:  # the sink's keys don't decay
-            total += decay_lo[:, None]
-            rest = gl.zeros_like(decay)
             total = gl.where(offs_n[None, :] < (start + SINK)[:, None], 0.0, total)
         qk = gl.where(seen, qk + total, -float("inf"))
+        rest = gl.zeros_like(decay)
     return qk, rest
 
 
@@ -74,11 +71,12 @@ def softmax(s, scale, rest, m_i, l_i, BN: gl.constexpr):
 
 
 @gluon.jit
-def times_v(p, v, vx, acc, acc_x, P_L: gl.constexpr, PX_L: gl.constexpr, DX: gl.constexpr):
+def times_v(p, v, vx, acc, acc_x, P_L: gl.constexpr, PX_L: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
+            DX: gl.constexpr):  # fmt: skip
     """acc, and acc_x of the head dim's second block, with the weights p times V added."""
-    acc = warpgroup_mma(gl.convert_layout(p, P_L), v, acc, is_async=True)
+    acc = warpgroup_mma(gl.convert_layout(p, P_L), v.reshape([BN, D]), acc, is_async=True)
     if DX:
-        acc_x = warpgroup_mma(gl.convert_layout(p, PX_L), vx, acc_x, is_async=True)
+        acc_x = warpgroup_mma(gl.convert_layout(p, PX_L), vx.reshape([BN, DX]), acc_x, is_async=True)
         acc, acc_x = warpgroup_mma_wait(0, deps=(acc, acc_x))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
