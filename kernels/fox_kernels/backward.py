@@ -46,7 +46,7 @@ def launch_backward(
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_(), dc.zero_()
     padded = cdiv(T, 16) * 16  # so that the rows of facts are aligned
-    facts = torch.empty(B, H, 5, padded, dtype=torch.float32, device=q.device)
+    facts = torch.empty(B, H, 4, padded, dtype=torch.float32, device=q.device)
     if starts is None:
         starts = document_bounds(B, S, cu_seqlens, seq_start, q.device)
     if prune is not None and bounds is None:
@@ -54,6 +54,8 @@ def launch_backward(
     bounds_or_none = no_bounds(q.device) if bounds is None else bounds
     start, end = (None, None) if starts is None else starts
     rows, columns = tiles or tuple(tile_for(kernel, D, q.dtype, q.device) for kernel in ("dq", "dkdv"))
+    record = 2 * columns.block_m + 16
+    records = torch.empty(B, H, cdiv(T, columns.block_m), record, dtype=torch.float32, device=q.device)
     D0, D1 = split_head_dim(D)
     numbers = (q_offset, window or 0, sink, int(bounds is not None), scale, scale * LOG2_E)
     numbers += (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
@@ -72,7 +74,7 @@ def launch_backward(
         (
             source(q, rows.block_m, row_tma > 1), source(k, rows.block_n, row_tma), source(v, rows.block_n, row_tma),
             o, residual, source(do, rows.block_m, row_tma > 1), None if dlse2 is None else dlse2.contiguous(), lse2,
-            c_hi, c_lo, relative, start, bounds_or_none, c_offset, dq, facts, row_sum,
+            c_hi, c_lo, relative, start, bounds_or_none, c_offset, dq, facts, records, row_sum,
             *strides, *o.stride()[:3], *do.stride()[:3], T, S, padded, relative.shape[-1], H,
             walked_together(2 * S * D * k.element_size(), B * H, H // Hkv), *numbers,
         ),
@@ -87,8 +89,9 @@ def launch_backward(
         (cdiv(S, columns.block_n) * B * Hkv,),
         (
             source(q, columns.block_m, column_tma), source(k, columns.block_n, column_tma > 2),
-            source(v, columns.block_n, column_tma > 1), source(do, columns.block_m, column_tma), facts, row_sum,
-            c_hi, c_lo, start, end, bounds_or_none, c_offset, dk, dv, dc,
+            source(v, columns.block_n, column_tma > 2), source(v, columns.block_n, True) if column_tma == 2 else None,
+            source(do, columns.block_m, column_tma), facts, records, row_sum, c_hi, c_lo, start, end, bounds_or_none,
+            c_offset, dk, dv, dc,
             *strides, *do.stride()[:3], T, S, padded, H,
             walked_together(2 * T * D * q.element_size(), B * Hkv),  # a group's heads are walked in turn
             *numbers,

@@ -11,7 +11,7 @@ miscompile that on Hopper. Formulas: `backward`.
 import triton
 import triton.language as tl
 
-from .blocks import block_scalars, decayed, load_rows, place, soft_capped, visible
+from .blocks import decayed, load_rows, partial_sums, place, soft_capped, visible
 
 
 @triton.jit
@@ -52,11 +52,11 @@ def query_range(
 
 @triton.jit
 def _dkdv_block(
-    b, h, m0, k0, k1, v0, v1, q_ptr, do_ptr, facts_ptr, c_hi_ptr, c_lo_ptr, start_ptr, stride_q, stride_do,
+    b, h, m0, k0, k1, v0, v1, q_ptr, do_ptr, facts_ptr, record_ptr, start_ptr, stride_q, stride_do,
     offs_m, offs_d0, offs_d1, j, bias_hi, bias_lo, key_bias, offset, T, S, TP, q_offset, window, sink,
     scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
-    CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One query tile, transposed. bias: c_ref (interior, scalars, with key_bias = c_ref - c_j) or c_j (masked)."""
     t = m0 + offs_m
@@ -67,10 +67,10 @@ def _dkdv_block(
         e_lo = tl.load(facts + TP, mask=t < T, other=0.0)
         delta = tl.load(facts + 2 * TP, mask=t < T, other=0.0)
     else:
-        relative = tl.load(facts + 4 * TP)
-        delta = tl.load(facts + 2 * TP)
-        first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0, S)
-        lift = (first_hi - bias_hi) + (first_lo - bias_lo)
+        record = record_ptr + m0 // BM * (2 * BM + 16)
+        relative = tl.load(record + offs_m)
+        delta = tl.load(record + BM + offs_m)
+        lift = (tl.load(record + 2 * BM) - bias_hi) + (tl.load(record + 2 * BM + 1) - bias_lo)
     q0 = load_rows(q_ptr, b, h, m0, stride_q, offs_m, offs_d0, T, MASKED, TMA > 0)
     do0 = load_rows(do_ptr, b, h, m0, stride_do, offs_m, offs_d0, T, MASKED, TMA > 0)
     s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
@@ -106,9 +106,10 @@ def _dkdv_block(
         dv1 = tl.dot(p_rounded, do1, dv1, input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
     if MASKED:
-        column_sum += tl.sum(tl.where(j[:, None] == (q_offset + t)[None, :], 0.0, ds), 1)
+        counted = tl.where(j[:, None] == (q_offset + t)[None, :], 0.0, ds)
     else:
-        column_sum += tl.sum(ds, 1)
+        counted = ds
+    column_sum += tl.sum(counted, 1) if len(column_sum.shape) == 1 else partial_sums(counted)
     if CAP:
         ds = ds * (1.0 - tanh * tanh)
     ds = ds.to(q0.dtype)
@@ -120,8 +121,8 @@ def _dkdv_block(
 
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, facts_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr, end_ptr, first_ptr,
-    c_offset_ptr, dk_ptr, dv_ptr, dc_ptr,
+    q_ptr, k_ptr, v_ptr, v_block_ptr, do_ptr, facts_ptr, record_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr,
+    end_ptr, first_ptr, c_offset_ptr, dk_ptr, dv_ptr, dc_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sdo_b, sdo_t, sdo_h,
     T, S, TP, H, together, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -152,11 +153,10 @@ def dkdv_kernel(
 
     if TMA < 3:
         k_ptr += b * sk_b + h_kv * sk_h
-    if TMA < 2:
         v_ptr += b * sv_b + h_kv * sv_h
     row_b, row_kv = b.to(tl.int32), h_kv.to(tl.int32)
     k0 = load_rows(k_ptr, row_b, row_kv, n0, sk_s, offs_n, offs_d0, S, True, TMA > 2)
-    v0 = load_rows(v_ptr, row_b, row_kv, n0, sv_s, offs_n, offs_d0, S, True, TMA > 1)
+    v0 = load_rows(v_ptr, row_b, row_kv, n0, sv_s, offs_n, offs_d0, S, True, TMA > 2)
     k1, v1 = k0, v0
     dk0 = tl.zeros([BN, D0], tl.float32)
     dv0 = tl.zeros([BN, D0], tl.float32)
@@ -174,7 +174,8 @@ def dkdv_kernel(
         if TMA == 0:
             q_head += b * sq_b + h * sq_h
             do_head += b * sdo_b + h * sdo_h
-        facts_head = facts_ptr + bh * 5 * TP
+        facts_head = facts_ptr + bh * 4 * TP
+        record_head = record_ptr + bh * tl.cdiv(T, BM) * (2 * BM + 16)
         c_hi_head, c_lo_head = c_hi_ptr + bh * S, c_lo_ptr + bh * S
         first_head = first_ptr + bh * tl.cdiv(T, PRUNE_M)
         low, mid_low, mid_high, high = query_range(
@@ -188,20 +189,26 @@ def dkdv_kernel(
         offset = 0.0
         if SHIFT:
             offset = tl.load(c_offset_ptr + bh)
-        column_sum = tl.zeros([BN], tl.float32)
+        # Eight sums a key take no shuffles in the loop; beside k in registers (TMA 3) ptxas then serialises products.
+        column_sum = tl.zeros([BN, 8] if TMA == 2 else [BN], tl.float32)
         for it in range(mid_low - low + high - mid_high):
             m0 = tl.where(it < mid_low - low, low + it, mid_high + it - (mid_low - low)) * BM
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                row_b, h.to(tl.int32), m0, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head, c_lo_head,
-                start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, offset, T, S,
-                TP, q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA)  # fmt: skip
+                row_b, h.to(tl.int32), m0, k0, k1, v0, v1, q_head, do_head, facts_head, record_head, start_ptr, sq_t,
+                sdo_t, offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, offset, T, S, TP, q_offset, window,
+                sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
+                True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
+        inner = v0
+        if TMA == 2:  # in registers beside the interior tiles only, which have room for it
+            inner = load_rows(v_block_ptr, row_b, row_kv, n0, sv_s, offs_n, offs_d0, S, True, True)
         for it in range(mid_high - mid_low):
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                row_b, h.to(tl.int32), (mid_low + it) * BM, k0, k1, v0, v1, q_head, do_head, facts_head, c_hi_head,
-                c_lo_head, start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset, T, S,
-                TP, q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA)  # fmt: skip
+                row_b, h.to(tl.int32), (mid_low + it) * BM, k0, k1, inner, v1, q_head, do_head, facts_head,
+                record_head, start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset, T,
+                S, TP, q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
+                False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
+        if TMA == 2:
+            column_sum = tl.sum(column_sum, 1)
         if SINK:
             column_sum = tl.where(is_sink, 0.0, column_sum)
         t = j - q_offset

@@ -69,7 +69,7 @@ def _dq_block(
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr,
-    first_ptr, c_offset_ptr, dq_ptr, facts_ptr, row_sum_ptr,
+    first_ptr, c_offset_ptr, dq_ptr, facts_ptr, record_ptr, row_sum_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
     T, S, TP, SP, H, together, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -147,19 +147,25 @@ def dq_kernel(
     lse = tl.where(empty, 0.0, lse) - offset
     sink_bias = 0.0 - offset
 
-    # What the next kernel needs of a query, [5, TP] per head: c_i - lse_i in two floats, delta, lse, and c_i - lse_i
-    # relative to c of the first query of its tile there.
+    # What the next kernel needs of a query beside its masked tiles, [4, TP] per head: c_i - lse_i in two floats, delta,
+    # lse. And, a record for each of its tiles, beside the interior ones: c_i - lse_i relative to c of the tile's first
+    # query, delta, that c in two floats.
     difference = c_i_hi - lse
     virtual = difference - c_i_hi
     lost = (c_i_hi - (difference - virtual)) - (lse + virtual)
-    facts = facts_ptr + bh * 5 * TP + m0 + offs_m
+    facts = facts_ptr + bh * 4 * TP + m0 + offs_m
     tl.store(facts, tl.where(empty, float("-inf"), difference), mask=rows)
     tl.store(facts + TP, lost + c_i_lo, mask=rows)
-    first = q_offset + (m0 + offs_m) // NEXT_BM * NEXT_BM
-    first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, first, S)
-    relative = (c_i_hi - first_hi) + (c_i_lo - first_lo) - lse
-    tl.store(facts + 4 * TP, tl.where(empty, float("-inf"), relative), mask=rows)
     tl.store(facts + 2 * TP, delta, mask=rows)
+    tile, within = (m0 + offs_m) // NEXT_BM, (m0 + offs_m) % NEXT_BM
+    first_hi, first_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + tile * NEXT_BM, S)
+    relative = (c_i_hi - first_hi) + (c_i_lo - first_lo) - lse
+    record_ptr += bh * tl.cdiv(T, NEXT_BM) * (2 * NEXT_BM + 16)
+    at = tile * (2 * NEXT_BM + 16)
+    tl.store(record_ptr + at + within, tl.where(empty, float("-inf"), relative), mask=rows)
+    tl.store(record_ptr + at + within + NEXT_BM, delta, mask=rows)
+    tl.store(record_ptr + at + 2 * NEXT_BM, first_hi, mask=rows & (within == 0))
+    tl.store(record_ptr + at + 2 * NEXT_BM + 1, first_lo, mask=rows & (within == 0))
     lse = tl.where(empty, float("inf"), lse)
     tl.store(facts + 3 * TP, lse, mask=rows)
 

@@ -60,7 +60,7 @@ def copied_by_tma(kernel: str, tile, tma: int) -> dict[str, int]:
     stages = {
         "forward": ({"k_ptr": n, "v_ptr": n}, {"q_ptr": m}),
         "dq": ({"k_ptr": n, "v_ptr": n}, {"q_ptr": m, "do_ptr": m}),
-        "dkdv": ({"q_ptr": m, "do_ptr": m}, {"v_ptr": n}, {"k_ptr": n}),
+        "dkdv": ({"q_ptr": m, "do_ptr": m}, {"v_block_ptr": n} if tma == 2 else {"v_ptr": n}, {"k_ptr": n}),
     }
     named = {name: rows for some in stages[kernel][:tma] for name, rows in some.items()}
     return named | ({"c_rel_ptr": n} if tma and tile.rows else {})
@@ -78,6 +78,8 @@ def compiled_tile(kernel: str, D: int, arch: int, **flags):
     needs = {"start_ptr": "STARTS", "end_ptr": "STARTS", "c_offset_ptr": "SHIFT", "dlse_ptr": "DLSE"}
     constants |= {pointer: None for pointer, flag in needs.items() if not flags.get(flag)}
     described = copied_by_tma(kernel, tile, constants["TMA"])
+    if "v_block_ptr" not in described:
+        constants["v_block_ptr"] = None
     return compiled(KERNELS[kernel], constants | flags, arch, tile.warps, tile.stages, described)
 
 
