@@ -180,7 +180,7 @@ def split_kernel(
 @triton.jit(do_not_specialize=["S", "splits", "slots", "pairs", "window"])
 def merge_kernel(
     part_ptr, part_lse_ptr, o_ptr, lse_ptr, start_ptr, first_ptr, T, S, H, pairs, splits, slots, window,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
     BN: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, PRUNE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     row, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -196,20 +196,23 @@ def merge_kernel(
         mine = tl.arange(0, PAIRS) == kv
         splits = tl.sum(tl.where(mine, programs, 0), 0)
         out = tl.sum(tl.where(mine, ends - programs, 0), 0).to(tl.int64)
-    offs_s, offs_d, offs_p = tl.arange(0, SPLITS), tl.arange(0, DP), tl.arange(0, PARTS)
+    offs_d, offs_p = tl.arange(0, DP), tl.arange(0, PARTS)
     part_lse_ptr += out * rows + row
     part_ptr += (out * rows + row) * D
-    lse = tl.load(part_lse_ptr + offs_s * rows, mask=offs_s < splits, other=float("-inf"))
-    top = tl.max(lse, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lse - base), 0)
+    top, total = float("-inf"), 0.0
     o = tl.zeros([DP], tl.float32)
     for s0 in range(0, splits, PARTS):  # all at once, 256 parts of D = 256 would not fit the registers
         s = s0 + offs_p
-        weight = tl.exp2(tl.load(part_lse_ptr + s * rows, mask=s < splits, other=float("-inf")) - base)
-        mask = (weight != 0)[:, None] & (offs_d < D)[None, :]
+        mask = (s < splits)[:, None] & (offs_d < D)[None, :]  # parts that weigh nothing too: no load waits for another
+        lse = tl.load(part_lse_ptr + s * rows, mask=s < splits, other=float("-inf"))
         part = tl.load(part_ptr + (s * rows)[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
-        o += tl.sum(part * weight[:, None], 0)
+        new = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        weight, old = tl.exp2(lse - base), tl.exp2(top - base)
+        total = total * old + tl.sum(weight, 0)
+        o = o * old + tl.sum(tl.where((weight != 0)[:, None], part * weight[:, None], 0.0), 0)
+        top = new
+    base = tl.where(top == float("-inf"), 0.0, top)
     safe = tl.where(total == 0, 1.0, total)
     o = o / safe
     b, t = kv // heads, row // GROUP
@@ -347,7 +350,7 @@ def launch_decode(
         (T * group, pairs),
         (parts, part_lse, o, lse2, seq_start, first, T, S, H, pairs, splits, slots, window or 0),
         (
-            group, D, wide, most, min(most, max(1, 16384 // wide)), block, padded, window is not None, pruned, shared,
+            group, D, wide, min(most, max(1, 16384 // wide)), block, padded, window is not None, pruned, shared,
         ),
         kinds=kinds,
     )  # fmt: skip

@@ -19,28 +19,14 @@ SEARCH_BLOCK, WAYS = tl.constexpr(64), tl.constexpr(64)  # keys, ways of a step
 
 
 @triton.jit
-def first_kept(
-    own, q_norm, k_bound, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, scale2, softcap2, never,
-    CAP: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """The first key that some row needs, by the rule of `prune`: what may be skipped is a prefix, searched 64-ways."""
-    bound = tl.abs(scale2) * q_norm * k_bound * 1.0001
-    if CAP:
-        bound = tl.minimum(bound, softcap2)
-    skipped = (c_rows * 0).to(tl.int32)  # blocks, per row
-    width = 1
-    for _ in tl.static_range(STEPS - 1):
-        width *= WAYS
-    for _ in tl.static_range(STEPS):
-        blocks = skipped[:, None] + (1 + tl.arange(0, WAYS))[None, :] * width
-        inside = (blocks * BLOCK <= S - T) & real[:, None]
-        ends = c_rows[:, None] + tl.where(inside, blocks * BLOCK - 1, 0)
-        fall = c_i_hi[:, None] - tl.load(c_hi_ptr + ends, mask=inside, other=0.0)
-        fall += c_i_lo[:, None] - tl.load(c_lo_ptr + ends, mask=inside, other=0.0)
-        skip = inside & (fall + (bound - own)[:, None] < never)
-        skipped += tl.sum(skip.to(tl.int32), 1) * width
-        width = width // WAYS
-    return tl.min(tl.where(real, skipped, S), 0) * BLOCK
+def falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, BLOCK: tl.constexpr):
+    """c_i - c_j at the ends of 64 lots of `width` blocks beyond those skipped, and which of these come before all i."""
+    blocks = skipped[:, None] + (1 + tl.arange(0, WAYS))[None, :] * width
+    inside = (blocks * BLOCK <= S - T) & real[:, None]
+    ends = c_rows[:, None] + tl.where(inside, blocks * BLOCK - 1, 0)
+    fall = c_i_hi[:, None] - tl.load(c_hi_ptr + ends, mask=inside, other=0.0)
+    fall += c_i_lo[:, None] - tl.load(c_lo_ptr + ends, mask=inside, other=0.0)
+    return fall, inside
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -60,6 +46,13 @@ def search_kernel(
     pos = S - T + t
     c_rows = b * sc_b + h * sc_h
     c_i_hi, c_i_lo = tl.load(c_hi_ptr + c_rows + pos), tl.load(c_lo_ptr + c_rows + pos)
+    skipped = (c_rows * 0).to(tl.int32)  # blocks, per row
+    width = 1
+    for _ in tl.static_range(STEPS - 1):
+        width *= WAYS
+    # asked for before q and k, whose products the first step would else wait for
+    fall, inside = falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, SEARCH_BLOCK)
+    k_bound = tl.load(bound_ptr + kv)
     mask = real[:, None] & (offs_d < D)[None, :]
     q_rows = q_ptr + b * sq_b + t * sq_t + h * sq_h
     q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -67,9 +60,16 @@ def search_kernel(
     own = tl.sum(q * tl.load(k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32), 1) * scale2
     if CAP:
         own, _t = soft_capped(own, softcap2, inverse_cap, EXACT)
-    first = first_kept(
-        own, tl.sqrt(tl.sum(q * q, 1)), tl.load(bound_ptr + kv), c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr,
-        T, S, scale2, softcap2, never, CAP, SEARCH_BLOCK, STEPS)  # fmt: skip
+    bound = tl.abs(scale2) * tl.sqrt(tl.sum(q * q, 1)) * k_bound * 1.0001
+    if CAP:
+        bound = tl.minimum(bound, softcap2)
+    for step in tl.static_range(STEPS):  # by the rule of `prune`: what may be skipped is a prefix, searched 64-ways
+        if step > 0:
+            fall, inside = falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, SEARCH_BLOCK)
+        skip = inside & (fall + (bound - own)[:, None] < never)
+        skipped += tl.sum(skip.to(tl.int32), 1) * width
+        width = width // WAYS
+    first = tl.min(tl.where(real, skipped, S), 0) * SEARCH_BLOCK
     tl.store(first_ptr + kv, first)
 
 

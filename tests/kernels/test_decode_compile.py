@@ -40,7 +40,7 @@ KERNELS = {
     **{f"split, D = {D}, every option": split(D, **ALL) for D in (64, 128, 256)},
     **{f"split, D = {D}, 64 rows": split(D, 64, **ALL) for D in (64, 128)},
     "split, D = 256, float32": split(256, size=4, **ALL),
-    "merge, 256 parts": (decode.merge_kernel, {"GROUP": 4, "D": 256, "DP": 256, "SPLITS": 256, "PARTS": 64} | MERGE),
+    "merge, 256 parts": (decode.merge_kernel, {"GROUP": 4, "D": 256, "DP": 256, "PARTS": 64} | MERGE),
     **{f"search, {rows} rows": (decode_search.search_kernel, SEARCH | {"ROWS": rows}) for rows in (4, 64)},
     "append with shifts": append(3, 80, 240),
 }
