@@ -36,10 +36,10 @@ class Cut(NamedTuple):
 
 
 KEYS = 128  # per tile
-# From this many keys on the gate's sums of dS are of float32 values, not of rounded ones. At 4096 tokens, open gates,
-# D = 64 that takes dlog_f's error from 4.2e-3 to 2.4e-3 (the official kernel 2.3e-3) and 1 to 10 % more time; at 2048
-# tokens, 11 % (kernels/LOG.md)
-EXACT_FROM = 4096
+# Whether the gate's sums of dS are of float32 values, not of those that its products round. With rounded ones dlog_f's
+# error is 1.1 to 20 times as large, with open gates above the official kernel's; float32 costs 7 % of the backward at
+# 8 x 2048, 3 to 5 % beyond (kernels/LOG.md)
+EXACT_SUMS = True
 # 24 registers spill in the helpers, but 32 leave one consumer 232, which then spills in its loop: 412 against 372
 # TFLOP/s at 2 x 8192, D = 64, unordered; at D = 128, of half as many queries, 32 are better: 515 against 504, GQA
 CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 128: Cut(64, 2, 1, 8, 2, 240, 32)}
@@ -121,13 +121,13 @@ def launch_backward(
     do (B, T, H, D) and dlse2 (B, H, T) or None are the gradients of o and of the base-2 lse2. With deterministic=True
     the float32 dq is summed in key order, bit for bit the same in every run. residual is what the forward left in its
     own, bounds what `prune.loop_bounds` returned for it, if that is known. exact_sums: dc from float32 dS or from
-    what its products round; None: float32 where deterministic and EXACT_FROM keys or more. Head dims 80 and 96 run the
-    plain Triton backward. Raises ValueError for what `hopper_forward.unsupported` names.
+    what its products round; None: as EXACT_SUMS says. Head dims 80 and 96 run the plain Triton backward. Raises
+    ValueError for what `hopper_forward.unsupported` names.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     started = cu_seqlens is not None or seq_start is not None or window is not None
     if exact_sums is None:
-        exact_sums = deterministic and S >= EXACT_FROM
+        exact_sums = EXACT_SUMS
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
         None if dlse2 is None else (dlse2.stride(), dlse2.dtype), residual is None, q.dtype, q.device,

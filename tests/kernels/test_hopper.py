@@ -86,7 +86,7 @@ def backward_source(D, dtype="bf16", start=False, prune=False, sink=0, determini
 
 # bytes that ptxas spills, as recorded when the kernels were measured (kernels/LOG.md); more is a regression
 FORWARD = {64: 104, 128: 8}
-BACKWARD = {64: 320, 128: 320}
+BACKWARD = {64: 512, 128: 224}
 
 
 @needs_gluon
@@ -101,7 +101,7 @@ def test_forward_compiles_for_hopper_without_spills_or_serialised_products(D, tm
 @needs_gluon
 @pytest.mark.parametrize("D", BACKWARD)
 def test_backward_compiles_for_hopper_within_the_recorded_spills(D, tmp_path):
-    found, said = compiled(*backward_source(D), tmp_path)
+    found, said = compiled(*backward_source(D, exact_sums=True), tmp_path)
     assert found["spilled"] <= BACKWARD[D]  # nearly all of it in the producer and the writer, which have time
     assert found["shared"] <= 227 * 1024
     assert "serialized" not in said
@@ -131,7 +131,7 @@ def test_every_forward_variant_compiles(shape, options, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [{"start": True, "prune": True, "sink": 4, "exact_sums": exact} for exact in (False, True)]
-    + [{"deterministic": False}, {"exact_sums": True}],
+    + [{"deterministic": False}, {"exact_sums": True}, {"start": True, "prune": True, "exact_sums": True}],
     ids=str,
 )
 @pytest.mark.parametrize("heads", [1, None], ids=["MHA", "GQA"])
