@@ -1,10 +1,9 @@
 """Whether gradients must be the same bit for bit in every run. They are, unless this is switched off.
 
 Only the Hopper backward has a choice: it adds the parts of dq in the order of the keys, or as they come, which is
-faster and differs in the last bits from run to run. Accuracy goes with order: from 4096 keys on the gate's sums of dS
-are then of float32 values, else of values rounded for the tensor cores. The switch is the process's (autograd runs
-backwards in threads of its own): it is read when a forward runs, and that forward's backward follows it. torch.compile
-compiles anew when it changes. While torch.use_deterministic_algorithms(True) is in force, it has no effect.
+faster and differs in the last bits from run to run. The switch is the process's (autograd runs backwards in threads of
+its own): it is read when a forward runs, and that forward's backward follows it. torch.compile compiles anew when it
+changes. While torch.use_deterministic_algorithms(True) is in force, it has no effect.
 """
 
 import contextlib

@@ -122,7 +122,8 @@ def test_backward_compiles_for_hopper_within_the_recorded_spills(D, tmp_path):
 @pytest.mark.parametrize("shape", [*SHAPES.values(), *SHORT.values()], ids=str)
 def test_every_forward_variant_compiles(shape, options, tmp_path):
     found, said = compiled(*forward_source(shape, **options), tmp_path)
-    assert found["spilled"] <= 560  # with documents, between tiles
+    # with documents between tiles; in float16 in the loop before the loop, where queries begin amid a block of keys
+    assert found["spilled"] <= (1100 if "dtype" in options else 560)
     assert "serialized" not in said
 
 
