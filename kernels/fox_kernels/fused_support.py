@@ -1,17 +1,13 @@
 """Whether the fused kernels can run on a tensor; where they can't, their eager twins do."""
 
 import contextlib
-import functools
 import os
 
 import torch
 
+from .tiles import capability
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@functools.cache
-def _device_runs_triton(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def available(x: torch.Tensor) -> bool:
@@ -19,7 +15,7 @@ def available(x: torch.Tensor) -> bool:
     if x.dtype not in DTYPES:
         return False
     if x.is_cuda:
-        return _device_runs_triton(x.device)
+        return torch.version.cuda is not None and capability(x.device) >= (8, 0)
     return x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
