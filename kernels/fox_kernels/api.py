@@ -234,6 +234,8 @@ def decode_attention(
     wanted = (q.shape[0], q.shape[2], k.shape[1])
     if c_hi.shape != wanted or c_lo.shape != wanted:
         raise ValueError(f"c_hi and c_lo must be (B, H, S) = {wanted}, got {tuple(c_hi.shape)}, {tuple(c_lo.shape)}")
+    if c_lo.device != c_hi.device:
+        raise ValueError(f"c_hi and c_lo must be on one device, got {c_hi.device} and {c_lo.device}")
     alike = c_hi.dtype == c_lo.dtype == torch.float32 and c_hi.stride() == c_lo.stride()
     if not alike or (c_hi.stride(2) != 1 and c_hi.shape[2] > 1):
         raise ValueError(

@@ -24,7 +24,7 @@ import triton.language as tl
 from .blocks import cap_kind, soft_capped, visible
 from .decode_search import first_kept_torch, key_bound, search, skip_before
 from .forward import LOG2_E, aligned, unit_last
-from .launch import cdiv, launch, power_of_2
+from .launch import cdiv, launch, of_int, power_of_2
 from .tiles import SMALL_SHARED, capability, split_head_dim, table_for
 
 __all__ = ["first_kept_torch", "key_bound", "launch_decode", "pays", "skip_before"]
@@ -302,7 +302,7 @@ def launch_decode(
     odd |= 0 if k_bound is None else k_bound.data_ptr()
     odd |= 0 if seq_start is None else seq_start.data_ptr()
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *c_hi.stride()[:2])
-    kinds = (q.dtype, T, H, strides) if odd % 16 == 0 and first is None else ()
+    kinds = (q.dtype, T, H, *map(of_int, strides)) if odd % 16 == 0 and first is None else ()
     caps = (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
     cap = cap_kind(softcap, q.dtype)
     tile_rows, wide, precise = max(16, power_of_2(T * group)), power_of_2(D), q.element_size() == 4

@@ -9,7 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 
-from fox_kernels import decode, forward, launch  # noqa: E402
+from fox_kernels import decode, decode_search, forward, launch  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 
@@ -166,3 +166,14 @@ def test_small_problems_are_not_searched_for_what_to_prune(monkeypatch):
     assert prune.worth(small, small, -10.0) is None
     assert prune.worth(large, large, -10.0) == -10.0
     assert prune.worth(large, large, None) is None
+
+
+def test_a_cache_copied_anew_for_every_token_compiles_and_remembers_nothing_more(kernel, monkeypatch):
+    for name in ("search_kernel", "split_kernel", "merge_kernel"):
+        monkeypatch.setattr(decode_search if name == "search_kernel" else decode, name, kernel)
+    q, bound = torch.randn(2, 1, 6, 32), torch.ones(2, 2)
+    for S in range(700, 733):  # strides grow with it
+        k, c = torch.randn(2, 2, S, 32).transpose(1, 2), torch.zeros(2, 6, S)
+        decode.launch_decode(q, k, k, c, c, scale=0.1, prune=-5.0, k_bound=bound)
+    assert len(kernel.compiled) == len(launch._runners) == 3 * 3  # S is a multiple of 16, 6 * S is, none is
+    assert len(kernel.ran) == 3 * 33 - len(kernel.compiled)
