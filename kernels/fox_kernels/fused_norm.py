@@ -189,8 +189,8 @@ def head_norm(x: Tensor, gain: Tensor | None, logit: Tensor | None, eps: float =
     """Return gain_h x / sqrt(mean x^2 + eps) * 2 sigmoid(logit), without the factors whose argument is None.
 
     x (..., H, D) bf16, fp16 or fp32; gain (H, D) float32; logit (..., H D), any float dtype. Returns x's shape and
-    dtype, contiguous. Gradients to all three. Raises ValueError for shapes and dtypes that don't
-    fit, and where the kernels can't run (`fused_support.available`).
+    dtype, contiguous. Gradients to all three. Raises ValueError for shapes and dtypes that don't fit, and where the
+    kernels can't run (`fused_support.available`).
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), section 3.3, gains per head.
     """
     if x.dim() < 2:

@@ -143,8 +143,8 @@ def shift(x: Tensor, amount: Tensor) -> Tensor:
     """Return x_t + amount_t (x_{t-1} - x_t), the first token of each row unchanged.
 
     x (B, T, H, D) bf16, fp16 or fp32, any strides; amount (B, T, H) float32, 0 where a document starts. Returns x's
-    shape and dtype, contiguous. Gradients to both. Raises ValueError for an amount that doesn't fit, and
-    where the kernels can't run (`fused_support.available`).
+    shape and dtype, contiguous. Gradients to both. Raises ValueError for an amount that doesn't fit, and where the
+    kernels can't run (`fused_support.available`).
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), section 3.3.
     """
     if amount.shape != x.shape[:-1] or amount.dtype != torch.float32:
