@@ -3,9 +3,11 @@
 import importlib.util
 import os
 import sys
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import chunked, chunked_operator, reference
 from .tiles import capability
@@ -20,6 +22,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 POSITIVE_LOG_F = 1e-3  # let pass: finite differences around an open gate
 
 _announced: set[tuple[str, str]] = set()
+_decoders: dict[tuple, Any] = {}
+MAX_DECODERS = 256  # more are forgotten all at once
+PLAIN = frozenset((int, float, type(None)))
 
 
 def triton_unsupported(q: Tensor) -> str | None:
@@ -226,6 +231,59 @@ def decode_attention(
     Returns o (B, T, H, D) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, and where
     a gradient is asked for: there is none.
     """
+    kind = decoding_kind(q, k, v, c_hi, c_lo, seq_start, k_bound, scale, window, sink, softcap, prune)
+    decoder = None if kind is None else _decoders.get(kind)
+    if decoder is None:
+        return _decode_new(
+            kind, q, k, v, c_hi, c_lo, scale=scale, seq_start=seq_start, window=window, sink=sink, softcap=softcap,
+            prune=prune, k_bound=k_bound,
+        )  # fmt: skip
+    if seq_start is not None:
+        chunked._check_seq_start(seq_start, q.shape[0], k.shape[1], q.device)  # its values
+    return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, k_bound=k_bound)
+
+
+def decoding_kind(q, k, v, c_hi, c_lo, seq_start, k_bound, *options) -> tuple | None:
+    """Return all that `decode_attention` checks but S, strides and values: what is right for one call is for its kind.
+
+    None where each call must be looked at: S or strides don't fit, or something else than a kernel has to see it.
+    """
+    if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is type(c_hi) is type(c_lo) is Tensor:
+        return None
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or c_hi.requires_grad or c_lo.requires_grad
+    ):
+        return None
+    shape, k_shape, device, c_strides = q.shape, k.shape, q.device, c_hi.stride()
+    if len(shape) != 4 or len(k_shape) != 4 or v.shape != k_shape or not 0 < shape[1] <= k_shape[1]:
+        return None
+    c_shape = (shape[0], shape[2], k_shape[1])
+    if c_hi.shape != c_shape or c_lo.shape != c_shape or c_lo.stride() != c_strides or c_strides[2] != 1:
+        return None
+    if not (q.dtype is k.dtype is v.dtype and c_hi.dtype is c_lo.dtype is torch.float32):
+        return None
+    if is_in_torch_dispatch_mode() or (q.is_cuda and device.index != torch.cuda.current_device()):
+        return None
+    start = bound = None
+    if seq_start is not None:
+        if type(seq_start) is not Tensor:
+            return None
+        start = (seq_start.shape, seq_start.dtype, seq_start.device)
+    if k_bound is not None:
+        if type(k_bound) is not Tensor or not k_bound.is_contiguous():
+            return None
+        bound = (k_bound.shape, k_bound.dtype, k_bound.device)
+    types = tuple(map(type, options))  # True == 1 == 1.0
+    if not PLAIN.issuperset(types):
+        return None
+    return (
+        shape, k_shape[0], k_shape[2:], q.dtype, device, k.device, v.device, c_hi.device, c_lo.device, start, bound,
+        options, types,
+    )  # fmt: skip
+
+
+def _decode_new(kind, q, k, v, c_hi, c_lo, *, k_bound, **options) -> Tensor:
+    """Return what `decode_attention` does, having checked everything; the next call of this kind runs without."""
     for name, x in (("q", q), ("k", k), ("v", v), ("c_hi", c_hi), ("c_lo", c_lo)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -242,9 +300,6 @@ def decode_attention(
             f"c_hi and c_lo must be float32 with the same strides, the last 1; got {c_hi.dtype} {c_hi.stride()}, "
             f"{c_lo.dtype} {c_lo.stride()}"
         )
-    options: dict = {
-        "scale": scale, "seq_start": seq_start, "window": window, "sink": sink, "softcap": softcap, "prune": prune
-    }  # fmt: skip
     options["scale"] = chunked.check_arguments(q, k, v, c_hi.transpose(1, 2), **options)
     if k_bound is not None:
         check_bound(k_bound, k)
@@ -258,6 +313,11 @@ def decode_attention(
     from . import autograd
 
     k_bound = None if k_bound is None else k_bound.contiguous()
+    decoder = None if kind is None else autograd.decoder(q, k, k_bound=k_bound, **options)
+    if kind is not None and decoder is not None:
+        if len(_decoders) >= MAX_DECODERS:
+            _decoders.clear()
+        _decoders[kind] = decoder
     return autograd.decode_attention(q, k, v, c_hi, c_lo, k_bound=k_bound, **options)
 
 

@@ -295,3 +295,13 @@ def decode_attention(q, k, v, c_hi, c_lo, *, scale, seq_start, window, sink, sof
     softcap, prune = (None if x is None else float(x) for x in (softcap, prune))
     run = decode_operator if _watched(q, k, v, c_hi, c_lo) else _decode
     return run(q, k, v, c_hi, c_lo, k_bound, seq_start, scale, window, sink, softcap, prune)
+
+
+def decoder(q, k, *, scale, seq_start, window, sink, softcap, prune, k_bound) -> decode.Decoder | None:
+    """Return what runs the kind of call that this is; None where keys are searched by torch, or parted."""
+    if q.shape[0] * k.shape[2] > decode.MAX_PAIRS or (prune is not None and k_bound is None):
+        return None
+    return decode.decoder_for(
+        q.shape, k.shape[2], q.dtype, q.device, scale=scale, padded=seq_start is not None, window=window, sink=sink,
+        softcap=softcap, prune=prune, pruned=prune is not None, searches=prune is not None,
+    )  # fmt: skip

@@ -16,18 +16,19 @@ small kernel finds it from a few values of c.
 
 import functools
 import itertools
+import math
 
 import torch
 import triton
 import triton.language as tl
 
 from .blocks import cap_kind, soft_capped, visible
-from .decode_search import first_kept_torch, key_bound, search, skip_before
+from .decode_search import first_kept_torch, key_bound, search_kernel, search_steps, skip_before
 from .forward import LOG2_E, aligned, unit_last
-from .launch import cdiv, launch, of_int, power_of_2
+from .launch import cdiv, launch, of_int, power_of_2, regular
 from .tiles import SMALL_SHARED, capability, split_head_dim, table_for
 
-__all__ = ["first_kept_torch", "key_bound", "launch_decode", "pays", "skip_before"]
+__all__ = ["Decoder", "first_kept_torch", "key_bound", "launch_decode", "pays", "skip_before"]
 
 MAX_ROWS = 64  # T * H / Hkv that share a tile
 MIN_KEYS = 256
@@ -263,6 +264,127 @@ def stages_for(rows: int, block: int, D: int, size: int, capability: tuple[int, 
     return max(1, min(3, 1 + room // (2 * block * D * size + 8 * block * rows)))
 
 
+class Decoder:
+    """Decoding calls that differ in S, strides and addresses only: what else they need is worked out once.
+
+    An option is as in `launch_decode`; searches: where pruning starts is found given k_bound.
+    """
+
+    def __init__(self, shape, Hkv, dtype, device, *, scale, padded, window, sink, softcap, prune, pruned, searches):
+        B, T, H, D = shape
+        group, size = H // Hkv, dtype.itemsize
+        if T * group > MAX_ROWS:
+            raise ValueError(
+                f"decode packs T * H / Hkv <= {MAX_ROWS} rows into a tile, got {T} * {group}: use launch_forward"
+            )
+        D0, D1 = split_head_dim(D)
+        cap, wide, tile_rows = cap_kind(softcap, dtype), power_of_2(D), max(16, power_of_2(T * group))
+        self.T, self.H, self.D, self.rows, self.pairs, self.device = T, H, D, T * group, B * Hkv, device
+        self.window, self.sink, self.searches = window, sink, searches
+        self.readable = aligned if D1 else unit_last
+        self.factors = (scale * LOG2_E, *((0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)))
+        self.floor = prune * LOG2_E if searches else 0.0
+        self.block = block_for(D, tile_rows, size)
+        self.stages = stages_for(tile_rows, self.block, D, size, (0, 0) if device.type == "cpu" else capability(device))
+        shares = (padded or pruned) and self.pairs <= MAX_SHARED
+        self.slots = slots_for(self.pairs, processors(device)) if shares else 0
+        self.splits = splits_for(self.pairs, processors(device))
+        self.most_parts = max(1, 16384 // wide)
+        self.scratch = (cdiv(self.pairs, 4) * 4, cdiv(B * H * T, 4) * 4)  # floats for first and lse2, by 16 bytes
+        self.kinds = (dtype, T, H)
+        shared = power_of_2(self.pairs) if shares else 0
+        bounded, precision = window is not None, "ieee" if size == 4 else "tf32"
+        self.split = (
+            group, D0, D1, tile_rows, self.block, padded, bounded, sink > 0, cap, pruned, shared, precision
+        )  # fmt: skip
+        self.merge = (group, D, wide), (self.block, padded, bounded, pruned, shared)
+        self.search = (group, D, wide, power_of_2(T * group), cap > 0, cap == 2)
+        self.compiled = {}
+
+    def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, first=None, k_bound=None, lse2=None):
+        """Return o (B, T, H, D), and leave the log-sum-exp in lse2 (B, H, T) float32 if given."""
+        T, H, D, S, pairs = self.T, self.H, self.D, k.shape[1], self.pairs
+        if seq_start is not None:
+            seq_start = seq_start.to(torch.int32).contiguous()
+        window, sink = 0 if self.window is None else min(self.window, S), min(self.sink, S)  # ints of 32 bits
+        blocks = cdiv(min(S, window + T - 1) if window else S, self.block)
+        most = cdiv(blocks, MIN_BLOCKS.value)
+        if self.slots:
+            chunk, splits, grid = 0, 0, (min(self.slots + pairs, pairs * most), 1, 1)
+            most = min(self.slots, most)
+        else:
+            chunk = cdiv(blocks, min(most, self.splits))
+            splits = most = cdiv(blocks, chunk)
+            grid = (splits, pairs, 1)
+        parts = min(power_of_2(most), self.most_parts)
+        steps = search_steps(S) if self.searches else 0
+
+        c_b, c_h, _ = c_hi.stride()
+        given = (q, k, v, c_hi, c_lo, seq_start, k_bound)
+        addresses = [None if x is None else x.data_ptr() for x in given]
+        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        kinds = ()
+        if first is None and regular(q_strides, k_strides, v_strides, addresses):
+            kinds = (*self.kinds, of_int(c_b), of_int(c_h))
+        else:
+            q, k, v = self.readable(q), self.readable(k), self.readable(v)
+            q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        known = self.compiled.get((kinds, parts, steps))
+        strides = (*q_strides[:3], *k_strides[:3], *v_strides[:3], c_b, c_h)
+
+        room, lse_room = self.scratch
+        ends = (room, room + lse_room, room + lse_room + grid[0] * grid[1] * self.rows * D)
+        scratch = torch.empty(ends[2] + grid[0] * grid[1] * self.rows, dtype=torch.float32, device=self.device)
+        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if known is None:
+            found, own_lse2, part, part_lse = scratch.tensor_split(ends)
+            first = found.view(torch.int32) if self.searches else first
+            lse2, out = own_lse2 if lse2 is None else lse2, o
+        else:
+            q, k, v, c_hi, c_lo, seq_start, k_bound = addresses
+            start, out = scratch.data_ptr(), o.data_ptr()
+            first = start if self.searches else None
+            lse2 = start + 4 * ends[0] if lse2 is None else lse2.data_ptr()
+            part, part_lse = start + 4 * ends[1], start + 4 * ends[2]
+
+        launches = [
+            (
+                split_kernel,
+                grid,
+                (
+                    q, k, v, c_hi, c_lo, seq_start, first, part, part_lse, *strides,
+                    T, S, H, pairs, chunk, self.slots, window, sink, *self.factors,
+                ),
+            ),
+            (
+                merge_kernel,
+                (self.rows, pairs, 1),
+                (part, part_lse, out, lse2, seq_start, first, T, S, H, pairs, splits, self.slots, window),
+            ),
+        ]  # fmt: skip
+        if self.searches:
+            never = self.floor - math.log2(S)
+            arguments = (q, k, c_hi, c_lo, k_bound, first, *strides[:6], c_b, c_h, T, S, H, *self.factors, never)
+            launches.insert(0, (search_kernel, (pairs, 1, 1), arguments))
+        if known is not None:
+            for run, (_, grid, arguments) in zip(known, launches, strict=True):
+                run(grid, (), arguments, addressed=True)
+            return o
+        (before, after), runs = self.merge, []
+        constants = {
+            search_kernel: (*self.search, steps), split_kernel: self.split, merge_kernel: (*before, parts, *after)
+        }  # fmt: skip
+        for kernel, grid, arguments in launches:
+            stages = self.stages if kernel is split_kernel else 3
+            runs.append(launch(kernel, grid, arguments, constants[kernel], stages=stages, kinds=kinds))
+        if kinds and None not in runs:
+            self.compiled[kinds, parts, steps] = runs
+        return o
+
+
+decoder_for = functools.lru_cache(256)(Decoder)
+
+
 def launch_decode(
     q, k, v, c_hi, c_lo, *, scale, seq_start=None, window=None, sink=0, softcap=None, prune=None, first=None,
     k_bound=None,
@@ -275,12 +397,7 @@ def launch_decode(
     every query's weight given k_bound (B, Hkv) float32 >= |k_j|, or without that what `skip_before` gives, which reads
     all keys. Raises ValueError when the group's rows do not fit a tile.
     """
-    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    group = H // Hkv
-    if T * group > MAX_ROWS:
-        raise ValueError(
-            f"decode packs T * H / Hkv <= {MAX_ROWS} rows into a tile, got {T} * {group}: use launch_forward"
-        )
+    (B, T, H, _), Hkv = q.shape, k.shape[2]
     if B * Hkv > MAX_PAIRS:
         given = (q, k, v, c_hi, c_lo, seq_start, first, k_bound)
         cut = [itertools.repeat(None) if x is None else x.split(MAX_PAIRS // Hkv) for x in given]
@@ -292,66 +409,13 @@ def launch_decode(
             for x in zip(*cut, strict=False)
         ]  # fmt: skip
         return torch.cat([o for o, _ in parts]), torch.cat([lse2 for _, lse2 in parts])
-    D0, D1 = split_head_dim(D)
-    readable = aligned if D1 else unit_last
-    q, k, v = readable(q), readable(k), readable(v)
-    if seq_start is not None:
-        seq_start = seq_start.to(torch.int32).contiguous()
-    pairs, padded, device = B * Hkv, seq_start is not None, q.device
-    odd = q.data_ptr() | k.data_ptr() | v.data_ptr() | c_hi.data_ptr() | c_lo.data_ptr()
-    odd |= 0 if k_bound is None else k_bound.data_ptr()
-    odd |= 0 if seq_start is None else seq_start.data_ptr()
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *c_hi.stride()[:2])
-    kinds = (q.dtype, T, H, *map(of_int, strides)) if odd % 16 == 0 and first is None else ()
-    caps = (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
-    cap = cap_kind(softcap, q.dtype)
-    tile_rows, wide, precise = max(16, power_of_2(T * group)), power_of_2(D), q.element_size() == 4
+    searches = prune is not None and first is None and k_bound is not None
+    decoder = decoder_for(
+        q.shape, Hkv, q.dtype, q.device, scale=scale, padded=seq_start is not None, window=window, sink=sink,
+        softcap=softcap, prune=prune, pruned=prune is not None or first is not None, searches=searches,
+    )  # fmt: skip
     if prune is not None and first is None and k_bound is None:
         first = skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), scale, softcap, prune)
-    elif prune is not None and first is None:
-        first = search(q, k, c_hi, c_lo, k_bound, scale, softcap, prune, kinds)
-    pruned = first is not None
-    block = block_for(D, tile_rows, q.element_size())
-    left = S if window is None else min(S, window + T - 1)
-    blocks = cdiv(left, block)
-    if (padded or pruned) and pairs <= MAX_SHARED:
-        slots = slots_for(pairs, processors(device))
-        chunk, splits, grid = 0, 0, (min(slots + pairs, pairs * cdiv(blocks, MIN_BLOCKS.value)), 1)
-        most = min(slots, cdiv(blocks, MIN_BLOCKS.value))
-    else:
-        slots = 0
-        chunk = cdiv(blocks, min(cdiv(blocks, MIN_BLOCKS.value), splits_for(pairs, processors(device))))
-        splits = most = cdiv(blocks, chunk)
-        grid = (splits, pairs)
-    on = capability(device) if q.is_cuda else (0, 0)
-    rows = grid[0] * grid[1] * T * group
-    parts = torch.empty(rows * (D + 1), dtype=torch.float32, device=device)  # o of every part, then its lse
-    o = torch.empty(B, T, H, D, dtype=q.dtype, device=device)
-    lse2 = torch.empty(B, H, T, dtype=torch.float32, device=device)
-    part_lse = parts[rows * D :]
-    shared = power_of_2(pairs) if slots else 0
-    launch(
-        split_kernel,
-        grid,
-        (
-            q, k, v, c_hi, c_lo, seq_start, first, parts, part_lse,
-            *strides, T, S, H, pairs, chunk, slots, window or 0, sink, scale * LOG2_E, *caps,
-        ),
-        (
-            group, D0, D1, tile_rows, block, padded, window is not None, sink > 0, cap, pruned, shared,
-            "ieee" if precise else "tf32",
-        ),
-        stages=stages_for(tile_rows, block, D, q.element_size(), on),
-        kinds=kinds,
-    )  # fmt: skip
-    most = power_of_2(most)
-    launch(
-        merge_kernel,
-        (T * group, pairs),
-        (parts, part_lse, o, lse2, seq_start, first, T, S, H, pairs, splits, slots, window or 0),
-        (
-            group, D, wide, min(most, max(1, 16384 // wide)), block, padded, window is not None, pruned, shared,
-        ),
-        kinds=kinds,
-    )  # fmt: skip
+    lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    o = decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, first=first, k_bound=k_bound, lse2=lse2)
     return o, lse2

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 
 from . import prune as pruning
-from .blocks import cap_kind, soft_capped
+from .blocks import soft_capped
 from .forward import LOG2_E
-from .launch import launch, power_of_2
 
 SEARCH_BLOCK, WAYS = tl.constexpr(64), tl.constexpr(64)  # keys, ways of a step
 
@@ -96,29 +95,8 @@ def key_bound(k: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(1)
 
 
-def search(q, k, c_hi, c_lo, k_bound, scale, softcap, log_eps, kinds=()) -> torch.Tensor:
-    """Return first (B, Hkv) int32 as `skip_before`, given k_bound (B, Hkv) float32 >= |k_j|: keys are not read."""
-    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    first = torch.empty(B, Hkv, dtype=torch.int32, device=q.device)
-    cap = cap_kind(softcap, q.dtype)
-    launch(
-        search_kernel,
-        (B * Hkv,),
-        (
-            q, k, c_hi, c_lo, k_bound, first, *q.stride()[:3], *k.stride()[:3], *c_hi.stride()[:2],
-            T, S, H, scale * LOG2_E, 0.0 if softcap is None else softcap * LOG2_E,
-            0.0 if softcap is None else 2.0 / softcap, log_eps * LOG2_E - math.log2(S),
-        ),
-        (
-            H // Hkv, D, power_of_2(D), power_of_2(T * H // Hkv), cap > 0, cap == 2, search_steps(S),
-        ),
-        kinds=kinds,
-    )  # fmt: skip
-    return first
-
-
 def first_kept_torch(q, k, c_hi, c_lo, k_bound, *, scale, softcap=None, prune=-10.0) -> torch.Tensor:
-    """The eager twin of `search`: (B, Hkv), the first key that decoding with k_bound reads."""
+    """The eager twin of `search_kernel`: (B, Hkv), the first key that decoding with k_bound reads."""
     (_, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
     q, own = q.double().unflatten(2, (Hkv, H // Hkv)), k[:, S - T :, :, None].double()
     own = (q * own).sum(-1) * scale

@@ -15,6 +15,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tiles import capability
 
+PROVEN = triton.__version__.startswith("3.6.")  # of other versions, the way to a launch is not known
+
 _runners: dict = {}
 
 
@@ -52,17 +54,18 @@ def runner(compiled, constants: tuple, described: tuple = ()):
     """Return a function of (grid, copied, arguments) that runs a compiled kernel on the current device and stream.
 
     copied are the kernel's first arguments, tensors to be copied by TMA; described has (shape, strides, block) of each,
-    as in a TensorDescriptor. Triton 3.6's own way to a launch passes through five Python calls and looks at all
-    arguments again; what it finds out is the same every time, unless somebody watches launches by its hooks.
+    as in a TensorDescriptor. With addressed=True, arguments have addresses for tensors already. Triton 3.6's own way to
+    a launch passes through five Python calls and looks at all arguments again; what it finds out is the same every
+    time, unless somebody watches launches by its hooks.
     """
 
-    def usual(grid, copied, arguments):
+    def usual(grid, copied, arguments, addressed=False):
         blocks = [Described(x, *how) for x, how in zip(copied, described, strict=True)]
         compiled[grid](*blocks, *arguments, *constants)
 
     launcher, hooks = compiled.run, knobs.runtime
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    known = triton.__version__.startswith("3.6.") and type(launcher).__name__ == "CudaLauncher"
+    known = PROVEN and type(launcher).__name__ == "CudaLauncher"
     if not known or launcher.global_scratch_size or launcher.profile_scratch_size or None in (enter, leave):
         return usual
     go, fills = launcher.launch, []
@@ -81,7 +84,7 @@ def runner(compiled, constants: tuple, described: tuple = ()):
     fixed += (compiled.packed_metadata, None, None, None)
     device = torch.cuda.current_device()
 
-    def run(grid, copied, arguments):
+    def run(grid, copied, arguments, addressed=False):
         unwatched = hooks.launch_enter_hook is enter and hooks.launch_exit_hook is leave
         if not unwatched or enter.calls or leave.calls:
             usual(grid, copied, arguments)
@@ -91,29 +94,31 @@ def runner(compiled, constants: tuple, described: tuple = ()):
             blocks.append(fill(x.data_ptr(), *how))
             blocks += sizes
         stream = torch._C._cuda_getCurrentRawStream(device)
-        go(*grid, stream, *fixed, *blocks, *pointers(arguments), *constants)
+        go(*grid, stream, *fixed, *blocks, *(arguments if addressed else pointers(arguments)), *constants)
 
     return run
 
 
 def launch(
     kernel, grid: tuple, arguments: tuple, constants: tuple, *, warps: int = 4, stages: int = 3, kinds: tuple = ()
-) -> None:
+):
     """Run a kernel on a grid of programs of the current device; arguments in order, constants last.
 
     kinds, if given, is all that the kernel can be specialised on in its arguments, which are then not looked at.
+    Returns what runs it again (`runner`), with addresses for tensors too; None where that is not known to do.
     """
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         kernel[grid](*arguments, *constants)
-        return
+        return None
     kinds = kinds or tuple([KIND.get(type(x), of_other)(x) for x in arguments])
     key = (id(kernel), torch.cuda.current_device(), kinds, constants, warps, stages)
     run = _runners.get(key)
     if run is None:
         compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
-        _runners[key] = runner(compiled, constants)
+        run = _runners[key] = runner(compiled, constants)
     else:
         run((*grid, 1, 1)[:3], (), arguments)
+    return run if PROVEN else None
 
 
 def pointers(arguments) -> list:
@@ -129,6 +134,20 @@ def cdiv(n: int, size: int) -> int:
 def power_of_2(n: int) -> int:
     """Return the least power of two that is not less than n."""
     return 1 << (n - 1).bit_length()
+
+
+def regular(q_strides, k_strides, v_strides, addresses) -> bool:
+    """Return whether kernels can read q, k and v in place, and one compiled for such tensors fits all such tensors.
+
+    Their addresses are multiples of 16 bytes (those of the others in `addresses` too) and their strides of 16, below
+    2^31, tokens' below 2^23; the last is 1.
+    """
+    (q_b, q_t, q_h, q_d), (k_b, k_t, k_h, k_d), (v_b, v_t, v_h, v_d) = q_strides, k_strides, v_strides
+    tokens = q_t | k_t | v_t
+    every = bits = tokens | q_b | q_h | k_b | k_h | v_b | v_h
+    for address in addresses:
+        bits |= address or 0
+    return bits % 16 == 0 and every < 1 << 31 and tokens < 1 << 23 and q_d == k_d == v_d == 1
 
 
 def describable(*tensors: torch.Tensor) -> bool:
