@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,13 +31,15 @@ ROLES = ("gate_bias", "gate_weight", "pro", "attention", "rest")
 GATE_RATE_FACTOR = 5.0
 """Rates of the new parts over `learning_rate` where the recipe names none: Adam moves a bias by about lr per step."""
 
+_COUNT = r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKmMbBtT]?)\s*"
+_FOX_COUNTS = {"anneal_tokens", "annealed_tokens"}
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def parse_count(value: object) -> object:
     """A whole number from 65536, 6.5e6, "64k", "20M", "1.5B" (powers of ten); anything else is returned untouched."""
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKmMbBtT]?)\s*", value)
+        match = re.fullmatch(_COUNT, value)
         if match:
             value = float(match[1]) * _SUFFIXES.get(match[2].lower(), 1)
     if isinstance(value, float) and value.is_integer():
@@ -49,7 +52,11 @@ def _fox(value: object) -> object:
         return value
     if not isinstance(value, dict):
         raise ValueError(f"a mapping such as {{rope: partial, max_wavelength: 1400}}, or null; got {value!r}")
-    values = {str(key): item for key, item in value.items()}
+    values = {str(key): parse_count(item) if key in _FOX_COUNTS else item for key, item in value.items()}
+    for key in _FOX_COUNTS & values.keys():
+        count = values[key]
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"{key} must be a number of tokens, 0 or more, such as 5M; got {value[key]!r}")
     try:
         return FoxSpec.from_dict(values)
     except (TypeError, AttributeError) as error:
@@ -72,8 +79,10 @@ def _source(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
-Count = Annotated[int, BeforeValidator(parse_count)]
-Positive = Annotated[int, BeforeValidator(parse_count), Field(gt=0)]
+_count = BeforeValidator(parse_count, json_schema_input_type=int | Annotated[str, Field(pattern=f"^{_COUNT}$")])
+Count = Annotated[int, _count, Field(ge=0)]
+Positive = Annotated[int, _count, Field(gt=0)]
+Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fox = Annotated[FoxSpec, BeforeValidator(_fox), PlainSerializer(lambda spec: spec.to_dict())]
 
@@ -92,12 +101,15 @@ class Source(Section):
     text_field: str | None = Field(default=None, description="field holding the text; None = data.text_field")
 
 
+SourceOrPath = Annotated[Source, BeforeValidator(_source, json_schema_input_type=str | Source)]
+
+
 class DataConfig(Section):
     """Where documents come from and how they become tokens."""
 
-    train: list[Annotated[Source, BeforeValidator(_source)]] = Field(min_length=1)
-    eval: list[Annotated[Source, BeforeValidator(_source)]] = []
-    tokenizer: str | None = Field(default=None, description="Hub id or directory; None = the model's own")
+    train: list[SourceOrPath] = Field(min_length=1)
+    eval: list[SourceOrPath] = []
+    tokenizer: Place | None = Field(default=None, description="Hub id or directory; None = the model's own")
     cache: str | None = Field(
         default=None, description="token shards; None = $XDG_CACHE_HOME/retrofox or ~/.cache/retrofox"
     )
@@ -127,7 +139,7 @@ class Stage(Section):
 
     objective: Literal["align", "distill", "extend"]
     tokens: Positive = Field(description="training tokens of this stage, all devices together")
-    sequence_length: Annotated[Count, Field(ge=2)]
+    sequence_length: Annotated[int, _count, Field(ge=2)]
     batch_tokens: Positive | None = Field(default=None, description="tokens per step; None = one micro-batch a device")
     micro_batch: int = Field(default=1, ge=1, description="sequences per device and forward pass")
     learning_rate: Rate = 1e-4
@@ -139,10 +151,10 @@ class Stage(Section):
     betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     clip: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0 = no clipping")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    warmup_tokens: Annotated[Count, Field(ge=0)] = 0
+    warmup_tokens: Count = 0
     decay_tokens: Positive | None = Field(default=None, description="wsd: tokens of the final decay; None = a fifth")
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    gate_delay_tokens: Annotated[Count, Field(ge=0)] = Field(default=0, description="gates keep their start this long")
+    gate_delay_tokens: Count = Field(default=0, description="gates keep their start this long")
     anneal: bool = Field(
         default=True, description="whether this stage moves the annealing of a model with rope: anneal"
     )
@@ -254,9 +266,9 @@ class LogConfig(Section):
 class Recipe(Section):
     """A whole run. `fox: null` trains the model as it is: the control."""
 
-    model: str = Field(min_length=1, description="Hub id, local directory, .gguf file, or converted directory")
+    model: Place = Field(description="Hub id, local directory, .gguf file, or converted directory")
     fox: Fox | None = None
-    output: str = Field(min_length=1)
+    output: Place
     seed: int = Field(default=0, ge=0, lt=2**32)
     data: DataConfig
     stages: list[Stage] = Field(min_length=1)
@@ -303,7 +315,11 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None
         raise FileNotFoundError(
             f"no recipe at {file}: give the path of a YAML file (`retrofox config schema` describes one)"
         )
-    values = read_yaml(file.read_text(encoding="utf-8"), str(file))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 text ({error}): give the path of a YAML file") from None
+    values = read_yaml(text, str(file))
     if not isinstance(values, dict):
         raise ValueError(f"{file}: a recipe is a mapping of keys to values, got {type(values).__name__}")
     for override in overrides or []:

@@ -1,4 +1,4 @@
-"""YAML as recipes use it: 6e-4 is a number, a key given twice is an error, "a.b=c" sets one value."""
+"""YAML as recipes use it: 6e-4 is a number, a key given twice is an error, "<<" merges, "a.b=c" sets one value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         here = ".".join(keys[:depth]) or "the recipe"
         last = depth == len(keys) - 1
         if isinstance(node, list):
-            if not key.isdigit() or int(key) >= len(node):
+            if not key.isdecimal() or int(key) >= len(node):
                 raise ValueError(
                     f"override {override!r}: {here} is a list of {len(node)}, give an index 0..{len(node) - 1}"
                 )
@@ -47,6 +47,10 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # <<: *other
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be one word", key_node.start_mark)
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} given twice", key_node.start_mark)
@@ -67,3 +71,5 @@ def read_yaml(text: str, origin: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{origin}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{origin}: not valid YAML: thousands of brackets in one another") from None

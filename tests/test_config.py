@@ -1,5 +1,6 @@
 """The recipe: strict, with hints, and the same after a round trip."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,8 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),
         ("stages.0.gate_delay_tokens=1M", ["gate_delay_tokens must be less than tokens"]),
         ("stages.1.tokens=5", ["list of 1"]),
+        ("stages.².tokens=5", ["list of 1"]),
+        ("fox={rope: partial, anneal_tokens: soon}", ["anneal_tokens must be a number of tokens", "'soon'"]),
         ("model.x=1", ["has no key"]),
         ("stages=[]", ["stages"]),
         ("seed", ["a.b=c"]),
@@ -104,11 +107,44 @@ def test_file_is_named_in_the_error(recipe_file, tmp_path):
     recipe_file.write_text(MINIMAL + "seed: 1\nseed: 2\n")
     with pytest.raises(ValueError, match="key 'seed' given twice"):
         load_recipe(recipe_file)
+    recipe_file.write_bytes(b"model: \xff")
+    with pytest.raises(ValueError, match=r"recipe\.yaml: not UTF-8 text"):
+        load_recipe(recipe_file)
     recipe_file.write_text("- a\n")
     with pytest.raises(ValueError, match="mapping"):
         load_recipe(recipe_file)
     with pytest.raises(FileNotFoundError, match="no recipe at"):
         load_recipe(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("text", ["? [a, b]\n: c", "? {a: b}\n: c", "a: " + "[" * 5000])
+def test_yaml_that_python_cannot_hold_is_refused(text):
+    with pytest.raises(ValueError, match="recipe: not valid YAML"):
+        read_yaml(text, "recipe")
+
+
+def test_stages_may_share_what_they_have_in_common(recipe_file):
+    recipe_file.write_text(MINIMAL.replace("- {", "- &first {") + "  - {<<: *first, tokens: 3M}\n")
+    first, second = load_recipe(recipe_file).stages
+    assert second.tokens == 3_000_000
+    assert second.model_copy(update={"tokens": first.tokens}) == first
+
+
+def test_home_is_meant_by_a_tilde(recipe_file, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/fox")
+    recipe = load_recipe(recipe_file, ["model=~/base", "output=~/out", "data.tokenizer=~/words"])
+    assert (recipe.model, recipe.output) == ("/home/fox/base", "/home/fox/out")
+    assert recipe.data.tokenizer == "/home/fox/words"
+
+
+def test_schema_takes_what_recipes_say():
+    """Counts may be "20M", sources paths: an editor must not underline them."""
+    definitions = schema()["$defs"]
+    whole, text = definitions["Stage"]["properties"]["tokens"]["anyOf"]
+    assert (whole["type"], text["type"]) == ("integer", "string")
+    assert re.search(text["pattern"], "20M")
+    assert not re.search(text["pattern"], "many")
+    assert {"type": "string"} in definitions["DataConfig"]["properties"]["train"]["items"]["anyOf"]
 
 
 def test_schema_knows_every_section():
@@ -133,6 +169,10 @@ def test_counts_with_suffixes():
     ]
     assert parse_count("20Mi") == "20Mi"
     assert read_yaml("a: 6e-4", "x") == {"a": 6e-4}
+    fox = {"rope": "anneal", "anneal_tokens": "5M"}
+    recipe = validate({**read_yaml(MINIMAL, "x"), "fox": fox})
+    assert recipe.fox is not None
+    assert recipe.fox.anneal_tokens == 5_000_000
 
 
 def test_override_values_are_yaml():
