@@ -6,14 +6,14 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, constants
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
 from retrofox import model, shards
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
-from retrofox.source import read_config
+from retrofox.source import first_line, hub_errors, read_config
 
 if TYPE_CHECKING:
     from retrofox.surgery import Plan
@@ -132,7 +132,7 @@ def push(
         repo, files (path -> bytes), bytes; unless dry_run also commit and verified, how many files were compared.
 
     Raises:
-        ValueError: the checkpoint is incomplete, `repo` is no repository name, the upload was refused, a file differs.
+        ValueError: the checkpoint is incomplete, `repo` is no repository name, the upload failed, a file differs.
     """
     directory = Path(directory)
     check_complete(directory)
@@ -159,9 +159,11 @@ def push(
         there = {
             f.path: f for f in api.list_repo_tree(repo, recursive=True, revision=commit.oid) if isinstance(f, RepoFile)
         }
-    except (HfHubHTTPError, OSError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise ValueError(f"the Hub refused {repo}: {first}; `hf auth login` with a token that may write?") from error
+    except hub_errors() as error:
+        raise ValueError(
+            f"{repo} could not be uploaded to {constants.ENDPOINT}: {first_line(error)}; check the network, and "
+            "`hf auth login` with a token that may write"
+        ) from error
     differing = [name for name, content in contents.items() if name not in there or not _same(content, there[name])]
     if differing:
         raise ValueError(f"{', '.join(differing[:5])} at {repo} differ from what was uploaded: push again")

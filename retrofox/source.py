@@ -49,9 +49,19 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
     return values
 
 
+def hub_errors() -> tuple[type[BaseException], ...]:
+    """What huggingface_hub raises where the Hub says no, gives no answer or is not asked.
+
+    OSError, and the base of all errors of the HTTP client in use, httpx or httpx2, from which its own errors inherit.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return HfHubHTTPError.__bases__
+
+
 def _from_hub(name: str, revision: str | None) -> Path:
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         cached = try_to_load_from_cache(name, "config.json", revision=revision)
@@ -60,9 +70,9 @@ def _from_hub(name: str, revision: str | None) -> Path:
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except HFValidationError as error:
         raise FileNotFoundError(f"{name}: no such directory, and not a Hub id (org/name) either") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except hub_errors() as error:
         at = f"{constants.ENDPOINT}/{name}" + (f" at revision {revision}" if revision else "")
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error)
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else first_line(error)
         raise FileNotFoundError(
             f"{name}: no such directory here, and no config.json could be had from {at} ({why}): check the name and "
             "the network; for a gated or private model, `hf auth login`"
@@ -80,7 +90,7 @@ def _probe(endpoint: str) -> None:
             raise ConnectionError(f"{endpoint} can't be reached: {error.reason}") from error
 
 
-def _first_line(error: BaseException | None) -> str:
+def first_line(error: BaseException | None) -> str:
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:300]
 
 
@@ -91,7 +101,7 @@ def reading_gguf(file: str | Path) -> Iterator[None]:
         yield
     except (struct.error, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
         raise ValueError(
-            f"{file} can't be read as a model ({_first_line(error)}): download it again, or convert the model that it "
+            f"{file} can't be read as a model ({first_line(error)}): download it again, or convert the model that it "
             "was made from"
         ) from error
 
@@ -104,7 +114,7 @@ def understood(what: str) -> Iterator[None]:
     try:
         yield
     except (StrictDataclassError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        why = f"{type(error).__name__}: {_first_line(error.__cause__ or error)}"
+        why = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
         raise ValueError(
             f"{what} makes no model in transformers {version('transformers')} ({why}): download it again, or save the "
             "model anew with a version of transformers that reads it"
@@ -203,7 +213,6 @@ def fetch(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
     if Path(source).is_dir():
         return Path(source), None
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     choices = [[*SKIPPED, "*.bin"], [*SKIPPED]]
     try:
@@ -211,8 +220,8 @@ def fetch(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
         if online:
             names = HfApi().list_repo_files(str(source), revision=revision)
             choices = choices[:1] if any(name.endswith(".safetensors") for name in names) else choices[1:]
-    except (HfHubHTTPError, OSError) as error:
-        raise FileNotFoundError(f"{source} could not be downloaded: {_first_line(error)}") from error
+    except hub_errors() as error:
+        raise FileNotFoundError(f"{source} could not be downloaded: {first_line(error)}") from error
     problem: Exception | None = None
     for skip in choices:
         try:
@@ -220,10 +229,10 @@ def fetch(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
                 snapshot_download(str(source), revision=revision, ignore_patterns=skip, local_files_only=not online)
             )
             return directory, directory.name
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        except hub_errors() as error:
             problem = error
     where = "downloaded" if online else "found in the cache, and the Hub can't be reached"
-    raise FileNotFoundError(f"{source} could not be {where}: {_first_line(problem)}") from problem
+    raise FileNotFoundError(f"{source} could not be {where}: {first_line(problem)}") from problem
 
 
 def _online() -> bool:

@@ -284,6 +284,14 @@ def test_a_dry_push_contacts_nothing(converted, monkeypatch):
     assert "model-retrofox.safetensors" in report["files"]
 
 
+def test_a_push_that_no_hub_answers_says_so(converted, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"me/fox could not be uploaded to http://127.0.0.1:9: .*check the network"):
+        push(converted, "me/fox")
+
+
 def test_a_trained_model_without_a_card_gets_one(pico_fox_checkpoint, monkeypatch):
     assert not (pico_fox_checkpoint / "README.md").exists()
     assert "README.md" in push(pico_fox_checkpoint, "me/fox", dry_run=True)["files"]
