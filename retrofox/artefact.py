@@ -258,6 +258,11 @@ def _write_directory(
     from retrofox.norm_gains import has_norms, measure_gains
 
     partial, how = appearing.partial, "linked" if link else "copied"
+    if GATES_SHARD in found.files:
+        raise ValueError(
+            f"{directory} has a shard called {GATES_SHARD}, as the one that is added: load it, save_pretrained it "
+            "anew, then convert that"
+        )
     if found.pickled:
         how = "converted from .bin"
         for name, file in found.files.items():

@@ -25,7 +25,10 @@ def documents_of(files: Sequence[str | os.PathLike], tokenizer: Any) -> list[np.
     if not files:
         raise ValueError("no calibration text: name at least one file")
     if tokenizer is None:
-        raise ValueError("no tokenizer beside the model: pass tokenizer=, or token windows instead of files")
+        raise ValueError(
+            "calibration files need a tokenizer: put its files beside the model (in Python: pass tokenizer=, or token "
+            "windows instead of files)"
+        )
     found: list[np.ndarray] = []
     for file in files:
         left = TOKENS_READ // len(files)

@@ -36,6 +36,7 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16 (gates stay float32); default: bfloat16 on a GPU, else float32."),
 ]
+TextField = Annotated[str, typer.Option(help="Field of JSON or Parquet records that holds the text.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")
 ]
@@ -122,7 +123,7 @@ def evaluate(
     min_tokens: Annotated[int, typer.Option(help="Leave shorter documents out.")] = 2,
     batch: Annotated[int, typer.Option(help="Windows run at one time.")] = 1,
     controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
-    text_field: Annotated[str, typer.Option(help="Field of JSON records that holds the text.")] = "text",
+    text_field: TextField = "text",
     tasks: Annotated[str, typer.Option(help="lm-eval tasks to run too, comma-separated (needs retrofox[eval]).")] = "",
     include_path: Annotated[str | None, typer.Option(help="Folder with further lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
@@ -224,6 +225,8 @@ def needle(
     mode: Annotated[str, typer.Option(help="easy (needle holds question and answer) or standard.")] = "easy",
     trials: Annotated[int, typer.Option(help="Prompts per cell.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of facts and places.")] = 0,
+    batch: Annotated[int, typer.Option(help="Prompts run at one time.")] = 1,
+    text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and heat-maps.")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -237,8 +240,8 @@ def needle(
         raise ValueError(
             f"lengths must be whole numbers with commas between, such as 1024,4096; got {lengths!r}"
         ) from None
-    options: dict[str, Any] = {"depths": depths, "mode": mode, "trials": trials, "seed": seed, "out": out}
-    run(model, against, data, sizes, **options, device=device, dtype=dtype)
+    options: dict[str, Any] = {"depths": depths, "mode": mode, "trials": trials, "seed": seed, "batch": batch}
+    run(model, against, data, sizes, **options, text_field=text_field, out=out, device=device, dtype=dtype)
 
 
 @app.command()
@@ -247,6 +250,7 @@ def inspect(
     data: Annotated[list[str] | None, typer.Option(help="Measure the gates on these texts.")] = None,
     length: Annotated[int, typer.Option(help="Tokens of each document that are read.")] = 2048,
     max_documents: Annotated[int, typer.Option(help="Take the first so many documents.")] = 8,
+    text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -254,7 +258,8 @@ def inspect(
     """Shows each head's half-life: local and global heads, dead and saturated gates, kept rotary pairs."""
     from retrofox.inspect import inspect as run
 
-    run(model, data=data or None, length=length, out=out, max_documents=max_documents, device=device, dtype=dtype)
+    options: dict[str, Any] = {"length": length, "max_documents": max_documents, "text_field": text_field, "out": out}
+    run(model, data or None, **options, device=device, dtype=dtype)
 
 
 @app.command()
@@ -301,22 +306,31 @@ def doctor() -> None:
     print(json.dumps({**environment(), "attention_backend": backend, "reason": reason}, indent=2, default=str))
 
 
-SPREADING = {"--data", "--against", "--calibrate"}
-POSITIONALS = {"convert": 2, "eval": 1, "needle": 1, "inspect": 1}
-
-
 def spread(arguments: list[str]) -> list[str]:
-    """Lets `--data a b c` stand for `--data a --data b --data c`, as a shell's *.txt makes it."""
-    command = arguments[0] if arguments else ""
-    result: list[str] = arguments[:1]
-    option, plain = None, 0
+    """Lets `--data a b c` stand for `--data a --data b --data c`, as a shell's *.txt makes it.
+
+    So for every option that may be given several times, once the command has the arguments that belong to no option.
+    """
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    if not arguments or arguments[0] not in commands:
+        return arguments
+    parameters = commands[arguments[0]].params
+    options = {name: p for p in parameters if p.param_type_name == "option" for name in (*p.opts, *p.secondary_opts)}
+    wanted = sum(p.param_type_name == "argument" for p in parameters)
+    result = arguments[:1]
+    repeated, values = "", 0  # the option whose values may go on; values that the option before still takes
     for argument in arguments[1:]:
-        if argument.startswith("-"):
-            option = argument
-        elif option in SPREADING and result[-1] != option and plain == POSITIONALS.get(command):
-            result.append(option)
-        elif option is None:
-            plain += 1
+        name, given, _ = argument.partition("=")
+        if values:
+            values -= 1
+        elif argument.startswith("-"):
+            option = options.get(name)
+            values = 0 if option is None or option.is_flag or given else option.nargs
+            repeated = name if option is not None and option.multiple else ""
+        elif repeated and not wanted:
+            result.append(repeated)
+        else:
+            repeated, wanted = "", wanted - 1
         result.append(argument)
     return result
 

@@ -162,6 +162,10 @@ def refuse_idle(rope: str, gate: str, given: dict[str, Any]) -> None:
             raise ValueError(f"{option} says {IDLE[name]}, and {why} leaves it no say: drop one of them")
 
 
+MOST_LAYERS = 10_000
+"""Layers that one part of --layer-max-wavelength can name; the model says which of them it lacks."""
+
+
 def layer_wavelengths(text: str) -> dict[int, float]:
     """{layer: tokens} from such as "0-3=inf,20=0".
 
@@ -173,7 +177,7 @@ def layer_wavelengths(text: str) -> dict[int, float]:
         layers, _, tokens = part.partition("=")
         first, dash, last = layers.partition("-")
         try:
-            names = range(int(first), int(last if dash else first) + 1)
+            names = range(int(first), int(last if dash else first) + 1)[:MOST_LAYERS]
             value = float(tokens)
         except ValueError:
             names = range(0)

@@ -20,7 +20,7 @@ from retrofox import loss_report
 from retrofox.data import documents
 from retrofox.data_sources import DataSource, resolve
 from retrofox.harness import find_tasks, run_tasks
-from retrofox.opening import Opened, open_model, open_tokenizer
+from retrofox.opening import Opened, open_model, open_tokenizer, require_same_tokenizer
 from retrofox.per_token_loss import Window, window_losses
 from retrofox.report import (
     check_folder,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CONTROLS = {"open": "gates forced open", "shuffled": "gates shuffled"}
-PROBES = ("The quick brown fox, 1 2 3 12345!\n\n  def f(x):\treturn x**2\n", "Überraschung — 東京 …", "<|im_end|></s>")
 
 
 def evaluate(
@@ -100,7 +99,7 @@ def evaluate(
     manager = find_tasks(tasks, include_path) if tasks else None
     tokenizer = tokenizer or _tokenizer_of(model)
     for other in others:
-        _require_same_tokenizer(tokenizer, other)
+        require_same_tokenizer(tokenizer, other)
     chosen: list[Window] = []
     if sources:
         chosen = choose_windows(
@@ -223,8 +222,8 @@ def _check(
     max_documents: int | None,
     limit: int | None,
 ) -> None:
-    if length < 2:
-        raise ValueError(f"length must be at least 2 tokens, got {length}")
+    if not 2 <= length < 2**31:
+        raise ValueError(f"length must be at least 2 tokens and below 2^31, got {length}")
     if not data and not tasks:
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
     if min_tokens < 2 or min_tokens > length:
@@ -253,20 +252,6 @@ def _tokenizer_of(source: Any) -> Any:
     if isinstance(source, (str, os.PathLike)):
         return open_tokenizer(os.fspath(source))
     return open_model(source).tokenizer
-
-
-def _require_same_tokenizer(tokenizer: Any, other: Any) -> None:
-    """Compares encodings of one text, rather than files: a .gguf's tokenizer is the same one in another form."""
-    if not isinstance(other, (str, os.PathLike)):
-        return  # a live model reads the token ids it is given; ids outside its vocabulary are refused there
-    theirs = open_tokenizer(os.fspath(other))
-    for text in PROBES:
-        mine_ids, their_ids = (t(text, add_special_tokens=False)["input_ids"] for t in (tokenizer, theirs))
-        if mine_ids != their_ids:
-            raise ValueError(
-                f"tokenizer mismatch: {other} splits {text!r} into {their_ids[:8]}..., the model's tokenizer into "
-                f"{mine_ids[:8]}...; losses per token can only be compared on the same tokens"
-            )
 
 
 def _run(

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
+from jinja2 import TemplateError
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from retrofox.opening import Opened, open_model
+from retrofox.per_token_loss import require_known_tokens
 from retrofox.streaming import Meter, Writer
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def generate(
         ValueError: no prompt, an empty one where the tokenizer has no token to start from, or bad options.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    _check(prompts, max_new_tokens, temperature, top_p, num_beams)
+    _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
     writer = Writer(opened.tokenizer, output or sys.stdout) if stream else None
@@ -130,6 +132,7 @@ def complete(
     if pad is None:
         pad = ends[0] if ends else 0
     longest = max(len(ids) for ids in token_ids)
+    require_known_tokens(opened.model, max(max(ids) for ids in token_ids))
     ids = torch.full((len(token_ids), longest), pad, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for row, own in enumerate(token_ids):
@@ -181,6 +184,7 @@ class ChatSession:
             )
         self.opened, self.system = opened, system
         self.reset()
+        _render(opened.tokenizer, [*self.messages, {"role": "user", "content": "Hello"}])  # refuses what can't be
 
     def reset(self) -> None:
         """Forgets the conversation but for the system message."""
@@ -239,7 +243,7 @@ def chat(
     Raises:
         ValueError: the tokenizer has no chat template, or bad options.
     """
-    _check(["chat"], max_new_tokens, temperature, top_p, 1)
+    _check(["chat"], max_new_tokens, temperature, top_p, 1, seed)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     session, place = ChatSession(opened, system), output or sys.stdout
     print("/reset starts over, /exit or Ctrl-D ends", file=sys.stderr)
@@ -284,9 +288,14 @@ def end_tokens(opened: Opened) -> list[int]:
     return list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
 
 
-def _check(prompts: Sequence[str], max_new_tokens: int, temperature: float, top_p: float, num_beams: int) -> None:
+def _check(
+    prompts: Sequence[str], max_new_tokens: int, temperature: float, top_p: float, num_beams: int, seed: int | None
+) -> None:
     if not prompts:
         raise ValueError("no prompt given")
+    for prompt in prompts:
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise ValueError(f"the prompt {prompt!r} is not UTF-8 text: convert it")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if not temperature >= 0:
@@ -297,6 +306,8 @@ def _check(prompts: Sequence[str], max_new_tokens: int, temperature: float, top_
         raise ValueError(f"top_p {top_p} has no effect on greedy decoding: give a temperature above 0 too")
     if num_beams < 1:
         raise ValueError(f"num_beams must be at least 1, got {num_beams}")
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must lie between -2^63 and 2^63 - 1, got {seed}")
 
 
 def _encode(tokenizer: Any, prompt: str, chat_template: bool) -> list[int]:
@@ -314,7 +325,11 @@ def _encode(tokenizer: Any, prompt: str, chat_template: bool) -> list[int]:
 
 
 def _render(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"the chat template can't render messages of {roles}: {error}") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -69,12 +69,12 @@ def inspect(
         FileNotFoundError: a model or data file that is not there.
         ValueError: the model is not converted, or there is no text in the data.
     """
-    if length < 2:
-        raise ValueError(f"length must be at least 2 tokens, got {length}")
+    if not 2 <= length < 2**31:
+        raise ValueError(f"length must be at least 2 tokens and below 2^31, got {length}")
     if max_documents is not None and max_documents < 1:
         raise ValueError(f"max_documents must be at least 1, got {max_documents}")
     check_folder(out)
-    opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
+    opened = open_model(model, tokenizer=tokenizer, reads_text=bool(data), dtype=dtype, device=device)
     if opened.fox is None:
         raise ValueError(f"{opened.source} has no forget gates to inspect: run `retrofox convert {opened.source} OUT`")
     measured: dict[int, _Measured] = {}

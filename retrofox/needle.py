@@ -24,7 +24,7 @@ from rich.table import Table
 
 from retrofox.evaluate import choose_windows
 from retrofox.generate import complete
-from retrofox.opening import Opened, open_model, open_tokenizer
+from retrofox.opening import Opened, open_model, open_tokenizer, require_same_tokenizer
 from retrofox.plots import needle_figure, save_csv, save_figure, tokens_label, write_atomic
 from retrofox.report import check_folder, environment, output_console, progress_bar
 
@@ -110,13 +110,15 @@ def needle(
 
     Raises:
         FileNotFoundError: a model or data file that is not there.
-        ValueError: bad options, no text, or a length too short to hold needle and question.
+        ValueError: bad options, no text, another tokenizer in `against`, or a length too short for needle and question.
     """
-    places = [float(d) for d in (np.linspace(0, 1, depths) if isinstance(depths, int) else depths)]
+    places = [float(d) for d in (np.linspace(0, 1, max(0, depths)) if isinstance(depths, int) else depths)]
     _check(mode, lengths, places, trials, batch, data)
     check_folder(out)
     if tokenizer is None and isinstance(model, (str, os.PathLike)):
         tokenizer = open_tokenizer(os.fspath(model))
+    if tokenizer is not None:
+        require_same_tokenizer(tokenizer, against)
     started = time.time()
     result: dict[str, Any] = {
         "mode": mode,
@@ -253,10 +255,12 @@ def _check(
 ) -> None:
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
-    if not lengths or any(n < 1 for n in lengths) or len(set(lengths)) < len(lengths):
-        raise ValueError(f"lengths must be different positive numbers of tokens, got {list(lengths)}")
+    if not lengths or any(not 0 < n < 2**31 for n in lengths) or len(set(lengths)) < len(lengths):
+        raise ValueError(f"lengths must be different positive numbers of tokens below 2^31, got {list(lengths)}")
     if not depths or any(not 0 <= d <= 1 for d in depths) or len(set(depths)) < len(depths):
-        raise ValueError(f"depths must be different numbers from 0 (start) to 1 (end), got {list(depths)}")
+        raise ValueError(
+            f"depths must be at least 1, or different numbers from 0 (start) to 1 (end); got {list(depths) or 'none'}"
+        )
     if trials < 1 or batch < 1:
         raise ValueError(f"trials and batch must be at least 1, got {trials} and {batch}")
     if not data:

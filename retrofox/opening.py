@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PROBES = ("The quick brown fox, 1 2 3 12345!\n\n  def f(x):\treturn x**2\n", "Überraschung — 東京 …", "<|im_end|></s>")
 
 
 @dataclass
@@ -39,6 +40,7 @@ def open_model(
     source: str | os.PathLike | PreTrainedModel,
     *,
     tokenizer: Any = None,
+    reads_text: bool = True,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> Opened:
@@ -47,6 +49,7 @@ def open_model(
     Args:
         source: Hub id, local directory, .gguf file, or a model that is already in memory.
         tokenizer: used instead of the one that lies beside the model.
+        reads_text: whether a tokenizer is needed; without, one that is not given is None.
         dtype: "float32", "bfloat16", "float16" or a torch dtype; None = bfloat16 on a GPU, float32 on a CPU. A live
             model keeps the dtype it has.
         device: None = the GPU if there is one, else the CPU; a live model then stays where it is.
@@ -62,13 +65,16 @@ def open_model(
         if device is not None:
             source.to(resolve_device(device))  # type: ignore[arg-type]
         label = getattr(source.config, "name_or_path", "") or type(source).__name__
-        return Opened(_unwrapped(source), tokenizer or open_tokenizer(label), _short(label), label)
+        if tokenizer is None and reads_text:
+            tokenizer = open_tokenizer(label)
+        return Opened(_unwrapped(source), tokenizer, _short(label), label)
     from retrofox.surgery import load, load_base
 
     text, place = os.fspath(source), resolve_device(device)
     if wanted is None:
         wanted = torch.bfloat16 if place.type == "cuda" else torch.float32
-    tokenizer = tokenizer or open_tokenizer(text)
+    if tokenizer is None and reads_text:
+        tokenizer = open_tokenizer(text)
     if is_converted(text):
         model = load(text, dtype=wanted, device=place)
     else:
@@ -103,6 +109,24 @@ def open_tokenizer(source: str) -> Any:
     return tokenizer
 
 
+def require_same_tokenizer(tokenizer: Any, other: Any) -> None:
+    """Raises ValueError where a model to compare with reads text as other tokens.
+
+    Encodings of one text are compared, rather than files: a .gguf's tokenizer is the same one in another form. A live
+    model reads the token ids it is given.
+    """
+    if not isinstance(other, (str, os.PathLike)):
+        return
+    theirs = open_tokenizer(os.fspath(other))
+    for text in PROBES:
+        mine_ids, their_ids = (t(text, add_special_tokens=False)["input_ids"] for t in (tokenizer, theirs))
+        if mine_ids != their_ids:
+            raise ValueError(
+                f"tokenizer mismatch: {other} splits {text!r} into {their_ids[:8]}..., the model's tokenizer into "
+                f"{mine_ids[:8]}...; two models can only be compared on the same tokens"
+            )
+
+
 def _load_tokenizer(source: str) -> Any:
     from transformers import AutoTokenizer, PretrainedConfig
 
@@ -128,7 +152,7 @@ def is_converted(source: str) -> bool:
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or the GPU if there is one, else the CPU; refuses a GPU that is not there."""
+    """The device asked for, or the GPU if there is one, else the CPU; refuses one that is not there."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -137,6 +161,11 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"device {device!r} is unknown; use cpu, cuda or cuda:N") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r} was asked for but torch sees no GPU; use device cpu")
+    try:
+        torch.empty(1, device=place).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).split("\n")[0]
+        raise ValueError(f"device {str(device)!r} can't be used here ({why}); use cpu, cuda or cuda:N") from error
     return place
 
 

@@ -66,6 +66,16 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return head.weight.shape[0]
 
 
+def require_known_tokens(model: PreTrainedModel, largest: int) -> None:
+    """Raises ValueError where the largest token id that a tokenizer gave lies outside a model's vocabulary."""
+    vocabulary = vocabulary_size(model)
+    if largest >= vocabulary:
+        raise ValueError(
+            f"token id {largest} lies outside the model's vocabulary of {vocabulary}: the tokenizer belongs to another "
+            "model"
+        )
+
+
 def window_losses(
     model: PreTrainedModel,
     windows: Sequence[Window],
@@ -83,13 +93,7 @@ def window_losses(
         ValueError: the device ran out of memory, or a token id lies outside the model's vocabulary.
     """
     device = next(model.parameters()).device
-    vocabulary = vocabulary_size(model)
-    largest = max(int(w.token_ids.max()) for w in windows)
-    if largest >= vocabulary:
-        raise ValueError(
-            f"token id {largest} lies outside the model's vocabulary of {vocabulary}: the tokenizer belongs to another "
-            "model"
-        )
+    require_known_tokens(model, max(int(w.token_ids.max()) for w in windows))
     order = sorted(range(len(windows)), key=lambda w: -len(windows[w].token_ids))
     result: list[np.ndarray] = [np.empty(0, np.float32)] * len(windows)
     for start in range(0, len(order), batch):

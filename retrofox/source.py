@@ -49,7 +49,7 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
     return values
 
 
-def hub_errors() -> tuple[type[BaseException], ...]:
+def hub_errors() -> tuple[type[Exception], ...]:
     """What huggingface_hub raises where the Hub says no, gives no answer or is not asked.
 
     OSError, and the base of all errors of the HTTP client in use, httpx or httpx2, from which its own errors inherit.

@@ -98,7 +98,7 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
     too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < config.num_hidden_layers]
     if too_deep:
         raise ValueError(
-            f"layer_max_wavelength names layers {too_deep}; the model has 0..{config.num_hidden_layers - 1}"
+            f"layer_max_wavelength names layers {too_deep[:5]}; the model has 0..{config.num_hidden_layers - 1}"
         )
     fox_config = fox_config_of(config, spec)
     with torch.device("meta"), understood(f"the {config.model_type} config"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,11 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
             f"parity proof failed: {result['refit']['worst']} is not the base's with a matrix per head in front "
             f"(residual {result['refit']['residual']:.2e}, allowed {result['refit']['tolerance']:.0e}); "
             "nothing was written"
+        )
+    if not math.isfinite(result["loss_base"]):
+        raise ValueError(
+            f"the base's own loss on {result['text']} is {result['loss_base']} in {result['dtype']}: its weights are "
+            "damaged, or too large for this dtype; nothing was written"
         )
     if not result["equal"]:
         raise ValueError(

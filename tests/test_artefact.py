@@ -244,6 +244,20 @@ def test_a_failed_proof_leaves_nothing(source, tmp_path, monkeypatch):
     refused("parity proof failed", source, tmp_path / "out")
 
 
+def test_damaged_weights_are_told_from_a_fault_of_the_conversion(source, tmp_path):
+    state = load_file(source / "model.safetensors")
+    state["model.norm.weight"][0] = float("nan")
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    refused("the base's own loss on .* is nan in float32", source, tmp_path / "out")
+
+
+def test_a_shard_named_as_the_one_that_is_added(source, tmp_path):
+    names = dict.fromkeys(load_file(source / "model.safetensors"), GATES_SHARD)
+    (source / "model.safetensors").rename(source / GATES_SHARD)
+    (source / INDEX).write_text(json.dumps({"weight_map": names}))
+    refused(f"has a shard called {GATES_SHARD}", source, tmp_path / "out", verify=False)
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_interruption_leaves_no_half_written_out(source, tmp_path, how):
     out = tmp_path / "out"

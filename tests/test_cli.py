@@ -143,6 +143,7 @@ BAD = {
     "--layer-max-wavelength 0:5": "--layer-max-wavelength takes layers and tokens",
     "--layer-max-wavelength 0=5,0-1=6": "each layer once",
     "--layer-max-wavelength 7=5": "layer_max_wavelength names layers [7]; the model has 0..0",
+    "--layer-max-wavelength 0-99999999999=5": "layer_max_wavelength names layers [1, 2, 3, 4, 5]; the model has 0..0",
     "--calibrate-steps 5": "belong to --calibrate FILES",
     "--no-refit-queries": "belong to --calibrate FILES",
     "--calibrate missing.txt": "missing.txt, which is not there",
@@ -231,7 +232,20 @@ def test_config_schema_is_json_schema(run):
 def test_options_that_take_files_take_several():
     spread = cli.spread(["eval", "MODEL", "--data", "a", "b", "--length", "7", "--against", "x"])
     assert spread == ["eval", "MODEL", "--data", "a", "--data", "b", "--length", "7", "--against", "x"]
-    untouched = ["eval", "--data", "a", "MODEL"]
-    assert cli.spread(untouched) == untouched
-    assert cli.spread(["convert", "S", "O", "--half-life", "1", "2"]) == ["convert", "S", "O", "--half-life", "1", "2"]
-    assert cli.spread([]) == []
+    ahead = "--half-life 1 2 --link S --rope=drop O --calibrate=a"
+    assert cli.spread(["convert", *ahead.split(), "b", "--json"]) == [
+        *("convert", *ahead.split()),
+        *("--calibrate", "b", "--json"),
+    ]
+    for untouched in (
+        "eval --data a MODEL",
+        "eval --data a MODEL b",
+        "eval MODEL --length 7 b",
+        "eval MODEL --controls b",
+        "convert S O --half-life 1 2",
+        "generate MODEL a b",
+        "config show R a=1",
+        "bogus --data a b",
+        "",
+    ):
+        assert cli.spread(untouched.split()) == untouched.split()

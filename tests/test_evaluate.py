@@ -260,8 +260,9 @@ def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, docum
         evaluate(model, None, [str(empty)], tokenizer=tokenizer, progress=False)
     with pytest.raises(ValueError, match="too short"):
         evaluate(model, None, documents, 4096, min_tokens=4096, tokenizer=tokenizer, progress=False)
-    with pytest.raises(ValueError, match="length must be at least 2"):
-        evaluate(model, None, documents, 1, tokenizer=tokenizer)
+    for length in (1, 10**30):
+        with pytest.raises(ValueError, match="length must be at least 2"):
+            evaluate(model, None, documents, length, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="vocabulary of 100"):
         evaluate(pico_llama(vocab_size=100), None, documents, 64, tokenizer=tokenizer, progress=False)
     with pytest.raises(ValueError, match="name tasks, or drop them"):
@@ -333,5 +334,8 @@ def test_opening_a_converted_directory_asks_no_question(tokenizer, on_disk, monk
         open_model(fox, dtype="int3")
     with pytest.raises(ValueError, match="device 'gpu' is unknown"):
         open_model(fox, device="gpu")
+    for device in ("meta", "xpu:99"):
+        with pytest.raises(ValueError, match=f"device '{device}' can't be used here"):
+            open_model(fox, device=device)
     with pytest.raises(FileNotFoundError, match="no such model"):
         open_model("./nothing/here")

@@ -138,9 +138,16 @@ def test_bad_options_are_refused(opened):
         ({"top_p": 0.0, "temperature": 1.0}, "top_p"),
         ({"top_p": 0.5}, "no effect on greedy"),
         ({"num_beams": 0}, "num_beams"),
+        ({"seed": 2**63}, "seed must lie between"),
+        ({"prompts": ["a", "\udcff"]}, "is not UTF-8 text"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(opened.model, **{"prompts": ["a"], "tokenizer": opened.tokenizer, **options})
+
+
+def test_a_tokenizer_of_another_model_is_refused(pico_llama, pico_tokenizer):
+    with pytest.raises(ValueError, match="outside the model's vocabulary of 64: the tokenizer belongs to another"):
+        generate(pico_llama(vocab_size=64), ["the fox"], tokenizer=pico_tokenizer)
 
 
 def test_chat_keeps_its_cache_over_turns_and_answers_as_without_it(opened):
@@ -188,6 +195,16 @@ def test_chat_without_a_template_is_refused(opened):
         chat(opened.model, tokenizer=plain, read=lambda prompt: "/exit")
     with pytest.raises(ValueError, match="no chat template"):
         generate(opened.model, ["a"], tokenizer=plain, chat_template=True)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{% for m in messages %}"])
+def test_a_template_that_can_not_render_a_role_says_so_at_once(opened, template):
+    strict = copy.deepcopy(opened.tokenizer)
+    strict.chat_template = template
+    with pytest.raises(ValueError, match="the chat template can't render messages of system, user: "):
+        chat(opened.model, system="be brief", tokenizer=strict, read=lambda prompt: pytest.fail("asked for a message"))
+    with pytest.raises(ValueError, match="the chat template can't render messages of user: "):
+        generate(opened.model, ["a"], tokenizer=strict, chat_template=True)
 
 
 # the cache

@@ -114,6 +114,13 @@ def test_table_and_files(make_fox, tokenizer, text, tmp_path, capsys):
     assert Path(result["files"]["png"]).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_checkpoint_without_a_tokenizer_shows_its_parameters(make_fox, text, tmp_path):
+    make_fox().save_pretrained(tmp_path)
+    assert len(inspect(tmp_path)["heads"]) == 8
+    with pytest.raises(ValueError, match="no tokenizer for"):
+        inspect(tmp_path, text)
+
+
 def test_inspection_leaves_no_hook_behind(make_fox, tokenizer, text):
     model = make_fox()
     inspect(model, text, 64, tokenizer=tokenizer, progress=False)

@@ -118,6 +118,8 @@ def test_refusals(tokenizer, haystack, llama):
     for options, message in (
         ({"mode": "hard"}, "mode must be one of easy, standard"),
         ({"lengths": [0]}, "lengths"),
+        ({"lengths": [10**30]}, "lengths"),
+        ({"depths": -1}, "depths must be at least 1"),
         ({"depths": [1.5]}, "depths"),
         ({"trials": 0}, "trials"),
         ({"data": []}, "haystack"),
@@ -127,3 +129,8 @@ def test_refusals(tokenizer, haystack, llama):
             needle(llama, **{"data": haystack, "tokenizer": tokenizer, "progress": False, **options})
     with pytest.raises(FileNotFoundError, match="nowhere"):
         needle(llama, None, ["nowhere.txt"], tokenizer=tokenizer)
+
+
+def test_models_with_other_tokenizers_are_not_compared(tokenizer, haystack, llama, pico_checkpoint):
+    with pytest.raises(ValueError, match="tokenizer mismatch"):
+        needle(llama, pico_checkpoint, haystack, [300], tokenizer=tokenizer, progress=False)
