@@ -197,6 +197,11 @@ class Stage(Section):
             raise ValueError(f"decay_tokens belongs to schedule wsd, and this stage's is {self.schedule}: remove it")
         if self.objective == "align" and self.cross_entropy != "auto":
             raise ValueError("cross_entropy belongs to objectives distill and extend: align computes no logits")
+        if distill and self.cross_entropy not in ("auto", "chunked"):
+            raise ValueError(
+                f"cross_entropy {self.cross_entropy} belongs to objective extend: distill needs both models' logits of "
+                "a row at a time, which only chunked has"
+            )
         if self.decay_tokens is not None and self.warmup_tokens + self.decay_tokens > self.tokens:
             raise ValueError(
                 f"warmup_tokens + decay_tokens must be at most tokens ({self.tokens}), "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -38,7 +39,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
             return
         if isinstance(node, dict) and node.get(index) is None:
             node[index] = {}
-        node = node[index]
+        node[index] = node = copy.copy(node[index])  # an alias elsewhere keeps the old value
 
 
 class _Loader(yaml.SafeLoader):

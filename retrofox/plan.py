@@ -29,6 +29,7 @@ from retrofox.train_refusals import (
     refuse_parallelism,
     refuse_precision,
     refuse_quantization,
+    refuse_stage,
     refuse_trackers,
     refused_data,
 )
@@ -85,7 +86,7 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
     for number, stage in enumerate(recipe.stages):
         model = _empty(config, recipe)
         try:
-            set_trainable(model, stage, adapters=recipe.lora is not None)
+            refuse_stage(recipe, stage, model, source, device)
             stages.append(_stage_plan(recipe, stage, model, source, devices, sharded, device))
         except ValueError as error:
             refusals.append(f"stages.{number}: {error}")
@@ -138,10 +139,13 @@ def print_plan(report: dict[str, Any]) -> None:
             highlight=False,
             soft_wrap=True,
         )
-        disk = {name: size(value) for name, value in report["disk_gb"].items() if value and name != "one_checkpoint"}
-        needed, parts = disk.pop("total"), ", ".join(f"{name} {value}" for name, value in disk.items())
+    if report["stages"]:
+        disk = report["disk_gb"]
+        parts = ", ".join(f"{k} {size(v)}" for k, v in disk.items() if v and k not in ("total", "one_checkpoint"))
         console.print(
-            f"disk: {needed} at most ({parts}) of {size(report['disk_free_gb'])} free", highlight=False, soft_wrap=True
+            f"disk: {size(disk['total'])} at most ({parts}) of {size(report['disk_free_gb'])} free",
+            highlight=False,
+            soft_wrap=True,
         )
     for number, stage in enumerate(report["stages"]):
         table = Table(title=f"stage {number}: {stage['objective']}", title_justify="left", show_header=False)

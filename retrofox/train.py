@@ -21,10 +21,10 @@ from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.data import claim
 from retrofox.interruptions import Interruptions
-from retrofox.objectives import OBJECTIVES, is_converted
+from retrofox.objectives import OBJECTIVES
 from retrofox.surgery import load_tokenizer
 from retrofox.train_callbacks import Clock
-from retrofox.train_claim import claim_output
+from retrofox.train_claim import claim_output, refuse_mingling
 from retrofox.train_data import StageData, prepare_tokens
 from retrofox.train_export import export
 from retrofox.train_flops import flops_per_token, peak_flops
@@ -39,6 +39,9 @@ from retrofox.train_refusals import (
     refuse_parallelism,
     refuse_precision,
     refuse_quantization,
+    refuse_stage,
+    refuse_tokenizer,
+    refuse_tokens,
     refuse_trackers,
 )
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
@@ -67,6 +70,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     refuse_quantization(recipe)
     refuse_trackers(recipe)
     refuse_optimizer(recipe)
+    refuse_mingling(recipe)
     out = Path(recipe.output)
     interruptions = Interruptions("nothing was trained yet", quiet=not state.is_main_process)
     with interruptions, repeatable(recipe.deterministic):
@@ -115,12 +119,15 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
         if model is None:
             before = _root(out, recipe, number - 1) / "model" if number else source
             model = build_model(recipe, before, state)
-            rows_of_embedding = causal_lm(model).config.vocab_size
-            if len(tokenizer) > rows_of_embedding:
-                raise ValueError(
-                    f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows_of_embedding}: "
-                    "set data.tokenizer to the model's own"
-                )
+            vocabulary = causal_lm(model).config.vocab_size
+            refuse_tokenizer(tokenizer, vocabulary)
+            for manifest in filter(None, (tokens.train, tokens.eval)):
+                refuse_tokens(manifest, tokenizer, vocabulary)
+            for later in range(number, len(recipe.stages)):
+                try:
+                    refuse_stage(recipe, recipe.stages[later], model, source, state.device)
+                except ValueError as error:
+                    raise ValueError(f"stages.{later}: {error}") from None
             _prepare_speed(recipe, model)
         data = StageData(tokens, recipe, stage, state)
         trainer = _trainer(
@@ -188,10 +195,6 @@ def _trainer(
     state: Any,
 ) -> FoxTrainer:
     stage = recipe.stages[number]
-    if stage.objective != "extend" and not is_converted(model):
-        raise ValueError(
-            f"objective {stage.objective} compares a retrofit with its original: give `fox:` to the recipe"
-        )
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
     recompute(model, stage.gradient_checkpointing)
     compile_parts(model, stage.compile)

@@ -24,8 +24,8 @@ FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
 def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage.
 
-    OUTPUT/recipe.yaml then says what the run goes on with. A recipe whose model or data were never read, for a
-    misspelt path say, leaves OUTPUT to the next.
+    OUTPUT/recipe.yaml then says what the run goes on with. A run that left nothing to go on with, refused for a
+    misspelt path or pattern say, leaves OUTPUT to the next.
 
     Raises:
         ValueError: OUTPUT holds another run or can't be written to; batch_tokens don't divide among the devices.
@@ -50,6 +50,7 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     if state.is_main_process:
         if not begun:
             _discard_conversion(out, recipe)
+            (out / "data.json").unlink(missing_ok=True)
         values = {"retrofox": retrofox.__version__, "batch_tokens": batches, "recipe": yaml.safe_load(dump(recipe))}
         write_whole(file, yaml.safe_dump(values, sort_keys=False).encode())
     state.wait_for_everyone()
@@ -73,13 +74,35 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
         raise ValueError(
             f"{file} is damaged: delete it to go on with the recipe given, or choose another `output`"
         ) from error
-    if not any(path.exists() for path in (out / "data.json", out / "model", *out.glob("stage-*"))):
+    if not any(
+        path.exists() for path in (out / "model", *out.glob("stage-*/checkpoint-*"), *out.glob("stage-*/model"))
+    ):
         return None
     if changed:
         raise ValueError(
             f"{out} holds another run: {', '.join(changed)} differ from {file}. Choose another `output`, or delete it"
         )
     return batches
+
+
+def refuse_mingling(recipe: Recipe) -> None:
+    """Keeps a run from writing over, or into, what is not its own; writes nothing itself.
+
+    Raises:
+        ValueError: the model lies where OUTPUT's own models go, or OUTPUT inside it; OUTPUT has models of no run.
+    """
+    out = Path(recipe.output)
+    model, run = Path(recipe.model).resolve(), out.resolve()
+    if model.exists() and (model.is_relative_to(run / "model") or model.is_relative_to(run / "converted")):
+        raise ValueError(
+            f"the run would write over its own model, {recipe.model}: choose an `output` that is not {out}"
+        )
+    if model.is_dir() and run.is_relative_to(model):
+        raise ValueError(f"output {out} lies inside the model, {recipe.model}: choose another `output`")
+    ours = (out / "recipe.yaml").exists() or (out / "data.json").exists()
+    theirs = [out / name for name in ("model", "converted") if (out / name).exists()]
+    if theirs and not ours:
+        raise ValueError(f"{theirs[0]} is there, and not of a run: move it away, or choose another `output`")
 
 
 def _discard_conversion(out: Path, recipe: Recipe) -> None:

@@ -74,7 +74,7 @@ def set_attention(model: Any, recipe: Recipe) -> None:
     if recipe.attention is not None:
         try:
             model.set_attn_implementation(recipe.attention)
-        except ImportError as error:
+        except (ImportError, ValueError) as error:
             raise ValueError(f"attention: {recipe.attention} can't run here: {error}") from None
 
 

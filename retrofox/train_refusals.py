@@ -6,13 +6,19 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from retrofox.config import Recipe
+from retrofox.config import Recipe, Stage
+from retrofox.data import Manifest, open_tokens
 from retrofox.data_sources import resolve
+from retrofox.objectives import choose_cross_entropy, is_converted
 from retrofox.surgery import load_tokenizer
-from retrofox.train_claim import batches_of
+from retrofox.train_claim import batches_of, refuse_mingling
+from retrofox.train_groups import set_trainable
+from retrofox.train_model import needs_teacher
+from retrofox.train_speed import recompute
 
 
 def refuse_parallelism() -> None:
@@ -91,9 +97,51 @@ def refuse_optimizer(recipe: Recipe) -> None:
         )
 
 
+def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, device: torch.device) -> None:
+    """Raises ValueError for a stage that this model, or this machine, can't run; leaves the model ready for it.
+
+    Args:
+        model: the one that is trained, on any device.
+        source: the checkpoint the run starts from; None: a conversion of the recipe's model.
+    """
+    if stage.objective != "extend" and not is_converted(model):
+        raise ValueError(f"{stage.objective} compares a retrofit with its original: give `fox:` to the recipe")
+    set_trainable(model, stage, adapters=recipe.lora is not None)
+    needs_teacher(recipe, stage, model, source)
+    recompute(model, stage.gradient_checkpointing)
+    if stage.objective == "extend":
+        choose_cross_entropy(stage.cross_entropy, model, device)
+
+
+def refuse_tokenizer(tokenizer: Any, vocabulary: int) -> None:
+    """Raises ValueError for a tokenizer whose words, special tokens aside, are more than the model embeds.
+
+    Special tokens beyond it are common (Gemma 3's picture token): what counts is whether a text holds one.
+    """
+    if tokenizer.vocab_size > vocabulary:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model embeds {vocabulary}: "
+            "set data.tokenizer to the model's own"
+        )
+
+
+def refuse_tokens(manifest: Manifest, tokenizer: Any, vocabulary: int) -> None:
+    """Raises ValueError for prepared texts that hold a token beyond what the model embeds."""
+    if max(tokenizer.get_vocab().values()) < vocabulary:
+        return
+    for tokens in open_tokens(manifest):
+        largest = max(int(shard.map(tokens.folder).max()) for shard in tokens.shards)
+        if largest >= vocabulary:
+            raise ValueError(
+                f"{tokens.source.path} holds the token {tokenizer.convert_ids_to_tokens(largest)!r}, number {largest}, "
+                f"and the model embeds {vocabulary}: set data.tokenizer to the model's own, or take it out of the text"
+            )
+
+
 def refuse_output(recipe: Recipe) -> None:
     """Raises ValueError for an OUTPUT that holds another run or can't be written to; writes nothing itself."""
     out = Path(recipe.output)
+    refuse_mingling(recipe)
     batches_of(out, recipe)
     place = _existing(out)
     if not place.is_dir():
@@ -140,9 +188,9 @@ def refused_data(recipe: Recipe, vocabulary: int | None) -> list[str]:
         return [*found, str(error)]
     if tokenizer is None:
         found.append(f"{name} has no tokenizer: set data.tokenizer to a Hub id or directory that has one")
-    elif vocabulary is not None and len(tokenizer) > vocabulary:
-        found.append(
-            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {vocabulary}: "
-            "set data.tokenizer to the model's own"
-        )
+    elif vocabulary is not None:
+        try:
+            refuse_tokenizer(tokenizer, vocabulary)
+        except ValueError as error:
+            found.append(str(error))
     return found

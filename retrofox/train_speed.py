@@ -99,9 +99,18 @@ def _rms_norm(module: Any, eps: float, x: torch.Tensor) -> torch.Tensor:
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """The decoder layers of a transformers causal language model."""
+    """The decoder layers of a transformers causal language model.
+
+    Raises:
+        ValueError: a model that keeps them elsewhere than the families that can be converted do.
+    """
     lm = causal_lm(model)
-    return getattr(lm, lm.base_model_prefix).layers
+    layers = getattr(getattr(lm, lm.base_model_prefix), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(
+            f"a {lm.config.model_type} model has no decoder layers where LLaMA has them: it can't be trained"
+        )
+    return layers
 
 
 def recompute(model: Any, which: str | int) -> int:

@@ -81,6 +81,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
         ("stages.0.temperature=2", ["temperature belongs to objective distill"]),
         ("stages.0.ce_weight=0.5", ["ce_weight belongs to objective distill"]),
+        ("stages.0={objective: distill, tokens: 9, sequence_length: 3, cross_entropy: torch}", ["torch belongs to"]),
         ("stages.0.decay_tokens=10", ["decay_tokens belongs to schedule wsd"]),
         ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),
         ("stages.0.gate_delay_tokens=1M", ["gate_delay_tokens must be less than tokens"]),
@@ -128,6 +129,10 @@ def test_stages_may_share_what_they_have_in_common(recipe_file):
     first, second = load_recipe(recipe_file).stages
     assert second.tokens == 3_000_000
     assert second.model_copy(update={"tokens": first.tokens}) == first
+    recipe_file.write_text(MINIMAL.replace("- {", "- &first {") + "  - *first\n")
+    first, second = load_recipe(recipe_file, ["stages.1.tokens=2M", "stages.0.rates.rest=0"]).stages
+    assert (first.tokens, second.tokens) == (1_000_000, 2_000_000)
+    assert (first.rate("rest"), second.rate("rest")) == (0, 6e-4)
 
 
 def test_home_is_meant_by_a_tilde(recipe_file, monkeypatch):

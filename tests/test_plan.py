@@ -180,7 +180,7 @@ def test_what_training_would_find_missing_is_refused(make_recipe, tmp_path, monk
     assert "can't write to" in found
     claim_output(tmp_path / "out", make_recipe(), SimpleNamespace(num_processes=1, is_main_process=True, **NO_WAIT))
     assert refusals(seed=1) == []
-    (tmp_path / "out" / "data.json").touch()
+    (tmp_path / "out" / "stage-0-extend" / "checkpoint-1").mkdir(parents=True)
     assert refusals() == []
     (found,) = refusals(seed=1)
     assert "holds another run: seed differ" in found

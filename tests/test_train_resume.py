@@ -150,7 +150,7 @@ def test_tokens_a_step_that_do_not_divide_among_the_devices_name_what_the_run_be
     loaded = load_recipe(recipe, ["stages.0.batch_tokens=null", "stages.1.batch_tokens=null"])
     one = SimpleNamespace(num_processes=1, is_main_process=True, wait_for_everyone=lambda: None)
     assert claim_output(tmp_path / "run", loaded, one) == [64, 64]
-    (tmp_path / "run" / "data.json").touch()
+    (tmp_path / "run" / "stage-0-extend" / "checkpoint-1").mkdir(parents=True)
     two = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
     with pytest.raises(ValueError, match=r"x devices = 64 x 1 x 2 = 128.*began with 64 tokens a step"):
         claim_output(tmp_path / "run", loaded, two)
