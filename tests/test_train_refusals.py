@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -91,8 +90,7 @@ def test_special_tokens_that_no_text_holds_need_no_embedding(recipe, tmp_path, p
 
 
 def test_models_built_otherwise_are_refused_as_controls(recipe, tmp_path, pico_tokenizer):
-    shape = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 288, "bos_token_id": 0, "eos_token_id": 1}
-    with torch.random.fork_rng():
-        GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(tmp_path / "gpt2")
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=288, bos_token_id=0, eos_token_id=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     pico_tokenizer.save_pretrained(tmp_path / "gpt2")
     assert "a gpt2 model has no decoder layers" in refusal(recipe, f"model={tmp_path / 'gpt2'}")
