@@ -132,6 +132,11 @@ def write(
     live = isinstance(source, PreTrainedModel)
     if isinstance(source, PreTrainedModel):
         refuse_existing(out)
+        if any(parameter.is_meta for parameter in source.parameters()):
+            raise ValueError(
+                f"this {type(source).__name__} holds no weights (they are on the meta device, or offloaded): load it "
+                "whole, or convert the directory that it came from"
+            )
     elif appearing is None:
         check_out(source, out)
     _check_options(source, spec, link, calibrate)

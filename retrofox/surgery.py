@@ -185,11 +185,14 @@ def attention_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
 
 
 def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
-    """The converted form of a live model. It shares the base's parameters; the gates are new."""
+    """The converted form of a live model. It shares the base's parameters, frozen ones too; the gates are new."""
     with torch.device("meta"):
         model = lm_class(plan.model_type)(plan.config)
     state = base.state_dict(keep_vars=True)
+    frozen = [tensor for tensor in state.values() if not tensor.requires_grad]
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    for tensor in frozen:  # assigning turns them on
+        tensor.requires_grad_(False)
     if wrong := unexpected + [n for n in missing if not is_new_tensor(n)]:
         raise ValueError(f"the base model's tensors don't fit its converted class: {wrong[:5]}")
     _fill_buffers(base, model)
@@ -243,7 +246,9 @@ def convert(
         ValueError: unsupported family, already converted, quantised, an adapter, or `out` exists.
         FileNotFoundError: `source` is not there.
     """
-    spec = fox or FoxSpec()
+    spec = FoxSpec() if fox is None else fox
+    if not isinstance(spec, FoxSpec):
+        raise ValueError(f"fox must be a FoxSpec, got a {type(fox).__name__}: FoxSpec.from_dict makes one of a dict")
     if not isinstance(source, (str, Path, PreTrainedModel)):
         raise ValueError(
             f"source must be a transformers model, a Hub id, a directory or a .gguf file, got a {type(source).__name__}"
@@ -284,10 +289,14 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
         device: where to put the model, None = CPU.
 
     Raises:
-        ValueError: it is not a converted checkpoint (a plain model, or an adapter whose base is a plain model).
+        ValueError: it is not a converted checkpoint (a plain model, or an adapter whose base is a plain model), or the
+            device is not there.
         FileNotFoundError: no such directory or Hub id, or a file of weights is missing.
     """
+    from retrofox.opening import resolve_device
+
     directory = Path(path)
+    place = None if device is None else resolve_device(device)
     if (directory / "adapter_config.json").exists():
         return _load_adapter(directory, dtype=dtype, device=device)
     config_dict = read_config(path, revision)
@@ -306,7 +315,7 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
         find(directory)  # says which file is missing or cut short
     with understood(f"config.json of {path}"):
         model = lm_class(base_type).from_pretrained(path, revision=revision or "main", **options)
-    return model if device is None else model.to(device)
+    return model if place is None else model.to(place)
 
 
 def _load_adapter(directory: Path, *, dtype: Any, device: Any) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from retrofox import FoxSpec
 from retrofox.artefact import GATES_SHARD, INDEX
 from retrofox.conversion_report import print_conversion
 from retrofox.norm_gains import gains_of
-from retrofox.surgery import load_base, load_tokenizer
+from retrofox.surgery import is_new_tensor, load_base, load_tokenizer
 from retrofox.verify import compare
 
 NORMS = FoxSpec(pro=("qk-norm", "output-norm", "output-gate"))
@@ -181,6 +181,26 @@ def test_live_models_that_are_refused(pico_llama, pico_fox):
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(ValueError, match="quantised"):
         retrofox.convert(model)
+    with pytest.raises(ValueError, match=r"fox must be a FoxSpec, got a dict: FoxSpec\.from_dict"):
+        retrofox.convert(pico_llama(), fox={"rope": "drop"})  # type: ignore[arg-type]
+
+
+def test_a_live_model_without_weights_is_not_written(pico_llama, tmp_path):
+    with torch.device("meta"):
+        model = pico_llama()
+    with pytest.raises(ValueError, match="holds no weights"):
+        retrofox.convert(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_frozen_tensors_of_a_live_model_stay_frozen(pico_llama):
+    base = pico_llama().requires_grad_(False)
+    base.lm_head.weight.requires_grad_(True)
+    model = retrofox.convert(base)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert "model.layers.0.self_attn.forget_gate.weight" in trained
+    assert {name for name in trained if not is_new_tensor(name)} == {"lm_head.weight"}
+    assert [name for name, parameter in base.named_parameters() if parameter.requires_grad] == ["lm_head.weight"]
 
 
 def test_converting_a_directory_in_memory_refuses_the_same(pico_checkpoint):
@@ -200,6 +220,8 @@ def test_a_damaged_converted_checkpoint_says_which_file(pico_fox_checkpoint):
     weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"model\.safetensors has .* bytes where its header speaks of"):
         retrofox.load(pico_fox_checkpoint)
+    with pytest.raises(ValueError, match="device 'gpu' is unknown"):
+        retrofox.load(pico_fox_checkpoint, device="gpu")
     weights.unlink()
     with pytest.raises(FileNotFoundError, match="holds no weights"):
         retrofox.load(pico_fox_checkpoint)
