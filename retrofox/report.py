@@ -21,7 +21,7 @@ PACKAGES = ("retrofox", "torch", "transformers", "triton", "peft", "tokenizers",
 
 
 def check_folder(out: str | os.PathLike | None) -> None:
-    """Raises ValueError where results can't go, before they are made: `out` is a file, or lies below one."""
+    """Raises ValueError where results can't go, before they are made: `out` is a file, lies below one, is read-only."""
     if out is None:
         return
     there = Path(out).absolute()
@@ -29,6 +29,8 @@ def check_folder(out: str | os.PathLike | None) -> None:
         there = there.parent
     if not there.is_dir():
         raise ValueError(f"results can't go to {out}: {there} is a file; name a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"results can't go to {out}: {there} can't be written to; name another directory")
 
 
 def environment() -> dict[str, Any]:

@@ -248,7 +248,7 @@ def test_models_of_training_runs_are_called_after_their_runs(on_disk, documents,
     assert [line["label"] for line in result["lines"]] == ["partial", "control"]
 
 
-def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, documents, tmp_path):
+def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, documents, tmp_path, monkeypatch):
     model = pico_llama()
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
@@ -269,6 +269,9 @@ def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, docum
         evaluate(model, None, documents, limit=3, tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"empty\.txt is a file; name a directory"):
         evaluate(model, None, documents, out=empty / "results", tokenizer=tokenizer)
+    monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path)  # the superuser may write anywhere
+    with pytest.raises(ValueError, match=r"results can't go to .*sub/out: .* can't be written to"):
+        evaluate(model, None, documents, out=tmp_path / "sub" / "out", tokenizer=tokenizer)
     with pytest.raises(FileNotFoundError, match="/no/such/model"):
         evaluate("/no/such/model", None, documents)
     assert not list(tmp_path.glob("out*"))
