@@ -43,7 +43,7 @@ from .hopper_backward_copies import (
     scalar,
     writer,
 )
-from .hopper_backward_sums import pairs_of_keys, sums_over_keys, sums_over_queries
+from .hopper_backward_sums import by_thread, pairs_of_keys, sums_over_keys, sums_over_queries
 
 EXCHANGE_BARRIER = gl.constexpr(8)  # Gluon itself numbers its barriers from 0: one per partition and one to switch
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -236,7 +236,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                 if GENERATIONS == 1:
                     _read(w, True)
                 mbarrier.wait(bars.index(DQ_EMPTY), (it & 1) ^ 1)
-                dq_s.index(w + z).store(dq)
+                dq_s.index(w + z).store(by_thread(dq))
                 if not EXACT_SUMS:
                     sum_s.index(w + z).store(gl.max(rs, 1))
                 fence_async_shared()

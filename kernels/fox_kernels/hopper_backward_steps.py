@@ -57,6 +57,10 @@ def finish_kernel(
     inside = offs_m < T
     row = offs_m.to(tl.int64)[:, None]
     dq = tl.load(sum_ptr + (bh * rows + row) * D + offs_d[None, :]) * scale
+    # 64 x 64 as the consumers' threads had it: warps, blocks of 8 columns, rows as 2 x 4 (the halves of the columns lie
+    # between), 4 pairs of columns, rows 8 apart, the pair
+    dq = tl.permute(tl.reshape(dq, [4, 8, 2, D // 64, 4, 4, 2, 2]), 0, 6, 2, 4, 3, 1, 5, 7)
+    dq = tl.reshape(dq, [64, D])
     tl.store(
         dq_ptr + b * sq_b + h * sq_h + row * sq_t + offs_d[None, :],
         dq.to(dq_ptr.dtype.element_ty),

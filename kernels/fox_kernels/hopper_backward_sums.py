@@ -1,4 +1,4 @@
-"""Sums of dS in float32, over queries and over keys, in the registers of a consumer of the Hopper backward."""
+"""In the registers of a consumer of the Hopper backward: float32 sums of dS over queries and over keys; dq's order."""
 
 # Gluon is a language of its own in Python's clothes: what its names mean inside a kernel their annotations don't say.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -50,3 +50,13 @@ def sums_over_keys(pairs, late, BM: gl.constexpr):
     takes 28 shuffles for 128 columns, where a sum of each column over 8 threads takes 96.
     """
     return _fold(_fold(_fold(pairs, late, HALVES_16), late, HALVES_8), late, HALVES_4).reshape([4 * BM])
+
+
+@gluon.jit
+def by_thread(dq):
+    """(64, 64) in an order of its own, which `finish_kernel` undoes: four floats of each thread, thread after thread.
+
+    A thread has pairs of columns of rows r and r + 8, 8 columns apart. Stored as rows, swizzled for TMA, two threads of
+    four rows always share their banks; in this order none do, and a store has 16 bytes, not 8.
+    """
+    return dq.reshape([4, 2, 8, 8, 4, 2]).permute((0, 3, 2, 4, 1, 5)).reshape([64, 64])
