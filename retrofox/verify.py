@@ -6,11 +6,12 @@ import contextlib
 import json
 import math
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from retrofox.fresh_python import fresh_python
 
 TEXT = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it "
@@ -53,12 +54,13 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
         result = compare(source, out, refitted)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            answer = Path(folder) / "parity.json"
-            command = [sys.executable, "-m", "retrofox.verify", str(source), str(out), str(answer), *refitted]
+            file = Path(folder) / "parity.json"
+            program = fresh_python("from retrofox.verify import answer; answer(*sys.argv[1:])")
+            command = [*program, str(source), str(out), str(file), *refitted]
             run = subprocess.run(command, capture_output=True, text=True)
             if run.returncode:
                 raise ValueError(f"the parity proof of {out} failed to run:\n{run.stderr[-2000:]}")
-            result = json.loads(answer.read_text())
+            result = json.loads(file.read_text())
     if refitted and result["refit"]["residual"] > result["refit"]["tolerance"]:
         raise ValueError(
             f"parity proof failed: {result['refit']['worst']} is not the base's with a matrix per head in front "
@@ -229,5 +231,6 @@ def _undo_refit(model: Any, originals: dict[str, Any]) -> dict[str, Any]:
     return {"residual": worst, "worst": where, "tolerance": 2e-2 if half else 1e-3}
 
 
-if __name__ == "__main__":
-    Path(sys.argv[3]).write_text(json.dumps(compare(sys.argv[1], Path(sys.argv[2]), sys.argv[4:])))
+def answer(source: str, out: str, file: str, *refitted: str) -> None:
+    """What the fresh process runs: writes the proof's numbers to `file` as JSON."""
+    Path(file).write_text(json.dumps(compare(source, Path(out), refitted)))

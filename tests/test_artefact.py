@@ -258,6 +258,12 @@ def test_a_shard_named_as_the_one_that_is_added(source, tmp_path):
     refused(f"has a shard called {GATES_SHARD}", source, tmp_path / "out", verify=False)
 
 
+def test_the_proof_runs_where_a_module_of_the_users_hides_one_of_pythons(source, tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+    assert retrofox.convert("base", "out")["parity"]["equal"]
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_interruption_leaves_no_half_written_out(source, tmp_path, how):
     out = tmp_path / "out"
