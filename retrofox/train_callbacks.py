@@ -40,15 +40,50 @@ class Guard:
         self.factor, self.fp16 = factor, fp16
         self.mean: float | None = None
 
-    def check(self, loss: float, grad_norm: float | None, step: int) -> None:
-        """Raises Diverged, or takes the loss into the running mean."""
+    def check(self, loss: float, grad_norm: float | None, step: int, keep: bool = True) -> None:
+        """Raises Diverged, or takes the loss into the running mean, if it is to `keep`."""
         # fp16's loss scaler starts with overflowing gradients on purpose and skips those steps.
         gradient_broken = grad_norm is not None and not math.isfinite(grad_norm) and not self.fp16
         if not math.isfinite(loss) or gradient_broken:
             raise Diverged(f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite")
         if self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
             raise Diverged(f"step {step}: loss {loss:.3f} jumped from a running mean of {self.mean:.3f}")
-        self.mean = loss if self.mean is None else 0.9 * self.mean + 0.1 * loss
+        if keep:
+            self.mean = loss if self.mean is None else 0.9 * self.mean + 0.1 * loss
+
+
+class LossWindow:
+    """Sums of the loss and the metrics over the steps since the last log line that was due, on this process's device.
+
+    Saved with every checkpoint: a run stopped between two lines then logs the means that it would have logged.
+    """
+
+    def __init__(self, metrics: int, device: torch.device):
+        self.sums = torch.zeros(1 + metrics, device=device)
+        self.start = 0
+
+    def add(self, loss: torch.Tensor, metrics: torch.Tensor) -> None:
+        """Adds a micro-batch's share of its step's loss and metrics (metrics,)."""
+        self.sums += torch.cat((loss.detach()[None], metrics))
+
+    def means(self, accelerator: Any, step: int) -> list[float]:
+        """Loss and metrics of a step since the window's start, over all processes."""
+        return (accelerator.reduce(self.sums.clone(), "mean") / max(1, step - self.start)).tolist()
+
+    def restart(self, step: int) -> None:
+        """Starts a new window after a step."""
+        self.sums.zero_()
+        self.start = step
+
+    def state(self, accelerator: Any) -> dict[str, Any]:
+        """What a checkpoint keeps: where the window starts, and every process's sums."""
+        return {"start": self.start, "sums": accelerator.gather(self.sums[None]).tolist()}
+
+    def restore(self, kept: dict[str, Any], rank: int, world_size: int) -> None:
+        """Goes on with a window that was saved; by another number of processes, each takes the mean."""
+        sums = torch.tensor(kept["sums"], dtype=self.sums.dtype)
+        self.sums.copy_(sums[rank] if len(sums) == world_size else sums.mean(0))
+        self.start = kept["start"]
 
 
 class Anneal(TrainerCallback):
@@ -93,7 +128,7 @@ class Signals(TrainerCallback):
 
 
 class LogWithSaves(TrainerCallback):
-    """Logs wherever it saves: windows of the loss then end alike in a run that was interrupted and one that was not."""
+    """Logs wherever it saves: the guard has then seen the loss of every step that a checkpoint holds."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save:
@@ -108,10 +143,13 @@ class GateRecorder(TrainerCallback):
         self.every, self.save_steps = every, save_steps
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        step = state.global_step + 1
-        due = step == 1 or step % self.every == 0 or step % self.save_steps == 0 or step >= state.max_steps
+        due = self.is_due(state.global_step + 1, state.max_steps)
         for gate in self.gates:
             gate.record = due
+
+    def is_due(self, step: int, max_steps: int) -> bool:
+        """Whether a step has a log line in every run, interrupted or not."""
+        return step == 1 or step % self.every == 0 or step % self.save_steps == 0 or step >= max_steps
 
     def statistics(self) -> dict[str, float]:
         """Half-lives in tokens over all heads (geometric mean, percentiles) and shares of saturated and dead heads."""

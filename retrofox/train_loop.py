@@ -31,6 +31,7 @@ from retrofox.train_callbacks import (
     Guard,
     JsonLog,
     LogWithSaves,
+    LossWindow,
     Progress,
     Signals,
 )
@@ -88,8 +89,7 @@ class FoxTrainer(Trainer):
         lm = causal_lm(model)
         self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps))
         self.interruptions = interruptions or Interruptions("nothing is saved")
-        self.metric_sums = torch.zeros(len(getattr(objective, "metrics", ())), device=args.device)
-        self.steps_in_sums = 0
+        self.window = LossWindow(len(getattr(objective, "metrics", ())), args.device)
         fox = getattr(lm.config, "fox", None)
         if stage.anneal and fox is not None and fox["rope"] == "anneal":
             self.add_callback(Anneal(lm, fox["annealed_tokens"], batch_tokens))
@@ -168,7 +168,7 @@ class FoxTrainer(Trainer):
         """Mean over the targets of the whole step: each process's sum, times their number because DDP averages."""
         loss, metrics = model(**inputs)
         scale = self.args.world_size / num_items_in_batch
-        self.metric_sums += metrics * scale
+        self.window.add(loss * scale, metrics * scale)
         return loss * scale
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -215,17 +215,16 @@ class FoxTrainer(Trainer):
             logs["tokens"] = step * self.batch_tokens
             logs.update(self.clock.read(step, self.state.max_steps, args.world_size))
             logs.update(self.gates.statistics())
-            if len(self.metric_sums):
-                total: Any = self.accelerator.reduce(self.metric_sums.clone(), "mean")
-                means = (total / max(1, step - self.steps_in_sums)).tolist()
-                logs.update(zip(self.objective.metrics, means, strict=True))  # type: ignore[attr-defined]
-                self.metric_sums.zero_()
-            self.steps_in_sums = step
+            names = ("loss", *getattr(self.objective, "metrics", ()))
+            logs.update(zip(names, self.window.means(self.accelerator, step), strict=True))
+            due = self.gates.is_due(step, self.state.max_steps)
+            if due:
+                self.window.restart(step)
             self.history.append({"step": step, "loss": logs["loss"], "tokens_per_second": logs["tokens_per_second"]})
             if self.json_log is not None:
                 self.json_log.write({"step": step, **logs})
             try:
-                self.guard.check(logs["loss"], logs.get("grad_norm"), step)
+                self.guard.check(logs["loss"], logs.get("grad_norm"), step, keep=due)
             except Diverged as stop:
                 raise Diverged(f"{stop}. {self._way_back()}") from None
         super().log(logs, start_time)
@@ -269,6 +268,9 @@ class FoxTrainer(Trainer):
             note = self._note_of(Path(resume_from_checkpoint))
             self.resumed_step = note["step"]
             self.guard.mean = note["loss_mean"]
+            self.window.restart(self.resumed_step)
+            if "loss_window" in note:  # older checkpoints do not say
+                self.window.restore(note["loss_window"], self.args.process_index, self.args.world_size)
             wanted = self.data_state(self.first_row + self.resumed_step * self.rows_per_step)
             if note["data"] != wanted:
                 raise ValueError(
@@ -278,7 +280,6 @@ class FoxTrainer(Trainer):
         if self.args.should_save:
             self.json_log = JsonLog(self.log_file, self.number, self.resumed_step)
         self.clock.restart(self.resumed_step)
-        self.steps_in_sums = self.resumed_step
         with self.interruptions.held():
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
@@ -320,6 +321,7 @@ class FoxTrainer(Trainer):
         with checkpoint.saving(directory, root):
             super()._save_checkpoint(model, trial)
             self.check_adapter(directory)
+            window = self.window.state(self.accelerator)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 consumed = self.first_row + self.state.global_step * self.rows_per_step
@@ -331,6 +333,7 @@ class FoxTrainer(Trainer):
                         "tokens": self.state.global_step * self.batch_tokens,
                         "data": self.data_state(consumed),
                         "loss_mean": self.guard.mean,
+                        "loss_window": window,
                         "world_size": self.args.world_size,
                         "sharding": self._sharding(),
                     },
