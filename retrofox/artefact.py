@@ -180,8 +180,8 @@ def write(
             from retrofox.verify import prove
 
             report["parity"] = prove(place, partial, refitted=calibration.rewritten() if calibration else ())
-        (partial / "retrofox.json").write_text(json.dumps(report, indent=2) + "\n")
-        (partial / "README.md").write_text(_card(plan, report))
+        (partial / "retrofox.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        (partial / "README.md").write_text(_card(plan, report), encoding="utf-8")
         for file in partial.rglob("*"):
             if file.is_file() and not (link and file.stat().st_nlink > 1):
                 file.chmod(0o644)  # safetensors writes 0600 whatever the umask says
@@ -285,13 +285,13 @@ def _write_directory(
         save_file(new, partial / GATES_SHARD, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(new, GATES_SHARD))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    values = json.loads((directory / "config.json").read_text())
+    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     for key in ("model_type", "architectures", "auto_map"):
         values[key] = getattr(plan.config, key)
     values |= plan.settings_replaced
     values["fox"] = plan.config.fox
-    (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     templates = directory / "additional_chat_templates"
     for file in [*directory.iterdir(), *templates.glob("*.jinja")]:
         taken = (*found.files, GATES_SHARD, INDEX, *OURS)

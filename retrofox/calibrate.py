@@ -270,7 +270,8 @@ def _start(source: Source, tokens: torch.Tensor, state: State, out: Path, progre
             sink = FoxSpec.from_dict(model.config.fox).sink_tokens
             _, table = calibrate_half_lives(source, tokens, sink, advance=lambda n: bar.update(task, advance=n))
         write_half_lives(table, out, tokens.shape[1], trained_length(model.config))
-    by_place = {(h["layer"], h["head"]): h["half_life_tokens"] for h in json.loads(table_file.read_text())["heads"]}
+    heads = json.loads(table_file.read_text(encoding="utf-8"))["heads"]
+    by_place = {(head["layer"], head["head"]): head["half_life_tokens"] for head in heads}
     for number, (_, attention) in enumerate(attentions(model)):
         if attention.forget_gate is not None:
             heads = range(attention.num_fox_heads)

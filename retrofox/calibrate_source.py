@@ -119,7 +119,7 @@ def _fill_buffers(model: PreTrainedModel, config: Any) -> None:
 def tensor_files(directory: Path) -> dict[str, Path]:
     """Tensor name -> safetensors file; empty where there is none."""
     if (directory / INDEX).is_file():
-        weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
+        weight_map = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
         return {name: directory / file for name, file in weight_map.items()}
     file = directory / "model.safetensors"
     if not file.is_file():

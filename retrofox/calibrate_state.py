@@ -35,7 +35,7 @@ class State:
         file = directory / SETTINGS
         wanted = json.loads(json.dumps(settings))
         if resume and file.exists():
-            there = json.loads(file.read_text())
+            there = json.loads(file.read_text(encoding="utf-8"))
             other = sorted(k for k in wanted.keys() | there.keys() if wanted.get(k) != there.get(k))
             if other:
                 raise ValueError(

@@ -80,7 +80,7 @@ def fitting_families() -> dict[str, str]:
         source = root / module / f"modeling_{module}.py"
         if not source.is_file():  # it runs with another family's classes
             source = Path(inspect.getfile(getattr(transformers, name)))
-        fitting = _fitting_attentions(source.read_text())
+        fitting = _fitting_attentions(source.read_text(encoding="utf-8"))
         if fitting:
             found[model_type] = fitting[0]
     return found

@@ -47,6 +47,12 @@ def card(plan: Plan, report: dict[str, Any]) -> str:
     return _card(plan.spec, "Converted, not adapted, unless a training report stands below.", rows)
 
 
+def own_card(directory: Path) -> str | None:
+    """README.md of a directory; None where there is none."""
+    file = directory / "README.md"
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
 def card_of(directory: Path) -> str:
     """README.md of a converted checkpoint that has none, such as a trained one: what its config.json says."""
     spec = FoxSpec.from_dict(read_config(directory)["fox"])
@@ -108,8 +114,9 @@ def check_complete(directory: Path) -> None:
         raise ValueError(
             f"{directory} has the gates of {gates} layers where its config asks for {layers}: it is incomplete"
         )
-    if (directory / "README.md").is_file():
-        data = ModelCard((directory / "README.md").read_text(), ignore_metadata_errors=False).data.to_dict()
+    text = own_card(directory)
+    if text is not None:
+        data = ModelCard(text, ignore_metadata_errors=False).data.to_dict()
         if "custom_code" not in (data.get("tags") or ()):
             raise ValueError(
                 f"{directory}/README.md lacks the tag custom_code in its metadata, which tells of auto_map"
@@ -140,7 +147,7 @@ def push(
         validate_repo_id(repo)
     except HFValidationError as error:
         raise ValueError(f"{repo!r} is no Hub repository (org/name): {error}") from error
-    text = (directory / "README.md").read_text() if (directory / "README.md").is_file() else card_of(directory)
+    text = own_card(directory) or card_of(directory)
     contents: dict[str, bytes | Path] = {}
     for file in sorted(directory.rglob("*")):
         name = file.relative_to(directory)

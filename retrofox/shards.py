@@ -97,7 +97,7 @@ def read(directory: Path, names: list[str]) -> Shards:
 
 def _index(file: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(file.read_text())["weight_map"]
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no index of shards ({error}): download the model again") from error
     inside = [name for name in weight_map.values() if Path(name).name != name]

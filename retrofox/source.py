@@ -41,7 +41,7 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
     else:
         file = _from_hub(str(path), revision)
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON ({error}): download the model again") from error
     if not isinstance(values, dict):
@@ -155,7 +155,7 @@ def refuse_adapter(source: str | Path) -> None:
     if not file.exists():
         return
     try:
-        base = json.loads(file.read_text()).get("base_model_name_or_path")
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (ValueError, AttributeError):
         base = None
     raise ValueError(

@@ -60,7 +60,7 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
             run = subprocess.run(command, capture_output=True, text=True)
             if run.returncode:
                 raise ValueError(f"the parity proof of {out} failed to run:\n{run.stderr[-2000:]}")
-            result = json.loads(file.read_text())
+            result = json.loads(file.read_text(encoding="utf-8"))
     if refitted and result["refit"]["residual"] > result["refit"]["tolerance"]:
         raise ValueError(
             f"parity proof failed: {result['refit']['worst']} is not the base's with a matrix per head in front "
@@ -233,4 +233,4 @@ def _undo_refit(model: Any, originals: dict[str, Any]) -> dict[str, Any]:
 
 def answer(source: str, out: str, file: str, *refitted: str) -> None:
     """What the fresh process runs: writes the proof's numbers to `file` as JSON."""
-    Path(file).write_text(json.dumps(compare(source, Path(out), refitted)))
+    Path(file).write_text(json.dumps(compare(source, Path(out), refitted)), encoding="utf-8")

@@ -264,6 +264,16 @@ def test_the_proof_runs_where_a_module_of_the_users_hides_one_of_pythons(source,
     assert retrofox.convert("base", "out")["parity"]["equal"]
 
 
+def test_files_are_utf8_whatever_the_locale(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    text = json.dumps({**config, "note": "größer"}, ensure_ascii=False)
+    (source / "config.json").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-X", "utf8=0", "-m", "retrofox", "convert", source, tmp_path / "out", "--no-verify"]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([*map(str, command)], env=environment, check=True, stdout=subprocess.DEVNULL)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["note"] == "größer"
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_interruption_leaves_no_half_written_out(source, tmp_path, how):
     out = tmp_path / "out"
