@@ -210,10 +210,12 @@ class PackedDataset(torch.utils.data.Dataset):
         self.filler = manifests[0].eos or 0
         self.tokens = [tokens for manifest in manifests for tokens in open_tokens(manifest)]
         folders = [manifest.folder for manifest in manifests for _ in manifest.sources]
-        self.plans: list[Plan] = [
-            cached_plan(folder, tokens.source.fingerprint, tokens.bounds, sequence_length)
-            for folder, tokens in zip(folders, self.tokens, strict=True)
-        ]
+        self.plans: list[Plan] = []
+        for folder, tokens in zip(folders, self.tokens, strict=True):
+            try:
+                self.plans.append(cached_plan(folder, tokens.source.fingerprint, tokens.bounds, sequence_length))
+            except ValueError as error:
+                raise ValueError(f"{tokens.source.path}: {error}") from None
         if weights is None:
             weights = [tokens.source.weight for tokens in self.tokens]
         if len(weights) != len(self.tokens):

@@ -122,7 +122,7 @@ def pack(bounds: np.ndarray, window: int) -> Plan:
         if not kept.all():
             start, length, sizes = start[np.repeat(kept, sizes)], length[np.repeat(kept, sizes)], sizes[kept]
     if not len(sizes):
-        raise ValueError("no document has two tokens: there is nothing to predict in this data")
+        raise ValueError("no document has two tokens: there is nothing to predict")
     rows = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
     return Plan(start.astype(np.int64), length, rows)
 

@@ -141,7 +141,7 @@ def json_lines(path: Path) -> Iterator[Batch]:
     with reading(path) as (raw, stream):
         first = stream.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
         for number, line in enumerate(_array(stream.read(), path) if first == b"[" else stream, 1):
-            if not line.strip():
+            if not line.strip(b"\xef\xbb\xbf \t\r\n"):  # empty, or nothing but a byte order mark
                 continue
             batch.items.append(line)
             batch.names.append(f"{path.name}:{number}")

@@ -276,6 +276,9 @@ def test_refusals_say_what_to_do(tmp_path, texts, tokenizer, prepared):
     (tmp_path / "blank.txt").write_text(" \n")
     with pytest.raises(ValueError, match="no text in it, 1 empty"):
         prepared([tmp_path / "blank.txt"], tokenizer, out)
+    (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf\r\n")
+    with pytest.raises(ValueError, match="no text in it, 0 empty"):
+        prepared([tmp_path / "mark.jsonl"], tokenizer, out)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"can't be written to .*set data.cache"):
         prepared([texts[0]], tokenizer, tmp_path / "file" / "out")
