@@ -36,6 +36,7 @@ class Cut(NamedTuple):
 
 
 KEYS = 128  # per tile
+SEARCHED = 8  # key tiles a program of the search for their last query tiles
 # Whether the gate's sums of dS are of float32 values, not of those that its products round. With rounded ones dlog_f's
 # error is 1.1 to 20 times as large, with open gates above the official kernel's; float32 costs 7 % of the backward at
 # 8 x 2048, 3 to 5 % beyond (kernels/LOG.md)
@@ -99,9 +100,9 @@ def plan_backward(
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
     zero = not deterministic or started
     steps = rows // 64 * B * H
-    ranges = (started, 1 << (found - 1).bit_length(), cut.queries // BLOCK_M, BLOCK_M, KEYS)
+    ranges = (started, 1 << (found - 1).bit_length(), cut.queries // BLOCK_M, BLOCK_M, KEYS, SEARCHED)
     return Plan(
-        Launch(query_ranges_kernel, B * H, ranges),
+        Launch(query_ranges_kernel, B * H * -(-num_n // SEARCHED), ranges),
         Launch(prepare_kernel, steps, (D, 64, zero)),
         Launch(fox_backward, min(num_n * B * Hkv, processors(q.device)), constants, blocks),
         Launch(finish_kernel, steps, (D, 64)),

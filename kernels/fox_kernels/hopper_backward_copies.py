@@ -238,6 +238,15 @@ def _acquire(pointer):
 
 
 @gluon.jit
+def _first(m, b, bh, num_m, START, TILE_LO, T, S, HAS_PRUNE: gl.constexpr, BM: gl.constexpr):
+    """The first key tile that adds to query tile m, sinks' left out; it never falls from one m to the next."""
+    if HAS_PRUNE:
+        return gl.load(TILE_LO + bh * num_m + m)
+    else:
+        return gl.load(START + b * S + S - T + m * BM) // BN
+
+
+@gluon.jit
 def _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
           SINK: gl.constexpr, BM: gl.constexpr):  # fmt: skip
     """How many key tiles add to query tile m before key tile n."""
@@ -263,6 +272,7 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
            EXACT_SUMS: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     # heads that pruning ends at different query tiles are not visited in turn: no looking ahead to the next one
+    BOUNDED: gl.constexpr = HAS_START or HAS_PRUNE
     EACH: gl.constexpr = HAS_PRUNE and HEADS > 1
     num_m = T_PAD // BM
     it = 0
@@ -284,8 +294,15 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
             hi = scalar(info_s.index(slot * INFO + I_HI))
             now = -1 + 0 * n
             turn = n
-            if DETERMINISTIC and not EACH:
-                last = gl.maximum(hi - 1, 0)
+            last = gl.maximum(hi - 1, 0)
+            # all key tiles before this one add to all query tiles of this walk: the turn is n, nothing is read for it
+            whole = 0 * n == 0
+            if BOUNDED:
+                for g in range(heads):
+                    if EACH:
+                        whole = whole & (scalar(info_s.index(slot * INFO + I_HEADS + g)) == hi)
+                    whole = whole & (_first(last, b, bh0 + g, num_m, START, TILE_LO, T, S, HAS_PRUNE, BM) == 0)
+            if DETERMINISTIC and not (EACH or whole):
                 turn = _turn(n, last, b, bh0, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM)
             for i in range(lo, hi):
                 m = hi - 1 - (i - lo)
@@ -293,8 +310,7 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                     bh = bh0 + g
                     visited = 0 * m == 0
                     if EACH:
-                        visited = m < scalar(info_s.index(slot * INFO + I_HEADS + g))
-                        now = -1 + 0 * n
+                        visited = whole | (m < scalar(info_s.index(slot * INFO + I_HEADS + g)))
                     if visited:
                         rows = bh * T_PAD + m * BM
                         ticket = TICKET + bh * num_m + m
@@ -303,11 +319,12 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                         after = gl.where(more, bh + 1, bh0)
                         later = turn
                         if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
-                            if EACH:
+                            if EACH and not whole:
                                 turn = _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM)
+                                now = -1 + 0 * n
                             while now < turn:
                                 now = _acquire(ticket)
-                            if not EACH:  # the next tile's turn, from memory: where nobody waits for this one
+                            if not (EACH or whole):  # the next tile's, from memory: where nobody waits for this one
                                 later = _turn(
                                     n, ahead, b, after, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM
                                 )
@@ -317,7 +334,9 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                         if EXACT_SUMS:  # all queries', of each half of the keys
                             sums = gl.zeros([BM], gl.float32, layout=VEC)
                             for part in gl.static_range(8):  # of 16 keys
-                                place = sum_s.index((step & 1) * 2 + part // 4).slice(part % 4 * BM, BM)
+                                place = sum_s.index(step % (sum_s.shape[0] // 2) * 2 + part // 4).slice(
+                                    part % 4 * BM, BM
+                                )
                                 sums += place.load(VEC)
                             gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
                         else:
@@ -333,7 +352,8 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                         tma.store_wait(0)
                         mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
                         if DETERMINISTIC:
-                            now = _acquire(TICKET + after * num_m + ahead)  # while this one's sums land
+                            if whole or not EACH:
+                                now = _acquire(TICKET + after * num_m + ahead)  # while this one's sums land
                             turn = later
                             gl.inline_asm_elementwise(
                                 "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [m], dtype=gl.int32,

@@ -2,11 +2,12 @@
 
 A key tile is 128 keys: two consumer warpgroups of 64 keys each hold dk and dv in registers and walk the query tiles
 that see them, at each the query heads of a GQA group in turn, in the transposed form S^T = K Q^T. They exchange dS
-through shared memory, each computes half of dq over all 128 keys, and a writer partition adds it to a float32 dq by
-TMA: in key order behind a ticket per query tile (deterministic), or as it comes. The gate needs row and column sums of
-the same dS, sinks left out of the rows'. EXACT_SUMS adds float32 values in registers; else those of rounded dS come out
-of the tensor cores: dS times ones (zeros where a key is a sink). Either way the column sums of several heads go into a
-column each of one accumulator. BIAS_BY_MMA: gates, lse and delta enter as 16 more columns of the operands.
+through shared memory and each computes half of dq over all 128 keys; with 64 queries a step later, so that neither
+waits for the other, who is half a step behind. A writer partition adds it to a float32 dq by TMA: in key order behind a
+ticket per query tile (deterministic), or as it comes. The gate needs row and column sums of the same dS, sinks left out
+of the rows'. EXACT_SUMS adds float32 values in registers; else those of rounded dS come out of the tensor cores: dS
+times ones (zeros where a key is a sink). Either way the column sums of several heads go into a column each of one
+accumulator. BIAS_BY_MMA: gates, lse and delta enter as 16 more columns of the operands.
 
 Order: key tiles are handed out by an atomic counter to programs that run, ascending within a head, and walk the queries
 downward. So a tile waits only for tiles that a program has already begun or done, whatever else runs on the GPU: no
@@ -45,31 +46,71 @@ from .hopper_backward_copies import (
 )
 from .hopper_backward_sums import by_thread, pairs_of_keys, sums_over_keys, sums_over_queries
 
-EXCHANGE_BARRIER = gl.constexpr(8)  # Gluon itself numbers its barriers from 0: one per partition and one to switch
+# Gluon itself numbers its barriers from 0: one per partition and one to switch. BEHIND: for even and for odd steps;
+# STORED, READ: for each warpgroup's dS and, of two generations, each
+BEHIND, MEET, STORED, READ = gl.constexpr(5), gl.constexpr(7), gl.constexpr(8), gl.constexpr(12)
 LOG2E = gl.constexpr(1.4426950408889634)
 NO_BIAS, DELTA_ONLY = gl.constexpr(4), gl.constexpr(5)  # blocks of kb_s behind those of two slots and warpgroups
 
 
 @gluon.jit
-def _meet():
-    """Both consumer warpgroups have come here."""
-    turn = gl.to_tensor(EXCHANGE_BARRIER)
-    gl.inline_asm_elementwise("bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1)
+def _tell(barrier):
+    """Tell the other consumer warpgroup, which will await it, that this one has come here."""
+    barrier = gl.to_tensor(barrier)
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def _read(w: gl.constexpr, DONE: gl.constexpr):
-    """Say that this warpgroup has read dS of both, or wait until the other one has said so."""
-    if DONE:
-        other = gl.to_tensor(EXCHANGE_BARRIER + 2 - w)
-        gl.inline_asm_elementwise(
-            "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [other], dtype=gl.int32, is_pure=False, pack=1
-        )
-    else:
-        mine = gl.to_tensor(EXCHANGE_BARRIER + 1 + w)
-        gl.inline_asm_elementwise(
-            "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [mine], dtype=gl.int32, is_pure=False, pack=1
-        )
+def _await(barrier):
+    """Wait until the other consumer warpgroup has told of this barrier, or has come to wait for it as well."""
+    barrier = gl.to_tensor(barrier)
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _share_of_dq(w: gl.constexpr, ds_s, kv_s, live_ones_s, place, kv, zero_q, zero_r, D: gl.constexpr, BM: gl.constexpr,
+                 EXACT_SUMS: gl.constexpr):  # fmt: skip
+    """Begin dq over all 128 keys, with 64 queries half of its columns, with 128 half of its rows; rows' rounded sums.
+
+    With 128 queries the other warpgroup's dS is waited for, while the products with this one's run.
+    """
+    QC: gl.constexpr = D if BM == 128 else D // 2
+    dq = zero_q
+    rs = zero_r
+    for i in gl.static_range(2):
+        if BM == 128 and i == 1:
+            _await(MEET)
+        part = ds_s.index(place + ((w + i) % 2 if BM == 128 else i))
+        half = kv_s.index(kv + ((w + i) % 2 if BM == 128 else i)).reshape([64, D])
+        if BM == 64:
+            half = half.slice(w * QC, QC, dim=1)
+        else:
+            part = part.slice(w * 64, 64, dim=1)
+        dq = warpgroup_mma(part.permute((1, 0)), half, dq, use_acc=i > 0, is_async=True)
+        if BM == 128 and not EXACT_SUMS:
+            rs = warpgroup_mma(
+                part.permute((1, 0)), live_ones_s.index((w + i) % 2).permute((1, 0)), rs, use_acc=i > 0, is_async=True
+            )
+        elif i == w and not EXACT_SUMS:
+            rs = warpgroup_mma(
+                part.permute((1, 0)), live_ones_s.index(w).permute((1, 0)), rs, use_acc=False, is_async=True
+            )
+    return dq, rs
+
+
+@gluon.jit
+def _hand_over(dq, rs, dq_s, sum_s, bars, place, phase, EXACT_SUMS: gl.constexpr):
+    """Leave dq, with its rows' rounded sums, to the writer as soon as it is done with the one before."""
+    mbarrier.wait(bars.index(DQ_EMPTY), phase)
+    dq_s.index(place).store(by_thread(dq))
+    if not EXACT_SUMS:
+        sum_s.index(place).store(gl.max(rs, 1))
+    fence_async_shared()
+    mbarrier.arrive(bars.index(DQ_FULL), count=1)
 
 
 @gluon.jit
@@ -104,6 +145,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
               NKV: gl.constexpr, HEADS: gl.constexpr, GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr,
               BIAS_BY_MMA: gl.constexpr):  # fmt: skip
     QC: gl.constexpr = D if BM == 128 else D // 2
+    DEFERRED: gl.constexpr = BM == 64  # with two generations of dS; else _share_of_dq waits
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     Q_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, QC, 16])
@@ -123,9 +165,9 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
             hot = gl.where(column == g, gl.full([8, BM], 1.0, dtype, layout=ONE), gl.zeros([8, BM], dtype, layout=ONE))
             ones_s.index(g).store(hot)
         fence_async_shared()
-    _meet()
-    if GENERATIONS == 1:
-        _read(w, True)
+    _await(MEET)
+    for g in gl.static_range(GENERATIONS):
+        _tell(READ + 2 * w + g)
     it = 0
     tiles = 0
     chunk = 0
@@ -149,7 +191,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                 fence_async_shared()
             dc = gl.zeros([64, 8], gl.float32, layout=C_L)
             own_sums = sums_over_queries(zero, BM)
-            for _i in range(steps):
+            for i in range(steps):
                 # an opaque zero keeps two dozen invariant matrix descriptors from being hoisted into registers
                 z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [it], dtype=gl.int32, is_pure=False, pack=1)
                 s = it % NB + z
@@ -158,6 +200,8 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                 v = kv_s.index(kv + 2 + w + z).reshape([64, D])
                 q = qdo_s.index(s).reshape([BM, D])
                 do = qdo_s.index(NB + s).reshape([BM, D])
+                if DEFERRED and w == 1:
+                    _await(BEHIND + it % 2)
                 st = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
                 step = scalar(step_s.index(s))
                 if BIAS_BY_MMA:  # what the gates and lse add to the scores; zeros where it is added exactly
@@ -176,6 +220,8 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                               row_s.index(NB + s), row_s.index(3 * NB + s), live_s.index(slot * 2 + w),
                               start_s.index(s), shift, sm_scale, HAS_START, SINK, BM, BIAS_BY_MMA, S_L)  # fmt: skip
                 dv = warpgroup_mma(gl.convert_layout(pt.to(dtype), P_L), do, dv, is_async=True)
+                if DEFERRED and w == 0:  # half a step behind, the other one leaves the tensor cores what this one does
+                    _tell(BEHIND + it % 2)
                 dpt = warpgroup_mma_wait(1, deps=(dpt,))
                 if not BIAS_BY_MMA:
                     dpt = dpt - row_s.index(2 * NB + s).load(QUERY)[None, :]
@@ -191,59 +237,57 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                     if SINK > 0:
                         exact = gl.where(live_s.index(slot * 2 + w).load(KEY)[:, None] > 0, exact, 0.0)
                     pairs = pairs_of_keys(exact, BM)
-                place = (it % GENERATIONS) * 2 + z
-                if GENERATIONS == 1:
-                    _read(w, False)
-                ds_s.index(place + w).store(dst)
-                fence_async_shared()
-                _meet()
-                # dq: with 64 queries half of its columns, with 128 half of its rows
-                dq = zero_q
-                rs = zero_r
-                for u in gl.static_range(2):
-                    part = ds_s.index(place + u)
-                    half = kv_s.index(kv + u + z).reshape([64, D])
-                    if BM == 64:
-                        half = half.slice(w * QC, QC, dim=1)
-                    else:
-                        part = part.slice(w * 64, 64, dim=1)
-                    dq = warpgroup_mma(part.permute((1, 0)), half, dq, use_acc=u > 0, is_async=True)
-                    if BM == 128 and not EXACT_SUMS:
-                        rs = warpgroup_mma(
-                            part.permute((1, 0)), live_ones_s.index(u + z).permute((1, 0)), rs, use_acc=u > 0,
-                            is_async=True,
-                        )  # fmt: skip
-                    elif u == w and not EXACT_SUMS:
-                        rs = warpgroup_mma(
-                            part.permute((1, 0)), live_ones_s.index(u + z).permute((1, 0)), rs, use_acc=False,
-                            is_async=True,
-                        )  # fmt: skip
+                now = it % GENERATIONS
+                if DEFERRED:  # of the step before, whose dS the other warpgroup has stored long ago
+                    if i > 0:
+                        _await(STORED + 2 * (1 - w) + (now ^ 1))
+                    dq, rs = _share_of_dq(
+                        w, ds_s, kv_s, live_ones_s, (now ^ 1) * 2 + z, kv + z, zero_q, zero_r, D, BM, EXACT_SUMS
+                    )
+                else:
+                    _await(READ + 2 * (1 - w))
+                    ds_s.index(w + z).store(dst)
+                    fence_async_shared()
+                    dq, rs = _share_of_dq(w, ds_s, kv_s, live_ones_s, z, kv + z, zero_q, zero_r, D, BM, EXACT_SUMS)
                 if not EXACT_SUMS:
                     dc = warpgroup_mma(
                         gl.convert_layout(dst, PC_L), ones_s.index(head).permute((1, 0)), dc, is_async=True
                     )
                 dk = warpgroup_mma(gl.convert_layout(dst, P_L), q, dk, is_async=True)
+                if DEFERRED:
+                    _await(READ + 2 * (1 - w) + now)
+                    ds_s.index(now * 2 + w + z).store(dst)
+                    fence_async_shared()
+                    _tell(STORED + 2 * w + now)
                 if EXACT_SUMS:
                     # The writer may still read the last step's. ptxas adds up before dS is stored; with 64 queries it
                     # is better done while the products run, so it hangs on a read from here
                     late = 0 * steps
                     if BM == 64:
                         late = scalar(step_s.index(s))
-                    sum_s.index((it & 1) * 2 + w + z).store(sums_over_keys(pairs, late, BM))
+                    sum_s.index(it % (GENERATIONS * 2) * 2 + w + z).store(sums_over_keys(pairs, late, BM))
                     dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
                 else:
                     dv, dq, rs, dc = warpgroup_mma_wait(1, deps=(dv, dq, rs, dc))
-                if GENERATIONS == 1:
-                    _read(w, True)
-                mbarrier.wait(bars.index(DQ_EMPTY), (it & 1) ^ 1)
-                dq_s.index(w + z).store(by_thread(dq))
-                if not EXACT_SUMS:
-                    sum_s.index(w + z).store(gl.max(rs, 1))
-                fence_async_shared()
-                mbarrier.arrive(bars.index(DQ_FULL), count=1)
+                if not DEFERRED:
+                    _tell(READ + 2 * w)
+                    _hand_over(dq, rs, dq_s, sum_s, bars, w + z, (it & 1) ^ 1, EXACT_SUMS)
+                elif i > 0:
+                    _tell(READ + 2 * w + (now ^ 1))
+                    _hand_over(dq, rs, dq_s, sum_s, bars, w + z, it & 1, EXACT_SUMS)
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 mbarrier.arrive(bars.index(Q_FULL + NB + s), count=1)
                 it += 1
+            if DEFERRED and steps > 0:  # of the last step
+                last = (it + 1) % 2
+                _await(STORED + 2 * (1 - w) + last)
+                dq, rs = _share_of_dq(w, ds_s, kv_s, live_ones_s, last * 2, kv, zero_q, zero_r, D, BM, EXACT_SUMS)
+                if EXACT_SUMS:
+                    dq = warpgroup_mma_wait(0, deps=(dq,))
+                else:
+                    dq, rs = warpgroup_mma_wait(0, deps=(dq, rs))
+                _tell(READ + 2 * w + last)
+                _hand_over(dq, rs, dq_s, sum_s, bars, w, it & 1, EXACT_SUMS)
             columns = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :]
             for g in gl.static_range(HEADS):
                 if EXACT_SUMS and HEADS == 1:
@@ -254,7 +298,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
             if _c + 1 < chunks:  # no wait for the writer, who may be a step behind
                 mbarrier.arrive(bars.index(HEAD_DONE + slot), count=1)
             chunk += 1
-        _meet()  # both read k and v until the last dq
+        _await(MEET)  # both read k and v until the last dq
         kv_s.index(kv + w).reshape([64, D]).store((dk * sm_scale).to(dtype))
         kv_s.index(kv + 2 + w).reshape([64, D]).store(dv.to(dtype))
         fence_async_shared()
@@ -284,7 +328,7 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, dq_desc.block_type.shape[1]], dq_desc.layout)
     # of each stage: c_i - lse_i and its remainder, delta, -lse
     row_s = gl.allocate_shared_memory(gl.float32, [(4 if SINK else 3) * NB, BM], VECTOR)
-    sum_s = gl.allocate_shared_memory(gl.float32, [4, 4 * BM] if EXACT_SUMS else [2, 64], VECTOR)
+    sum_s = gl.allocate_shared_memory(gl.float32, [4 * GENERATIONS, 4 * BM] if EXACT_SUMS else [2, 64], VECTOR)
     key_s = gl.allocate_shared_memory(gl.float32, [HEADS * 8, 64], VECTOR)
     ones_s = key_s
     live_ones_s = key_s

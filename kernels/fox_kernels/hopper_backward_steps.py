@@ -78,11 +78,13 @@ def _smaller(a, b):
 @triton.jit(do_not_specialize=["T", "S", "H", "bounds", "tiles", "num_n"])
 def query_ranges_kernel(
     first_ptr, start_ptr, lo_ptr, hi_ptr, T, S, H, bounds, tiles, num_n, HAS_START: tl.constexpr, SIZE: tl.constexpr,
-    PER: tl.constexpr, BOUND: tl.constexpr, BN: tl.constexpr,
+    PER: tl.constexpr, BOUND: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """From the first key that each BOUND queries keep: each query tile's (PER bounds) first key tile, never falling,
-    and each key tile's last query tile."""
-    bh = tl.program_id(0).to(tl.int64)
+    and each key tile's last query tile: a program for PART key tiles."""
+    parts = tl.cdiv(num_n, PART)
+    bh = (tl.program_id(0) // parts).to(tl.int64)
+    n0 = tl.program_id(0) % parts * PART
     m = tl.arange(0, SIZE)
     real = m < bounds
     first = tl.load(first_ptr + bh * bounds + m, mask=real, other=S)
@@ -91,5 +93,5 @@ def query_ranges_kernel(
     lo = tl.associative_scan(first // BN, 0, _smaller, reverse=True)
     tile = real & (m % PER == 0)
     tl.store(lo_ptr + bh * tiles + m // PER, lo, mask=tile)
-    for n in range(num_n):
+    for n in range(n0, tl.minimum(n0 + PART, num_n)):
         tl.store(hi_ptr + bh * num_n + n, tl.sum((tile & (lo <= n)).to(tl.int32), 0))
