@@ -77,7 +77,7 @@ def _card(spec: FoxSpec, state: str, rows: dict[str, str]) -> str:
         f"Attention (Lin et al., ICLR 2025) in every attention layer. {state}\n",
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n",
         f'model = AutoModelForCausalLM.from_pretrained("{HERE}", trust_remote_code=True)',
-        f'tokenizer = AutoTokenizer.from_pretrained("{HERE}")\n```\n',
+        f'tokenizer = AutoTokenizer.from_pretrained("{HERE}", trust_remote_code=True)\n```\n',
         "`pip install retrofox` adds the Triton kernels; without it a slow PyTorch path runs.\n",
         "| what | value |\n|---|---|",
         *(f"| {name} | {value} |" for name, value in rows.items()),

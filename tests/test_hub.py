@@ -297,6 +297,20 @@ def test_a_trained_model_without_a_card_gets_one(pico_fox_checkpoint, monkeypatc
     assert "README.md" in push(pico_fox_checkpoint, "me/fox", dry_run=True)["files"]
 
 
+def test_the_cards_lines_run_and_ask_no_question(converted, tmp_path):
+    text = (converted / "README.md").read_text().replace("THIS_REPOSITORY", str(converted))
+    lines = text.split("```python\n")[1].split("```")[0]
+    program = (
+        f"import builtins\nbuiltins.input = lambda *_: exit('it asks')\n{lines}\n"
+        "print(model(**tokenizer('a', return_tensors='pt')).logits.shape)"
+    )
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size" in done.stdout
+    assert "fox_llama" not in done.stderr
+
+
 def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_path):
     with pytest.raises(ValueError, match="only converted models"):
         check_complete(pico_checkpoint)
