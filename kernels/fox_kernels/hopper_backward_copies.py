@@ -331,24 +331,23 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                         mbarrier.wait(bars.index(DQ_FULL), it & 1)
                         down = 64 if BM == 128 else 0
                         across = 0 if BM == 128 else dq_desc.block_type.shape[1]
-                        if EXACT_SUMS:  # all queries', of each half of the keys
-                            sums = gl.zeros([BM], gl.float32, layout=VEC)
-                            for part in gl.static_range(8):  # of 16 keys
-                                place = sum_s.index(step % (sum_s.shape[0] // 2) * 2 + part // 4).slice(
-                                    part % 4 * BM, BM
-                                )
-                                sums += place.load(VEC)
-                            gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
-                        else:
-                            sums = ROW_SUM + rows + gl.arange(0, 64, layout=VEC)
-                            for w in gl.static_range(2):
-                                gl.atomic_add(sums + w * down, sum_s.index(w).load(VEC), sem="relaxed")
                         if DETERMINISTIC and turn == 0:  # the first to come finds no zeros
                             for w in gl.static_range(2):
                                 tma.async_copy_shared_to_global(dq_desc, [rows + w * down, w * across], dq_s.index(w))
                         else:
                             for w in gl.static_range(2):
                                 _tma_reduce_add(dq_desc, [rows + w * down, w * across], dq_s.index(w))
+                        # while those run, and before the release: row sums are added in turn, too
+                        if EXACT_SUMS:  # all queries', of each half of the keys
+                            sums = gl.zeros([BM], gl.float32, layout=VEC)
+                            for part in gl.static_range(8):  # of 16 keys
+                                place = sum_s.index(step % (sum_s.shape[0] // 2) * 2 + part // 4)
+                                sums += place.slice(part % 4 * BM, BM).load(VEC)
+                            gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
+                        else:
+                            sums = ROW_SUM + rows + gl.arange(0, 64, layout=VEC)
+                            for w in gl.static_range(2):
+                                gl.atomic_add(sums + w * down, sum_s.index(w).load(VEC), sem="relaxed")
                         tma.store_wait(0)
                         mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
                         if DETERMINISTIC:
