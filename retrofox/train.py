@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 import time
 from pathlib import Path
@@ -234,6 +235,10 @@ def _objective(recipe: Recipe, stage: Stage, model: Any, source: Path, state: An
 
 def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated: int) -> TrainingArguments:
     """The Trainer's settings for one stage."""
+    if recipe.precision == "fp32":
+        os.environ["ACCELERATE_MIXED_PRECISION"] = (
+            "no"  # an accelerate config's mixed_precision, which may say otherwise
+        )
     return TrainingArguments(
         output_dir=str(root),
         max_steps=steps,

@@ -84,11 +84,11 @@ def refuse_optimizer(recipe: Recipe) -> None:
 
     # The device must be the run's own: TrainingArguments sets it for the whole process.
     on_cpu = not torch.cuda.is_available()
-    settings = TrainingArguments(output_dir=recipe.output, optim=recipe.optim, report_to=[], use_cpu=on_cpu)
     try:
+        settings = TrainingArguments(output_dir=recipe.output, optim=recipe.optim, report_to=[], use_cpu=on_cpu)
         cls, options = Trainer.get_optimizer_cls_and_kwargs(settings)
-    except ImportError as error:
-        raise ValueError(f"optim: {recipe.optim} needs a package: {error}") from None
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"optim: {recipe.optim}: {error}") from None
     own = [key for key in ("params", "model", "optimizer_dict") if key in options]
     if own or not isinstance(cls, type):
         raise ValueError(

@@ -386,6 +386,20 @@ def test_deterministic_reaches_the_operator(make_recipe, monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_recipe_says_what_products_run_in_whatever_accelerate_was_told(make_recipe, monkeypatch, precision):
+    seen, plain = set(), FoxTrainer.training_step
+
+    def training_step(self, *args, **kwargs):
+        seen.add(self.accelerator.mixed_precision)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(FoxTrainer, "training_step", training_step)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16" if precision == "fp32" else "no")
+    train(make_recipe(precision=precision))
+    assert seen == {"no" if precision == "fp32" else "bf16"}
+
+
 def test_pro_parts_are_a_group_of_their_own(pico_fox):
     model = pico_fox(pro="all")
     stage = make_stage(learning_rate=1e-4, rates={"pro": 3e-4, "attention": 0, "rest": 0})
