@@ -88,7 +88,7 @@ def refuse_optimizer(recipe: Recipe) -> None:
         settings = TrainingArguments(output_dir=recipe.output, optim=recipe.optim, report_to=[], use_cpu=on_cpu)
         cls, options = Trainer.get_optimizer_cls_and_kwargs(settings)
     except (ImportError, ValueError) as error:
-        raise ValueError(f"optim: {recipe.optim}: {error}") from None
+        raise ValueError(f"optim: {recipe.optim} can't be used: {error}") from None
     own = [key for key in ("params", "model", "optimizer_dict") if key in options]
     if own or not isinstance(cls, type):
         raise ValueError(
