@@ -99,7 +99,7 @@ def check_complete(directory: Path) -> None:
     model_type = str(values.get("model_type"))
     if model_type.removeprefix("fox_") not in SUPPORTED or not model_type.startswith("fox_"):
         raise ValueError(f"{directory} has model_type {model_type}: only converted models are pushed")
-    spec = FoxSpec.from_dict(values.get("fox") or {})
+    spec = FoxSpec.from_dict(values.get("fox"))
     code = {f"{name.partition('.')[0]}.py" for name in (values.get("auto_map") or {}).values()}
     travelling = {file.name for file in Path(model.__path__[0]).glob("*.py")} - {"__init__.py"}
     missing = [name for name in sorted(travelling | code) if not (directory / name).is_file()]

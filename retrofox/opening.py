@@ -95,6 +95,7 @@ def open_tokenizer(source: str) -> Any:
             f"no such model: {source}: give a directory (converted or not), a .gguf file or a Hub id (org/name)"
         )
     problem = "no tokenizer files there"
+    is_converted(source)  # says what is wrong with the model's own files
     try:
         tokenizer = _load_tokenizer(source)
     except FileNotFoundError:

@@ -29,7 +29,7 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
 
     Raises:
         FileNotFoundError: nothing there, said with what was looked for.
-        ValueError: config.json is no JSON object.
+        ValueError: config.json is no JSON object, or its model_type no text.
     """
     directory = Path(path)
     if directory.is_file():
@@ -46,6 +46,8 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
         raise ValueError(f"{file} is not valid JSON ({error}): download the model again") from error
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds a {type(values).__name__} where a JSON object belongs")
+    if not isinstance(values.get("model_type", ""), str):
+        raise ValueError(f"{file} has model_type {values['model_type']!r} where a name such as \"llama\" belongs")
     return values
 
 

@@ -333,6 +333,11 @@ def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_p
     (converted / "model.safetensors.index.json").write_text(json.dumps({"weight_map": lost}))
     with pytest.raises(ValueError, match="gates of 1 layers where its config asks for 2"):
         check_complete(converted)
+    config = json.loads((converted / "config.json").read_text())
+    for fox in (None, [1], {"ropee": "drop"}):
+        (converted / "config.json").write_text(json.dumps({**config, "fox": fox}))
+        with pytest.raises(ValueError, match=r"the fox section must be a mapping|unknown key 'ropee' in fox"):
+            check_complete(converted)
     (converted / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="retrofox merge"):
         check_complete(converted)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import retrofox
 from retrofox import FoxSpec, shards
+from retrofox.opening import open_model
 from retrofox.shards import INDEX, SINGLE, Appearing
 from retrofox.source import begun
 
@@ -92,6 +93,14 @@ def test_configs_that_are_none(single):
     refused(single, "not valid JSON")
     (single / "config.json").write_text("[]")
     refused(single, "JSON object")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"model_type": 5}', '{"model_type": null}'])
+def test_models_whose_config_is_none_do_not_open(pico_fox_checkpoint, text):
+    (pico_fox_checkpoint / "config.json").write_text(text)
+    for opened in (retrofox.load, open_model):
+        with pytest.raises(ValueError, match=r"^[^(]*config\.json (is not valid JSON|holds a list|has model_type)"):
+            opened(pico_fox_checkpoint)
 
 
 def test_weights_of_another_config(single):

@@ -110,8 +110,10 @@ class FoxSpec:
             raise ValueError("rope='anneal' needs anneal_tokens > 0: the training tokens over which pairs fade")
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> FoxSpec:
+    def from_dict(cls, values: Any) -> FoxSpec:
         """Builds a spec from the `fox` section of a config; an unknown key is an error that names the nearest one."""
+        if not isinstance(values, dict):
+            raise ValueError(f"the fox section must be a mapping of keys to values, got a {type(values).__name__}")
         known = [f.name for f in fields(cls)]
         for key in values:
             if key not in known:
