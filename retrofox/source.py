@@ -47,7 +47,7 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds a {type(values).__name__} where a JSON object belongs")
     if not isinstance(values.get("model_type", ""), str):
-        raise ValueError(f"{file} has model_type {values['model_type']!r} where a name such as \"llama\" belongs")
+        raise ValueError(f'{file} has model_type {values["model_type"]!r} where a name such as "llama" belongs')
     return values
 
 
