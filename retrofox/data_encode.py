@@ -1,7 +1,7 @@
 """Text to tokens at the tokenizer's own speed: one encoder, and a pool of processes that each hold one.
 
-Workers are plain subprocesses (`python -m retrofox.data_encode`) that speak pickles over their pipes: nothing is forked
-after torch or CUDA started, and a script needs no `if __name__ == "__main__"`.
+Workers are plain subprocesses (`serve`) that speak pickles over their pipes: nothing is forked after torch or CUDA
+started, and a script needs no `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from retrofox.data_read import Batch
+from retrofox.fresh_python import fresh_python
 
 PIECE = 1 << 20
 """Characters: longer texts are encoded in pieces of about this length, on all processes."""
@@ -253,9 +254,8 @@ class Pool:
 
     def __enter__(self) -> Pool:
         if self.workers > 1:
-            paths = os.pathsep.join(path for path in sys.path if path)
-            environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths}
-            command = [sys.executable, "-m", "retrofox.data_encode"]
+            environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+            command = fresh_python("from retrofox.data_encode import serve; serve()")
             for _ in range(self.workers):
                 # A session of its own: Ctrl-C reaches the parent alone, and closing the pipe ends the worker.
                 process = subprocess.Popen(
@@ -317,7 +317,7 @@ class Pool:
         return answer
 
 
-def _serve() -> None:
+def serve() -> None:
     """The loop of a worker: an encoder, then batches until the pipe closes."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not land in the answers
@@ -336,7 +336,3 @@ def _serve() -> None:
             answers.flush()
         except BrokenPipeError:  # the parent was killed
             os._exit(1)
-
-
-if __name__ == "__main__":
-    _serve()

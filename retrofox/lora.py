@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import retrofox
 from retrofox import checkpoint
 from retrofox.config import LoraConfig, Recipe
+from retrofox.fresh_python import fresh_python
 from retrofox.interruptions import Interruptions
 from retrofox.model.gates import ForgetGate
 from retrofox.model.modeling_fox import NEW_MODULES
@@ -330,9 +331,7 @@ def _fresh_logits(directory: Path) -> torch.Tensor:
         "    torch.save(model(input_ids=ids).logits, sys.argv[2])\n"
     )
     file = directory / ".logits.pt"
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(directory), str(file)], capture_output=True, text=True, check=False
-    )
+    run = subprocess.run([*fresh_python(code), str(directory), str(file)], capture_output=True, text=True, check=False)
     if run.returncode:
         raise ValueError(f"the merged model did not load in a fresh process:\n{run.stderr[-2000:]}")
     logits = torch.load(file, weights_only=True)

@@ -47,7 +47,7 @@ def make_recipe(tmp_path, pico_fox_checkpoint):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_gates_are_trained_saved_and_merged(make_recipe, tmp_path, dora):
+def test_gates_are_trained_saved_and_merged(make_recipe, tmp_path, dora, monkeypatch):
     recipe = make_recipe(lora={"rank": 2, "dora": dora})
     adapter = Path(train(recipe)["model"])
     saved = load_file(adapter / "adapter_model.safetensors")
@@ -59,6 +59,8 @@ def test_gates_are_trained_saved_and_merged(make_recipe, tmp_path, dora):
     assert not torch.equal(gates["base_model.model.model.layers.0.self_attn.forget_gate.bias"], before)
     targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
     assert sorted(targets) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    (tmp_path / "random.py").write_text("raise SystemExit('a module of the user, not of Python')")
+    monkeypatch.chdir(tmp_path)
     report = merge(adapter, tmp_path / "merged")
     assert report["relative_difference"] < report["limit"]
     merged, adapted = retrofox.load(tmp_path / "merged"), retrofox.load(adapter)

@@ -64,6 +64,8 @@ def test_processes_give_the_same_shards_as_one(tmp_path, tokenizer, monkeypatch,
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"text": make_text(n, 1 + n % 200)}) for n in range(300)))
     one = prepared([path], tokenizer, tmp_path / "one", workers=1)
+    (tmp_path / "random.py").write_text("raise SystemExit('a module of the user, not of Python')")
+    monkeypatch.chdir(tmp_path)
     three = prepared([path], tokenizer, tmp_path / "three", workers=3)
     assert one.sources[0].shards == three.sources[0].shards
     path.write_text(path.read_text() + '\n{"text": 3}')
