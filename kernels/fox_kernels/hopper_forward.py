@@ -197,6 +197,14 @@ def heads_per_group(bytes_per_head: int) -> int:
     return max(4, 1 << (L2_BYTES // bytes_per_head).bit_length() >> 1)
 
 
+def halved(shape: Shape, T: int, S: int) -> bool:
+    """Return whether the first of two consumers' rows see only half of the key block with their diagonal.
+
+    4 % of 8 x 2048 at D = 64; not at D = 128, where it gained nothing.
+    """
+    return (shape.columns, shape.rest) == (64, 0) and 64 * shape.consumers == shape.keys == 128 and (S - T) % 128 == 0
+
+
 class Plan(NamedTuple):
     """What of a forward doesn't change from one call to another with tensors of the same kind."""
 
@@ -229,7 +237,7 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
         fox_forward, min(tiles * B * H, processors(q.device)),
         (
             started, pruned, sink, shape.consumers, shape.keys, shape.columns, shape.rest, shape.stages,
-            shape.ping_pong, shape.bias_by_mma, (S - T) % 64 > 0, residual, shape.registers,
+            shape.ping_pong, shape.bias_by_mma, (S - T) % 64 > 0, halved(shape, T, S), residual, shape.registers,
         ),
         blocks,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_forward_masked import half_block, masked_block
 from .hopper_forward_producer import key_blocks, producer
 from .hopper_forward_softmax import lost, row_sums, scores, sees_whole, softmax, times_v, widened
 
@@ -61,30 +62,12 @@ def _next(n_s, n_full, n_empty, tiles):
 
 
 @gluon.jit
-def _masked_block(q_slot, s, phase, n, q_s, k_s, qx_s, kx_s, b_s, bl_s, k_full, k_empty, ends, start, decay, decay_lo,
-                  zero, scale, m_i, l_i, HAS_START: gl.constexpr, SINK: gl.constexpr, S_L: gl.constexpr,
-                  BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
-    """The weights of key block n, which is in slot s, and what `softmax` returns with them; nothing else under way."""
-    mbarrier.wait(k_full.index(s), phase)
-    q = q_s.index(q_slot).reshape([64, D])
-    qk = warpgroup_mma(q, k_s.index(s).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if DX:
-        qx = qx_s.index(q_slot).reshape([64, DX])
-        qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
-    qk = warpgroup_mma_wait(0, deps=(qk,))
-    x, rest = scores(qk, b_s.index(s), bl_s.index(s), n, ends, start, decay, decay_lo, False, HAS_START, SINK, S_L, BN,
-                     BIAS_BY_MMA)  # fmt: skip
-    mbarrier.arrive(k_empty.index(s), count=1)
-    return softmax(x, scale, rest, m_i, l_i, BN)
-
-
-@gluon.jit
 def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
               rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full,
               n_empty, scale, T, S, H, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
               NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
               QB: gl.constexpr, PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
-              ACROSS: gl.constexpr, HAS_RESIDUAL: gl.constexpr):  # fmt: skip
+              ACROSS: gl.constexpr, HALF: gl.constexpr, HAS_RESIDUAL: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -141,9 +124,10 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
             last = gl.minimum(skipped + (first_row + 63) // BN - first_row // BN, n_main - 1)
             for i in range(skipped, last):
                 s = it % NB
-                p, alpha, m_i, l_i = _masked_block(q_slot, s, (it // NB) & 1, nb_hi - 1 - i, q_s, k_s, qx_s, kx_s, b_s,
-                                                   bl_s, k_full, k_empty, ends, start, decay, decay_lo, zero, scale,
-                                                   m_i, l_i, HAS_START, SINK, S_L, BN, D, DX, BIAS_BY_MMA)  # fmt: skip
+                p, alpha, m_i, l_i = masked_block(q_slot, s, (it // NB) & 1, nb_hi - 1 - i, q_s, k_s, qx_s, kx_s, b_s,
+                                                  bl_s, k_full, k_empty, ends, start, decay, decay_lo, zero, scale,
+                                                  m_i, l_i, HAS_START, SINK, S_L, BN, BN, D, DX,
+                                                  BIAS_BY_MMA)  # fmt: skip
                 rounded = p.to(dtype)
                 mbarrier.wait(v_full.index(s), (it // NB) & 1)
                 lost_of_p = (p - widened(rounded)).to(dtype)
@@ -155,19 +139,26 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
                     _turn(w, NC, True)
                 it += 1
         s = it % NB
-        p, alpha, m_i, l_i = _masked_block(q_slot, s, (it // NB) & 1, nb_hi - 1 - last, q_s, k_s, qx_s, kx_s, b_s, bl_s,
-                                           k_full, k_empty, ends, start, decay, decay_lo, zero, scale, m_i, l_i,
-                                           HAS_START, SINK, S_L, BN, D, DX, BIAS_BY_MMA)  # fmt: skip
-        if ACROSS:
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
-            if DX:
-                acc_x = acc_x * gl.convert_layout(alpha, gl.SliceLayout(1, X_L))[:, None]
-        rounded = p.to(dtype)
-        lost_of_p = (p - widened(rounded)).to(dtype)
-        mbarrier.wait(v_full.index(s), (it // NB) & 1)
-        acc, acc_x = times_v(lost_of_p, v_s.index(s), vx_s.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
-        pr = gl.convert_layout(rounded, P_L)
+        if HALF and w == 0:  # the keys of the second half lie behind all rows of this warpgroup
+            pr, m_i, l_i, acc = half_block(q_slot, s, (it // NB) & 1, nb_hi - 1, q_s, k_s, v_s, b_s, bl_s, k_full,
+                                           k_empty, v_full, ends, start, decay, decay_lo, scale, m_i, l_i, acc,
+                                           HAS_START, SINK, P_L, BN, D, BIAS_BY_MMA)  # fmt: skip
+        else:
+            p, alpha, m_i, l_i = masked_block(q_slot, s, (it // NB) & 1, nb_hi - 1 - last, q_s, k_s, qx_s, kx_s, b_s,
+                                              bl_s, k_full, k_empty, ends, start, decay, decay_lo, zero, scale, m_i,
+                                              l_i, HAS_START, SINK, S_L, BN, BN, D, DX, BIAS_BY_MMA)  # fmt: skip
+            if ACROSS:
+                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
+                if DX:
+                    acc_x = acc_x * gl.convert_layout(alpha, gl.SliceLayout(1, X_L))[:, None]
+            rounded = p.to(dtype)
+            lost_of_p = (p - widened(rounded)).to(dtype)
+            mbarrier.wait(v_full.index(s), (it // NB) & 1)
+            acc, acc_x = times_v(lost_of_p, v_s.index(s), vx_s.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
+            pr = gl.convert_layout(rounded, P_L)
 
+        if NC == 3:  # else the compiler puts a barrier in front of every wait for v below
+            gl.thread_barrier()
         # the next scores and the last weights times V in flight together
         for i in range(last + 1, n_all):
             n = nb_hi - 1 - i
@@ -180,6 +171,8 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
             z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [it], dtype=gl.int32, is_pure=False, pack=1)
             s = it % NB + z
             mbarrier.wait(k_full.index(s), (it // NB) & 1)
+            if NC == 3:
+                mbarrier.wait(v_full.index(v_slot), v_phase)
             if PING_PONG:
                 _turn(w, NC, False)
             qk = warpgroup_mma(
@@ -196,7 +189,8 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
             if BIAS_BY_MMA:  # zeros for a block whose bias is added exactly
                 ones = qb_s.index(whole.to(gl.int32))
                 qk = warpgroup_mma(ones, kb_s.index(s).permute((1, 0)), qk, is_async=True)
-            mbarrier.wait(v_full.index(v_slot), v_phase)
+            if NC < 3:
+                mbarrier.wait(v_full.index(v_slot), v_phase)
             acc = warpgroup_mma(pr, v_s.index(v_slot).reshape([BN, D]), acc, is_async=True)
             if DX:
                 pr_x = gl.convert_layout(pr, PX_L)
@@ -269,8 +263,8 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
                 T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
                 SINK: gl.constexpr,
                 NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
-                PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, ACROSS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-                REGISTERS: gl.constexpr):  # fmt: skip
+                PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, ACROSS: gl.constexpr, HALF: gl.constexpr,
+                HAS_RESIDUAL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """o, what rounding it lost, and lse. Head dim D, or D + DX in blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -337,11 +331,11 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
         (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, ACROSS, HAS_RESIDUAL)),
+                     BIAS_BY_MMA, ACROSS, HALF, HAS_RESIDUAL)),
         (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, ACROSS, HAS_RESIDUAL)),
+                     BIAS_BY_MMA, ACROSS, HALF, HAS_RESIDUAL)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER, q_s, k_s, v_s,
                     qx_s, kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
                     v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO,
@@ -352,15 +346,15 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
         (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, ACROSS, HAS_RESIDUAL)),
+                     BIAS_BY_MMA, ACROSS, HALF, HAS_RESIDUAL)),
         (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, ACROSS, HAS_RESIDUAL)),
+                     BIAS_BY_MMA, ACROSS, HALF, HAS_RESIDUAL)),
         (_consumer, (2, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                      n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, ACROSS, HAS_RESIDUAL)),
+                     BIAS_BY_MMA, ACROSS, HALF, HAS_RESIDUAL)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER, q_s, k_s, v_s,
                     qx_s, kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
                     v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO,
