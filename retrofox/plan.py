@@ -16,6 +16,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.config import Recipe, Stage
+from retrofox.source import refuse_adapter
 from retrofox.surgery import lm_class, make_plan, read_config
 from retrofox.train_flops import flops_per_token, peak_flops
 from retrofox.train_groups import accumulation, count_steps, parameter_groups, save_steps, set_trainable
@@ -206,6 +207,7 @@ def _configs(recipe: Recipe, refusals: list[str]) -> tuple[Any, Any]:
                 raise FileNotFoundError(f"{recipe.model}: no such file")
             config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         else:
+            refuse_adapter(recipe.model)
             values = read_config(recipe.model)
             if values.get("model_type", "").startswith("fox_"):
                 if recipe.fox is not None:
@@ -299,7 +301,7 @@ def _measured_share(stage: Stage, adapters: bool, parameters: int) -> float:
 
 def _where_from(share: float, name: str) -> str:
     elsewhere = "" if any(key in name for key in MEASURED_ON) else ", which is another GPU"
-    return f"{share:.0%} of the peak, as measured on an H200{elsewhere}: give --measure for this machine's own"
+    return f"{share:.0%} of the peak, as measured on an H100 or H200{elsewhere}: give --measure for this machine's own"
 
 
 def _longest(recipe: Recipe, stage: Stage, model: Any, where: tuple[int, bool, torch.device, bool], room: float) -> int:

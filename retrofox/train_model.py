@@ -10,10 +10,14 @@ import torch
 from accelerate import PartialState
 
 from retrofox import checkpoint
+from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.model.configuration_fox import FoxSpec
+from retrofox.source import refuse_adapter
 from retrofox.surgery import convert, is_new_tensor, load, load_base, read_config
 
+SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""What a teacher's config shares with its pupil's."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -21,9 +25,10 @@ def resolve_source(recipe: Recipe, out: Path, state: PartialState) -> Path:
     """The checkpoint training starts from: the recipe's model, or OUTPUT/converted, made now if it is not there.
 
     Raises:
-        ValueError: `fox:` with a model that is already converted.
+        ValueError: `fox:` with a model that is already converted; an adapter.
         FileNotFoundError: no such model.
     """
+    refuse_adapter(recipe.model)
     is_gguf = recipe.model.endswith(".gguf")
     model_type = "" if is_gguf else read_config(recipe.model).get("model_type", "")
     if recipe.fox is None:
@@ -83,24 +88,26 @@ def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: P
 
     Raises:
         ValueError: teacher shared while pretrained tensors are trained, or no longer the original's; the original
-            is needed and its name is not recorded.
-        FileNotFoundError: the original is needed and not there.
+            is needed and is not named, not there or another model by now.
     """
     if not needs_teacher(recipe, stage, model, source):
         return None
     dtype = DTYPES[recipe.precision]
-    changed = changed_since_conversion(source)
-    if changed is None:
+    spec = named_original(source)
+    if spec is None:
         teacher = load_any(recipe, source, dtype)
     else:
-        spec = FoxSpec.from_dict(read_config(str(source))["fox"])
-        if spec.base is None:
-            raise ValueError(
-                f"{changed}, so {stage.objective} needs its base model, and {source} names none (fox.base)"
-            )
+        assert spec.base is not None
         if state.is_main_process:
-            print(f"{changed}: the teacher is {spec.base}", flush=True)
+            print(f"{changed_since_conversion(source)}: the teacher is {spec.base}", flush=True)
         base, _ = load_base(spec.base, dtype=dtype, revision=spec.base_revision)
+        now, then = causal_lm(base).config, causal_lm(model).config
+        for key in SHAPE:
+            if getattr(now, key, None) != getattr(then, key, None):
+                raise ValueError(
+                    f"{spec.base} is not the original of {source}: its {key} is {getattr(now, key, None)}, not "
+                    f"{getattr(then, key, None)}. Set fox.base in {source}/config.json to where the original is now"
+                )
         teacher = convert(base, fox=spec)
     return teacher.to(state.device).requires_grad_(False).eval()
 
@@ -164,6 +171,26 @@ def require_own_original(model: Any) -> None:
         reason = changed_since_conversion(Path(lm.config._name_or_path)) if lm.config._name_or_path else None
     if reason is not None:
         raise ValueError(f"the model can't be its own teacher: {reason}. Give the original as `teacher`")
+
+
+def named_original(source: Path) -> FoxSpec | None:
+    """The spec, with `base`, of a checkpoint that is not its original any more; None where its own tensors still are.
+
+    Raises:
+        ValueError: the original is needed, and the checkpoint names none or one that is not there.
+    """
+    changed = changed_since_conversion(source)
+    if changed is None:
+        return None
+    spec = FoxSpec.from_dict(read_config(str(source))["fox"])
+    if spec.base is None:
+        raise ValueError(f"{changed}, so its base model must teach it, and {source} names none (fox.base)")
+    try:
+        if not spec.base.endswith(".gguf"):
+            read_config(spec.base, spec.base_revision)
+    except OSError as error:
+        raise ValueError(f"{changed}, so its base model must teach it: {error}") from error
+    return spec
 
 
 def changed_since_conversion(source: Path) -> str | None:

@@ -17,7 +17,7 @@ from retrofox.objectives import choose_cross_entropy, is_converted
 from retrofox.surgery import load_tokenizer
 from retrofox.train_claim import batches_of, refuse_mingling
 from retrofox.train_groups import set_trainable
-from retrofox.train_model import needs_teacher
+from retrofox.train_model import named_original, needs_teacher
 from retrofox.train_speed import recompute
 
 
@@ -107,7 +107,8 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
     if stage.objective != "extend" and not is_converted(model):
         raise ValueError(f"{stage.objective} compares a retrofit with its original: give `fox:` to the recipe")
     set_trainable(model, stage, adapters=recipe.lora is not None)
-    needs_teacher(recipe, stage, model, source)
+    if needs_teacher(recipe, stage, model, source) and source is not None:
+        named_original(source)
     recompute(model, stage.gradient_checkpointing)
     if stage.objective == "extend":
         choose_cross_entropy(stage.cross_entropy, model, device)

@@ -280,6 +280,7 @@ def test_schedules_in_tokens():
     assert factors([0, 5], schedule="cosine", min_lr_ratio=0.5) == [1.0, 0.75]
     assert factors([0, 1, 3], schedule="constant", warmup_tokens=400) == [0.25, 0.5, 1.0]
     assert factors([0, 7, 8, 9], schedule="wsd", decay_tokens=200) == [1.0, 1.0, 1.0, 0.5]
+    assert factors([7, 8, 9], schedule="wsd", warmup_tokens=900) == [0.8889, 1.0, 1.0]  # nothing left but the decay
     delayed = make_stage(tokens=1000, schedule="constant", gate_delay_tokens=200)
     gate, other = group_schedules([{"role": "gate_bias"}, {"role": "rest"}], delayed, 100)
     assert [gate(step) for step in (0, 1, 2)] == [0.0, 0.0, 1.0]

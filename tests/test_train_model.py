@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import retrofox
 from retrofox.config import validate
 from retrofox.objectives import original_form
+from retrofox.plan import plan
 from retrofox.train import train
 from retrofox.train_groups import set_trainable
 from retrofox.train_model import changed_since_conversion, needs_teacher, teacher_for
@@ -86,7 +87,7 @@ def test_after_a_refit_the_base_itself_teaches(refitted, pico_checkpoint, tmp_pa
     with original_form(student):
         assert (logits(student) - base).abs().max() > 1e-2
     shutil.rmtree(pico_checkpoint)
-    with pytest.raises(FileNotFoundError, match="pico-llama"):
+    with pytest.raises(ValueError, match="must teach it: .*pico-llama"):
         teacher_of(recipe_of(refitted, tmp_path), refitted)
 
 
@@ -97,6 +98,22 @@ def test_a_trained_model_does_not_pass_for_its_original(converted, tmp_path):
     again = recipe_of(trained, tmp_path, teacher="shared")
     with pytest.raises(ValueError, match="training moved the pretrained tensors"):
         teacher_of(again, trained)
+
+
+def test_a_base_that_is_another_model_by_now_or_gone_teaches_nobody(converted, tmp_path, pico_checkpoint, pico_llama):
+    trained = train(recipe_of(converted, tmp_path, objective="extend", rates={}))["model"]
+    again = recipe_of(trained, tmp_path).model_copy(update={"output": str(tmp_path / "again")})
+    assert plan(again)["refusals"] == []
+    for change in ({"vocab_size": 320}, {"num_hidden_layers": 3}, {"num_key_value_heads": 4}):
+        shutil.rmtree(pico_checkpoint)
+        pico_llama(**change).save_pretrained(pico_checkpoint)
+        with pytest.raises(ValueError, match=rf"is not the original of .*: its {next(iter(change))} is "):
+            teacher_of(again, trained)
+    shutil.rmtree(pico_checkpoint)
+    (found,) = plan(again)["refusals"]
+    assert f"must teach it: {pico_checkpoint}" in found
+    with pytest.raises(ValueError, match="must teach it"):
+        train(again)
 
 
 def test_trained_tensors_and_a_shared_teacher_exclude_each_other(converted, tmp_path):

@@ -73,6 +73,12 @@ def test_a_later_stage_is_refused_before_the_first_one_trains(recipe, tmp_path, 
     train(load_recipe(recipe))  # the corrected recipe goes on in the same OUTPUT
 
 
+def test_an_adapter_is_not_a_model_to_train(recipe, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert "holds a LoRA adapter (adapter_config.json): merge it" in refusal(recipe, f"model={tmp_path / 'adapter'}")
+
+
 def test_special_tokens_that_no_text_holds_need_no_embedding(recipe, tmp_path, pico_tokenizer, pico_fox_checkpoint):
     """Gemma 3's smallest model embeds 262,144 tokens and its tokenizer has one more, for pictures."""
     tokenizer = type(pico_tokenizer).from_pretrained(pico_fox_checkpoint)
