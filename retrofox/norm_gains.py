@@ -15,7 +15,7 @@ from retrofox.calibrate_source import open_source
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.pro import HeadNorm, calibrate_norms
 from retrofox.surgery import Plan, load_tokenizer
-from retrofox.verify import TEXT
+from retrofox.verify import fixed_tokens
 
 WINDOWS, LENGTH = 4, 512
 """Most windows of a calibration text that are read, and tokens in each: gains settle within a few hundred tokens."""
@@ -29,10 +29,8 @@ def has_norms(plan: Plan) -> bool:
 def text_tokens(config: Any, tokenizer: Any, files: Sequence[str] = ()) -> torch.Tensor:
     """(N, T) int64 tokens to measure on: windows of `files`, else a fixed text, else (no tokenizer) seeded noise."""
     longest = min(LENGTH, config.max_position_embeddings)
-    if tokenizer is None:
-        return torch.randint(config.vocab_size, (1, min(256, longest)), generator=torch.Generator().manual_seed(0))
-    if not files:
-        return tokenizer(TEXT, return_tensors="pt").input_ids[:, :longest] % config.vocab_size
+    if not files or tokenizer is None:
+        return fixed_tokens(tokenizer, config.vocab_size, longest)[0]
     from retrofox.evaluate import choose_windows
 
     found = [w.token_ids for w in choose_windows(list(files), tokenizer, longest, windows=None, min_tokens=2)]

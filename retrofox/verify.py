@@ -92,11 +92,7 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
     tokenizer = tokenizer_of(source, out)
     base = source if isinstance(source, PreTrainedModel) else load_base(source)[0]
     dtype = torch.float32 if base.num_parameters() <= LARGEST_IN_FLOAT32 else base.dtype
-    vocabulary = base.config.vocab_size
-    if tokenizer is None:
-        tokens = torch.randint(vocabulary, (1, 256), generator=torch.Generator().manual_seed(0))
-    else:
-        tokens = tokenizer(TEXT, return_tensors="pt").input_ids[:, : base.config.max_position_embeddings] % vocabulary
+    tokens, drawn = fixed_tokens(tokenizer, base.config.vocab_size, base.config.max_position_embeddings)
     with torch.inference_mode(), _as_reference(base, dtype):
         expected = base(tokens.to(base.device), use_cache=False).logits[0].float().cpu()
         named = dict(base.named_parameters())
@@ -136,13 +132,26 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
         "tolerance": tolerance,
         "dtype": str(dtype).removeprefix("torch."),
         "tokens": tokens.shape[1],
-        "text": "drawn tokens, for want of a tokenizer" if tokenizer is None else "a fixed text",
+        "text": "drawn tokens, for want of a tokenizer" if drawn else "a fixed text",
         "loss_base": loss(expected),
         "loss_gates_open_rope_kept": loss(parity),
         "loss_converted": chosen,
         **({"parts": parts} if parts else {}),
         **({"refit": refit} if refit else {}),
     }
+
+
+def fixed_tokens(tokenizer: Any, vocabulary: int, longest: int) -> tuple[Any, bool]:
+    """(1, T <= longest) int64 tokens of a fixed text, and whether they were drawn at random instead.
+
+    Drawn, 256 at most, where there is no tokenizer or it makes less than two tokens of the text.
+    """
+    import torch
+
+    ids = [] if tokenizer is None else tokenizer(TEXT).input_ids[:longest]
+    if drawn := len(ids) < 2:
+        ids = torch.randint(vocabulary, (min(256, longest),), generator=torch.Generator().manual_seed(0))
+    return torch.as_tensor(ids)[None] % vocabulary, drawn
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Converting checkpoint directories: nothing loaded, nothing half-written, pretrained tensors untouched."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import retrofox
 from retrofox import FoxSpec
@@ -249,6 +252,14 @@ def test_damaged_weights_are_told_from_a_fault_of_the_conversion(source, tmp_pat
     state["model.norm.weight"][0] = float("nan")
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
     refused("the base's own loss on .* is nan in float32", source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("words", [WordLevel({"[UNK]": 0}, unk_token="[UNK]"), BPE({"ф": 0}, [])], ids=["one", "none"])
+def test_the_proof_draws_tokens_where_a_tokenizer_knows_nothing_of_its_text(source, tmp_path, words):
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(source)
+    parity = retrofox.convert(source, tmp_path / "out", fox=FoxSpec(pro=("qk-norm",)))["parity"]
+    assert parity["text"] == "drawn tokens, for want of a tokenizer"
+    assert math.isfinite(parity["loss_base"])
 
 
 def test_a_shard_named_as_the_one_that_is_added(source, tmp_path):
