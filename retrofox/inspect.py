@@ -87,6 +87,7 @@ def inspect(
     trained = int(opened.model.config.max_position_embeddings)
     layers = _layers(opened)
     heads = [head for layer in layers for head in _heads(layer, measured.get(layer["layer"]), length, trained)]
+    _require_finite(heads, opened.source)
     result = {
         "model": opened.source,
         "fox": opened.fox,
@@ -220,6 +221,15 @@ def _heads(layer: dict[str, Any], measured: _Measured | None, length: int, train
         }
         heads.append(values)
     return heads
+
+
+def _require_finite(heads: Sequence[dict[str, Any]], source: str) -> None:
+    """Raises ValueError where a gate's parameters, or what it does on the text, are no numbers."""
+    values = ("bias", "weight_norm", "logit_std")
+    broken = [h for h in heads if not all(math.isfinite(h.get(name, 0.0)) for name in values)]
+    if broken:
+        named = ", ".join(f"layer {h['layer']} head {h['head']}" for h in broken[:5])
+        raise ValueError(f"{len(broken)} gates of {source} are not finite, such as {named}: its weights are damaged")
 
 
 def _half_life(decay: float) -> float | None:

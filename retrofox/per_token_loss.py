@@ -111,6 +111,13 @@ def window_losses(
             ) from error
         for row, w in enumerate(members):
             result[w] = losses[row, : len(windows[w].token_ids) - 1].copy()
+            if not np.isfinite(result[w]).all():
+                position = int(np.flatnonzero(~np.isfinite(result[w]))[0])
+                dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"the loss at position {position + 1} of {windows[w].name or 'a document'} is "
+                    f"{result[w][position]} in {dtype}: the weights are damaged, or too large for this dtype"
+                )
         if advance is not None:
             advance(sum(len(windows[w].token_ids) for w in members))
     return result

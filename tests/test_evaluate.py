@@ -288,6 +288,15 @@ def test_a_base_with_another_tokenizer_is_refused(pico_llama, tokenizer, documen
         evaluate(str(tmp_path / "model"), str(tmp_path / "base"), documents, 64, progress=False)
 
 
+def test_a_loss_that_is_no_number_is_told_before_anything_is_written(pico_llama, tokenizer, documents, tmp_path):
+    model = pico_llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"the loss at position 1 of .* is nan in float32: the weights are damaged"):
+        evaluate(model, None, documents, 64, tmp_path / "out", tokenizer=tokenizer, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_failed_run_leaves_earlier_results_alone(pico_llama, tokenizer, documents, tmp_path):
     out = tmp_path / "out"
     evaluate(pico_llama(), None, documents, 64, out, tokenizer=tokenizer, progress=False)

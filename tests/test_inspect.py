@@ -128,6 +128,16 @@ def test_inspection_leaves_no_hook_behind(make_fox, tokenizer, text):
     assert not any(gate._forward_hooks for gate in gates)
 
 
+@pytest.mark.parametrize("where", ["self_attn.forget_gate.bias", "input_layernorm.weight"])
+def test_gates_that_are_no_numbers_are_named(make_fox, tokenizer, text, tmp_path, where):
+    model = make_fox()
+    with torch.no_grad():
+        model.get_parameter(f"model.layers.1.{where}")[1] = float("nan")
+    with pytest.raises(ValueError, match=r"gates of .* are not finite, such as layer 1 head"):
+        inspect(model, text, 64, tmp_path / "out", tokenizer=tokenizer, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_refusals(pico_llama, make_fox, tokenizer):
     with pytest.raises(ValueError, match="no forget gates to inspect: run `retrofox convert"):
         inspect(pico_llama(), tokenizer=tokenizer)
