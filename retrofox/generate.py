@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -298,8 +299,8 @@ def _check(
             raise ValueError(f"the prompt {prompt!r} is not UTF-8 text: convert it")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be 0 (greedy) or more, got {temperature}")
+    if temperature != 0 and not 1e-6 <= temperature < math.inf:  # below, logits / temperature leaves float32
+        raise ValueError(f"temperature must be 0 (greedy), or at least 1e-6 and finite; got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
     if top_p < 1 and temperature == 0:

@@ -135,6 +135,7 @@ def test_bad_options_are_refused(opened):
         ({"prompts": []}, "no prompt"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"temperature": -1.0}, "temperature"),
+        ({"temperature": 1e-45}, "temperature must be 0"),
         ({"top_p": 0.0, "temperature": 1.0}, "top_p"),
         ({"top_p": 0.5}, "no effect on greedy"),
         ({"num_beams": 0}, "num_beams"),
