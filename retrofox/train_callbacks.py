@@ -130,6 +130,9 @@ class Signals(TrainerCallback):
 class LogWithSaves(TrainerCallback):
     """Logs wherever it saves: the guard has then seen the loss of every step that a checkpoint holds."""
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # a resumed state has those that its checkpoint was made with
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save:
             control.should_log = True

@@ -12,6 +12,7 @@ import yaml
 
 import retrofox.data
 import retrofox.train
+from retrofox import checkpoint
 from retrofox.config import load_recipe
 from retrofox.data_encode import Encoder
 from retrofox.interruptions import Interruptions
@@ -124,6 +125,20 @@ def test_a_signal_between_two_log_lines_leaves_their_means_alone(whole, tmp_path
     assert list(curves[0]) == [1, 4, 6, 8]
     assert list(curves[1]) == [1, 3, 4, 6, 8]
     assert {step: curves[1][step] for step in curves[0]} == curves[0]
+
+
+def test_a_resumed_run_logs_and_saves_as_often_as_it_is_told_now(whole, tmp_path, monkeypatch):
+    stage = "{objective: extend, tokens: 1280, sequence_length: 64, batch_tokens: 128}"
+    changes = [f"stages=[{stage}]", f"output={tmp_path / 'run'}"]
+    with monkeypatch.context() as patch:
+        send_in(patch, FoxTrainer, "training_step", 3, signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            train(load_recipe(whole, [*changes, "log.every=1", "checkpoint.every_steps=1"]))
+    train(load_recipe(whole, [*changes, "log.every=4", "checkpoint={every_steps: 7, keep: 9}"]))
+    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 4, 7, 8, 10]
+    saved = checkpoint.checkpoints(tmp_path / "run" / "stage-0-extend")
+    assert [path.name for path in saved] == ["checkpoint-1", "checkpoint-2", "checkpoint-7", "checkpoint-10"]
 
 
 def test_prepare_leaves_with_143_and_goes_on(whole, tmp_path, monkeypatch, capfd):
