@@ -87,7 +87,7 @@ def test_after_a_refit_the_base_itself_teaches(refitted, pico_checkpoint, tmp_pa
     with original_form(student):
         assert (logits(student) - base).abs().max() > 1e-2
     shutil.rmtree(pico_checkpoint)
-    with pytest.raises(ValueError, match="must teach it: .*pico-llama"):
+    with pytest.raises(ValueError, match=r"must teach it: .*pico-llama"):
         teacher_of(recipe_of(refitted, tmp_path), refitted)
 
 
