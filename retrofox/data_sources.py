@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +35,13 @@ class SourceLike(Protocol):
     def weight(self) -> float: ...
     @property
     def text_field(self) -> str | None: ...
+
+
+def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list[str]:
+    """One path or several, as a list of strings."""
+    if isinstance(data, (str, os.PathLike)):
+        return [str(data)]
+    return [str(path) for path in data or ()]
 
 
 @dataclass(frozen=True)

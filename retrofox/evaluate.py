@@ -18,7 +18,7 @@ from rich.table import Table
 
 from retrofox import loss_report
 from retrofox.data import documents
-from retrofox.data_sources import DataSource, resolve
+from retrofox.data_sources import DataSource, listed, resolve
 from retrofox.harness import find_tasks, run_tasks
 from retrofox.opening import Opened, open_model, open_tokenizer, require_same_tokenizer
 from retrofox.per_token_loss import Window, window_losses
@@ -40,7 +40,7 @@ CONTROLS = {"open": "gates forced open", "shuffled": "gates shuffled"}
 def evaluate(
     model: str | os.PathLike | PreTrainedModel,
     against: str | os.PathLike | PreTrainedModel | Sequence[Any] | None = None,
-    data: Sequence[str | os.PathLike] = (),
+    data: str | os.PathLike | Sequence[str | os.PathLike] = (),
     length: int = 4096,
     out: str | os.PathLike | None = None,
     *,
@@ -90,7 +90,7 @@ def evaluate(
         FileNotFoundError: a model or data file that is not there.
         ValueError: no document, all too short, a tokenizer that differs between model and `against`, bad options.
     """
-    sources, others = [str(s) for s in data], _listed(against)
+    sources, others = listed(data), _listed(against)
     _check(length, sources, tasks, windows, min_tokens, batch, max_documents, limit)
     check_folder(out)
     if not tasks and (include_path is not None or limit is not None):
@@ -147,7 +147,7 @@ def evaluate(
 
 
 def choose_windows(
-    data: Sequence[str | os.PathLike],
+    data: str | os.PathLike | Sequence[str | os.PathLike],
     tokenizer: Any,
     length: int,
     *,
@@ -162,7 +162,7 @@ def choose_windows(
         FileNotFoundError: a file that is not there.
         ValueError: no text, or no document that is long enough.
     """
-    sources = [str(d) for d in data]
+    sources = listed(data)
     _require_files(sources)
     longest = taken = 0
     chosen: list[Window] = []

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from retrofox.data_sources import listed
 from retrofox.families import inner_model
 from retrofox.opening import Opened, open_model
 from retrofox.per_token_loss import Window
@@ -35,7 +36,7 @@ KEPT_TOKENS = 65536
 
 def inspect(
     model: str | os.PathLike | PreTrainedModel,
-    data: Sequence[str | os.PathLike] | None = None,
+    data: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
     length: int = 2048,
     out: str | os.PathLike | None = None,
     *,
@@ -93,7 +94,7 @@ def inspect(
         "fox": opened.fox,
         "trained_length": trained,
         "length": length,
-        "data": [str(d) for d in data or []],
+        "data": listed(data),
         "documents": len(windows),
         "tokens": sum(len(w.token_ids) for w in windows),
         "heads": heads,

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from retrofox.data_sources import listed
 from retrofox.evaluate import choose_windows
 from retrofox.generate import complete
 from retrofox.opening import Opened, open_model, open_tokenizer, require_same_tokenizer
@@ -75,7 +76,7 @@ class Needle:
 def needle(
     model: str | os.PathLike | PreTrainedModel,
     against: str | os.PathLike | PreTrainedModel | None = None,
-    data: Sequence[str | os.PathLike] = (),
+    data: str | os.PathLike | Sequence[str | os.PathLike] = (),
     lengths: Sequence[int] = (1024, 2048, 4096, 8192),
     depths: Sequence[float] | int = 5,
     mode: str = "easy",
@@ -113,7 +114,8 @@ def needle(
         ValueError: bad options, no text, another tokenizer in `against`, or a length too short for needle and question.
     """
     places = [float(d) for d in (np.linspace(0, 1, max(0, depths)) if isinstance(depths, int) else depths)]
-    _check(mode, lengths, places, trials, batch, data)
+    sources = listed(data)
+    _check(mode, lengths, places, trials, batch, sources)
     check_folder(out)
     if tokenizer is None and isinstance(model, (str, os.PathLike)):
         tokenizer = open_tokenizer(os.fspath(model))
@@ -126,7 +128,7 @@ def needle(
         "depths": [float(d) for d in places],
         "trials": trials,
         "seed": seed,
-        "data": [str(d) for d in data],
+        "data": sources,
         "models": {},
         "answers": [],
         "environment": environment(),
@@ -135,7 +137,7 @@ def needle(
     for number, source in enumerate([model] if against is None else [model, against]):
         opened = open_model(source, tokenizer=tokenizer, dtype=dtype, device=device)
         if not prompts:
-            hay = _haystack(opened.tokenizer, data, max(lengths), text_field)
+            hay = _haystack(opened.tokenizer, sources, max(lengths), text_field)
             prompts = [
                 make_prompt(opened.tokenizer, hay, length, depth, mode, f"{seed} {length} {depth:.6f} {trial}")
                 for length in lengths
@@ -209,13 +211,13 @@ def _sentence_end(tokenizer: Any, text: Sequence[int], at: int, reach: int = 64)
     return at
 
 
-def _haystack(tokenizer: Any, data: Sequence[str | os.PathLike], length: int, text_field: str) -> list[int]:
+def _haystack(tokenizer: Any, data: Sequence[str], length: int, text_field: str) -> list[int]:
     """At least `length` tokens of the files' text, repeated where there is less, without special tokens."""
     windows = choose_windows(data, tokenizer, 1 << 40, text_field=text_field)
     special = set(tokenizer.all_special_ids)
     hay = [int(t) for window in windows for t in window.token_ids if int(t) not in special]
     if not hay:
-        raise ValueError(f"no text in {', '.join(str(d) for d in data)}")
+        raise ValueError(f"no text in {', '.join(data)}")
     return hay * -(-2 * length // len(hay)) if len(hay) < 2 * length else hay
 
 

@@ -19,7 +19,9 @@ from transformers import PreTrainedTokenizerFast
 import retrofox
 from retrofox import per_token_loss
 from retrofox.evaluate import choose_windows, evaluate
+from retrofox.inspect import inspect
 from retrofox.loss_report import verdicts
+from retrofox.needle import needle
 from retrofox.opening import open_model
 from retrofox.per_token_loss import PositionSums, Window, bucket_edges, slope, token_losses, window_losses
 
@@ -224,6 +226,16 @@ def test_windows_and_lengths_are_chosen_as_asked(tokenizer, documents):
     longest = max(sizes)
     assert len(choose_windows(documents, tokenizer, 10_000, min_tokens=longest)) == 1
     assert len(choose_windows(documents, tokenizer, 50, max_documents=2)) == 2
+
+
+def test_one_file_may_be_given_by_itself(pico_fox, tokenizer, documents):
+    model = pico_fox()
+    options: dict = {"tokenizer": tokenizer, "progress": False, "out": None}
+    for data in (documents[0], Path(documents[0])):
+        result = evaluate(model, data=data, length=32, controls=False, **options)
+        assert result["data"] == documents[:1]
+        assert inspect(model, data, length=32, **options)["data"] == documents[:1]
+        assert needle(model, data=data, lengths=[256], depths=1, trials=1, **options)["data"] == documents[:1]
 
 
 def test_models_on_disk_open_through_their_own_loaders(on_disk, documents):
