@@ -39,7 +39,7 @@ def append_kernel(
     values_ptr += (kv * room + length) * VW
     hi_ptr = sums_ptr + (b * 2 * H + h * GROUP + group) * room + length
     lo_ptr = hi_ptr + H.to(tl.int64) * room
-    known = real & (length > 0)
+    known = tl.where(length > 0, real, False)  # Triton 3.9's interpreter makes integers of real & (length > 0)
     c = tl.load(hi_ptr - 1, mask=known, other=0.0).to(tl.float64)
     c += tl.load(lo_ptr - 1, mask=known, other=0.0).to(tl.float64)
     bound = 0.0

@@ -107,7 +107,8 @@ def weights_kernel(q_ptr, k_ptr, v_ptr, f_ptr, out_ptr, K, Q, KV, H, padded, BK:
         w = tl.load(v_ptr + (row - Q - KV).to(tl.int64) * K + k, mask=k < K).to(tl.float32)
     else:
         head = (row - Q - 2 * KV) % padded
-        w = tl.load(f_ptr + head.to(tl.int64) * K + k, mask=(k < K) & (head < H), other=0.0)
+        # by where: Triton 3.9's interpreter makes integers of (k < K) & (head < H)
+        w = tl.load(f_ptr + head.to(tl.int64) * K + k, mask=tl.where(head < H, k < K, False), other=0.0)
     tl.store(out_at, w.to(out_ptr.dtype.element_ty), mask=k < K)
 
 

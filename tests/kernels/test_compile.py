@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton.language as tl  # noqa: E402
 from fox_kernels import backward, forward, tiles  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
@@ -85,15 +86,22 @@ def compiled_tile(kernel: str, D: int, arch: int, **flags):
 
 def registers_and_spills(binary, arch: int, folder: Path) -> tuple[int, int]:
     """Return registers per thread and bytes of spill stores, as ptxas reports them."""
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     (folder / "kernel.ptx").write_text(binary.asm["ptx"])
     name = f"sm_{arch}a" if arch == 90 else f"sm_{arch}"
-    command = [ptxas, "-v", "--gpu-name", name, folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
+    command = [get_ptxas(arch).path, "-v", "--gpu-name", name, folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spills = re.search(r"Used (\d+) registers", report), re.search(r"(\d+) bytes spill stores", report)
     assert registers is not None, report
     assert spills is not None, report
     return int(registers[1]), int(spills[1])
+
+
+def check_spills(binary, arch: int, folder: Path, recorded: int) -> None:
+    """Fail if ptxas spills more bytes than recorded; skip the rest of the test where the compiler is another."""
+    _, spills = registers_and_spills(binary, arch, folder)
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip("it compiles and fits; spills are recorded for Triton 3.6")
+    assert spills <= recorded
 
 
 def transposed_dot_results(ttir: str) -> list[str]:
@@ -142,11 +150,6 @@ def hazard_kernel(q_ptr, k_ptr, o_ptr):
     tl.store(o_ptr + at, tl.dot(tl.trans((ds * 2.0).to(tl.bfloat16)), k).to(tl.bfloat16))
 
 
-recorded = pytest.mark.skipif(
-    not triton.__version__.startswith("3.6"), reason="registers and spills are recorded for Triton 3.6"
-)
-
-
 def test_the_hazard_would_be_seen():
     ttir = compiled(hazard_kernel, {}, 90, 4, 2, {}).asm["ttir"]
     assert len(transposed_dot_results(ttir)) == 1
@@ -166,14 +169,12 @@ TABLE = [
 ]  # fmt: skip
 
 
-@recorded
 @pytest.mark.parametrize(("kernel", "D", "arch"), TABLE)
 def test_fits_and_spills_no_more_than_recorded(kernel, D, arch, tmp_path):
     binary = compiled_tile(kernel, D, arch)
     assert binary.metadata.shared <= SHARED_MEMORY[arch]
     assert transposed_dot_results(binary.asm["ttir"]) == []
-    _, spills = registers_and_spills(binary, arch, tmp_path)
-    assert spills <= tiles.RECORDED[arch, kernel, D][1]
+    check_spills(binary, arch, tmp_path, tiles.RECORDED[arch, kernel, D][1])
 
 
 @pytest.mark.slow
