@@ -51,7 +51,7 @@ def test_the_same_kind_of_problem_compiles_once(kernel):
         x = torch.zeros(length)
         launch.launch(kernel, (length, 2), (x, None, length + 1, 0.5 * length), (True, 64), warps=8, stages=2)
     assert len(kernel.compiled) == 1
-    assert kernel.compiled[0][2] == {"num_warps": 8, "num_stages": 2}
+    assert kernel.compiled[0][2] == {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
     assert [grid for grid, _ in kernel.ran] == [(200, 2, 1), (300, 2, 1)]
     assert kernel.ran[1][1][1:] == (None, 301, 150.0, True, 64)
 
