@@ -5,9 +5,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Without a GPU: the CPU build of torch (an unpinned torch would pull gigabytes of CUDA), and the Triton that the compiled
-# kernels' registers and spills are recorded with; its interpreter needs numpy before 2.4.
-TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo "torch==2.13.0 triton==3.6.0 'numpy<2.4'")
+# Without a GPU: the CPU build of torch (an unpinned torch would pull gigabytes of CUDA); Triton's
+# interpreter needs numpy before 2.4. Where torch brings no Triton, the one that registers and spills are recorded with.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo "torch==2.13.0 'numpy<2.4'")
+TRITON ?= triton==3.6.0
 MODEL ?=
 FAST ?=
 
@@ -35,6 +36,7 @@ $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q $(TORCH)
+	test "$$(uname)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install -q "$(TRITON)"
 	$(BIN)/python -m pip install -q -e ".[test]"
 	touch $@
 
