@@ -248,4 +248,4 @@ def test_options_that_take_files_take_several():
         "bogus --data a b",
         "",
     ):
-        assert cli.spread(untouched.split()) == untouched.split()
+        assert cli.spread([*untouched.split()]) == untouched.split()
