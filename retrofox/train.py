@@ -235,10 +235,8 @@ def _objective(recipe: Recipe, stage: Stage, model: Any, source: Path, state: An
 
 def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated: int) -> TrainingArguments:
     """The Trainer's settings for one stage."""
-    if recipe.precision == "fp32":
-        os.environ["ACCELERATE_MIXED_PRECISION"] = (
-            "no"  # an accelerate config's mixed_precision, which may say otherwise
-        )
+    if recipe.precision == "fp32":  # an accelerate config's mixed_precision may say otherwise
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     return TrainingArguments(
         output_dir=str(root),
         max_steps=steps,

@@ -271,8 +271,8 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
            SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, DETERMINISTIC: gl.constexpr,
            EXACT_SUMS: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    # heads that pruning ends at different query tiles are not visited in turn: no looking ahead to the next one
     BOUNDED: gl.constexpr = HAS_START or HAS_PRUNE
+    # heads that pruning ends at different query tiles are not visited in turn: no looking ahead to the next one
     EACH: gl.constexpr = HAS_PRUNE and HEADS > 1
     num_m = T_PAD // BM
     it = 0
