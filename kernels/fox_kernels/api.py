@@ -6,10 +6,10 @@ import sys
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import chunked, chunked_operator, reference
+from .kinds import attention_kind, decoding_kind, under_transform
+from .replay import calls
 from .tiles import capability
 
 Tensor = torch.Tensor
@@ -24,7 +24,6 @@ POSITIVE_LOG_F = 1e-3  # let pass: finite differences around an open gate
 _announced: set[tuple[str, str]] = set()
 _decoders: dict[tuple, Any] = {}
 MAX_DECODERS = 256  # more are forgotten all at once
-PLAIN = frozenset((int, float, type(None)))
 
 
 def triton_unsupported(q: Tensor) -> str | None:
@@ -99,12 +98,6 @@ def choose(
     return ("gluon", "Hopper GPU") if no_gluon is None else ("triton", f"CUDA tensors; not gluon: {no_gluon}")
 
 
-def under_transform() -> bool:
-    """Return whether torch.func (grad, vmap, jvp) or forward-mode differentiation is at work on what is called now."""
-    transformed = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
-    return transformed or forward_ad._current_level >= 0
-
-
 def check_gates(log_f: Tensor) -> None:
     """Raise ValueError for positive log_f, where its values can be read without a stall: eager mode on a CPU."""
     if log_f.device.type != "cpu" or type(log_f) not in (Tensor, torch.nn.Parameter) or not log_f.numel():
@@ -167,6 +160,12 @@ def forgetting_attention(
     and seq_start are checked on a CPU only: reading them would stall a GPU.
     Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """
+    kind = None
+    if cu_seqlens is None and seq_start is None and return_lse is False:
+        kind = attention_kind(q, k, v, log_f, backend, scale, window, sink, softcap, prune)
+        call = calls.get(kind)
+        if call is not None:
+            return call(q, k, v, log_f)
     q, k, v = chunked.under_autocast(q, k, v)
     options: dict = {
         "scale": scale, "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink,
@@ -189,7 +188,7 @@ def forgetting_attention(
         return chunked.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **options)
     from . import autograd
 
-    return autograd.forgetting_attention(q, k, v, log_f, return_lse=return_lse, backend=chosen, **options)
+    return autograd.forgetting_attention(q, k, v, log_f, return_lse=return_lse, backend=chosen, kind=kind, **options)
 
 
 def decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -241,45 +240,6 @@ def decode_attention(
     if seq_start is not None:
         chunked._check_seq_start(seq_start, q.shape[0], k.shape[1], q.device)  # its values
     return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, k_bound=k_bound)
-
-
-def decoding_kind(q, k, v, c_hi, c_lo, seq_start, k_bound, *options) -> tuple | None:
-    """Return all that `decode_attention` checks but S, strides and values: what is right for one call is for its kind.
-
-    None where each call must be looked at: S or strides don't fit, or something else than a kernel has to see it.
-    """
-    if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is type(c_hi) is type(c_lo) is Tensor:
-        return None
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or c_hi.requires_grad or c_lo.requires_grad
-    ):
-        return None
-    shape, k_shape, device, c_strides = q.shape, k.shape, q.device, c_hi.stride()
-    if len(shape) != 4 or len(k_shape) != 4 or v.shape != k_shape or not 0 < shape[1] <= k_shape[1]:
-        return None
-    c_shape = (shape[0], shape[2], k_shape[1])
-    if c_hi.shape != c_shape or c_lo.shape != c_shape or c_lo.stride() != c_strides or c_strides[2] != 1:
-        return None
-    if not (q.dtype is k.dtype is v.dtype and c_hi.dtype is c_lo.dtype is torch.float32):
-        return None
-    if is_in_torch_dispatch_mode() or (q.is_cuda and device.index != torch.cuda.current_device()):
-        return None
-    start = bound = None
-    if seq_start is not None:
-        if type(seq_start) is not Tensor:
-            return None
-        start = (seq_start.shape, seq_start.dtype, seq_start.device)
-    if k_bound is not None:
-        if type(k_bound) is not Tensor or not k_bound.is_contiguous():
-            return None
-        bound = (k_bound.shape, k_bound.dtype, k_bound.device)
-    types = tuple(map(type, options))  # True == 1 == 1.0
-    if not PLAIN.issuperset(types):
-        return None
-    return (
-        shape, k_shape[0], k_shape[2:], q.dtype, device, k.device, v.device, c_hi.device, c_lo.device, start, bound,
-        options, types,
-    )  # fmt: skip
 
 
 def _decode_new(kind, q, k, v, c_hi, c_lo, *, k_bound, **options) -> Tensor:

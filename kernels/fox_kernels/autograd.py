@@ -27,6 +27,9 @@ from . import cumsum, decode, determinism, prune
 from .backward import launch_backward
 from .chunked import check_backward
 from .forward import aligned, launch_forward
+from .kinds import gradient_kind
+from .launch import watched
+from .replay import Replay, Tape, calls, recorded
 
 LN_2 = math.log(2)
 
@@ -221,15 +224,89 @@ class _Attention(torch.autograd.Function):
     """The same as the operator, without its machinery."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _attend(*inputs)
+    def forward(ctx, attend, *inputs):
+        output = attend(*inputs)
         _setup_context(ctx, inputs, output)
         return output[:2]
 
     @staticmethod
     def backward(ctx, do, dlse2):
         check_backward(do, dlse2)
-        return _gradients(ctx, do, dlse2, _differentiate)
+        return None, *_gradients(ctx, do, dlse2, _differentiate)
+
+
+class _Replayed(torch.autograd.Function):
+    """The same from the second call of a kind on."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, log_f, call):
+        o, kept = call.forward(q, k, v, log_f)
+        ctx.save_for_backward(q, k, v, log_f, o, kept)
+        ctx.call = call
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        check_backward(do)
+        return *ctx.call.differentiate(do, *ctx.saved_tensors), None
+
+
+MAX_KINDS, MAX_GRADIENT_KINDS = 1024, 16  # more are forgotten all at once
+
+
+class Call:
+    """A kind of call, run from a tape of the first; so are its backwards, by the kind of gradient they get."""
+
+    def __init__(self, forward: Replay, options: tuple):
+        self.forward, self.options = forward, options
+        *self.scalars, self.differentiable, deterministic = options
+        self.scalars.append(deterministic)
+        self.backwards: dict[tuple | None, Replay | None] = {}  # None: of a kind that can't be replayed
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor) -> Tensor:
+        """Return o."""
+        if watched():
+            return _run(_attend, q, k, v, log_f, *self.options)[0]
+        return _Replayed.apply(q, k, v, log_f, self) if self.differentiable else self.forward(q, k, v, log_f)[0]
+
+    def differentiate(self, do: Tensor, *saved: Tensor):
+        """Return dq, dk, dv and dlog_f; saved are q, k, v, log_f, o and what the forward kept beside them."""
+        *inputs, kept = saved
+        kind = gradient_kind(do, *inputs)
+        backward = self.backwards.get(kind)
+        if backward is not None and not watched():
+            return backward(do, *saved)
+        q, k, v, log_f, o = inputs
+        arguments = (do, None, q, k, v, log_f, o, *self.forward.parts(kept), *self.scalars)
+        if kind is None or kind in self.backwards:
+            return _differentiate(*arguments)
+        with Tape() as tape:
+            gradients = _differentiate(*arguments)
+        if len(self.backwards) >= MAX_GRADIENT_KINDS:
+            self.backwards.clear()
+        self.backwards[kind] = recorded(tape, (do, *saved), gradients, len(gradients))
+        return gradients
+
+
+def _remember(kind: tuple):
+    """Return what does as `_attend` and keeps how it was done for the next call of a kind."""
+
+    def attend(*inputs):
+        with Tape() as tape:
+            output = _attend(*inputs)
+        q, k, v, log_f, *options = inputs
+        forward = recorded(tape, (q, k, v, log_f), output, 1)
+        if len(calls) >= MAX_KINDS:
+            calls.clear()
+        calls[kind] = None if forward is None else Call(forward, tuple(options))
+        return output
+
+    return attend
+
+
+def _run(attend, *inputs):
+    """Return o and lse2, differentiable if for_backward among the inputs says so."""
+    return _Attention.apply(attend, *inputs) if inputs[-2] else attend(*inputs)[:2]
 
 
 def _watched(*tensors: Tensor) -> bool:
@@ -242,9 +319,12 @@ def _watched(*tensors: Tensor) -> bool:
 
 
 def forgetting_attention(
-    q, k, v, log_f, *, scale, cu_seqlens, seq_start, window, sink, softcap, prune, return_lse, backend
+    q, k, v, log_f, *, scale, cu_seqlens, seq_start, window, sink, softcap, prune, return_lse, backend, kind=None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels."""
+    """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels.
+
+    kind is that of the call, or None: what runs the next one of it is left in `replay.calls`.
+    """
     window, sink = None if window is None else min(window, k.shape[1]), min(sink, k.shape[1])  # ints of 32 bits
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
     inputs = (
@@ -254,7 +334,7 @@ def forgetting_attention(
     if _watched(q, k, v, log_f):
         o, lse2, *_ = attention(*inputs)
     else:
-        o, lse2, *_ = _Attention.apply(*inputs) if for_backward else _attend(*inputs)
+        o, lse2 = _run(_attend if kind is None or kind in calls else _remember(kind), *inputs)
     return (o, lse2.transpose(1, 2) * LN_2) if return_lse else o
 
 

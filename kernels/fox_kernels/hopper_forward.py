@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import replay
 from .chunked import document_starts
-from .launch import runner
+from .launch import Runner
 from .tiles import capability
 
 LOG2_E = math.log2(math.e)
@@ -162,10 +163,11 @@ class Launch:
     def __call__(self, copied: tuple, arguments: tuple) -> None:
         if self.run is not None:
             self.run((self.programs, 1, 1), copied, arguments)
-            return
-        blocks = [Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
-        compiled = self.kernel[(self.programs,)](*blocks, *arguments, *self.constants, num_warps=4)
-        self.run = runner(compiled, self.constants, self.described)
+        else:
+            blocks = [Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
+            compiled = self.kernel[(self.programs,)](*blocks, *arguments, *self.constants, num_warps=4)
+            self.run = Runner(compiled, self.constants, self.described)
+            replay.note(self.run, (self.programs,), copied, arguments)
 
 
 def alignment(*tensors: Tensor | None) -> tuple:

@@ -13,9 +13,12 @@ import triton
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import replay
 from .tiles import capability
 
 PROVEN = triton.__version__.startswith("3.6.")  # of other versions, the way to a launch is not known
+
+HOOKS = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
 _runners: dict = {}
 
@@ -23,7 +26,7 @@ _runners: dict = {}
 class Described(NamedTuple):
     """What Triton's launcher reads of a TensorDescriptor, whose own checks cost more than the launch."""
 
-    base: torch.Tensor
+    base: torch.Tensor | None
     shape: list[int]
     strides: list[int]
     block_shape: list[int]
@@ -50,53 +53,97 @@ def of_other(x):
 KIND = {torch.Tensor: of_tensor, TensorDescriptor: of_descriptor, int: of_int}
 
 
-def runner(compiled, constants: tuple, described: tuple = ()):
-    """Return a function of (grid, copied, arguments) that runs a compiled kernel on the current device and stream.
+def watched() -> bool:
+    """Return whether somebody watches launches by Triton's hooks."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return enter is not HOOKS[0] or leave is not HOOKS[1] or bool(enter.calls or leave.calls)
 
-    copied are the kernel's first arguments, tensors to be copied by TMA; described has (shape, strides, block) of each,
-    as in a TensorDescriptor. With addressed=True, arguments have addresses for tensors already. Triton 3.6's own way to
-    a launch passes through five Python calls and looks at all arguments again; what it finds out is the same every
-    time, unless somebody watches launches by its hooks.
+
+class Runner:
+    """Runs a compiled kernel on the current device and stream.
+
+    Its first arguments may be tensors to be copied by TMA; described has (shape, strides, block) of each, as in a
+    TensorDescriptor. Triton 3.6's own way to a launch passes through five Python calls and looks at all arguments
+    again; what it finds out is the same every time, unless somebody watches launches. short: whether that is left out.
     """
 
-    def usual(grid, copied, arguments, addressed=False):
-        blocks = [Described(x, *how) for x, how in zip(copied, described, strict=True)]
-        compiled[grid](*blocks, *arguments, *constants)
+    def __init__(self, compiled, constants: tuple, described: tuple = ()):
+        self.compiled, self.constants, self.described = compiled, constants, described
+        launcher, fills = compiled.run, []
+        known = PROVEN and type(launcher).__name__ == "CudaLauncher"
+        if known and described:
+            fills = fillings(compiled, [Described(None, *how) for how in described])
+        self.short = known and None not in fills and not (launcher.global_scratch_size or launcher.profile_scratch_size)
+        if not self.short:
+            return
+        self.go, self.fills, self.device = launcher.launch, fills, torch.cuda.current_device()
+        if described:
+            self.go, self.fill = in_c(self.go), filler()
+        self.fixed = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        self.fixed += (compiled.packed_metadata, None, None, None)
 
-    launcher, hooks = compiled.run, knobs.runtime
-    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    known = PROVEN and type(launcher).__name__ == "CudaLauncher"
-    if not known or launcher.global_scratch_size or launcher.profile_scratch_size or None in (enter, leave):
-        return usual
-    go, fills = launcher.launch, []
-    if described:
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as NUMBER
-
-        go = go.__closure__[go.__code__.co_freevars.index("launcher")].cell_contents  # behind the wrapper for blocks
-        fill = triton.runtime.driver.active.utils.fill_tma_descriptor  # pyright: ignore[reportAttributeAccessIssue]
-        metas = compiled.metadata.tensordesc_meta or [None] * len(described)
-        for (shape, strides, _), meta in zip(described, metas, strict=True):
-            if meta is None or meta["fp4_padded"]:
-                return usual
-            how = (meta["swizzle"], meta["elem_size"], NUMBER[meta["elem_type"]], meta["block_size"])
-            fills.append(((*how, shape, strides, 0), (*shape, *strides)))
-    fixed = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-    fixed += (compiled.packed_metadata, None, None, None)
-    device = torch.cuda.current_device()
-
-    def run(grid, copied, arguments, addressed=False):
-        unwatched = hooks.launch_enter_hook is enter and hooks.launch_exit_hook is leave
-        if not unwatched or enter.calls or leave.calls:
-            usual(grid, copied, arguments)
+    def __call__(self, grid: tuple, copied: tuple, arguments, addressed: bool = False) -> None:
+        """Run it; with addressed=True, arguments have addresses for tensors already."""
+        replay.note(self, grid, copied, None if addressed else arguments)
+        if not self.short or watched():
+            blocks = [Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
+            self.compiled[grid](*blocks, *arguments, *self.constants)
             return
         blocks = []
-        for x, (how, sizes) in zip(copied, fills, strict=True):
-            blocks.append(fill(x.data_ptr(), *how))
+        for x, (how, sizes) in zip(copied, self.fills, strict=True):
+            blocks.append(self.fill(x.data_ptr(), *how))
             blocks += sizes
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        go(*grid, stream, *fixed, *blocks, *(arguments if addressed else pointers(arguments)), *constants)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        arguments = arguments if addressed else pointers(arguments)
+        self.go(*grid, stream, *self.fixed, *blocks, *arguments, *self.constants)
 
-    return run
+    def written_out(self, grid: tuple, copied: tuple, arguments: tuple) -> replay.Launched | None:
+        """Return this launch as the driver gets it, but for addresses; None where Triton's own way is taken."""
+        if not self.short or watched():
+            return None
+        blocks = [Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
+        given = (*blocks, *arguments, *self.constants)
+        blocks = [x for x in given if isinstance(x, Described | TensorDescriptor)]
+        fills = fillings(self.compiled, blocks) if blocks else []
+        if None in fills:
+            return None
+        flat, descriptors, fills = [*(*grid, 1, 1)[:3], 0, *self.fixed], [], iter(fills)
+        for x in given:
+            if isinstance(x, Described | TensorDescriptor):
+                how, sizes = next(fills)
+                descriptors.append((len(flat), x.base, (filler(), how)))
+                flat += [None, *sizes]
+            else:
+                flat.append(x)
+        go = self.compiled.run.launch
+        return replay.Launched(in_c(go) if blocks else go, flat, 3, descriptors)
+
+
+def in_c(launch):
+    """Return the launch in C behind Triton's wrapper, which fills descriptors."""
+    return launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
+
+
+def filler():
+    """Return Triton's function in C that makes a descriptor of an address and what `fillings` gives."""
+    return triton.runtime.driver.active.utils.fill_tma_descriptor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def fillings(compiled, blocks: list) -> list:
+    """Return (what filling takes after the address, sizes handed over after it) for each of a kernel's descriptors.
+
+    None for those that aren't TMA's.
+    """
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as NUMBER
+
+    fills = []
+    for x, meta in zip(blocks, compiled.metadata.tensordesc_meta or [None] * len(blocks), strict=True):
+        if meta is None or meta["fp4_padded"] or x.padding != "zero":
+            fills.append(None)
+            continue
+        block = (meta["swizzle"], meta["elem_size"], NUMBER[meta["elem_type"]], meta["block_size"])
+        fills.append(((*block, list(x.shape), list(x.strides), 0), (*x.shape, *x.strides)))
+    return fills
 
 
 def launch(
@@ -105,7 +152,7 @@ def launch(
     """Run a kernel on a grid of programs of the current device; arguments in order, constants last.
 
     kinds, if given, is all that the kernel can be specialised on in its arguments, which are then not looked at.
-    Returns what runs it again (`runner`), with addresses for tensors too; None where that is not known to do.
+    Returns what runs it again (a `Runner`), with addresses for tensors too; None where that is not known to do.
     """
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         kernel[grid](*arguments, *constants)
@@ -117,7 +164,8 @@ def launch(
         # multiply-adds are fused, as they were when results were judged: Triton 3.10 will do so only when told
         options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
         compiled = kernel[grid](*arguments, *constants, **options)
-        run = _runners[key] = runner(compiled, constants)
+        run = _runners[key] = Runner(compiled, constants)
+        replay.note(run, grid, (), arguments)
     else:
         run((*grid, 1, 1)[:3], (), arguments)
     return run if PROVEN else None

@@ -167,7 +167,7 @@ def test_the_short_way_hands_the_driver_what_triton_hands_it(monkeypatch, rows):
     described = tuple(([2, 300, 1, 64], [19200, 64, 64, 1], [1, n, 1, 64]) for n in rows)
     x = torch.zeros(9)
     arguments, constants = (x, None, 3, 0.5, x[2:]), (True, 64)
-    short = launch.runner(compiled, constants, described)
+    short = launch.Runner(compiled, constants, described)
     short((7, 2, 1), copied, arguments)
     blocks = [TensorDescriptor(x, *how) for x, how in zip(copied, described, strict=True)]
     compiled[(7, 2, 1)](*blocks, *arguments, *constants)

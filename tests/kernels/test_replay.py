@@ -1,0 +1,234 @@
+"""Calls run again from a tape: the same launches with other addresses, and no tape of what can't be repeated."""
+
+# pyright: reportAttributeAccessIssue=false
+
+import ctypes
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed here")
+
+import fox_kernels  # noqa: E402
+from fox_kernels import api, autograd, hopper_backward, hopper_forward, kinds, launch, replay  # noqa: E402
+
+N = 96
+
+
+def floats(address: int, n: int = N) -> np.ndarray:
+    """The memory at an address, which kernels are given."""
+    return np.ctypeslib.as_array((ctypes.c_float * n).from_address(address))
+
+
+class Kernel:
+    """A kernel in Python that takes addresses as one in C does; copied is a first argument by descriptor."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def __call__(self, *arguments, copied=None):
+        def go(stream, *addresses):
+            assert stream == 5
+            self.run(*addresses)
+
+        flat, described = [0, *arguments], []
+        if copied is not None:
+            flat.insert(1, None)
+            described = [(1, copied, (lambda address, more: address + more, (0,)))]
+        self.launched = replay.Launched(go, flat, 0, described)
+        replay.note(self, (1,), (), arguments)
+        given = arguments if copied is None else (copied, *arguments)
+        self.run(*launch.pointers(given))
+
+    def written_out(self, grid, copied, arguments):
+        return self.launched
+
+
+def add(a, b, out, factor):
+    floats(out)[:] = floats(a) + factor * floats(b)
+
+
+def both(a, twice, more):
+    floats(twice)[:], floats(more, N // 2)[:] = 2 * floats(a), floats(a, N // 2) + 1
+
+
+def compute(a, b):
+    """2 (a + 3 b), nothing, the first half of a + 3 b + 1, and 2 (a + 3 b) + a: by way of scratch memory."""
+    scratch, o, more = torch.empty(2, N).unbind()[1], torch.empty(N), torch.empty(N // 2)
+    total = torch.empty_like(o)
+    Kernel(add)(a, b, scratch, 3)
+    Kernel(both)(o, more, copied=scratch)
+    Kernel(add)(o, a, total, 1)
+    return o, None, more, total
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+
+
+def taped(function, *inputs, apart=1) -> Any:
+    with replay.Tape() as tape:
+        results = function(*inputs)
+    return replay.recorded(tape, inputs, results, apart)
+
+
+def test_a_tape_repeats_the_launches_for_other_tensors(stream):
+    first = torch.randn(2, N)
+    again = taped(compute, *first.unbind())
+    for _ in range(2):
+        a, b = torch.randn(N), torch.randn(3, N)[1]
+        o, kept = again(a, b)
+        wanted = a + 3 * b
+        none, more, total = again.parts(kept)
+        assert none is None
+        for got, expected in ((o, 2 * wanted), (more, wanted[: N // 2] + 1), (total, 2 * wanted + a)):
+            torch.testing.assert_close(got, expected)
+    alone = taped(compute, *first.unbind(), apart=4)
+    assert [x.shape for x in alone(a, b)] == [(N,), (N // 2,), (N,)]
+
+
+def test_parts_of_a_given_tensor_are_found_again(stream):
+    def halves(whole):
+        o = torch.empty(N)
+        Kernel(add)(whole[:N], whole[N:], o, 1)
+        return (o,)
+
+    again = taped(halves, torch.randn(2 * N))
+    x = torch.randn(2 * N)
+    torch.testing.assert_close(again(x)[0], x[:N] + x[N:])
+
+
+@pytest.mark.parametrize("what", ["operator", "foreign", "unknown", "view", "input"])
+def test_what_cannot_be_repeated_has_no_tape(what):
+    elsewhere = torch.randn(N)
+
+    def call(a, b):
+        o = torch.empty(2, N)[0] if what == "view" else torch.empty(N)
+        second = elsewhere if what == "foreign" else b + 0 if what == "operator" else b
+        Kernel(add)(a, second, o, 1)
+        if what == "unknown":
+            replay.note(None, (1,), (), None)
+        return (a if what == "input" else o,)
+
+    inputs = torch.randn(N), torch.randn(N)
+    assert taped(call, *inputs) is None
+
+
+def test_a_tape_sees_its_own_thread_only(stream):
+    x, o = torch.randn(N), torch.empty(N)
+
+    def elsewhere():
+        Kernel(add)(x, x, o, 1)
+
+    with replay.Tape() as tape:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert tape.launches == []
+    Kernel(add)(x, x, o, 1)
+    assert tape.launches == []
+
+
+@pytest.fixture
+def driven(monkeypatch):
+    """The Hopper path on a CPU: nothing runs, and every launch in C leaves its arguments here."""
+    from triton.backends.nvidia import driver
+    from triton.runtime.jit import JITFunction
+
+    launches = []
+
+    def compiled(descriptors):
+        launcher = object.__new__(driver.CudaLauncher)
+        meta = {"swizzle": 3, "elem_size": 2, "elem_type": 12, "block_size": [1, 64, 1, 64], "fp4_padded": False}
+        signature = dict.fromkeys(range(descriptors), "tensordesc<bf16[1, 64]>") | {99: "*fp32"}
+        launcher.launch = driver.wrap_handle_tensordesc(
+            lambda *arguments: launches.append(arguments), signature, [meta] * descriptors
+        )
+        launcher.global_scratch_size = launcher.profile_scratch_size = 0
+        launcher.launch_pdl = launcher.launch_cooperative_grid = 0
+        metadata = SimpleNamespace(tensordesc_meta=[meta] * descriptors)
+        return SimpleNamespace(run=launcher, function=77, packed_metadata=(4, 1, 0), metadata=metadata)
+
+    def launched(self, grid):
+        return lambda *arguments, **options: compiled(sum(isinstance(x, hopper_forward.Blocks) for x in arguments))
+
+    monkeypatch.setattr(JITFunction, "__getitem__", launched)
+    monkeypatch.setattr(hopper_forward.Blocks, "descriptor", lambda self: self)
+    utils = SimpleNamespace(fill_tma_descriptor=lambda address, *how: ("descriptor", address, how))
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    for module in (hopper_forward, hopper_backward):
+        monkeypatch.setattr(module, "unsupported", lambda *tensors, **options: None)
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+        monkeypatch.setattr(module, "_plans", {})
+    known = {}
+    for module in (replay, api, autograd):
+        monkeypatch.setattr(module, "calls", known)
+    monkeypatch.setattr(launch, "_runners", {})
+    monkeypatch.setattr(kinds, "on_current_gpu", lambda device: True)
+    monkeypatch.setattr(api, "check_gates", lambda log_f: None)
+    return launches, known
+
+
+def split(arguments):
+    """The addresses among a launch's arguments, and the rest."""
+    addresses, rest = [], []
+    for x in arguments:
+        if isinstance(x, tuple) and x[:1] == ("descriptor",):
+            addresses.append(x[1])
+            rest.append(x[2])
+        elif isinstance(x, int) and x > 1 << 40:
+            addresses.append(x)
+        else:
+            rest.append(x)
+    return addresses, rest
+
+
+@pytest.mark.skipif(not launch.PROVEN, reason="the short way is taken with Triton 3.6 only")
+@pytest.mark.parametrize("options", [{}, {"sink": 3, "scale": 0.3}, {"prune": -5.0}], ids=str)
+@pytest.mark.parametrize(("backend", "kernels"), [("gluon", (2, 4)), ("triton", (3, 4))])
+def test_a_replayed_step_hands_the_driver_what_the_first_did(driven, monkeypatch, backend, kernels, options):
+    launches, known = driven
+    monkeypatch.setattr(api, "choose", lambda *tensors, **options: (backend, "a test"))
+    q, k, v, do = (torch.randn(2, 192, heads, 64).bfloat16() for heads in (4, 2, 2, 4))
+    log_f = torch.nn.functional.logsigmoid(torch.randn(2, 192, 4))
+    inputs = [x.requires_grad_() for x in (q, k, v, log_f)]
+    alive, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: alive.append(empty(*size, **how)) or alive[-1])
+
+    def step():
+        launches.clear()
+        o = fox_kernels.forgetting_attention(*inputs, **options)
+        first = len(launches)
+        gradients = torch.autograd.grad(o, inputs, do)
+        return o, gradients, [split(x) for x in launches[:first]], [split(x) for x in launches[first:]]
+
+    step()  # compiles
+    known.clear()
+    _, _, *usual = step()
+    step()  # the forward is replayed, the backward taped
+    o, gradients, *again = step()
+    (call,) = known.values()
+    assert list(call.backwards.values()) != [None]
+    assert (o.shape, o.dtype, o.is_contiguous()) == (q.shape, q.dtype, True)
+    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in inputs]
+    more = 2 if "prune" in options else 0
+    assert [len(x) for x in again] == [kernels[0] + more, kernels[1] + (backend == "gluon" and more > 0)]
+    fixed = {x.data_ptr() for x in (*inputs, do)}
+    for before, after in zip(usual, again, strict=True):
+        assert [rest for _, rest in before] == [rest for _, rest in after]
+        moved = {}
+        for old, new in zip(before, after, strict=True):
+            for x, y in zip(old[0], new[0], strict=True):
+                assert moved.setdefault(x, y) == y
+                assert x not in fixed or x == y
+                assert (x - y) % 16 == 0
+        assert len(set(moved.values())) == len(moved)
+    after = {x for addresses, _ in again[1] for x in addresses}
+    assert after.issuperset(x.data_ptr() for x in (*inputs[:3], o, *gradients))
