@@ -195,6 +195,10 @@ class Stage(Section):
             raise ValueError("teacher belongs to objectives align and distill, and this stage's is extend: remove it")
         if self.decay_tokens is not None and self.schedule != "wsd":
             raise ValueError(f"decay_tokens belongs to schedule wsd, and this stage's is {self.schedule}: remove it")
+        if self.objective == "align" and self.rates.rest:
+            raise ValueError(
+                f"align compares attention blocks alone: rates.rest must be 0 or left out, got {self.rates.rest:g}"
+            )
         if self.objective == "align" and self.cross_entropy != "auto":
             raise ValueError("cross_entropy belongs to objectives distill and extend: align computes no logits")
         if distill and self.cross_entropy not in ("auto", "chunked"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from retrofox.chunked_loss import (
@@ -203,6 +204,8 @@ class Align:
     def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         lm = causal_lm(model)
         original = lm if self.teacher is None else self.teacher
+        if self.teacher is not None:
+            gather_layers(lm)  # whose own forwards, which would do it, don't run
         students = [module for _, module in attentions(lm)]
         teachers = [module for _, module in attentions(original)]
         errors: list[torch.Tensor] = []
@@ -241,6 +244,13 @@ def _beside(student: Any, errors: list[torch.Tensor], recomputed: bool) -> Any:
     return hook
 
 
+def gather_layers(model: Any) -> None:
+    """Makes the layers' weights whole where FSDP2 has sharded them; its backward shards them again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module is not model:
+            module.unshard()
+
+
 def recomputed_layers(which: str | int, layers: int) -> range:
     """Layers whose activations are recomputed in the backward: "none", "full", or every n-th."""
     every = {"none": layers, "full": 1}[which] if isinstance(which, str) else which
@@ -250,9 +260,25 @@ def recomputed_layers(which: str | int, layers: int) -> range:
 @contextlib.contextmanager
 def original_form(model: Any) -> Iterator[None]:
     """The model as it was before its retrofit: attention mode "original", adapters off."""
-    adapters_off = model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
-    with adapters_off, attention_mode(causal_lm(model), "original"):
+    with _adapters_off(model), attention_mode(causal_lm(model), "original"):
         yield
+
+
+@contextlib.contextmanager
+def _adapters_off(model: Any) -> Iterator[None]:
+    """Without adapters, if it has any; left to peft, those that a stage froze would be trainable afterwards."""
+    if not hasattr(model, "disable_adapter"):
+        yield
+        return
+    before = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for name, now in model.named_parameters():  # others than before where FSDP2 gathered them in between
+            then, trained = before[name]
+            then.requires_grad_(trained)
+            now.requires_grad_(trained)
 
 
 OBJECTIVES: dict[str, Any] = {"extend": Extend, "distill": Distill, "align": Align}

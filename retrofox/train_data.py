@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from retrofox.config import Recipe, Stage
-from retrofox.data import Manifest, PackedDataset, StepSampler, collate, prepare_sources
+from retrofox.data import IGNORE, Manifest, PackedDataset, StepSampler, collate, prepare_sources
 from retrofox.objectives import next_token_targets
 
 
@@ -86,22 +86,23 @@ class StageData:
         )
 
     def eval_batches(self) -> Iterator[dict[str, Any]]:
-        """This process's share of the held-out windows, evenly spaced, up to log.eval_tokens; as many on each."""
+        """This process's share of the held-out windows, evenly spaced, up to log.eval_tokens; as many on each.
+
+        Where they don't divide among the processes, those with one less take any window without its targets: all score
+        the same windows together, whatever their number, and sharded models run as many passes on each.
+        """
         if self.held_out is None:
             return
-        world, rank, size = (
-            self.state_of_processes.num_processes,
-            self.state_of_processes.process_index,
-            self.stage.micro_batch,
-        )
+        world, rank = self.state_of_processes.num_processes, self.state_of_processes.process_index
         wanted = min(len(self.held_out), max(1, self.recipe.log.eval_tokens // self.stage.sequence_length))
-        if wanted > world:
-            wanted -= wanted % world
         windows = np.linspace(0, len(self.held_out) - 1, wanted).round().astype(int)
-        # Fewer windows than processes: all take the same ones, so that sharded models run as many passes on each.
-        mine = windows[rank::world] if wanted >= world else windows
-        for start in range(0, len(mine), size):
-            yield collate_with_targets([self.held_out[int(i)] for i in mine[start : start + size]])
+        mine, each = windows[rank::world].tolist(), -(-wanted // world)
+        for start in range(0, each, self.stage.micro_batch):
+            rows = [self.held_out[i] for i in mine[start : start + self.stage.micro_batch]]
+            if len(mine) < each <= start + self.stage.micro_batch:
+                spare = self.held_out[0]
+                rows.append({**spare, "labels": torch.full_like(spare["labels"], IGNORE)})
+            yield collate_with_targets(rows)
 
 
 def _leave_signals(worker: int) -> None:

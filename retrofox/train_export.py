@@ -39,6 +39,8 @@ def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, no
     if trainer.args.should_save:
         if directory.exists():
             shutil.rmtree(directory)
+        if weights is not None:
+            _tie(weights, model)
         if dtype is not None and weights is not None:
             weights = _cast(weights, dtype)
         elif dtype is not None:
@@ -61,6 +63,15 @@ def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, no
             say_where_the_base_is(directory)
         checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": retrofox.__version__})
     trainer.accelerator.wait_for_everyone()
+
+
+def _tie(weights: dict[str, torch.Tensor], model: Any) -> None:
+    """Makes one tensor again, to be written once, of what the model ties and gathering its shards made two of."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if name != other and name in weights:
+            weights[name] = weights[other]
 
 
 def _cast(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ def set_trainable(model: torch.nn.Module, stage: Stage, adapters: bool = False) 
         adapters: the model has LoRA adapters: pretrained tensors stay frozen, adapters take their layer's role.
 
     Raises:
-        ValueError: a pattern matches nothing, or nothing is left to train.
+        ValueError: a pattern matches nothing, or nothing that is trained; or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     for pattern in stage.trainable or []:
@@ -50,6 +50,13 @@ def set_trainable(model: torch.nn.Module, stage: Stage, adapters: bool = False) 
     if not chosen:
         rates = ", ".join(f"{role} {stage.rate(role):g}" for role in ROLES)
         raise ValueError(f"nothing to train: the stage's rates are {rates}, its trainable patterns {stage.trainable}")
+    for pattern in stage.trainable or []:
+        if not any(fnmatch.fnmatch(name, pattern) for name in chosen):
+            roles = sorted({role_of(name) for name in names if fnmatch.fnmatch(name, pattern)})
+            raise ValueError(
+                f"trainable: pattern {pattern!r} trains nothing: it matches {', '.join(roles)}, whose rate is 0"
+                + (", or what adapters leave frozen" if adapters else "")
+            )
     return chosen
 
 

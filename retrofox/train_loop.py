@@ -90,12 +90,12 @@ class FoxTrainer(Trainer):
         self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps))
         self.interruptions = interruptions or Interruptions("nothing is saved")
         self.window = LossWindow(len(getattr(objective, "metrics", ())), args.device)
-        fox = getattr(lm.config, "fox", None)
-        if stage.anneal and fox is not None and fox["rope"] == "anneal":
-            self.add_callback(Anneal(lm, fox["annealed_tokens"], batch_tokens))
         signals = Signals(args.world_size, self.interruptions)
         for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
             self.add_callback(callback)
+        fox = getattr(lm.config, "fox", None)
+        if stage.anneal and fox is not None and fox["rope"] == "anneal":  # last: it asks whether others want a save
+            self.add_callback(Anneal(lm, fox["annealed_tokens"], batch_tokens))
         if self.is_fsdp_enabled and stage.objective == "align":
             self.add_callback(KeepGathered())
         self.evaluator = evaluator

@@ -72,6 +72,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("lora={targets: []}", ["lora.targets", "at least 1 item"]),
         ("stages.0.trainable=[]", ["stages.0.trainable", "at least 1 item"]),
         ("stages.0.sequence_length=1", ["stages.0.sequence_length", "greater than or equal to 2"]),
+        ("stages.0={objective: align, tokens: 9, sequence_length: 9, rates: {rest: 1e-3}}", ["rates.rest must be 0"]),
         ("stages.0.objective=aline", ["'aline'", "'align'"]),
         ("stages.0.gradient_checkpointing=ful", ["stages.0.gradient_checkpointing", "'full'"]),
         ("stages.0.tokens=-5", ["stages.0.tokens", "greater than 0"]),

@@ -10,8 +10,9 @@ import retrofox
 from retrofox import checkpoint
 from retrofox.calibrate import Calibration, apply_to
 from retrofox.chunked_loss import chunk_rows, is_plain_head
-from retrofox.config import Stage
+from retrofox.config import LoraConfig, Stage
 from retrofox.families import inner_model
+from retrofox.lora import add_adapters
 from retrofox.objectives import (
     IGNORE,
     Align,
@@ -22,6 +23,7 @@ from retrofox.objectives import (
     original_form,
 )
 from retrofox.surgery import attention_mode, attentions
+from retrofox.train_groups import set_trainable
 
 CPU = torch.device("cpu")
 
@@ -181,6 +183,16 @@ def test_distill_is_kl_and_cross_entropy(pico_fox, batch, shared):
     names = ["model.layers.0.self_attn.forget_gate.weight", "model.layers.1.self_attn.forget_gate.bias"]
     for name in names + ([] if shared else ["model.embed_tokens.weight", "lm_head.weight"]):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_the_original_form_leaves_frozen_adapters_and_gates_frozen(pico_fox, batch):
+    model = add_adapters(pico_fox(), LoraConfig(rank=2), "base")
+    settings = stage("distill", rates={"rest": 0, "gate_bias": 0})
+    chosen = set_trainable(model, settings, adapters=True)
+    found = gradients(model, Distill(model, settings, CPU)(model, batch)[0])
+    assert sorted(found) == sorted(chosen)
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == chosen
 
 
 def test_align_compares_each_block_on_the_originals_inputs(pico_fox, batch):

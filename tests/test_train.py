@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from safetensors import SafetensorError
 
 import retrofox
@@ -16,6 +18,7 @@ from retrofox.config import Recipe, Stage, validate
 from retrofox.plan import plan
 from retrofox.train import train
 from retrofox.train_callbacks import Diverged, Guard, JsonLog, half_life_statistics, log_line
+from retrofox.train_data import StageData, prepare_tokens
 from retrofox.train_groups import (
     accumulation,
     count_steps,
@@ -161,6 +164,25 @@ def test_accumulated_micro_batches_are_one_batch(make_recipe, tmp_path, objectiv
     assert runs[0]["grad_norm"] == pytest.approx(runs[1]["grad_norm"], rel=1e-4)
 
 
+def test_held_out_windows_are_the_same_for_any_number_of_processes(make_recipe, pico_tokenizer):
+    recipe = make_recipe(log={"eval_tokens": 64 * 7})
+    tokens = prepare_tokens(recipe, pico_tokenizer, PartialState(cpu=True))
+
+    def scored(world: int) -> tuple[list[tuple], set[int]]:
+        rows, passes = [], set()
+        for rank in range(world):
+            state = SimpleNamespace(num_processes=world, process_index=rank)
+            stage = recipe.stages[0].model_copy(update={"micro_batch": 2})
+            batches = list(StageData(tokens, recipe, stage, state).eval_batches())
+            passes.add(len(batches))
+            rows += [tuple(row.tolist()) for batch in batches for row in batch["targets"] if (row >= 0).any()]
+        return sorted(rows), passes
+
+    for world in (2, 3, 5, 9):
+        assert scored(world)[0] == scored(1)[0]
+        assert len(scored(world)[1]) == 1
+
+
 def test_changed_data_under_a_run_is_refused(make_recipe, texts):
     stage = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128}
     recipe = make_recipe(stages=[stage], checkpoint={"every_steps": 2})
@@ -269,6 +291,9 @@ def test_roles_and_groups(pico_fox):
         set_trainable(model, make_stage(trainable=["*.qq_proj.*"]))
     with pytest.raises(ValueError, match="nothing to train"):
         set_trainable(model, make_stage(learning_rate=0.0))
+    some = {"rates": {"attention": 0}, "trainable": ["*.mlp.*", "*.q_proj.weight"]}
+    with pytest.raises(ValueError, match=r"'\*\.q_proj\.weight' trains nothing: it matches attention, whose rate is 0"):
+        set_trainable(model, make_stage(**some))
 
 
 def test_schedules_in_tokens():

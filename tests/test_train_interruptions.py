@@ -81,7 +81,8 @@ def recipe_for(tmp_path, pico_fox, pico_tokenizer):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(400)))
     # 6 heads: of their gates the last of 4 processes holds nothing
-    model = pico_fox(rope="anneal", anneal_tokens=700, config={"num_attention_heads": 6, "hidden_size": 48})
+    config = {"num_attention_heads": 6, "hidden_size": 48, "tie_word_embeddings": True}
+    model = pico_fox(rope="anneal", anneal_tokens=700, config=config)
     model.save_pretrained(tmp_path / "model")
     pico_tokenizer.save_pretrained(tmp_path / "model")
 
@@ -153,6 +154,7 @@ def test_kills_and_signals_change_no_bit(recipe_for):
     good, _ = checkpoint.newest_good(stage)
     assert good is not None
     assert good.name == "checkpoint-5"
+    assert json.loads((good / "config.json").read_text())["fox"]["annealed_tokens"] == 5 * 128
 
     assert run(file, "SIGKILL", 6).returncode == -signal.SIGKILL
     result = train(load_recipe(file))
@@ -178,14 +180,21 @@ def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(rec
 
 
 def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for):
-    whole = recipe_for("whole")
+    common = {"sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
+    stages = [
+        {"objective": "align", "tokens": 256, **common, "rates": {"attention": 1e-3}},  # beside a second model
+        {"objective": "extend", "tokens": 768, **common, "schedule": "linear"},
+    ]
+    whole = recipe_for("whole", stages=stages)
     train(load_recipe(whole))
-    file = recipe_for("sharded")
+    file = recipe_for("sharded", stages=stages)
     sharded = run(file, processes=2, mode="fsdp")
     assert sharded.returncode == 0, sharded.stderr
     for ours, theirs in zip(curve(file), curve(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     out = Path(load_recipe(file).output)
+    left, right = (load_file(place / "model" / "model.safetensors") for place in (whole.with_suffix(""), out))
+    assert left.keys() == right.keys()  # tied embeddings are written once
     (out / "model" / checkpoint.MARKER).unlink()
     with pytest.raises(ValueError, match=r"was saved with FSDP \(SHARDED_STATE_DICT\), this run has no sharding"):
         train(load_recipe(file))
