@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from retrofox import cli_convert, cli_recipes
 
@@ -148,7 +149,7 @@ def evaluate(
         batch=batch,
         controls=controls,
         text_field=text_field,
-        tasks=[t for t in tasks.split(",") if t],
+        tasks=[task.strip() for task in tasks.split(",") if task.strip()],
         include_path=include_path,
         limit=limit,
         device=device,
@@ -203,7 +204,10 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 0.95,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the smallest set with this probability. [default: 0.95]", show_default=False),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -336,7 +340,7 @@ def spread(arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Entry point: bad input ends with one clear message and exit code 2, Ctrl-C with 130."""
+    """Entry point: bad input ends with one clear message and exit code 2; Ctrl-C, by typer, with 130."""
     sys.argv[1:] = spread(sys.argv[1:])
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would fill a log file
@@ -345,14 +349,6 @@ def main() -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("RETROFOX_TRACEBACK"):
             raise
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_plain(error)}", highlight=False)
+        message = Text.assemble(("error:", "bold red"), f" {str(error) or type(error).__name__}")
+        Console(stderr=True, soft_wrap=True).print(message)
         sys.exit(2)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted")
-        sys.exit(130)
-
-
-def _plain(error: BaseException) -> Any:
-    from rich.markup import escape
-
-    return escape(str(error) or type(error).__name__)

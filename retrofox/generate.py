@@ -229,7 +229,7 @@ def chat(
     system: str | None = None,
     max_new_tokens: int = 512,
     temperature: float = 0.7,
-    top_p: float = 0.95,
+    top_p: float | None = None,
     seed: int | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
@@ -239,11 +239,14 @@ def chat(
 ) -> list[dict[str, str]]:
     """Talks with a model turn by turn until /exit, end of input or Ctrl-C; returns the conversation.
 
-    /reset starts over; Ctrl-C while the model writes stops that answer. `read` asks for a line, as `input` does.
+    /reset starts over; Ctrl-C while the model writes stops that answer. `read` asks for a line, as `input` does. top_p
+    is 0.95 where none is given and tokens are drawn.
 
     Raises:
         ValueError: the tokenizer has no chat template, or bad options.
     """
+    if top_p is None:
+        top_p = 1.0 if temperature == 0 else 0.95
     _check(["chat"], max_new_tokens, temperature, top_p, 1, seed)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     session, place = ChatSession(opened, system), output or sys.stdout

@@ -25,7 +25,8 @@ def run_tasks(
     (tokens) is always passed.
 
     Args:
-        manager: what `find_tasks` gave for these tasks.
+        tasks: names of tasks, groups and tags, or patterns such as "arc_*".
+        manager: what `find_tasks` gave for them.
         limit: examples per task, None = all.
     """
     lm_eval = require_harness()
@@ -37,8 +38,9 @@ def run_tasks(
         batch_size=batch,
         device=str(opened.device),
     )
+    names = manager.match_tasks(list(tasks))
     output = lm_eval.simple_evaluate(
-        model=lm, tasks=list(tasks), limit=limit, task_manager=manager, bootstrap_iters=1000, log_samples=False
+        model=lm, tasks=names, limit=limit, task_manager=manager, bootstrap_iters=1000, log_samples=False
     )
     return {
         task: {metric: value for metric, value in values.items() if metric not in ("alias", "name", "sample_len")}

@@ -127,7 +127,7 @@ def bucket_edges(length: int, reach: int | None = None) -> list[int]:
     """Edges of the position buckets: 0, 512, 2k, 4k, 8k, 16k, 24k, 32k, 48k, 64k, 96k ... up to `length`.
 
     Under 4096 tokens the same structure scaled: length x (0, 1/64, 1/16, 1/8, 1/4, 1/2, 3/4, 1). They end at `reach`
-    where no document has more tokens than that.
+    where no document has more tokens than that. Position 0 has no loss, so no bucket ends at 1.
     """
     if length < SCALE_BELOW:
         edges = [length * e // STANDARD_EDGES[-1] for e in STANDARD_EDGES]
@@ -136,7 +136,7 @@ def bucket_edges(length: int, reach: int | None = None) -> list[int]:
         while edges[-1] < length:
             edges += [edges[-1] * 3 // 2, edges[-1] * 2]
     end = length if reach is None else min(length, reach)
-    return sorted({e for e in edges if e < end} | {end})
+    return sorted({e for e in edges if e != 1 and e < end} | {end})
 
 
 def curve_edges(length: int, per_octave: int = 12) -> list[int]:

@@ -30,6 +30,7 @@ STYLE: dict[Any, Any] = {
     "axes.titlelocation": "left",
     "axes.titlesize": 12,
     "legend.frameon": False,
+    "text.parse_math": False,  # a model may be named with dollars
     "svg.hashsalt": "retrofox",  # the same numbers give the same file
 }
 
@@ -270,7 +271,8 @@ def _line(axes: Any, curve: dict[str, Any], number: int) -> None:
     error = np.array([np.nan if e is None else e for e in curve["standard_error"]], float)
     colour, order = COLOURS[number % len(COLOURS)], 3.0 - 0.01 * number
     style = LINES[number % len(LINES)]
-    axes.plot(x, mean, color=colour, linestyle=style, lw=1.9, label=curve["label"], zorder=order)
+    label = f" {curve['label']}" if curve["label"].startswith("_") else curve["label"]  # a legend leaves out _names
+    axes.plot(x, mean, color=colour, linestyle=style, lw=1.9, label=label, zorder=order)
     axes.fill_between(x, mean - error, mean + error, color=colour, alpha=0.12, linewidth=0)
 
 

@@ -72,23 +72,25 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def output_console() -> Console:
-    """A console on stdout, wide enough for the tables when stdout is a file or a pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=150)
+    """A console on stdout, wide enough for the tables when stdout is a file or a pipe; names with [brackets] stay."""
+    plain: dict[str, Any] = {"markup": False, "emoji": False}
+    console = Console(**plain)
+    return console if console.is_terminal else Console(width=150, **plain)
 
 
 def progress_bar(unit: str, enabled: bool) -> Progress:
-    """A progress bar on stderr with count, time spent and time left."""
+    """A progress bar on stderr with count, time spent and time left; nothing where stderr is a file or a pipe."""
+    console = Console(stderr=True)
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn(unit),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not enabled,
+        console=console,
+        disable=not (enabled and (console.is_terminal or console.is_jupyter)),
         transient=True,
     )
 

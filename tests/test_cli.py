@@ -229,6 +229,13 @@ def test_config_schema_is_json_schema(run):
     assert "stages" in json.loads(out)["properties"]
 
 
+def test_tasks_may_have_spaces_between(run, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("retrofox.evaluate.evaluate", lambda model, **options: asked.update(options))
+    assert run("eval", "MODEL", "--tasks", "arc_easy, piqa ,")[0] == 0
+    assert asked["tasks"] == ["arc_easy", "piqa"]
+
+
 def test_options_that_take_files_take_several():
     spread = cli.spread(["eval", "MODEL", "--data", "a", "b", "--length", "7", "--against", "x"])
     assert spread == ["eval", "MODEL", "--data", "a", "--data", "b", "--length", "7", "--against", "x"]

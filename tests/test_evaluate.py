@@ -103,7 +103,8 @@ def test_bucket_edges_are_standard_from_4k_and_scaled_below():
     assert bucket_edges(100_000)[-3:] == [65536, 98304, 100_000]
     assert bucket_edges(5000) == [0, 512, 2048, 4096, 5000]
     assert bucket_edges(1024) == [0, 16, 64, 128, 256, 512, 768, 1024]
-    assert bucket_edges(2) == [0, 1, 2]
+    assert bucket_edges(2) == [0, 2]
+    assert bucket_edges(100) == [0, 6, 12, 25, 50, 75, 100]  # position 0 has no loss: no bucket for it alone
     assert bucket_edges(4096, reach=1000) == [0, 512, 1000]
 
 
@@ -260,6 +261,18 @@ def test_models_of_training_runs_are_called_after_their_runs(on_disk, documents,
     assert [line["label"] for line in result["lines"]] == ["partial", "control"]
 
 
+def test_names_with_brackets_and_colons_are_printed_whole(on_disk, documents, tmp_path, run):
+    model, out, name = tmp_path / "run[lora]:x:", tmp_path / "of[" / "b]", "run[lora]:x:"
+    model.symlink_to(on_disk[1])
+    short = ["--lengths", 320, "--depths", 1, "--trials", 1]
+    for command, options, files in (("eval", ["--no-controls"], 5), ("inspect", [], 4), ("needle", short, 4)):
+        code, printed, _ = run(command, model, "--data", documents[0], "--out", out, *options)
+        assert (code, printed.count(name), printed.count("of[/b]/")) == (0, 1, files)
+    code, _, err = run("eval", "no[red]:x:", "--data", documents[0])
+    assert code == 2
+    assert "no[red]:x:" in err
+
+
 def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, documents, tmp_path, monkeypatch):
     model = pico_llama()
     empty = tmp_path / "empty.txt"
@@ -337,6 +350,8 @@ def test_lm_eval_tasks_run_with_the_length_asked_for(pico_llama, pico_fox, token
     )
     assert set(result["tasks"]) == {"model", "base"}
     assert 0 <= result["tasks"]["model"]["pico_choice"]["acc,none"] <= 1
+    whole = evaluate(fox, length=300, tasks=["pico_ch*"], include_path=str(tmp_path), limit=3, tokenizer=tokenizer)
+    assert whole["tasks"]["model"] == result["tasks"]["model"]
     assert max(seen) > 128  # the model's max_position_embeddings, to which lm-eval would cut
     with pytest.raises(ValueError, match="unknown task nonsense"):
         evaluate(fox, length=300, tasks=["nonsense"], include_path=str(tmp_path), tokenizer=tokenizer)

@@ -178,8 +178,7 @@ def test_chat_reads_until_exit_and_returns_the_conversation(opened, capsys):
         opened.model,
         tokenizer=tokenizer,
         max_new_tokens=5,
-        temperature=0.0,
-        top_p=1.0,
+        temperature=0.0,  # and top_p, which is for drawing, as it is by default
         read=lambda prompt: next(lines),
         output=output,
     )

@@ -50,6 +50,14 @@ def test_models_are_told_apart_by_colour_and_by_line_style():
     assert len(set(COLOURS)) == len(COLOURS)
 
 
+def test_names_are_drawn_as_they_are(tmp_path):
+    name = r"_m$\frac$"  # no formula, and not left out of the legend as matplotlib leaves out _names
+    figure = loss_figure([curve(name, 4.0), curve("a$b$", 4.1)], [curve(name, 0.1)], reference="a$b$", subtitle=name)
+    assert [text.get_text().strip() for text in figure.axes[0].get_legend().get_texts()] == [name, "a$b$"]  # type: ignore
+    save_figure(figure, tmp_path / "loss")
+    save_figure(needle_figure(np.ones((1, 1)), [1024], [0.0], title=name), tmp_path / "needle")
+
+
 def test_differences_get_a_panel_of_their_own_in_the_same_colours():
     figure = loss_figure([curve("a", 4.0), curve("b", 4.2)], [curve("a", 0.1)], reference="b")
     upper, lower = figure.axes
