@@ -223,8 +223,11 @@ def _probe(tokenizer: Any) -> list[int]:
 
 
 def _specials(fast: Any) -> tuple[list[int], list[int]] | None:
-    """The special tokens put before and after a text; None where they can't be told from its tokens."""
-    if fast is None:
+    """The special tokens put before and after a text; None where they can't be told, or a text not be divided.
+
+    A Unigram model that is given a text undivided sums scores from its start: rounding decides between equals.
+    """
+    if fast is None or (fast.pre_tokenizer is None and type(fast.model).__name__ == "Unigram"):
         return None
     plain, whole = fast.encode(PROBE, add_special_tokens=False).ids, fast.encode(PROBE).ids
     places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]

@@ -69,6 +69,16 @@ def test_a_text_without_safe_places_stays_whole(short_pieces):
     assert [piece.kind for piece in Encoder(tokenizer).divide(batch)] == ["bytes"]
 
 
+def test_a_text_that_its_tokenizer_does_not_divide_stays_whole(short_pieces):
+    inner = Tokenizer(models.Unigram())
+    special = ["<unk>", "</s>"]
+    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False)
+    inner.train_from_iterator([PHRASE] * 3, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+    batch = Batch("bytes", [make_text(3000).encode()], ["a"], 100)
+    assert [piece.kind for piece in Encoder(tokenizer).divide(batch)] == ["bytes"]
+
+
 def test_a_long_blank_text_is_empty_and_not_utf8_is_refused(tmp_path, short_pieces):
     tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
     (tmp_path / "a.txt").write_text(" \n" * 9000)
