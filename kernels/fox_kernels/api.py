@@ -161,11 +161,11 @@ def forgetting_attention(
     Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """
     kind = None
-    if cu_seqlens is None and seq_start is None and return_lse is False:
-        kind = attention_kind(q, k, v, log_f, backend, scale, window, sink, softcap, prune)
+    if return_lse is False:
+        kind = attention_kind(q, k, v, log_f, cu_seqlens, seq_start, backend, scale, window, sink, softcap, prune)
         call = calls.get(kind)
         if call is not None:
-            return call(q, k, v, log_f)
+            return call(q, k, v, log_f, cu_seqlens, seq_start)
     q, k, v = chunked.under_autocast(q, k, v)
     options: dict = {
         "scale": scale, "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink,
@@ -270,15 +270,15 @@ def _decode_new(kind, q, k, v, c_hi, c_lo, *, k_bound, **options) -> Tensor:
         raise ValueError("decode_attention has no gradient: call it under torch.no_grad(), or use forgetting_attention")
     if q.numel() == 0:
         return q.new_empty(q.shape)
-    from . import autograd
+    from . import decode_operator
 
     k_bound = None if k_bound is None else k_bound.contiguous()
-    decoder = None if kind is None else autograd.decoder(q, k, k_bound=k_bound, **options)
+    decoder = None if kind is None else decode_operator.decoder(q, k, k_bound=k_bound, **options)
     if kind is not None and decoder is not None:
         if len(_decoders) >= MAX_DECODERS:
             _decoders.clear()
         _decoders[kind] = decoder
-    return autograd.decode_attention(q, k, v, c_hi, c_lo, k_bound=k_bound, **options)
+    return decode_operator.decode_attention(q, k, v, c_hi, c_lo, k_bound=k_bound, **options)
 
 
 def check_bound(k_bound: Tensor, k: Tensor) -> None:

@@ -19,7 +19,8 @@ from .backward_dkdv import dkdv_kernel
 from .backward_dq import dq_kernel
 from .blocks import cap_kind
 from .cumsum import block_relative
-from .forward import LOG2_E, aligned, document_bounds, first_position, no_bounds, walked_together
+from .edges import edges
+from .forward import LOG2_E, aligned, first_position, no_bounds, walked_together
 from .launch import cdiv, describable, launch, source
 from .tiles import Tile, split_head_dim, tile_for
 
@@ -48,11 +49,11 @@ def launch_backward(
     padded = cdiv(T, 16) * 16  # so that the rows of facts are aligned
     facts = torch.empty(B, H, 4, padded, dtype=torch.float32, device=q.device)
     if starts is None:
-        starts = document_bounds(B, S, cu_seqlens, seq_start, q.device)
+        starts = edges(B, S, cu_seqlens, seq_start, None, q.device)
     if prune is not None and bounds is None:
         bounds = pruning.loop_bounds(q, k, c_hi, c_lo, scale, softcap, prune, q_offset, causal)
     bounds_or_none = no_bounds(q.device) if bounds is None else bounds
-    start, end = (None, None) if starts is None else starts
+    start, end = (None, None) if starts is None else starts.unbind()
     rows, columns = tiles or tuple(tile_for(kernel, D, q.dtype, q.device) for kernel in ("dq", "dkdv"))
     record = 2 * columns.block_m + 16
     records = torch.empty(B, H, cdiv(T, columns.block_m), record, dtype=torch.float32, device=q.device)

@@ -32,8 +32,8 @@ from .blocks import (
     query_facts,
     scores,
 )
-from .chunked import document_starts
 from .cumsum import block_relative
+from .edges import edges
 from .launch import cdiv, describable, launch, source
 from .tiles import Tile, split_head_dim, tile_for
 
@@ -207,18 +207,6 @@ def forward_kernel(
         store_rounded(o_ptr, residual_ptr, at + offs_d1[None, :], acc1 / weight[:, None], rows[:, None], RESIDUAL)
 
 
-def document_bounds(B, S, cu_seqlens, seq_start, device) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return (start, end), each (B, S) int32: the document of every position; None when every row is one document."""
-    if cu_seqlens is None and seq_start is None:
-        return None
-    start = document_starts(B, S, cu_seqlens, seq_start, device).to(torch.int32).contiguous()
-    if cu_seqlens is None:
-        return start, torch.full_like(start, S)
-    ends = torch.cat((cu_seqlens[1:].to(torch.int64), torch.full((1,), S, dtype=torch.int64, device=device)))
-    document = torch.searchsorted(ends[:-1].contiguous(), torch.arange(S, device=device), right=True)
-    return start, ends[document].to(torch.int32).expand(B, S).contiguous()
-
-
 def first_position(q_offset: int | None, T: int, S: int) -> int:
     """Return the position of the first query, or raise ValueError where it lies before all keys."""
     if q_offset is not None and q_offset < 0:
@@ -282,7 +270,7 @@ def launch_forward(
     if o.numel() == 0:
         return o, lse2
     if starts is None:
-        starts = document_bounds(B, S, cu_seqlens, seq_start, q.device)
+        starts = edges(B, S, cu_seqlens, seq_start, None, q.device)
     if prune is not None and bounds is None:
         bounds = pruning.loop_bounds(q, k, c_hi, c_lo, scale, softcap, prune, q_offset, causal)
     tile = tile or tile_for("forward", D, q.dtype, q.device)

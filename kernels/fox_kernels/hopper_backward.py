@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .edges import edges
 from .hopper_forward import (
     Blocks,
     Launch,
@@ -19,7 +20,6 @@ from .hopper_forward import (
     remembered,
     unsupported,
     usable,
-    visible_from,
 )
 
 
@@ -89,7 +89,7 @@ def plan_backward(
     blocks = [
         blocks_of(q, cut.queries, D), blocks_of(k, 64, D), blocks_of(v, 64, D), blocks_of(do, cut.queries, D),
         Blocks(q, [B * H * rows, D], [D, 1], [64, D // 2 if cut.queries == 64 else D]),
-        *[blocks_of(x if x.is_contiguous() else x.contiguous(), 64, D) for x in (k, v)],
+        blocks_of(k, 64, D, True), blocks_of(v, 64, D, True),
     ]  # fmt: skip
     heads = min(H // Hkv, cut.heads)
     bias_by_mma = heads == 1 and cut.queries == 128 and sink == 0  # its parts need the room that more would take
@@ -113,20 +113,20 @@ def plan_backward(
 
 
 def launch_backward(
-    do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0,
-    softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, residual=None, bounds=None,
+    do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None,
+    sink=0, softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, residual=None, bounds=None,
     deterministic=True, exact_sums: bool | None = None, group=None, cut: Cut | None = None,
 ):  # fmt: skip
     """Return dq, dk, dv (contiguous, in the inputs' dtype) and dc (B, H, S) float32 = dL/dc in natural units.
 
     do (B, T, H, D) and dlse2 (B, H, T) or None are the gradients of o and of the base-2 lse2. With deterministic=True
     the float32 dq is summed in key order, bit for bit the same in every run. residual is what the forward left in its
-    own, bounds what `prune.loop_bounds` returned for it, if that is known. exact_sums: dc from float32 dS or from
-    what its products round; None: as EXACT_SUMS says. Head dims 80 and 96 run the plain Triton backward. Raises
-    ValueError for what `hopper_forward.unsupported` names.
+    own, starts what `edges` and bounds what `prune.loop_bounds` returned for it, if that is known. exact_sums: dc from
+    float32 dS or from what its products round; None: as EXACT_SUMS says. Head dims 80 and 96 run the plain Triton
+    backward. Raises ValueError for what `hopper_forward.unsupported` names.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    started = cu_seqlens is not None or seq_start is not None or window is not None
+    started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
     if exact_sums is None:
         exact_sums = EXACT_SUMS
     key = (
@@ -148,7 +148,7 @@ def launch_backward(
             from . import backward
 
             return backward.launch_backward(
-                do, dlse2, q, k, v, o, lse2, c_hi, c_lo, residual=residual, bounds=bounds, **options
+                do, dlse2, q, k, v, o, lse2, c_hi, c_lo, starts=starts, residual=residual, bounds=bounds, **options
             )
         plan = remembered(_plans, key, plan_backward(
             q, k, v, do, started, prune is not None, sink, deterministic, exact_sums, group, cut or CUTS[D]
@@ -162,12 +162,9 @@ def launch_backward(
     sums = torch.empty(B * H * rows, D, dtype=torch.float32, device=device)
     delta, row_sum = torch.empty(2, B, H, rows, dtype=torch.float32, device=device).unbind()
     ticket = torch.empty(B * H * tiles + 1, dtype=torch.int32, device=device)  # the last one counts key tiles
-    start, end = None, None
-    if started:
-        start = visible_from(B, S, cu_seqlens, seq_start, window, device)
-        # the first query that no longer sees key j = how many queries see from j or earlier; start never falls
-        keys = torch.arange(S, device=device, dtype=torch.int32).expand(B, S).contiguous()
-        end = torch.searchsorted(start, keys, right=True, out_int32=True)
+    if starts is None:
+        starts = edges(B, S, cu_seqlens, seq_start, window, device)
+    start, end = (None, None) if starts is None else starts.unbind()
     tile_lo, tile_hi = ticket, ticket
     if prune is not None:
         from .prune import loop_bounds

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import replay
-from .chunked import document_starts
+from .edges import edges
 from .launch import Runner
 from .tiles import capability
 
@@ -143,8 +143,11 @@ class Blocks(NamedTuple):
         return TensorDescriptor(self.base, self.shape, self.strides, self.block, layout)
 
 
-def blocks_of(x: Tensor, rows: int, columns: int) -> Blocks:
-    """Describe x (B, T, H, D) for TMA copies of blocks (1, rows, 1, columns)."""
+def blocks_of(x: Tensor, rows: int, columns: int, contiguous: bool = False) -> Blocks:
+    """Describe x (B, T, H, D), or what is contiguous but otherwise like it, for TMA copies of (1, rows, 1, columns)."""
+    if contiguous:
+        _, T, H, D = x.shape
+        return Blocks(x, list(x.shape), [T * H * D, H * D, D, 1], [1, rows, 1, columns])
     # a dimension of size 1 may carry any stride; TMA wants a valid one
     strides = [s if n > 1 else x.shape[-1] * x.shape[-2] for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     return Blocks(x, list(x.shape), [*strides, 1], [1, rows, 1, columns])
@@ -184,16 +187,6 @@ def remembered(plans: dict, key: tuple, plan):
     return plan
 
 
-def visible_from(B: int, S: int, cu_seqlens, seq_start, window, device) -> Tensor | None:
-    """Return (B, S) int32, the first key that the query at each position sees, or None where that is 0 for all."""
-    if cu_seqlens is None and seq_start is None and window is None:
-        return None
-    start = document_starts(B, S, cu_seqlens, seq_start, device)
-    if window is not None:
-        start = torch.maximum(start, torch.arange(1 - window, S + 1 - window, device=device))
-    return start.to(torch.int32).contiguous()
-
-
 def heads_per_group(bytes_per_head: int) -> int:
     """How many heads' tiles to walk together, so that what they share fits the L2 cache: a power of two, 4 at least."""
     return max(4, 1 << (L2_BYTES // bytes_per_head).bit_length() >> 1)
@@ -229,11 +222,10 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
     given, (q, k, v) = (q, k, v), (copyable(q), copyable(k), copyable(v))
     tiles = -(-T // (64 * shape.consumers))
     group = heads_per_group(2 * S * D * q.element_size()) * (H // Hkv)
-    o = q if q.is_contiguous() else q.contiguous()
-    by_tma = ((q, 64), (k, shape.keys), (v, shape.keys), (o, 64), (o, 64))
-    blocks = [blocks_of(x, rows, shape.columns) for x, rows in by_tma]
+    by_tma = ((q, 64, False), (k, shape.keys, False), (v, shape.keys, False), (q, 64, True), (q, 64, True))  # o like q
+    blocks = [blocks_of(x, rows, shape.columns, like) for x, rows, like in by_tma]
     if shape.rest:
-        blocks += [blocks_of(x, rows, shape.rest) for x, rows in by_tma]
+        blocks += [blocks_of(x, rows, shape.rest, like) for x, rows, like in by_tma]
     started, pruned, sink, residual = constants
     launch = Launch(
         fox_forward, min(tiles * B * H, processors(q.device)),
@@ -248,17 +240,18 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
 
 
 def launch_forward(
-    q, k, v, c_hi, c_lo, *, scale, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None, prune=None,
-    q_offset=None, c_offset=None, causal=True, residual=None, bounds=None, counter=None, shape: Shape | None = None,
+    q, k, v, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None,
+    prune=None, q_offset=None, c_offset=None, causal=True, residual=None, bounds=None, counter=None,
+    shape: Shape | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside, -inf for empty rows.
 
     q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others
     are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. residual, if given
-    (contiguous, like o), takes what rounding o lost; bounds is what `prune.loop_bounds` returns, if that is known;
-    counter is one int32 0, if there is one. Raises ValueError for what `unsupported` names.
+    (contiguous, like o), takes what rounding o lost; starts is what `edges` returns and bounds `prune.loop_bounds`, if
+    that is known; counter is one int32 0, if there is one. Raises ValueError for what `unsupported` names.
     """
-    started = cu_seqlens is not None or seq_start is not None or window is not None
+    started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
     constants = (started, prune is not None or bounds is not None, sink, residual is not None)
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, alignment(q, k, v, c_hi, c_lo),
@@ -276,9 +269,10 @@ def launch_forward(
     if any(plan.copies):
         q, k, v = (copied(x) if copy else x for x, copy in zip((q, k, v), plan.copies, strict=True))
     B, T, H, _ = q.shape
+    if starts is None:
+        starts = edges(B, k.shape[1], cu_seqlens, seq_start, window, q.device)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    start = visible_from(B, k.shape[1], cu_seqlens, seq_start, window, q.device) if started else None
     if prune is not None and bounds is None:
         from .prune import loop_bounds
 
@@ -289,7 +283,7 @@ def launch_forward(
     plan.launch(
         by_tma * 2 if plan.rest else by_tma,
         (
-            *(() if plan.rest else (counter,) * 5), c_hi, c_lo, lse2, counter if start is None else start,
+            *(() if plan.rest else (counter,) * 5), c_hi, c_lo, lse2, counter if starts is None else starts[0],
             counter if bounds is None else bounds, counter, scale * LOG2_E, *plan.numbers,
         ),
     )  # fmt: skip

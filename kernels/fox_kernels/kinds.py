@@ -31,10 +31,11 @@ def on_current_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and device.index == torch.cuda.current_device()
 
 
-def attention_kind(q, k, v, log_f, backend: str, *options) -> tuple | None:
-    """Return the kind of a `forgetting_attention` without documents, padding and lse; options are all its others.
+def attention_kind(q, k, v, log_f, cu_seqlens, seq_start, backend: str, *options) -> tuple | None:
+    """Return the kind of a `forgetting_attention` without lse; options are its scale, window, sink, softcap and prune.
 
-    Two calls of a kind differ in nothing but values and addresses, and no two of their tensors begin at one address.
+    Two calls of a kind differ in nothing but values, addresses and how many documents there are, and no two of their
+    tensors begin at one address.
     """
     if torch.compiler.is_compiling() or not TENSORS.issuperset((type(q), type(k), type(v), type(log_f))):
         return None
@@ -53,12 +54,22 @@ def attention_kind(q, k, v, log_f, backend: str, *options) -> tuple | None:
     types = tuple(map(type, options))  # True == 1 == 1.0
     if not PLAIN.issuperset(types) or type(backend) is not str:
         return None
+    documents = padding = None
+    if cu_seqlens is not None:
+        if type(cu_seqlens) is not Tensor or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+            return None
+        documents = (cu_seqlens.dtype, cu_seqlens.device)
+    if seq_start is not None:
+        if type(seq_start) is not Tensor:
+            return None
+        padding = (seq_start.shape, seq_start.dtype, seq_start.device)
     differentiable = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or log_f.requires_grad
     )
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), log_f.shape, log_f.stride(), dtype,
-        log_f.dtype, device, backend, options, types, differentiable, determinism.is_deterministic(),
+        log_f.dtype, device, documents, padding, backend, options, types, differentiable,
+        determinism.is_deterministic(),
     )  # fmt: skip
 
 

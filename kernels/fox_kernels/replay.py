@@ -16,7 +16,7 @@ aten = torch.ops.aten
 ALLOCATIONS = frozenset((aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default))
 ALIGNMENT = 512  # of what is cut out of one allocation, as of allocations of their own
 
-calls: dict[tuple | None, Any] = {}  # by kind, what takes q, k, v, log_f and returns o; None: it can't be replayed
+calls: dict[tuple | None, Any] = {}  # by kind, what takes q, k, v, log_f, cu_seqlens, seq_start and returns o, or None
 _watching = threading.local()
 
 
@@ -26,7 +26,10 @@ class Launched(NamedTuple):
     go: Any
     arguments: list
     stream: int  # its place among them
-    descriptors: list[tuple[int, Tensor, tuple]]  # place, tensor copied by TMA, what filling takes after the address
+    descriptors: list[tuple[int, Tensor, tuple]]  # place, tensor copied by TMA, what fills it and how
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self.arguments if isinstance(x, Tensor)] + [x for _, x, _ in self.descriptors]
 
 
 def note(run, grid: tuple, copied: tuple, arguments: tuple | None) -> None:
@@ -82,7 +85,8 @@ class Replay:
     """
 
     def __init__(self, tape: Tape, inputs: tuple[Tensor, ...], results: tuple[Tensor | None, ...], apart: int):
-        if tape.others or None in tape.launches:
+        launches = [x for x in tape.launches if x is not None]
+        if tape.others or len(launches) < len(tape.launches):
             raise LookupError("more happened than launches of known kernels")
         made = {storage(x): x for x in tape.made}
         for x in results:
@@ -94,7 +98,9 @@ class Replay:
         kept = [x for x in results[apart:] if x is not None]
         self.kept = [None if x is None else (x.shape, x.dtype) for x in results[apart:]]
         own = {storage(x) for x in results if x is not None}
-        scratch = [x for at, x in made.items() if at not in own]
+        read = [x for launched in launches for x in launched.tensors()]
+        used = dict.fromkeys(map(storage, read))
+        scratch = [made[at] for at in used if at in made and at not in own]
         self.kept_ends = end_of([x.nbytes for x in kept])
         scratch_ends = end_of([x.untyped_storage().nbytes() for x in scratch])
         self.scratch = scratch_ends[-1]
@@ -118,8 +124,7 @@ class Replay:
             return given.index(at), x.data_ptr() - inputs[given.index(at)].data_ptr()
 
         self.launches = []
-        for launched in tape.launches:
-            assert launched is not None
+        for launched in launches:
             patches = [(i, *place(x)) for i, x in enumerate(launched.arguments) if isinstance(x, Tensor)]
             fills = [(i, *place(x), how) for i, x, how in launched.descriptors]
             template = [None if isinstance(x, Tensor) else x for x in launched.arguments]

@@ -19,7 +19,6 @@ from fox_kernels.hopper_forward import (  # noqa: E402
     gluon_missing,
     halved,
     heads_per_group,
-    visible_from,
 )
 
 needs_gluon = pytest.mark.skipif(gluon_missing() is not None, reason=str(gluon_missing()))
@@ -204,20 +203,6 @@ def test_launching_what_is_unsupported_raises_with_the_reason():
     c = torch.zeros(1, 2, 128)
     with pytest.raises(ValueError, match="can't run this"):
         hopper_forward.launch_forward(q, q, q, c, c, scale=0.125)
-
-
-def test_first_visible_key_joins_documents_padding_and_window():
-    cu_seqlens = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
-    seq_start = torch.tensor([0, 2], dtype=torch.int32)
-
-    def rows(B, S, cu_seqlens, seq_start, window):
-        start = visible_from(B, S, cu_seqlens, seq_start, window, "cpu")
-        return None if start is None else start.tolist()
-
-    assert rows(1, 9, cu_seqlens, None, None) == [[0, 0, 0, 3, 4, 4, 4, 4, 4]]
-    assert rows(1, 9, cu_seqlens, None, 2) == [[0, 0, 1, 3, 4, 4, 5, 6, 7]]
-    assert rows(2, 4, None, seq_start, None) == [[0, 0, 0, 0], [2, 2, 2, 2]]
-    assert rows(2, 4, None, None, None) is None
 
 
 def test_only_strides_that_the_copy_engine_refuses_are_copied():

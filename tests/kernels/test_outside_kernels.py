@@ -171,7 +171,7 @@ def test_nan_through_lse_on_a_gpu(backend):
 
 
 def test_what_the_hopper_backward_is_handed_of_rows_that_see_nothing(monkeypatch):
-    from fox_kernels import autograd
+    from fox_kernels import passes
 
     handed = []
 
@@ -179,16 +179,16 @@ def test_what_the_hopper_backward_is_handed_of_rows_that_see_nothing(monkeypatch
         handed.append(dlse2)
         return q, k, v, torch.zeros(1, 1, 3)
 
-    monkeypatch.setattr(autograd, "_launchers", lambda backend: (None, launch))
-    monkeypatch.setattr(autograd.cumsum, "gate_gradient", lambda dc, log_f: log_f)
+    monkeypatch.setattr(passes, "launchers", lambda backend: (None, launch))
+    monkeypatch.setattr(passes.cumsum, "gate_gradient", lambda dc, log_f: log_f)
     x, lse2 = torch.zeros(1, 3, 1, 8), torch.tensor([[[-torch.inf, 1.0, 2.0]]])
     for start, expected in (
         (torch.tensor([1], dtype=torch.int32), [0.0, torch.nan, 3.0]),
         (None, [torch.nan] * 2 + [3.0]),
     ):
         given = torch.tensor([[[torch.nan, torch.nan, 3.0]]])
-        autograd._differentiate(
-            x, given, x, x, x, x, x, lse2, x, x, None, None, 1.0, None, start, None, 0, None, None, "gluon", True
+        passes.differentiate(
+            x, given, x, x, x, x, x, lse2, x, x, None, None, None, 1.0, None, start, None, 0, None, None, "gluon", True
         )
         torch.testing.assert_close(handed.pop(), torch.tensor([[expected]]), equal_nan=True)
 

@@ -14,7 +14,7 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 
 import fox_kernels  # noqa: E402
-from fox_kernels import api, autograd, hopper_backward, hopper_forward, kinds, launch, replay  # noqa: E402
+from fox_kernels import api, autograd, calls, hopper_backward, hopper_forward, kinds, launch, replay  # noqa: E402
 
 N = 96
 
@@ -168,7 +168,7 @@ def driven(monkeypatch):
         monkeypatch.setattr(module, "processors", lambda device: 132)
         monkeypatch.setattr(module, "_plans", {})
     known = {}
-    for module in (replay, api, autograd):
+    for module in (replay, api, autograd, calls):
         monkeypatch.setattr(module, "calls", known)
     monkeypatch.setattr(launch, "_runners", {})
     monkeypatch.setattr(kinds, "on_current_gpu", lambda device: True)
@@ -191,13 +191,27 @@ def split(arguments):
 
 
 @pytest.mark.skipif(not launch.PROVEN, reason="the short way is taken with Triton 3.6 only")
-@pytest.mark.parametrize("options", [{}, {"sink": 3, "scale": 0.3}, {"prune": -5.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sink": 3, "scale": 0.3},
+        {"prune": -5.0},
+        {"window": 50},
+        {"seq_start": [3, 100]},
+        {"cu_seqlens": [0, 7, 192]},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("backend", "kernels"), [("gluon", (2, 4)), ("triton", (3, 4))])
 def test_a_replayed_step_hands_the_driver_what_the_first_did(driven, monkeypatch, backend, kernels, options):
     launches, known = driven
     monkeypatch.setattr(api, "choose", lambda *tensors, **options: (backend, "a test"))
-    q, k, v, do = (torch.randn(2, 192, heads, 64).bfloat16() for heads in (4, 2, 2, 4))
-    log_f = torch.nn.functional.logsigmoid(torch.randn(2, 192, 4))
+    B = 1 if "cu_seqlens" in options else 2
+    started = not options.keys().isdisjoint({"cu_seqlens", "seq_start", *(["window"] if backend == "gluon" else [])})
+    options = {name: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for name, x in options.items()}
+    q, k, v, do = (torch.randn(B, 192, heads, 64).bfloat16() for heads in (4, 2, 2, 4))
+    log_f = torch.nn.functional.logsigmoid(torch.randn(B, 192, 4))
     inputs = [x.requires_grad_() for x in (q, k, v, log_f)]
     alive, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **how: alive.append(empty(*size, **how)) or alive[-1])
@@ -219,8 +233,9 @@ def test_a_replayed_step_hands_the_driver_what_the_first_did(driven, monkeypatch
     assert (o.shape, o.dtype, o.is_contiguous()) == (q.shape, q.dtype, True)
     assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in inputs]
     more = 2 if "prune" in options else 0
-    assert [len(x) for x in again] == [kernels[0] + more, kernels[1] + (backend == "gluon" and more > 0)]
-    fixed = {x.data_ptr() for x in (*inputs, do)}
+    more_backward = backend == "gluon" and "prune" in options
+    assert [len(x) for x in again] == [kernels[0] + more + started, kernels[1] + more_backward]
+    fixed = {x.data_ptr() for x in (*inputs, do, *(x for x in options.values() if isinstance(x, torch.Tensor)))}
     for before, after in zip(usual, again, strict=True):
         assert [rest for _, rest in before] == [rest for _, rest in after]
         moved = {}
