@@ -84,7 +84,7 @@ def plan(
     from retrofox.plan import plan as run
 
     result = run(load_recipe(recipe, changes or []), measure=measure, show=not as_json)
-    if as_json:
+    if as_json and os.environ.get("RANK", "0") == "0":
         print(json.dumps(result, indent=2))
 
 

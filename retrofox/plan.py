@@ -24,6 +24,7 @@ from retrofox.train_measure import measure_steps
 from retrofox.train_memory import STATE_BYTES, memory, reset_peak
 from retrofox.train_model import lower_frozen, needs_teacher
 from retrofox.train_refusals import (
+    deepspeed,
     free_bytes,
     refuse_optimizer,
     refuse_output,
@@ -56,7 +57,7 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
 
     Args:
         measure: run two real steps of every stage on this machine (random tokens) for time and peak memory.
-        show: print it as tables.
+        show: print it as tables, once where several processes plan (WORLD_SIZE devices; `accelerate launch` sets it).
 
     Returns:
         parameters, per stage {groups, steps, memory_gb by component, longest_sequence, hours, ...}, disk_gb, refusals
@@ -64,9 +65,17 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
 
     Raises:
         FileNotFoundError: no such model.
+        ValueError: to measure on several devices takes as many processes.
     """
     devices, out = int(os.environ.get("WORLD_SIZE", "1")), Path(recipe.output)
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    sharded |= deepspeed() and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
+    show = show and os.environ.get("RANK", "0") == "0"
+    if measure and devices > 1 and "RANK" not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE={devices} in one process: measuring takes as many, accelerate launch -m retrofox plan RECIPE "
+            "--measure; or plan without --measure"
+        )
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     refusals = _refusals(recipe, devices)
     config, retrofit = _configs(recipe, refusals)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,8 @@ def measure_steps(
         before: bytes that `reset_peak` found in use before the model was made: no part of a CPU run's peak.
 
     Returns:
-        tokens_per_second (median), seconds_per_step, peak_memory_gb, mfu (None where the device's peak is unknown).
+        tokens_per_second (median, of all processes), seconds_per_step, peak_memory_gb, mfu (None where the device's
+        peak is unknown).
     """
     from retrofox.train import arguments
     from retrofox.train_loop import FoxTrainer
@@ -57,10 +59,11 @@ def measure_steps(
     if stage.objective != "extend":
         dtype = DTYPES[recipe.precision]
         rest = [None if teacher is None else teacher.to(device, dtype).requires_grad_(False).eval()]
-    batch_tokens = stage.batch_tokens or stage.sequence_length * stage.micro_batch
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    batch_tokens = stage.batch_tokens or stage.sequence_length * stage.micro_batch * world
     clock = Clock(batch_tokens, flops_per_token(model, stage), peak_flops(device), device)
     with tempfile.TemporaryDirectory() as folder:
-        settings = arguments(recipe, stage, Path(folder), steps, accumulation(stage, batch_tokens, 1))
+        settings = arguments(recipe, stage, Path(folder), steps, accumulation(stage, batch_tokens, world))
         settings.save_strategy = type(settings.save_strategy)("no")
         trainer = FoxTrainer(
             model,
@@ -84,7 +87,7 @@ def measure_steps(
         "tokens_per_second": speed,
         "seconds_per_step": batch_tokens / speed,
         "peak_memory_gb": (peak_bytes(device) - (before if device.type == "cpu" else 0.0)) / 1e9,
-        "mfu": None if clock.peak is None else speed * clock.flops_per_token / clock.peak,
+        "mfu": None if clock.peak is None else speed * clock.flops_per_token / (clock.peak * world),
     }
     trainer.release()
     trainer.accelerator.free_memory()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,11 +83,12 @@ def refuse_trackers(recipe: Recipe) -> None:
 def refuse_optimizer(recipe: Recipe) -> None:
     """Raises ValueError for an optimizer that is unknown, not installed, or makes its own parameter groups."""
     from transformers import Trainer, TrainingArguments
+    from transformers.training_args import OptimizerNames
 
-    # The device must be the run's own: TrainingArguments sets it for the whole process.
-    on_cpu = not torch.cuda.is_available()
+    # The settings' defaults without their __init__, which starts devices and processes: `plan` may have neither.
+    settings: Any = SimpleNamespace(**{field.name: field.default for field in dataclasses.fields(TrainingArguments)})
     try:
-        settings = TrainingArguments(output_dir=recipe.output, optim=recipe.optim, report_to=[], use_cpu=on_cpu)
+        settings.optim = OptimizerNames(recipe.optim)
         cls, options = Trainer.get_optimizer_cls_and_kwargs(settings)
     except (ImportError, ValueError) as error:
         raise ValueError(f"optim: {recipe.optim} can't be used: {error}") from None

@@ -55,6 +55,24 @@ def test_counts_are_the_models(make_recipe, pico_fox):
     assert report["disk_gb"]["total"] > 0
 
 
+def test_several_devices_are_planned_in_one_process_and_printed_once(make_recipe, monkeypatch, capsys):
+    one = plan(make_recipe())["stages"][0]["memory_gb"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    report = plan(make_recipe(), show=True)
+    assert len(report["refusals"]) == 1
+    assert report["refusals"][0].startswith("batch_tokens = 128 must be a multiple of sequence_length x micro_batch x")
+    assert report["devices"] == 2
+    assert "2 x " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 in one process: measuring takes as many"):
+        plan(make_recipe(), measure=True)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    for stage, weights in (("2", one["weights"]), ("3", one["weights"] / 2)):
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+        assert plan(make_recipe(), show=True)["stages"][0]["memory_gb"]["weights"] == pytest.approx(weights)
+    assert capsys.readouterr().out == ""
+
+
 def test_memory_is_what_autograd_keeps(make_recipe, pico_fox):
     recipe = make_recipe()
     stage = recipe.stages[0]
