@@ -20,8 +20,9 @@ from retrofox import shards
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.modeling_fox import write_remote_code
 from retrofox.shards import INDEX, Appearing, Progress, Shards, refuse_existing
-from retrofox.source import check_out, fetch, reading_gguf
+from retrofox.source import check_out, fetch, reading_gguf, recorded
 from retrofox.surgery import (
+    ATTENTION,
     Plan,
     apply,
     attentions,
@@ -47,7 +48,7 @@ def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str 
     """The plan of a conversion, without reading a weight. Errors as in `retrofox.convert`."""
     if isinstance(source, PreTrainedModel):
         check_live(source)
-        return make_plan(source.config, spec, base=source.config._name_or_path or None)
+        return make_plan(source.config, spec, base=recorded(source.config._name_or_path) or None)
     if revision is not None and Path(source).exists():
         raise ValueError(f"revision {revision!r} belongs to a Hub id, and {source} is a local path: drop one of them")
     if str(source).endswith(".gguf"):
@@ -56,8 +57,8 @@ def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str 
             raise FileNotFoundError(f"{source}: no such file")
         with reading_gguf(path):
             config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-        return make_plan(config, spec, base=str(source))
-    return make_plan(base_config(source, revision), spec, base=str(source), revision=revision)
+        return make_plan(config, spec, base=recorded(source))
+    return make_plan(base_config(source, revision), spec, base=recorded(source), revision=revision)
 
 
 def preview(
@@ -151,11 +152,11 @@ def write(
         if not found.pickled:
             check_weights(place, found.tensors, plan)
     work = out.parent / f".{out.name}.calibration"
-    calibration, gains = _calibrated(place, plan, calibrate, work, calibrate_steps, refit_queries)
     with contextlib.ExitStack() as stack:
         if appearing is None:
             appearing = stack.enter_context(Appearing(out))
         partial = appearing.partial
+        calibration, gains = _calibrated(place, plan, calibrate, work, calibrate_steps, refit_queries)
         if isinstance(place, PreTrainedModel) or whole:
             how = _write_live(place, plan, partial, calibration, gains)
         else:
@@ -287,6 +288,8 @@ def _write_directory(
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    for key in ATTENTION:
+        values.pop(key, None)
     for key in ("model_type", "architectures", "auto_map"):
         values[key] = getattr(plan.config, key)
     values |= plan.settings_replaced

@@ -45,8 +45,9 @@ def check_settings(config: Any) -> None:
 
 
 def replaced_settings(config: Any) -> dict[str, Any]:
-    """Values of a base's config that its converted form replaces: Forgetting Attention has no attention dropout."""
-    return {"attention_dropout": 0.0} if getattr(config, "attention_dropout", None) else {}
+    """Values of a base's config that its converted form replaces: no attention dropout, no weights to put out."""
+    values = {"attention_dropout": 0.0, "output_attentions": False}
+    return {name: value for name, value in values.items() if getattr(config, name, None)}
 
 
 def trained_length(config: Any) -> int:

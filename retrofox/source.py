@@ -6,6 +6,7 @@ Imports no torch: a conversion is refused, or its copying begun, before torch is
 from __future__ import annotations
 
 import json
+import os
 import ssl
 import struct
 import urllib.error
@@ -115,7 +116,7 @@ def understood(what: str) -> Iterator[None]:
 
     try:
         yield
-    except (StrictDataclassError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+    except (StrictDataclassError, KeyError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
         why = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
         raise ValueError(
             f"{what} makes no model in transformers {version('transformers')} ({why}): download it again, or save the "
@@ -149,6 +150,11 @@ def check_source(source: str | Path, values: dict[str, Any]) -> None:
             "or dequantise it first (from_pretrained(...).dequantize(), where its method can, then save_pretrained); a "
             ".gguf file is dequantised on the way"
         )
+
+
+def recorded(source: str | Path) -> str:
+    """What a converted model calls its base: a Hub id as it is, a path so that it holds from any working directory."""
+    return os.path.abspath(source) if str(source) and Path(source).exists() else str(source)
 
 
 def refuse_adapter(source: str | Path) -> None:

@@ -28,7 +28,12 @@ from retrofox.source import check_source, read_config, reading_gguf, refuse_adap
 logger = logging.getLogger(__name__)
 NO_LIMIT = 1e12
 """Tokens, longer than any wavelength: stands for inf, which JSON lacks."""
-DROPPED = ("model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "dtype", "fox")
+ATTENTION = ("_attn_implementation", "attn_implementation")
+"""Keys of a config.json by which it asks for an attention function, of which a converted model has one."""
+DROPPED = (
+    *("model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "dtype", "fox"),
+    *ATTENTION,
+)
 """Keys of a base's config that are its own and not its converted model's."""
 UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError)
 """What transformers raises at tokenizer files that are damaged, need other libraries, or need code of their own."""
@@ -162,9 +167,13 @@ def attentions(model: torch.nn.Module) -> Iterator[tuple[str, FoxMixin]]:
     """
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, FoxMixin)]
     if not found:
-        raise ValueError(
-            f"no Forgetting Attention found in a {type(model).__name__}: convert it first (retrofox convert)"
+        remote = type(model).__module__.startswith("transformers_modules")
+        what_to_do = (
+            "it runs its own code (trust_remote_code): open it with retrofox.load"
+            if remote
+            else "convert it first (retrofox convert)"
         )
+        raise ValueError(f"no Forgetting Attention found in a {type(model).__name__}: {what_to_do}")
     return iter(found)
 
 
@@ -254,12 +263,20 @@ def convert(
             f"source must be a transformers model, a Hub id, a directory or a .gguf file, got a {type(source).__name__}"
             "; of a peft model, give what merge_and_unload() returns"
         )
+    if isinstance(calibrate, (str, Path)):
+        raise ValueError(f"calibrate takes a list of files, got {str(calibrate)!r}: put it in brackets")
+    if revision is not None and isinstance(source, PreTrainedModel):
+        raise ValueError(f"revision {revision!r} belongs to a Hub id, and a live model is what it is: drop it")
     if out is not None:
         from retrofox.artefact import write
 
         return write(source, Path(out), spec, link=link, verify=verify, revision=revision, calibrate=calibrate)
     if calibrate:
         raise ValueError("calibration writes a checkpoint: give OUT, or use retrofox.calibrate on the live model")
+    if spec.init == "calibrated" and spec.version is None:  # a spec with a version says how a model was converted
+        raise ValueError("init 'calibrated' measures the base on text: give OUT and calibrate=[FILES]")
+    if link:
+        raise ValueError("link=True shares the weight files of a directory with OUT: give OUT, or drop it")
     from retrofox.artefact import plan_for
     from retrofox.norm_gains import has_norms, set_gains, tokenizer_of_live
 
@@ -329,14 +346,25 @@ def _load_adapter(directory: Path, *, dtype: Any, device: Any) -> PreTrainedMode
     return with_adapter(model, directory)
 
 
-def load_base(source: str | Path, *, dtype: Any = None, device: Any = None, revision: str | None = None):
+def load_base(
+    source: str | Path,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    revision: str | None = None,
+    default_attention: bool = False,
+):
     """(model, tokenizer) of an unconverted model: Hub id, directory or .gguf file (dequantised); tokenizer or None.
+
+    Args:
+        default_attention: run with transformers' default attention and no weights put out, whatever the config asks.
 
     Raises:
         FileNotFoundError: nothing there.
         ValueError: the source is an adapter or quantised.
     """
     path = Path(source)
+    options: dict[str, Any]
     if str(source).endswith(".gguf"):
         if not path.is_file():
             raise FileNotFoundError(f"{source}: no such file")
@@ -345,6 +373,10 @@ def load_base(source: str | Path, *, dtype: Any = None, device: Any = None, revi
         read_config(source, revision)
         where, options = str(source), {"revision": revision or "main"}
     with reading_gguf(source) if "gguf_file" in options else contextlib.nullcontext():
+        if default_attention and "revision" in options:
+            config = AutoConfig.from_pretrained(where, **options)
+            config.output_attentions, config._attn_implementation = False, None
+            options["config"] = config
         model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
     if has_softcap(model.config):
         model.set_attn_implementation("eager")

@@ -58,8 +58,14 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
             program = fresh_python("from retrofox.verify import answer; answer(*sys.argv[1:])")
             command = [*program, str(source), str(out), str(file), *refitted]
             run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode < 0:
+                raise ValueError(
+                    f"the parity proof was killed by signal {-run.returncode}: it holds the base, then the converted "
+                    "model in memory, which may have been too little. --no-verify converts without it; nothing was "
+                    "written"
+                )
             if run.returncode:
-                raise ValueError(f"the parity proof of {out} failed to run:\n{run.stderr[-2000:]}")
+                raise ValueError(f"the parity proof failed to run; nothing was written:\n{run.stderr[-2000:]}")
             result = json.loads(file.read_text(encoding="utf-8"))
     if refitted and result["refit"]["residual"] > result["refit"]["tolerance"]:
         raise ValueError(
@@ -90,7 +96,7 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
     from retrofox.surgery import attention_mode, load, load_base
 
     tokenizer = tokenizer_of(source, out)
-    base = source if isinstance(source, PreTrainedModel) else load_base(source)[0]
+    base = source if isinstance(source, PreTrainedModel) else load_base(source, default_attention=True)[0]
     dtype = torch.float32 if base.num_parameters() <= LARGEST_IN_FLOAT32 else base.dtype
     tokens, drawn = fixed_tokens(tokenizer, base.config.vocab_size, base.config.max_position_embeddings)
     with torch.inference_mode(), _as_reference(base, dtype):

@@ -247,6 +247,32 @@ def test_a_failed_proof_leaves_nothing(source, tmp_path, monkeypatch):
     refused("parity proof failed", source, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"_attn_implementation": "eager"},
+        {"_attn_implementation": "flash_attention_2"},
+        {"attn_implementation": "flash_attention_2"},
+        {"output_attentions": True},
+    ],
+    ids=str,
+)
+def test_a_base_that_asks_for_an_attention_of_its_own_is_converted_and_proven(source, tmp_path, asked):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **asked}))
+    retrofox.convert(source, tmp_path / "out", verify=False)
+    assert compare(source, tmp_path / "out")["equal"]
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not written.get("output_attentions")
+    assert not {"_attn_implementation", "attn_implementation"} & written.keys()
+
+
+def test_a_proof_that_is_killed_says_what_may_have_been_wrong(source, tmp_path, monkeypatch):
+    kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr("retrofox.verify.fresh_python", lambda program: kill)
+    refused("killed by signal 9: it holds the base.*--no-verify", source, tmp_path / "out")
+
+
 def test_damaged_weights_are_told_from_a_fault_of_the_conversion(source, tmp_path):
     state = load_file(source / "model.safetensors")
     state["model.norm.weight"][0] = float("nan")

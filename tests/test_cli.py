@@ -193,6 +193,7 @@ def test_missing_things_exit_2(run, source, tmp_path, arguments, text):
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
         {"dtype": "bogus"},
         {"is_causal": False},
+        {"pad_token_id": 100_000},
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from retrofox import FoxSpec
 from retrofox.artefact import GATES_SHARD, INDEX
 from retrofox.conversion_report import print_conversion
 from retrofox.norm_gains import gains_of
-from retrofox.surgery import is_new_tensor, load_base, load_tokenizer
+from retrofox.surgery import attentions, is_new_tensor, load_base, load_tokenizer
 from retrofox.verify import compare
 
 NORMS = FoxSpec(pro=("qk-norm", "output-norm", "output-gate"))
@@ -213,6 +213,63 @@ def test_converting_a_directory_in_memory_refuses_the_same(pico_checkpoint):
 def test_a_revision_of_a_directory(pico_checkpoint: Path):
     with pytest.raises(ValueError, match="belongs to a Hub id"):
         retrofox.convert(pico_checkpoint, revision="main")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"fox": FoxSpec(init="calibrated")}, "measures the base on text"),
+        ({"link": True}, "link=True shares"),
+        ({"revision": "main"}, "a live model is what it is"),
+        ({"calibrate": "text.txt"}, "takes a list of files, got 'text.txt'"),
+        ({"calibrate": ["text.txt"]}, "calibration writes a checkpoint"),
+    ],
+    ids=str,
+)
+def test_what_a_conversion_in_memory_can_not_honour_is_refused(pico_llama, options, match):
+    with pytest.raises(ValueError, match=match):
+        retrofox.convert(pico_llama(), **options)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_wavelength": "100"},
+        {"log_n": "x"},
+        {"log_n": True},
+        {"log_n": float("nan")},
+        {"half_life": 5},
+        {"half_life": ("a", "b")},
+        {"layer_max_wavelength": [1]},
+        {"layer_max_wavelength": {"first": 3}},
+        {"pro": None},
+        {"prune": "x"},
+        {"anneal_tokens": "10"},
+        {"anneal_tokens": float("inf")},
+        {"annealed_tokens": -5},
+    ],
+    ids=str,
+)
+def test_a_spec_with_a_value_of_another_kind_names_its_field(values):
+    with pytest.raises(ValueError, match=next(iter(values))):
+        FoxSpec(**values)
+
+
+def test_a_base_in_a_relative_path_is_recorded_so_that_it_holds_anywhere(pico_checkpoint, monkeypatch):
+    monkeypatch.chdir(pico_checkpoint.parent.parent)
+    source = f"{pico_checkpoint.parent.name}/{pico_checkpoint.name}"  # looks like a Hub id
+    report = retrofox.convert(source, pico_checkpoint.parent / "out", verify=False)
+    assert report["plan"]["spec"]["base"] == str(pico_checkpoint)
+    assert "base_model:" not in (pico_checkpoint.parent / "out" / "README.md").read_text()
+    live = AutoModelForCausalLM.from_pretrained(source)
+    assert retrofox.convert(live).config.fox["base"] == str(pico_checkpoint)
+
+
+def test_a_model_with_code_of_its_own_is_told_from_an_unconverted_one(pico_fox_checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = AutoModelForCausalLM.from_pretrained(pico_fox_checkpoint, trust_remote_code=True)
+    with pytest.raises(ValueError, match=r"trust_remote_code\): open it with retrofox\.load"):
+        attentions(model)
 
 
 def test_a_damaged_converted_checkpoint_says_which_file(pico_fox_checkpoint):

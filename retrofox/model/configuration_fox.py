@@ -70,6 +70,8 @@ class FoxSpec:
     version: str | None = None
 
     def __post_init__(self) -> None:
+        for spec_field in fields(self):
+            _check_type(spec_field, getattr(self, spec_field.name))
         _one_of("rope", self.rope, ROPE_MODES)
         _one_of("anneal_to", self.anneal_to, ("partial", "drop"))
         _one_of("gate", self.gate, GATE_KINDS)
@@ -83,13 +85,16 @@ class FoxSpec:
             _one_of("pro", part, PRO_PARTS)
         if self.max_wavelength is not None and not self.max_wavelength > 0:
             raise ValueError(f"max_wavelength must be a positive number of tokens, got {self.max_wavelength}")
-        self.layer_max_wavelength = {int(k): float(v) for k, v in self.layer_max_wavelength.items()}
+        self.layer_max_wavelength = _numbers_by_layer(self.layer_max_wavelength)
         if any(not v >= 0 for v in self.layer_max_wavelength.values()):
             raise ValueError(f"layer_max_wavelength must be >= 0 tokens per layer, got {self.layer_max_wavelength}")
         if self.half_life is not None:
-            if len(self.half_life) != 2:
-                raise ValueError(f"half_life takes two numbers, (shortest, longest) in tokens, got {self.half_life}")
-            low, high = (float(x) for x in self.half_life)
+            try:
+                low, high = (float(x) for x in self.half_life)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"half_life takes two numbers, (shortest, longest) in tokens, got {self.half_life}"
+                ) from None
             if not (0 < low <= high and math.isfinite(high)):
                 raise ValueError(
                     f"half_life must be 0 < shortest <= longest, finite, in tokens, got ({low:g}, {high:g})"
@@ -98,15 +103,20 @@ class FoxSpec:
         is_count = isinstance(self.sink_tokens, int) and not isinstance(self.sink_tokens, bool)
         if not is_count or not 0 <= self.sink_tokens < 2**31:
             raise ValueError(f"sink_tokens must be an integer >= 0 and below 2^31, got {self.sink_tokens!r}")
-        if self.log_n is not None and self.log_n < 2:
+        if self.log_n is not None and not 2 <= self.log_n < math.inf:
             raise ValueError(f"log_n must be a trained length of at least 2 tokens, got {self.log_n}")
         if self.prune is not None:
-            if isinstance(self.prune, bool) or not (math.isfinite(self.prune) and self.prune <= 0):
+            if not (math.isfinite(self.prune) and self.prune <= 0):
                 raise ValueError(
                     f"prune must be ln(eps) of the attention weight that may be lost, <= 0, say -10; got {self.prune!r}"
                 )
             self.prune = float(self.prune)
-        if self.rope == "anneal" and self.anneal_tokens <= 0:
+        if not (0 <= self.anneal_tokens < math.inf and 0 <= self.annealed_tokens < math.inf):
+            raise ValueError(
+                "anneal_tokens and annealed_tokens must be finite numbers of tokens, 0 or more; got "
+                f"{self.anneal_tokens} and {self.annealed_tokens}"
+            )
+        if self.rope == "anneal" and self.anneal_tokens == 0:
             raise ValueError("rope='anneal' needs anneal_tokens > 0: the training tokens over which pairs fade")
 
     @classmethod
@@ -210,6 +220,33 @@ def half_life_ladder(num_heads: int, half_life: tuple[float, float]) -> list[flo
         return [high]
     shares = [h / (num_heads - 1) for h in range(num_heads)]
     return [low ** (1 - share) * high**share for share in shares]
+
+
+TAKES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(
+        ("max_wavelength", "anneal_tokens", "annealed_tokens", "log_n"), ((int, float), "a number of tokens")
+    ),
+    "layer_max_wavelength": ((dict,), "a mapping of layers to tokens"),
+    "half_life": ((tuple, list), "two numbers, (shortest, longest) in tokens"),
+    "pro": ((str, tuple, list), "names of parts"),
+    "prune": ((int, float), "ln(eps) of the attention weight that may be lost"),
+}
+"""Field of a FoxSpec -> the types that its value may have, and what it takes; the other fields look for themselves."""
+
+
+def _check_type(spec_field: Any, value: object) -> None:
+    types, wanted = TAKES.get(spec_field.name, ((object,), ""))
+    if value is None and spec_field.default is None:
+        return
+    if not isinstance(value, types) or (types == (int, float) and isinstance(value, bool)):
+        raise ValueError(f"{spec_field.name} has the wrong type: {value!r}; it takes {wanted}")
+
+
+def _numbers_by_layer(values: dict[Any, Any]) -> dict[int, float]:
+    try:
+        return {int(layer): float(tokens) for layer, tokens in values.items()}
+    except (TypeError, ValueError):
+        raise ValueError(f"layer_max_wavelength takes a number of tokens per layer, got {values}") from None
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
