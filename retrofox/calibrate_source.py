@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from retrofox.families import inner_model
 from retrofox.model.configuration_fox import FoxSpec
+from retrofox.shards import find
 from retrofox.surgery import (
     apply,
     attentions,
@@ -26,8 +27,6 @@ from retrofox.surgery import (
     load_tokenizer,
     make_plan,
 )
-
-INDEX = "model.safetensors.index.json"
 
 
 class Source:
@@ -117,15 +116,9 @@ def _fill_buffers(model: PreTrainedModel, config: Any) -> None:
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file; empty where there is none."""
-    if (directory / INDEX).is_file():
-        weight_map = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return {name: directory / file for name, file in weight_map.items()}
-    file = directory / "model.safetensors"
-    if not file.is_file():
-        return {}
-    with safe_open(file, "pt") as opened:
-        return dict.fromkeys(opened.keys(), file)
+    """Tensor name -> safetensors file, of the weights that transformers loads; empty for .bin files."""
+    found = find(directory)
+    return {} if found.pickled else {name: found.files[file] for name, file in found.weight_map.items()}
 
 
 def layerwise(directory: Path) -> bool:

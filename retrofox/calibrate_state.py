@@ -29,12 +29,12 @@ class State:
         """Opens the directory for a run with these settings.
 
         Raises:
-            ValueError: it holds the work of a run with other settings, and resume is asked for.
+            ValueError: it holds finished layers of a run with other settings, and resume is asked for.
         """
         self.directory = directory
         file = directory / SETTINGS
         wanted = json.loads(json.dumps(settings))
-        if resume and file.exists():
+        if resume and file.exists() and self._layer(0).exists():
             there = json.loads(file.read_text(encoding="utf-8"))
             other = sorted(k for k in wanted.keys() | there.keys() if wanted.get(k) != there.get(k))
             if other:

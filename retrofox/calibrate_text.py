@@ -89,5 +89,7 @@ def choose_windows(
 
 def full_windows(found: Sequence[np.ndarray], tokenizer: Any, length: int) -> torch.Tensor:
     """(1 or 2, T) int64: windows of the length a model was trained to, or of the longest document if that is less."""
-    whole = pieces(found, tokenizer, min(length, max(map(len, found))))
+    length = min(length, max(map(len, found)))
+    while not (whole := pieces(found, tokenizer, length)):  # the longest begins with one token twice
+        length -= 1
     return torch.from_numpy(np.stack([whole[i] for i in sorted({0, len(whole) // 2})])).long()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import pickle
 import re
@@ -10,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from retrofox import shards
@@ -73,7 +74,7 @@ def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
     Raises:
         ValueError: the file is damaged, holds something else than tensors, or would run code when unpickled.
     """
-    state = _unpickled(file)
+    state, mapped = _unpickled(file)
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
@@ -83,20 +84,38 @@ def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
         if name not in tied or not any(_same_memory(tensor, other) for other in shared):
             kept[name] = tensor
     entries = {name: (DTYPES[t.dtype], list(t.shape), t.numel() * t.element_size()) for name, t in kept.items()}
-    shards.write_tensors(target, entries, map(_bytes, kept.values()))
+    shards.write_tensors(target, entries, _written(kept, mapped))
+
+
+def _written(tensors: Mapping[str, torch.Tensor], mapped: bool) -> Iterator[memoryview]:
+    for tensor in tensors.values():
+        yield _bytes(tensor)
+        if mapped:
+            _let_go(tensor.untyped_storage())
+
+
+def _let_go(storage: torch.UntypedStorage) -> None:
+    """Drops a mapped file's pages from memory, in which they would otherwise gather; they are read anew if needed."""
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = storage.data_ptr() + storage.nbytes() - start
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 def _same_memory(one: torch.Tensor, other: Any) -> bool:
     return isinstance(other, torch.Tensor) and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
-def _unpickled(file: Path) -> dict[str, Any]:
+def _unpickled(file: Path) -> tuple[dict[str, Any], bool]:
+    """The tensors of a .bin file, and whether they are mapped to it rather than in memory."""
+    mapped = True
     try:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
+            mapped = False
             state = torch.load(file, map_location="cpu", weights_only=True)  # written before torch 1.6
     except pickle.UnpicklingError as error:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
@@ -109,7 +128,7 @@ def _unpickled(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} can't be read ({str(error).splitlines()[0]}): download it again") from error
     if not isinstance(state, dict) or not state:
         raise ValueError(f"{file} holds a {type(state).__name__} where a dictionary of tensors belongs")
-    return state
+    return state, mapped
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -130,12 +149,19 @@ def replace_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], weight
                 raise ValueError(f"{key} is {entry['shape']} in {file}, its replacement {list(tensors[key].shape)}")
             entries[key] = (entry["dtype"], entry["shape"], shards.nbytes([entry]))
         partial = directory / f"{name}.partial"
-        shards.write_tensors(partial, entries, _replaced(file, [key for key, _ in old], tensors))
+        shards.write_tensors(partial, entries, _replaced(file, old, tensors))
         os.replace(partial, file)
 
 
-def _replaced(file: Path, names: list[str], tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
-    with safe_open(file, "pt") as opened:
-        for name in names:
-            tensor = opened.get_tensor(name)
-            yield _bytes(tensors[name].cpu().to(tensor.dtype) if name in tensors else tensor)
+def _replaced(
+    file: Path, old: list[tuple[str, dict[str, Any]]], tensors: Mapping[str, torch.Tensor]
+) -> Iterator[memoryview]:
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    data_start = file.stat().st_size - max(entry["data_offsets"][1] for _, entry in old)
+    with open(file, "rb") as stream:  # read, not mapped: mapped pages would count as this process's memory
+        for name, entry in old:
+            if name in tensors:
+                yield _bytes(tensors[name].cpu().to(dtypes[entry["dtype"]]))
+            else:
+                stream.seek(data_start + entry["data_offsets"][0])
+                yield memoryview(stream.read(shards.nbytes([entry])))

@@ -33,7 +33,7 @@ from retrofox.calibrate import apply_to, calibrate
 from retrofox.calibrate_half_life import MassByDistance, calibrate_half_lives
 from retrofox.calibrate_run import fold
 from retrofox.calibrate_source import Checkpoint
-from retrofox.calibrate_text import pieces
+from retrofox.calibrate_text import full_windows, pieces
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
 from retrofox.surgery import attention_mode, attentions
 
@@ -250,6 +250,13 @@ def test_other_settings_in_the_same_directory_are_refused(tokens, tmp_path):
     with pytest.raises(ValueError, match=r"another steps.*resume=False"):
         calibrate(sharp(), SPEC, tokens, out_dir=tmp_path, steps=3, progress=False)
     calibrate(sharp(), SPEC, tokens, out_dir=tmp_path, steps=3, progress=False, resume=False)
+
+
+def test_a_run_that_fitted_nothing_binds_no_other_to_its_settings(tokens, tmp_path):
+    spec = FoxSpec(rope="keep", init="calibrated")
+    with pytest.raises(ValueError, match="with T at least 17 tokens"):
+        calibrate(sharp(), spec, tokens[:, :16], out_dir=tmp_path, steps=1, progress=False)
+    calibrate(sharp(), spec, tokens, out_dir=tmp_path, steps=1, progress=False)
 
 
 def test_base_and_converted_models_keep_their_tensors(tokens, tmp_path):
@@ -469,6 +476,7 @@ def test_no_window_begins_with_one_token_twice():
     assert [piece.tolist() for piece in pieces(found, plain, 4)] == [[7, 1, 2, 3], [4, 5, 6, 1]]
     begun = [np.array([0, 7, 7, 7, 1, 2, 3, 4], np.int32)]
     assert [piece.tolist() for piece in pieces(begun, bos, 4)] == [[0, 7, 7, 7], [0, 1, 2, 3]]
+    assert full_windows([np.array([7, 7, 7, 1, 2, 3], np.int32)], plain, 100).tolist() == [[7, 1, 2, 3]]
 
 
 def test_best_constant_gates_are_those_of_least_divergence(tokens):

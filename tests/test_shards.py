@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import retrofox
 from retrofox import FoxSpec, shards
+from retrofox.calibrate_source import tensor_files
 from retrofox.opening import open_model
 from retrofox.shards import INDEX, SINGLE, Appearing
 from retrofox.source import begun
@@ -55,6 +56,7 @@ def test_of_two_sets_of_weights_the_one_that_transformers_loads_is_taken(sharded
     shutil.copy(sharded.parent / "whole" / "model.safetensors", sharded)
     assert list(shards.find(sharded).files) == [SINGLE]
     assert AutoModelForCausalLM.from_pretrained(sharded).model.norm.weight.eq(3.0).all()
+    assert set(tensor_files(sharded).values()) == {sharded / "model.safetensors"}  # what is measured layer by layer
     (sharded / "model.safetensors").unlink()
     (sharded / "pytorch_model.bin").touch()
     assert len(shards.find(sharded).files) > 1
@@ -185,6 +187,21 @@ def test_pickles_old_and_new_keep_every_bit(pickled, tmp_path, zipped):
     written = load_file(tmp_path / "out" / SINGLE)
     assert set(written) == set(state)
     assert all(torch.equal(written[name], state[name]) and written[name].dtype == torch.float16 for name in state)
+
+
+def test_a_pickle_larger_than_a_tensor_does_not_fill_the_memory(tmp_path):
+    state = {f"x{n}": torch.full((4 << 20,), float(n)) for n in range(12)}  # 16 MiB each
+    torch.save(state, tmp_path / "model.bin")
+    script = (
+        "import resource, sys; from pathlib import Path; from retrofox.weights import from_bin;"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10; before = peak();"
+        "from_bin(Path(sys.argv[1]), Path(sys.argv[2]), ()); print(peak() - before)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "model.bin"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64
+    written = load_file(tmp_path / "out")
+    assert all(torch.equal(written[name], state[name]) for name in state)
 
 
 def test_sharded_pickles(pickled, tmp_path):
