@@ -111,7 +111,7 @@ class DataConfig(Section):
     eval: list[SourceOrPath] = []
     tokenizer: Place | None = Field(default=None, description="Hub id or directory; None = the model's own")
     cache: str | None = Field(
-        default=None, description="token shards; None = $XDG_CACHE_HOME/retrofox or ~/.cache/retrofox"
+        default=None, min_length=1, description="token shards; None = $XDG_CACHE_HOME/retrofox or ~/.cache/retrofox"
     )
     text_field: str = "text"
     workers: int | None = Field(default=None, ge=1, description="tokenising processes; None = all cores")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,8 @@ from retrofox.train_refusals import (
 )
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
 
-logger = logging.getLogger(__name__)
+PATIENCE = timedelta(hours=2)
+"""How long processes wait for the main one, which converts, tokenises and saves: NCCL's own is ten minutes."""
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, the state saved.
     """
     transformers.utils.logging.disable_progress_bar()
-    state: Any = PartialState() if torch.cuda.is_available() else PartialState(cpu=True)
+    state: Any = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     refuse_parallelism()
     refuse_precision(recipe)
     refuse_quantization(recipe)
