@@ -72,6 +72,12 @@ def test_accelerate_context_parallelism(fox):
         fox(TOKENS)
 
 
+@pytest.mark.parametrize("asked", [{"tp_plan": "auto"}, {"tp_size": 2}, {"distributed_config": {"tp_plan": "auto"}}])
+def test_tensor_parallelism(directory, asked):
+    with pytest.raises(ValueError, match="splits the heads of attention without their forget gates"):
+        type(retrofox.load(directory)).from_pretrained(directory, **asked)
+
+
 def test_a_replaced_attention_function(fox):
     """DeepSpeed's sequence parallelism registers a wrapper under the attention's name."""
 

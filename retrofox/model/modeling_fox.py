@@ -66,6 +66,18 @@ class FoxPreTrained:
     _can_compile_fullgraph = False  # the documents of a batch and a static cache's length are read on the host
     config: Any
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; ValueError for tensor parallelism, which splits an attention's heads, not their gates."""
+        parallel = kwargs.get("distributed_config") or {}
+        asked = {**(parallel if isinstance(parallel, dict) else vars(parallel)), **kwargs}
+        if asked.get("tp_plan") or (asked.get("tp_size") or 1) > 1:
+            raise ValueError(
+                "tensor parallelism (tp_plan, tp_size) splits the heads of attention without their forget gates: load "
+                "the model with device_map, with FSDP or whole"
+            )
+        return super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
+
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention not in (None, "fox"):
             raise ValueError(
