@@ -8,7 +8,6 @@ Torch's machinery for operators written in Python costs the host more than 0.1 m
 takes: hence the two ways in. In eager mode, calls after the first of a kind take a third (`calls`).
 """
 
-import functools
 import math
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import determinism
 from .calls import remember
 from .chunked import check_backward
+from .launch import watched
 from .passes import attend, differentiate, room_for_bounds, room_for_residual
 from .replay import calls
 
@@ -164,7 +164,7 @@ def forgetting_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels.
 
-    kind is that of the call, or None: what runs the next one of it is left in `replay.calls`.
+    kind is that of the call, without lse, or None: what runs the next one of it is left in `replay.calls`.
     """
     window, sink = None if window is None else min(window, k.shape[1]), min(sink, k.shape[1])  # ints of 32 bits
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
@@ -174,7 +174,8 @@ def forgetting_attention(
     )  # fmt: skip
     if traced(q, k, v, log_f):
         o, lse2, *_ = attention(*inputs)
+    elif kind is None or kind in calls or watched():
+        o, lse2 = run(*inputs)
     else:
-        known = kind is None or kind in calls
-        o, lse2 = run(*inputs, attend=attend if known else functools.partial(remember, kind, run))
+        return remember(kind, run, *inputs)
     return (o, lse2.transpose(1, 2) * LN_2) if return_lse else o

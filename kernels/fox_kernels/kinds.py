@@ -74,7 +74,7 @@ def attention_kind(q, k, v, log_f, cu_seqlens, seq_start, backend: str, *options
 
 
 def gradient_kind(*tensors) -> tuple | None:
-    """Return the kind of a backward among those of one kind of forward; tensors are do, q, k, v, log_f and o.
+    """Return the kind of a backward among those of one kind of forward; tensors are do and all that was saved.
 
     What the forward saved may come back from elsewhere (offloading), so only its shapes and dtypes are sure.
     """

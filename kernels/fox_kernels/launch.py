@@ -156,6 +156,7 @@ def launch(
     """
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         kernel[grid](*arguments, *constants)
+        replay.note(None, grid, (), None)
         return None
     kinds = kinds or tuple([KIND.get(type(x), of_other)(x) for x in arguments])
     key = (id(kernel), torch.cuda.current_device(), kinds, constants, warps, stages)

@@ -56,6 +56,13 @@ def find_starts(q: Tensor, k: Tensor, cu_seqlens, seq_start, window: int | None,
     return edges(q.shape[0], k.shape[1], cu_seqlens, seq_start, window if backend == "gluon" else None, q.device)
 
 
+def as_made(x: Tensor | None) -> Tensor | None:
+    """Return what a forward left for its backward as kernels want it: hooks may have turned or moved it meanwhile."""
+    if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def attend(
     q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, log_eps, backend, for_backward, deterministic,
     starts=None,
@@ -96,8 +103,7 @@ def differentiate(
     sink, softcap, log_eps, backend, deterministic,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk, dv and dlog_f, given what `attend` returned."""
-    o, lse2, c_hi, c_lo = o.contiguous(), lse2.contiguous(), c_hi.contiguous(), c_lo.contiguous()
-    residual, bounds = (x if x is None else x.contiguous() for x in (residual, bounds))  # hooks may have turned them
+    o, lse2, c_hi, c_lo, residual, bounds, starts = map(as_made, (o, lse2, c_hi, c_lo, residual, bounds, starts))
     with on_device(q):
         _, launch = launchers(backend)
         extra: dict[str, Any] = {}

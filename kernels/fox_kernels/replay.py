@@ -6,11 +6,12 @@ allocates, and that it does nothing else. Calls that do have no tape, and run as
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 aten = torch.ops.aten
 ALLOCATIONS = frozenset((aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default))
@@ -40,7 +41,11 @@ def note(run, grid: tuple, copied: tuple, arguments: tuple | None) -> None:
 
 
 class Tape(TorchDispatchMode):
-    """Sees what happens in a with block: launches, allocations, and whether there was anything else."""
+    """Sees what happens in a with block: launches, allocations, and whether there was anything else.
+
+    It is pushed on its thread's stack of modes directly: torch notes in the process that a mode is on, and two threads
+    whose modes don't end in turn would leave that note, and other threads' calls would find it.
+    """
 
     def __init__(self):
         super().__init__()
@@ -48,13 +53,19 @@ class Tape(TorchDispatchMode):
         self.made: list[Tensor] = []  # kept, so that no two of them had one address
         self.others = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to say so, torch would import its compiler: seconds, for nothing that is compiled
+
     def __enter__(self):
+        self.around = getattr(_watching, "tape", None)  # a call that a finaliser makes
         _watching.tape = self
-        return super().__enter__()
+        _push_mode(self)
+        return self
 
     def __exit__(self, *exception):
-        _watching.tape = None
-        return super().__exit__(*exception)
+        _pop_mode()
+        _watching.tape = self.around
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -158,6 +169,8 @@ class Replay:
 
     def parts(self, kept: Tensor) -> list[Tensor | None]:
         """Return the results that a call has put into one tensor."""
+        if not kept.is_contiguous() or kept.storage_offset() % ALIGNMENT:  # hooks have turned or moved it
+            kept = kept.clone(memory_format=torch.contiguous_format)
         parts, ends = [], iter(self.kept_ends)
         for x in self.kept:
             if x is None:
@@ -166,6 +179,14 @@ class Replay:
             (shape, dtype), at = x, next(ends)
             parts.append(kept[at : at + shape.numel() * dtype.itemsize].view(dtype).view(shape))
         return parts
+
+    def packed(self, results: Sequence[Tensor | None]) -> Tensor:
+        """Return results, found in another way, in one tensor as a call puts them."""
+        kept = torch.empty(self.kept_ends[-1], dtype=torch.uint8, device=self.device)
+        for x, part in zip(results, self.parts(kept), strict=True):
+            if x is not None and part is not None:
+                part.copy_(x)
+        return kept
 
 
 def recorded(tape: Tape, inputs: tuple[Tensor, ...], results: tuple[Tensor | None, ...], apart: int) -> Replay | None:

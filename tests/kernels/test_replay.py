@@ -2,7 +2,10 @@
 
 # pyright: reportAttributeAccessIssue=false
 
+import contextlib
 import ctypes
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.checkpoint import checkpoint
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 
@@ -17,6 +22,7 @@ import fox_kernels  # noqa: E402
 from fox_kernels import api, autograd, calls, hopper_backward, hopper_forward, kinds, launch, replay  # noqa: E402
 
 N = 96
+proven = pytest.mark.skipif(not launch.PROVEN, reason="the short way is taken with Triton 3.6 only")
 
 
 def floats(address: int, n: int = N) -> np.ndarray:
@@ -142,6 +148,10 @@ def driven(monkeypatch):
 
     launches = []
 
+    class Compiled(SimpleNamespace):
+        def __getitem__(self, grid):  # Triton's own way
+            return lambda *arguments: None
+
     def compiled(descriptors):
         launcher = object.__new__(driver.CudaLauncher)
         meta = {"swizzle": 3, "elem_size": 2, "elem_type": 12, "block_size": [1, 64, 1, 64], "fp4_padded": False}
@@ -152,7 +162,7 @@ def driven(monkeypatch):
         launcher.global_scratch_size = launcher.profile_scratch_size = 0
         launcher.launch_pdl = launcher.launch_cooperative_grid = 0
         metadata = SimpleNamespace(tensordesc_meta=[meta] * descriptors)
-        return SimpleNamespace(run=launcher, function=77, packed_metadata=(4, 1, 0), metadata=metadata)
+        return Compiled(run=launcher, function=77, packed_metadata=(4, 1, 0), metadata=metadata)
 
     def launched(self, grid):
         return lambda *arguments, **options: compiled(sum(isinstance(x, hopper_forward.Blocks) for x in arguments))
@@ -176,6 +186,13 @@ def driven(monkeypatch):
     return launches, known
 
 
+def problem(B: int = 2) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Inputs that want gradients, and the gradient of o."""
+    q, k, v, do = (torch.randn(B, 192, heads, 64).bfloat16() for heads in (4, 2, 2, 4))
+    log_f = torch.nn.functional.logsigmoid(torch.randn(B, 192, 4))
+    return [x.requires_grad_() for x in (q, k, v, log_f)], do
+
+
 def split(arguments):
     """The addresses among a launch's arguments, and the rest."""
     addresses, rest = [], []
@@ -190,7 +207,7 @@ def split(arguments):
     return addresses, rest
 
 
-@pytest.mark.skipif(not launch.PROVEN, reason="the short way is taken with Triton 3.6 only")
+@proven
 @pytest.mark.parametrize(
     "options",
     [
@@ -210,9 +227,8 @@ def test_a_replayed_step_hands_the_driver_what_the_first_did(driven, monkeypatch
     B = 1 if "cu_seqlens" in options else 2
     started = not options.keys().isdisjoint({"cu_seqlens", "seq_start", *(["window"] if backend == "gluon" else [])})
     options = {name: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for name, x in options.items()}
-    q, k, v, do = (torch.randn(B, 192, heads, 64).bfloat16() for heads in (4, 2, 2, 4))
-    log_f = torch.nn.functional.logsigmoid(torch.randn(B, 192, 4))
-    inputs = [x.requires_grad_() for x in (q, k, v, log_f)]
+    inputs, do = problem(B)
+    q = inputs[0]
     alive, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **how: alive.append(empty(*size, **how)) or alive[-1])
 
@@ -247,3 +263,94 @@ def test_a_replayed_step_hands_the_driver_what_the_first_did(driven, monkeypatch
         assert len(set(moved.values())) == len(moved)
     after = {x for addresses, _ in again[1] for x in addresses}
     assert after.issuperset(x.data_ptr() for x in (*inputs[:3], o, *gradients))
+
+
+@proven
+def test_checkpoints_compare_what_a_first_call_saves_with_what_later_ones_do(driven, monkeypatch):
+    _, known = driven
+    monkeypatch.setattr(api, "choose", lambda *tensors, **options: ("gluon", "a test"))
+    inputs, do = problem()
+    hooks = launch.knobs.runtime.launch_enter_hook
+    for watching in (False, True):
+        o = checkpoint(fox_kernels.forgetting_attention, *inputs, use_reentrant=False)
+        if watching:
+            monkeypatch.setattr(hooks, "calls", [print])
+        torch.autograd.grad(o, inputs, do)
+    assert len(known) == 1
+    known.clear()
+    torch.autograd.grad(fox_kernels.forgetting_attention(*inputs), inputs, do)
+    assert known == {}  # nothing is recorded while somebody watches
+
+
+@proven
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"prune": -5.0}], ids=str)
+def test_what_hooks_turn_and_move_is_put_in_order(driven, monkeypatch, options):
+    launches, known = driven
+    monkeypatch.setattr(api, "choose", lambda *tensors, **options: ("gluon", "a test"))
+    inputs, do = problem()
+    given = {x.data_ptr() for x in inputs}
+
+    def turned(x):
+        if x.data_ptr() in given:
+            return x
+        room = torch.empty(2 * x.numel() + 3, dtype=x.dtype)[3:]
+        return room.as_strided(x.shape, [2 * n for n in x.stride()]).copy_(x)
+
+    def step(hooks):
+        with hooks:
+            o = fox_kernels.forgetting_attention(*inputs, **options)
+        launches.clear()
+        torch.autograd.grad(o, inputs, do)
+        return [split(x) for x in launches]
+
+    step(contextlib.nullcontext())
+    usual = step(contextlib.nullcontext())
+    (call,) = known.values()
+    backwards = dict(call.backwards)
+    moved = step(torch.autograd.graph.saved_tensors_hooks(turned, lambda x: x))
+    assert call.backwards == backwards  # such gradients have no tape
+    assert [rest for _, rest in moved] == [rest for _, rest in usual]
+    assert all(x % 16 == 0 for addresses, _ in moved for x in addresses)
+
+
+def test_tapes_of_two_threads_leave_torch_as_it_was(stream):
+    """Whether a dispatch mode is on torch notes in the process: modes that don't end in turn would leave it so."""
+    inside, go_on = threading.Event(), threading.Event()
+    found = []
+
+    def elsewhere():
+        def slowly(a, b):
+            inside.set()
+            go_on.wait()
+            return compute(a, b)
+
+        found.append(taped(slowly, *torch.randn(2, N).unbind()))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    inside.wait()
+    assert not is_in_torch_dispatch_mode()
+    with replay.Tape():
+        go_on.set()
+        thread.join()
+    assert not is_in_torch_dispatch_mode()
+    a, b = torch.randn(2, N).unbind()
+    torch.testing.assert_close(found[0](a, b)[0], 2 * (a + 3 * b))
+
+
+def test_a_tape_in_another_hides_its_launches_from_it(stream):
+    def call(a, b):
+        taped(compute, b, a)
+        return compute(a, b)
+
+    again = taped(call, *torch.randn(2, N).unbind())
+    assert len(again.launches) == 3
+    a, b = torch.randn(2, N).unbind()
+    torch.testing.assert_close(again(a, b)[0], 2 * (a + 3 * b))
+
+
+def test_recording_does_not_import_torchs_compiler():
+    program = "import sys, torch\nfrom fox_kernels import replay\nwith replay.Tape() as tape: torch.empty(3)\n"
+    program += "assert tape.made and 'torch._dynamo' not in sys.modules"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
