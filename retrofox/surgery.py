@@ -280,6 +280,12 @@ def convert(
     from retrofox.artefact import plan_for
     from retrofox.norm_gains import has_norms, set_gains, tokenizer_of_live
 
+    places = sorted({str(place) for place in (getattr(source, "hf_device_map", None) or {}).values()})
+    if len(places) > 1:
+        raise ValueError(
+            f"this {type(source).__name__} is spread over {', '.join(places)} by hooks that its converted form would "
+            "lack: load it on one device, or convert its directory and load that"
+        )
     plan = plan_for(source, spec, revision)
     base, tokenizer = (source, None) if isinstance(source, PreTrainedModel) else load_base(source, revision=revision)
     model = apply(base, plan)
