@@ -322,7 +322,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(
-            f"no recipe at {file}: give the path of a YAML file (`retrofox config schema` describes one)"
+            f"no recipe at {file}: give the path of a YAML file (`retrofox recipes cp NAME` copies one that ships, "
+            "`retrofox config schema` describes them)"
         )
     try:
         text = file.read_text(encoding="utf-8")

@@ -51,19 +51,23 @@ def named(name: str) -> ShippedRecipe:
 def copy(name: str, out: Path | None = None) -> Path:
     """Writes a shipped recipe to `out` (a file, or a directory to put it in; None = here) and returns the file.
 
+    A name without a suffix, of nothing that is there, is a new directory's.
+
     Raises:
-        ValueError: there is no such recipe, or the file exists.
+        ValueError: there is no such recipe, or the file exists, or can't be written.
     """
     recipe = named(name)
     target = Path() if out is None else out
-    if target.is_dir():
+    if target.is_dir() or not (target.suffix or target.exists()):
         target = target / f"{Path(recipe.name).name}.yaml"
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with open(target, "x", encoding="utf-8") as stream:
             stream.write(recipe.text)
-    except FileExistsError:
-        raise ValueError(f"{target} exists: remove it or name another file") from None
+    except FileExistsError as error:
+        raise ValueError(f"{error.filename} exists: remove it or name another file") from None
+    except OSError as error:
+        raise ValueError(f"can't write {target}: {error.strerror}; name another file") from error
     return target
 
 

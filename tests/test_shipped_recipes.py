@@ -51,6 +51,17 @@ def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, 
     assert (tmp_path / "smollm2-lora.yaml").read_text() == "mine"
     assert copy("accelerate/ddp", tmp_path / "new" / "launch.yaml").read_text() == named("accelerate/ddp").text
     assert copy("accelerate/ddp", tmp_path / "new") == tmp_path / "new" / "ddp.yaml"
+    code, out, _ = run("recipes", "cp", "smollm2-control", "another/folder/")
+    assert (code, out.strip()) == (0, "another/folder/smollm2-control.yaml")
+    (tmp_path / "file").touch()
+    for place, what in (
+        ("file", "file exists"),
+        ("file/x.yaml", "file exists"),
+        ("file/x/y.yaml", "can't write file/x/y"),
+    ):
+        code, _, err = run("recipes", "cp", "smollm2-control", place)
+        assert code == 2
+        assert what in err
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(run, tmp_path):
