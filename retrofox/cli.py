@@ -117,7 +117,7 @@ def evaluate(
     model: Annotated[str, typer.Argument(help=MODEL)],
     data: Annotated[list[str] | None, typer.Option(help="Files or directories of documents, one or more.")] = None,
     against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens of each document that are read.")] = 4096,
+    length: Annotated[int, typer.Option(help="Tokens of a window; by default a document's first ones.")] = 4096,
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
     max_documents: Annotated[int | None, typer.Option(help="Take the first so many documents.")] = None,
     windows: Annotated[int, typer.Option(help="Windows per document; 0 = all.")] = 1,

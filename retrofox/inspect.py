@@ -17,7 +17,7 @@ from rich.table import Table
 
 from retrofox.data_sources import listed
 from retrofox.families import inner_model
-from retrofox.opening import Opened, open_model
+from retrofox.opening import Opened, is_converted, open_model
 from retrofox.per_token_loss import Window
 from retrofox.plots import half_life_figure, save_csv, save_figure, tokens_label, write_atomic
 from retrofox.report import check_folder, environment, output_console, progress_bar
@@ -75,9 +75,11 @@ def inspect(
     if max_documents is not None and max_documents < 1:
         raise ValueError(f"max_documents must be at least 1, got {max_documents}")
     check_folder(out)
+    if isinstance(model, (str, os.PathLike)) and not is_converted(os.fspath(model)):
+        raise _no_gates(os.fspath(model))  # before gigabytes are loaded
     opened = open_model(model, tokenizer=tokenizer, reads_text=bool(data), dtype=dtype, device=device)
     if opened.fox is None:
-        raise ValueError(f"{opened.source} has no forget gates to inspect: run `retrofox convert {opened.source} OUT`")
+        raise _no_gates(opened.source)
     measured: dict[int, _Measured] = {}
     windows: list[Window] = []
     if data:
@@ -109,6 +111,10 @@ def inspect(
         result["files"] = _write(result, Path(out))
         console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
     return result
+
+
+def _no_gates(source: str) -> ValueError:
+    return ValueError(f"{source} has no forget gates to inspect: run `retrofox convert {source} OUT`")
 
 
 class _Measured:

@@ -138,9 +138,11 @@ def test_gates_that_are_no_numbers_are_named(make_fox, tokenizer, text, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_refusals(pico_llama, make_fox, tokenizer):
-    with pytest.raises(ValueError, match="no forget gates to inspect: run `retrofox convert"):
-        inspect(pico_llama(), tokenizer=tokenizer)
+def test_refusals(pico_llama, make_fox, tokenizer, tmp_path):
+    pico_llama().config.save_pretrained(tmp_path)
+    for plain in (pico_llama(), tmp_path):  # the second without weights, for they are not looked at
+        with pytest.raises(ValueError, match="no forget gates to inspect: run `retrofox convert"):
+            inspect(plain, tokenizer=tokenizer)
     with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
         inspect(make_fox(), ["nowhere.txt"], tokenizer=tokenizer)
     with pytest.raises(ValueError, match="length must be at least 2"):
