@@ -5,9 +5,6 @@ addresses beyond their being multiples of 16 bytes. None stands for calls that m
 something else than a kernel has to see them, or their values have to be checked.
 """
 
-import functools
-import operator
-
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -76,14 +73,19 @@ def attention_kind(q, k, v, log_f, cu_seqlens, seq_start, backend: str, *options
 def gradient_kind(*tensors) -> tuple | None:
     """Return the kind of a backward among those of one kind of forward; tensors are do and all that was saved.
 
-    What the forward saved may come back from elsewhere (offloading), so only its shapes and dtypes are sure.
+    What the forward saved may come back from elsewhere (offloading), so only its shapes are sure.
     """
-    addresses = [x.data_ptr() for x in tensors]
-    if len(set(addresses)) < len(addresses) or functools.reduce(operator.or_, addresses) % 16:
+    addresses, bits, kind = [], 0, []
+    for x in tensors:
+        if type(x) not in TENSORS:
+            return None
+        address = x.data_ptr()
+        addresses.append(address)
+        bits |= address
+        kind.append((x.stride(), x.dtype))
+    if bits % 16 or len(set(addresses)) < len(addresses) or not on_current_gpu(tensors[0].device):
         return None
-    if any(type(x) not in TENSORS for x in tensors) or not on_current_gpu(tensors[0].device):
-        return None
-    return tuple([x.stride() for x in tensors])
+    return tuple(kind)
 
 
 def decoding_kind(q, k, v, c_hi, c_lo, seq_start, k_bound, *options) -> tuple | None:

@@ -88,6 +88,36 @@ def end_of(sizes: list[int]) -> list[int]:
     return ends
 
 
+def check_repeatable(tape: Tape, results: list[Tensor]) -> None:
+    """Raise LookupError for a tape of more than launches of known kernels, and for results they can't be found by."""
+    if tape.others or None in tape.launches:
+        raise LookupError("more happened than launches of known kernels")
+    made = set(map(storage, tape.made))
+    for x in results:
+        whole = x.nbytes == x.untyped_storage().nbytes() > 0 and x.is_contiguous()
+        if not whole or storage(x) not in made:
+            raise LookupError("a result is not a whole allocation of its own")
+        made.remove(storage(x))
+
+
+def place(x: Tensor, inputs: tuple[Tensor, ...], made: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return the number of the address that x lies behind, and by how many bytes.
+
+    The inputs' come first; made has the same of what was allocated, by its own address. Raises LookupError for others.
+    """
+    for i, y in enumerate(inputs):
+        if x is y:
+            return i, 0
+    at = storage(x)
+    if at in made:
+        number, offset = made[at]
+        return number, offset + x.data_ptr() - at
+    given = [i for i, y in enumerate(inputs) if storage(y) == at]
+    if len(given) != 1:
+        raise LookupError("a kernel reads a tensor that is neither given nor made")
+    return given[0], x.data_ptr() - inputs[given[0]].data_ptr()
+
+
 class Replay:
     """What a tape has recorded, for other tensors of the same kinds.
 
@@ -96,50 +126,33 @@ class Replay:
     """
 
     def __init__(self, tape: Tape, inputs: tuple[Tensor, ...], results: tuple[Tensor | None, ...], apart: int):
+        alone, kept = ([x for x in part if x is not None] for part in (results[:apart], results[apart:]))
+        check_repeatable(tape, alone + kept)
         launches = [x for x in tape.launches if x is not None]
-        if tape.others or len(launches) < len(tape.launches):
-            raise LookupError("more happened than launches of known kernels")
-        made = {storage(x): x for x in tape.made}
-        for x in results:
-            whole = x is None or (x.nbytes == x.untyped_storage().nbytes() > 0 and x.is_contiguous())
-            if x is not None and not (whole and storage(x) in made):
-                raise LookupError("a result is not a whole allocation")
-        self.inputs, self.device = len(inputs), inputs[0].device
-        self.apart = [(x.shape, x.dtype) for x in results[:apart] if x is not None]
-        kept = [x for x in results[apart:] if x is not None]
+        self.device = inputs[0].device
+        self.apart = [(x.shape, x.dtype) for x in alone]
         self.kept = [None if x is None else (x.shape, x.dtype) for x in results[apart:]]
-        own = {storage(x) for x in results if x is not None}
-        read = [x for launched in launches for x in launched.tensors()]
-        used = dict.fromkeys(map(storage, read))
-        scratch = [made[at] for at in used if at in made and at not in own]
+
+        made = {storage(x): x for x in tape.made}
+        touched = dict.fromkeys(storage(x) for launched in launches for x in launched.tensors())
+        returned = set(map(storage, alone + kept))
+        scratch = [made[at] for at in touched if at in made and at not in returned]
         self.kept_ends = end_of([x.nbytes for x in kept])
         scratch_ends = end_of([x.untyped_storage().nbytes() for x in scratch])
         self.scratch = scratch_ends[-1]
 
-        base = len(inputs) + len(self.apart)
-        places = {storage(x): (len(inputs) + i, 0) for i, x in enumerate(results[:apart]) if x is not None}
-        places |= {storage(x): (base, at) for x, at in zip(kept, self.kept_ends, strict=False)}
-        places |= {storage(x): (base + 1, at) for x, at in zip(scratch, scratch_ends, strict=False)}
-        given = [storage(x) for x in inputs]
-
-        def place(x: Tensor) -> tuple[int, int]:
-            for i, y in enumerate(inputs):
-                if x is y:
-                    return i, 0
-            at = storage(x)
-            if at in places:
-                slot, offset = places[at]
-                return slot, offset + x.data_ptr() - at
-            if given.count(at) != 1:
-                raise LookupError("a kernel reads a tensor that is neither given nor made")
-            return given.index(at), x.data_ptr() - inputs[given.index(at)].data_ptr()
-
+        blocks = [*(((x,), (0,)) for x in alone), (kept, self.kept_ends), (scratch, scratch_ends)]
+        places = {
+            storage(x): (number, at)
+            for number, block in enumerate(blocks, len(inputs))
+            for x, at in zip(*block, strict=False)
+        }
         self.launches = []
-        for launched in launches:
-            patches = [(i, *place(x)) for i, x in enumerate(launched.arguments) if isinstance(x, Tensor)]
-            fills = [(i, *place(x), how) for i, x, how in launched.descriptors]
-            template = [None if isinstance(x, Tensor) else x for x in launched.arguments]
-            self.launches.append((launched.go, template, launched.stream, patches, fills))
+        for go, arguments, stream, descriptors in launches:
+            patches = [(i, *place(x, inputs, places)) for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+            fills = [(i, *place(x, inputs, places), how) for i, x, how in descriptors]
+            template = [None if isinstance(x, Tensor) else x for x in arguments]
+            self.launches.append((go, template, stream, patches, fills))
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Return the results: those apart, and one uint8 tensor that holds the others, if there are any."""

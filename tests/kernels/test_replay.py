@@ -109,7 +109,7 @@ def test_parts_of_a_given_tensor_are_found_again(stream):
     torch.testing.assert_close(again(x)[0], x[:N] + x[N:])
 
 
-@pytest.mark.parametrize("what", ["operator", "foreign", "unknown", "view", "input"])
+@pytest.mark.parametrize("what", ["operator", "foreign", "unknown", "view", "input", "twice"])
 def test_what_cannot_be_repeated_has_no_tape(what):
     elsewhere = torch.randn(N)
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_repeated_has_no_tape(what):
         Kernel(add)(a, second, o, 1)
         if what == "unknown":
             replay.note(None, (1,), (), None)
-        return (a if what == "input" else o,)
+        return (a if what == "input" else o, o if what == "twice" else None)
 
     inputs = torch.randn(N), torch.randn(N)
     assert taped(call, *inputs) is None
