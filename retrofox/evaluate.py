@@ -310,12 +310,12 @@ def _print_tasks(tasks: dict[str, dict[str, dict[str, Any]]], console: Console) 
         table.add_column(column, justify="left" if column in ("task", "metric") else "right")
     for task, metrics in next(iter(tasks.values())).items():
         for metric, value in metrics.items():
-            if not isinstance(value, float) or "_stderr" in metric:
+            if not isinstance(value, float | None) or "_stderr" in metric:
                 continue
             cells = []
             for results in tasks.values():
-                error = results[task].get(metric.replace(",", "_stderr,"))
+                mean, error = results[task][metric], results[task].get(metric.replace(",", "_stderr,"))
                 spread = f" ±{error:.3f}" if isinstance(error, float) else ""
-                cells.append(f"{results[task][metric]:.4f}{spread}")
+                cells.append("-" if mean is None else f"{mean:.4f}{spread}")
             table.add_row(task, metric, *cells)
     console.print(table)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from retrofox.opening import Opened
+
+LABELS = ("alias", "name", "sample_len")
+"""What lm-eval puts among the metrics."""
 
 
 def run_tasks(
@@ -19,7 +23,7 @@ def run_tasks(
     limit: int | None = None,
     batch: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Runs lm-eval tasks on an open model and returns {task: {metric: value}}.
+    """Runs lm-eval tasks on an open model and returns {task: {metric: value}}, None where a value is no finite number.
 
     lm-eval cuts contexts to `config.max_position_embeddings` or 2048 tokens unless told otherwise, so `max_length`
     (tokens) is always passed.
@@ -43,9 +47,20 @@ def run_tasks(
         model=lm, tasks=names, limit=limit, task_manager=manager, bootstrap_iters=1000, log_samples=False
     )
     return {
-        task: {metric: value for metric, value in values.items() if metric not in ("alias", "name", "sample_len")}
+        task: {metric: _plain(value) for metric, value in values.items() if metric not in LABELS}
         for task, values in output["results"].items()
     }
+
+
+def _plain(value: Any) -> Any:
+    """A metric as JSON holds it: lm-eval gives numpy's numbers, NaN and text, too."""
+    if isinstance(value, (str, int)):
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return number if math.isfinite(number) else None
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | None = None) -> Any:

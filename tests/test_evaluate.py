@@ -8,6 +8,7 @@ import math
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -355,6 +356,27 @@ def test_lm_eval_tasks_run_with_the_length_asked_for(pico_llama, pico_fox, token
     assert max(seen) > 128  # the model's max_position_embeddings, to which lm-eval would cut
     with pytest.raises(ValueError, match="unknown task nonsense"):
         evaluate(fox, length=300, tasks=["nonsense"], include_path=str(tmp_path), tokenizer=tokenizer)
+
+
+def test_metrics_that_are_no_numbers_are_written_as_none(pico_llama, tokenizer, tmp_path, monkeypatch, capsys):
+    metrics = {
+        "alias": "odd",
+        "acc,none": np.float32(0.5),
+        "acc_stderr,none": "N/A",
+        "f1,none": math.nan,
+        "sample_len": 3,
+    }
+    found = [{"results": {"odd": metrics}}, {"results": {"odd": {**metrics, "acc,none": math.inf}}}]
+    manager = SimpleNamespace(match_tasks=lambda tasks: tasks)
+    monkeypatch.setattr("retrofox.evaluate.find_tasks", lambda *arguments: manager)
+    harness = SimpleNamespace(simple_evaluate=lambda **options: found.pop(0), HFLM=lambda **options: None)
+    monkeypatch.setattr("retrofox.harness.import_module", lambda name: harness)
+    evaluate(pico_llama(), pico_llama(), out=tmp_path, tasks=["odd"], tokenizer=tokenizer)
+    written = json.loads((tmp_path / "eval.json").read_text())["tasks"]
+    assert written["model"] == {"odd": {"acc,none": 0.5, "acc_stderr,none": "N/A", "f1,none": None}}
+    assert written["base"]["odd"]["acc,none"] is None
+    rows = [line.split("│")[2:5] for line in capsys.readouterr().out.splitlines() if "odd" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [["acc,none", "0.5000", "-"], ["f1,none", "-", "-"]]
 
 
 def test_tasks_without_lm_eval_name_the_remedy(pico_llama, tokenizer, monkeypatch):
