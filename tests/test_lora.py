@@ -100,6 +100,12 @@ def test_dora_beside_the_pro_parts_is_merged(make_recipe, pico_fox, pico_tokeniz
     assert report["relative_difference"] < report["limit"]
 
 
+def test_fixed_gates_have_nothing_to_be_saved_in_an_adapter(make_recipe, pico_checkpoint, tmp_path):
+    recipe = make_recipe(model=str(pico_checkpoint), fox={"half_life": [2, 200], "gate": "fixed"})
+    report = merge(train(recipe)["model"], tmp_path / "merged")
+    assert report["relative_difference"] < report["limit"]
+
+
 def test_a_base_that_moved_with_its_adapter_is_found(make_recipe, pico_checkpoint, tmp_path, capsys):
     recipe = make_recipe(model=str(pico_checkpoint), fox={"half_life": [2, 200]})
     adapter = Path(train(recipe)["model"])
