@@ -121,11 +121,16 @@ def test_saved_tensors_may_come_back_from_elsewhere(warm):
     def turned(x):  # comes back with other strides
         return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.dim() > 1 else x
 
-    with torch.autograd.graph.saved_tensors_hooks(turned, lambda x: x):
-        o = forgetting_attention(*inputs)
-        got = torch.autograd.grad(o, inputs, do)
-    for x, y in zip(got, first[1:], strict=True):
-        torch.testing.assert_close(x, y)
+    def apart(x):  # and at an odd address
+        room = torch.empty(2 * x.numel() + 3, dtype=x.dtype, device=x.device)
+        return room[3::2].view(x.shape).copy_(x)
+
+    for change in (turned, apart):
+        with torch.autograd.graph.saved_tensors_hooks(change, lambda x: x):
+            o = forgetting_attention(*inputs)
+            got = torch.autograd.grad(o, inputs, do)
+        for x, y in zip(got, first[1:], strict=True):
+            torch.testing.assert_close(x, y)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
