@@ -205,12 +205,17 @@ def _visible(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
     if here in above:
         return
     for entry in folder.iterdir():
-        if entry.name.startswith((".", "_")):
+        if is_hidden(Path(entry.name)):
             continue
         if entry.is_dir():
             yield from _visible(entry, (*above, here))
         elif entry.is_file():
             yield entry
+
+
+def is_hidden(path: Path) -> bool:
+    """Whether a path below a directory of texts is left out when that is searched."""
+    return any(part.startswith((".", "_")) for part in path.parts)
 
 
 def _readable(files: list[Path]) -> list[Path]:

@@ -12,6 +12,7 @@ import retrofox
 from retrofox import checkpoint
 from retrofox.config import ROLES, Recipe, dump
 from retrofox.data_files import write_whole
+from retrofox.data_sources import is_hidden
 from retrofox.train_groups import accumulation
 
 FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers", "deterministic")
@@ -89,7 +90,8 @@ def refuse_mingling(recipe: Recipe) -> None:
     """Keeps a run from writing over, or into, what is not its own; writes nothing itself.
 
     Raises:
-        ValueError: the model lies where OUTPUT's own models go, or OUTPUT inside it; OUTPUT has models of no run.
+        ValueError: the model lies where OUTPUT's own models go, or OUTPUT inside it, or inside a directory of texts,
+            which would then change; OUTPUT has models of no run.
     """
     out = Path(recipe.output)
     model, run = Path(recipe.model).resolve(), out.resolve()
@@ -99,6 +101,12 @@ def refuse_mingling(recipe: Recipe) -> None:
         )
     if model.is_dir() and run.is_relative_to(model):
         raise ValueError(f"output {out} lies inside the model, {recipe.model}: choose another `output`")
+    for source in (*recipe.data.train, *recipe.data.eval):
+        texts = Path(source.path).expanduser().resolve()
+        if texts.is_dir() and run.is_relative_to(texts) and not is_hidden(run.relative_to(texts)):
+            raise ValueError(
+                f"output {out} lies inside the data, {source.path}, and would be read as texts: choose another `output`"
+            )
     ours = (out / "recipe.yaml").exists() or (out / "data.json").exists()
     theirs = [out / name for name in ("model", "converted") if (out / name).exists()]
     if theirs and not ours:
