@@ -19,6 +19,8 @@ from retrofox.plots import loss_figure, save_csv, save_figure, tokens_label, wri
 Losses = Mapping[str, Sequence[np.ndarray]]
 NO_CHANGE = 1e-4
 """Nats: a change of the loss that is called none whatever its standard error."""
+NUMBER = len("+0.1234")
+"""Characters a column of the table needs; columns that a terminal has no room for follow in a table below."""
 
 
 def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict[str, Any]]:
@@ -108,37 +110,51 @@ def print_table(result: dict[str, Any], console: Console) -> None:
     documents, tokens = result["documents"], result["tokens"]
     spread = " (± standard error over documents)" if documents > 1 else ""
     count = f"{documents} document{'s' if documents > 1 else ''}"
-    table = Table(title=f"Loss in nats per token, {count}, {tokens:,} tokens{spread}", title_justify="left")
-    table.add_column("positions", justify="right", no_wrap=True)
-    table.add_column("tokens", justify="right", no_wrap=True)
-    for line in lines:
-        table.add_column(line["label"], justify="right")
-    shown = [name for name in result["buckets"][0]["difference"] if name.endswith("-base")]
+    title = f"Loss in nats per token, {count}, {tokens:,} tokens{spread}"
     labels = {line["key"]: line["label"] for line in lines}
-    for name in shown:
-        table.add_column("difference" if name == "model-base" else f"{labels[name[:-5]]} - base", justify="right")
-    for row in result["buckets"]:
-        cells = [f"{tokens_label(row['from'])}-{tokens_label(row['to'])}", f"{row['tokens']:,}"]
-        cells += [_cell(row["loss"][key]) for key in keys]
-        cells += [_cell(row["difference"][name], signed=True) for name in shown]
-        table.add_row(*cells)
-    table.add_section()
-    table.add_row(
-        "all",
-        f"{sum(r['tokens'] for r in result['buckets']):,}",
-        *[_cell(line) for line in lines],
-        *[_cell(result["lines"][keys.index(name[:-5])]["difference"], signed=True) for name in shown],
-    )
-    for title, field in (("per doubling", "slope_per_doubling"), ("per 1k, late", "late_slope_per_1k")):
-        cells = [_cell({"mean": line[field]["slope"], **line[field]}, signed=True) for line in lines]
-        table.add_row(f"slope {title}", "", *cells, *["" for _ in shown])
-    console.print(table)
+    columns = [
+        (line["label"], [_cell(row["loss"][line["key"]]) for row in result["buckets"]] + _ends(line)) for line in lines
+    ]
+    for name in result["buckets"][0]["difference"]:
+        key, to = name.rsplit("-", 1)
+        if to == "base":
+            cells = [_cell(row["difference"][name], signed=True) for row in result["buckets"]]
+            whole = _cell(lines[keys.index(key)]["difference"], signed=True)
+            columns.append(("difference" if key == "model" else f"{labels[key]} - base", [*cells, whole, "", ""]))
+    positions = [f"{tokens_label(row['from'])}-{tokens_label(row['to'])}" for row in result["buckets"]]
+    positions += ["all", "slope per doubling", "slope per 1k, late"]
+    counts = [f"{row['tokens']:,}" for row in result["buckets"]]
+    counts += [f"{sum(row['tokens'] for row in result['buckets']):,}", "", ""]
+    narrowest = max(len(word) for text in positions for word in ("positions", *text.split()))
+    fit = (console.width - narrowest - max(6, *map(len, counts)) - 7) // (NUMBER + 3)
+    for start in range(0, len(columns), max(1, fit)):
+        _print_columns(console, "" if start else title, positions, counts, columns[start : start + max(1, fit)])
     if result["longest"] < result["length"]:
         console.print(
             f"no document reaches {result['length']} tokens: the longest has {result['longest']}", highlight=False
         )
     for sentence in verdicts(result):
         console.print(sentence, highlight=False, soft_wrap=True)
+
+
+def _ends(line: dict[str, Any]) -> list[str]:
+    """A line's last three cells: its mean over all positions and its slopes."""
+    slopes = (line[field] for field in ("slope_per_doubling", "late_slope_per_1k"))
+    return [_cell(line), *(_cell({"mean": slope["slope"], **slope}, signed=True) for slope in slopes)]
+
+
+def _print_columns(
+    console: Console, title: str, positions: list[str], counts: list[str], columns: Sequence[tuple[str, list[str]]]
+) -> None:
+    """One table, its last three rows set apart: the mean over all positions and the slopes."""
+    table = Table(title=title or None, title_justify="left")
+    table.add_column("positions", justify="right")
+    table.add_column("tokens", justify="right", no_wrap=True)
+    for label, _ in columns:
+        table.add_column(label, justify="right", min_width=NUMBER)
+    for row, (position, number) in enumerate(zip(positions, counts, strict=True)):
+        table.add_row(position, number, *(cells[row] for _, cells in columns), end_section=row == len(positions) - 4)
+    console.print(table)
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import random
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from tokenizers import Tokenizer, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,7 +23,7 @@ import retrofox
 from retrofox import per_token_loss
 from retrofox.evaluate import choose_windows, evaluate
 from retrofox.inspect import inspect
-from retrofox.loss_report import verdicts
+from retrofox.loss_report import print_table, verdicts
 from retrofox.needle import needle
 from retrofox.opening import open_model
 from retrofox.per_token_loss import PositionSums, Window, bucket_edges, slope, token_losses, window_losses
@@ -216,6 +218,21 @@ def test_several_bases_share_one_table(pico_llama, tokenizer, documents, capsys)
     assert [line["key"] for line in result["lines"]] == ["model", "base", "base2"]
     assert len({line["label"] for line in result["lines"]}) == 3
     assert set(result["buckets"][0]["difference"]) == {"model-base", "base2-base"}
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_number_is_cut_off_on_a_narrow_terminal(pico_fox, pico_llama, tokenizer, documents, width):
+    bases = [pico_llama(), pico_llama(initializer_range=0.2)]
+    result = evaluate(pico_fox(), bases, documents, 128, tokenizer=tokenizer, progress=False)
+    console = Console(width=width, file=io.StringIO())
+    print_table(result, console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = [line for line in printed.splitlines() if line.startswith(("│", "├"))]
+    assert all("…" not in line and len(line) <= width for line in lines)
+    for row in result["buckets"]:
+        assert all(f"{loss['mean']:.4f}" in printed for loss in row["loss"].values())
+        assert all(f"{row['difference'][name]['mean']:+.4f}" in printed for name in ("model-base", "base2-base"))
+    assert sum("├" in line for line in lines) == printed.count("tokens ┃")  # tables
 
 
 def test_windows_and_lengths_are_chosen_as_asked(tokenizer, documents):
