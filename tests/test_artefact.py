@@ -21,6 +21,7 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.artefact import GATES_SHARD, INDEX
 from retrofox.conversion_report import print_conversion
+from retrofox.shards import Appearing
 from retrofox.verify import compare
 
 TOKENS = torch.arange(2, 34)[None]
@@ -359,6 +360,14 @@ def test_calibration_lands_in_the_checkpoint(pico_checkpoint, tmp_path, capsys):
     print_conversion(report, tmp_path / "out")
     assert f"fitted to the base: {min(lives):.0f} to {max(lives):.0f} tokens" in capsys.readouterr().out
     assert retrofox.load(tmp_path / "out").config.fox["init"] == "calibrated"
+
+
+def test_a_second_calibrated_conversion_into_one_out_is_refused_before_it_calibrates(pico_checkpoint, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The fox forgets the gate. " * 200)
+    with Appearing(tmp_path / "out"), pytest.raises(ValueError, match="another conversion is writing"):
+        retrofox.convert(pico_checkpoint, tmp_path / "out", calibrate=[str(text)])
+    assert not (tmp_path / ".out.calibration").exists()
 
 
 def test_calibrated_init_without_text_is_refused(source, tmp_path):

@@ -427,6 +427,7 @@ def test_a_directory_is_read_a_layer_at_a_time_with_the_same_result(family, toke
         assert torch.equal(whole.tensors()[name], value), name
     assert layerwise.report["summary"] == live.report["summary"]
     (tmp_path / "base" / "model.safetensors.index.json").unlink()
+    torch.save(base.state_dict(), tmp_path / "base" / "pytorch_model.bin")
     with pytest.raises(ValueError, match="safetensors"):
         calibrate(tmp_path / "base", SPEC, tokens, out_dir=tmp_path / "d", layers_on_disk=True, **options)
 
