@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -20,8 +21,8 @@ def print_plan(plan: Plan, values: dict[str, Any]) -> None:
     _table(f"plan: {plan.spec.base} -> fox_{plan.model_type}", values)
     shapes = {name.split(".", 3)[-1]: shape for name, shape in plan.tensors.items()}
     for name, shape in shapes.items():
-        Console(soft_wrap=True).print(
-            f"  + {name} {list(shape)} float32, in each of {plan.layers} layers", highlight=False
+        Console(soft_wrap=True, emoji=False).print(
+            f"  + {name} {list(shape)} float32, in each of {plan.layers} layers", highlight=False, markup=False
         )
 
 
@@ -29,15 +30,15 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
     """The finished conversion as a table on stdout, ending with the parity proof."""
     fitted = [tokens for layer in report.get("calibration", {}).get("half_lives_tokens", ()) for tokens in layer]
     _table(f"converted: {out}", report["plan"], fitted)
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, emoji=False)
     console.print(f"weights {report['weights']}; {report['seconds']} s, peak memory {report['peak_memory_mib']} MiB")
     parity = report["parity"]
     if isinstance(parity, str):
-        console.print(f"parity proof: {parity}")
+        console.print(f"parity proof: {parity}", markup=False)
         return
     console.print(
-        f"parity proof ({parity['tokens']} tokens of {parity['text']}, {parity['dtype']}, gates open + RoPE kept "
-        f"against the base): logits differ by at most {parity['max_difference']:.1e}, "
+        f"parity proof ({parity['tokens']} tokens of {escape(parity['text'])}, {parity['dtype']}, gates open + RoPE "
+        f"kept against the base): logits differ by at most {parity['max_difference']:.1e}, "
         f"mean {parity['mean_difference']:.1e} (allowed {parity['tolerance']:.1e}): [bold green]equal[/]"
     )
     if "refit" in parity:
@@ -57,7 +58,7 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
 
 def _table(title: str, plan: dict[str, Any], fitted: Sequence[float] = ()) -> None:
     spec, kept = plan["spec"], plan["rotary_pairs_kept"]
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=escape(title), title_justify="left", show_header=False)
     lives = plan["half_lives_tokens"]
     span = f" (wavelengths up to {spec['max_wavelength']:.0f} tokens)" if spec["rope"] == "partial" else ""
     pairs = "no rotary" if not kept else f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
@@ -82,8 +83,8 @@ def _table(title: str, plan: dict[str, Any], fitted: Sequence[float] = ()) -> No
         how = "hard-linked" if plan["weights_linked"] else "copied"
         rows["weights"] = f"{plan['weight_files']} files, {size(plan['weight_bytes'])}, {how}, never loaded"
     for name, value in rows.items():
-        table.add_row(name, value)
-    Console().print(table)
+        table.add_row(name, escape(value))
+    Console(emoji=False).print(table)
 
 
 @contextmanager

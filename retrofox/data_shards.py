@@ -190,8 +190,8 @@ def prepare_sources(
         total = sum(len(units) for *_, units in plan)
         if progress and len(missing) < total:
             there, todo = total - len(missing), f"{len(missing)} to make" if missing else "nothing to tokenise"
-            Console(stderr=True, soft_wrap=True).print(
-                f"{there} of {total} token shards are in {folder}, {todo}", highlight=False
+            Console(stderr=True, soft_wrap=True, emoji=False).print(
+                f"{there} of {total} token shards are in {folder}, {todo}", highlight=False, markup=False
             )
         _tokenise(missing, tokenizer, folder, workers, progress)
         for unit, name, key in missing:

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -140,8 +141,8 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
 
 def print_plan(report: dict[str, Any]) -> None:
     """Prints a plan: the run, a table per stage, what would be refused."""
-    console = Console()
-    console.print(f"[bold]{report['model']}[/bold] -> {report['output']}", highlight=False)
+    console = Console(emoji=False)
+    console.print(f"[bold]{escape(report['model'])}[/bold] -> {escape(report['output'])}", highlight=False)
     if "parameters" in report:
         console.print(
             f"{report['parameters']:,} parameters, {report['parameters_added']:,} of them added by the retrofit; "
@@ -184,7 +185,7 @@ def print_plan(report: dict[str, Any]) -> None:
             table.add_row("measured", f"{found['tokens_per_second']:,.0f} tok/s, {size(found['peak_memory_gb'])}")
         console.print(table)
     for refusal in report["refusals"]:
-        console.print(f"[red]refused:[/red] {refusal}", highlight=False)
+        console.print(f"[red]refused:[/red] {escape(refusal)}", highlight=False)
 
 
 def size(gigabytes: float) -> str:

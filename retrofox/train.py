@@ -36,6 +36,7 @@ from retrofox.train_memory import STATE_BYTES
 from retrofox.train_model import DTYPES, build_model, resolve_source, teacher_for
 from retrofox.train_refusals import (
     own_autocast,
+    refuse_missing,
     refuse_optimizer,
     refuse_parallelism,
     refuse_precision,
@@ -78,6 +79,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     with interruptions, repeatable(recipe.deterministic):
         if (out / "model" / checkpoint.MARKER).is_file():
             return _complete(out, recipe, state)
+        refuse_missing(recipe)
         with OutputLock(out) if state.is_main_process else contextlib.nullcontext():
             return _train(recipe, out, interruptions, state)
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from retrofox.config import Recipe, Stage
+from retrofox.config import Recipe, Source, Stage
 from retrofox.data import Manifest, open_tokens
 from retrofox.data_sources import resolve
 from retrofox.objectives import choose_cross_entropy, is_converted
+from retrofox.source import read_config, refuse_adapter
 from retrofox.surgery import load_tokenizer
 from retrofox.train_claim import batches_of, refuse_mingling
 from retrofox.train_groups import set_trainable
@@ -171,30 +172,44 @@ def _on_the_hub(reference: str) -> bool:
     return not Path(reference).is_dir() and not reference.startswith(("/", "~", "."))
 
 
-def refused_data(recipe: Recipe, vocabulary: int | None) -> list[str]:
-    """What keeps the recipe's data from being tokenised: sources that are not there, no tokenizer, one too large.
+def refuse_missing(recipe: Recipe) -> None:
+    """Raises ValueError or OSError for a model, a tokenizer or data that isn't there: before OUTPUT is begun."""
+    refuse_adapter(recipe.model)
+    if not recipe.model.endswith(".gguf"):
+        read_config(recipe.model)
+    for source in (*recipe.data.train, *recipe.data.eval):
+        _refuse_source(source)
+    _tokenizer_of(recipe)
 
-    A Hub dataset is not looked up: that would download it.
-    """
+
+def _refuse_source(source: Source) -> None:
+    """Raises ValueError or OSError for data that isn't there; on the Hub it isn't looked for, which would download it."""
+    if not source.path.startswith("hf:") or not _on_the_hub(source.path[3:]):
+        resolve(source)
+    elif importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"{source.path} needs the package datasets: pip install 'retrofox[data]'")
+
+
+def _tokenizer_of(recipe: Recipe) -> Any:
+    name = recipe.data.tokenizer or recipe.model
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer: set data.tokenizer to a Hub id or directory that has one")
+    return tokenizer
+
+
+def refused_data(recipe: Recipe, vocabulary: int | None) -> list[str]:
+    """What keeps the recipe's data from being tokenised: sources that are not there, no tokenizer, one too large."""
     found = []
     for source in (*recipe.data.train, *recipe.data.eval):
         try:
-            if not source.path.startswith("hf:") or not _on_the_hub(source.path[3:]):
-                resolve(source)
-            elif importlib.util.find_spec("datasets") is None:
-                found.append(f"{source.path} needs the package datasets: pip install 'retrofox[data]'")
+            _refuse_source(source)
         except (ValueError, OSError) as error:
             found.append(str(error))
-    name = recipe.data.tokenizer or recipe.model
     try:
-        tokenizer = load_tokenizer(name)
-    except (ValueError, OSError) as error:
-        return [*found, str(error)]
-    if tokenizer is None:
-        found.append(f"{name} has no tokenizer: set data.tokenizer to a Hub id or directory that has one")
-    elif vocabulary is not None:
-        try:
+        tokenizer = _tokenizer_of(recipe)
+        if vocabulary is not None:
             refuse_tokenizer(tokenizer, vocabulary)
-        except ValueError as error:
-            found.append(str(error))
+    except (ValueError, OSError) as error:
+        found.append(str(error))
     return found

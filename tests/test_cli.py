@@ -183,6 +183,22 @@ def test_missing_things_exit_2(run, source, tmp_path, arguments, text):
     assert not list(tmp_path.iterdir())
 
 
+def test_names_in_brackets_are_shown_as_they_are(run, source, tmp_path):
+    base, out = tmp_path / "ba[b]se", tmp_path / "out[" / "b]:x:"
+    shutil.copytree(source, base)
+    out.parent.mkdir()
+    code, shown, err = run("convert", str(base), str(out), "--no-verify")
+    assert (code, "Traceback" in err) == (0, False)
+    assert "out[/b]:x:" in "".join(shown.split())
+    (tmp_path / "text.txt").write_text("the fox " * 200)
+    recipe = tmp_path / "recipe[i].yaml"
+    stage = "{objective: extend, tokens: 128, sequence_length: 64, batch_tokens: 64, learning_rate: 1e-3}"
+    recipe.write_text(f"model: '{out}'\noutput: '{out}-run'\ndata: {{train: [text.txt]}}\nstages: [{stage}]\n")
+    code, shown, err = run("plan", str(recipe))
+    assert "Traceback" not in err
+    assert "out[/b]:x:->" in "".join(shown.split())
+
+
 @pytest.mark.parametrize(
     "values",
     [

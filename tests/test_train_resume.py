@@ -165,9 +165,16 @@ def test_a_run_that_never_began_leaves_its_output_to_a_corrected_recipe(recipe, 
         run(recipe, f"model={tmp_path / 'nowhere'}")
     with pytest.raises(FileNotFoundError, match="no data at"):
         run(recipe, f"model={tmp_path / 'base'}", fox, f"data.train=[{tmp_path / 'nowhere.txt'}]")
-    made = (tmp_path / "run" / "converted" / "config.json").stat().st_ino
     with pytest.raises(FileNotFoundError, match="no data at"):
-        run(recipe, f"model={tmp_path / 'base'}", fox, "seed=1", f"data.train=[{tmp_path / 'nowhere.txt'}]")
+        run(recipe, f"model={tmp_path / 'base'}", fox, f"data.eval=[{tmp_path / 'nowhere.txt'}]")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "torn.jsonl").write_text('{"text": "the fox')
+    torn = f"data.train=[{tmp_path / 'torn.jsonl'}]"
+    with pytest.raises(ValueError, match=r"torn\.jsonl"):
+        run(recipe, f"model={tmp_path / 'base'}", fox, torn)
+    made = (tmp_path / "run" / "converted" / "config.json").stat().st_ino
+    with pytest.raises(ValueError, match=r"torn\.jsonl"):
+        run(recipe, f"model={tmp_path / 'base'}", fox, "seed=1", torn)
     assert (tmp_path / "run" / "converted" / "config.json").stat().st_ino == made
     run(recipe, f"model={tmp_path / 'other'}", fox, "stages.1.tokens=128")
     converted = json.loads((tmp_path / "run" / "converted" / "config.json").read_text())

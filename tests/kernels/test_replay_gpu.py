@@ -198,3 +198,21 @@ def test_what_changes_the_way_is_seen(warm):
     both = forgetting_attention(q, one, one, inputs[3])
     assert torch.equal(both, forgetting_attention(q, one, one.detach().clone(), inputs[3]))
     assert same(step(inputs, do, {}), first)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["triton", gluon])
+def test_each_gpu_has_its_own_whatever_the_current_one(backend):
+    torch.manual_seed(0)
+    case = Case(T=400, H=4, Hkv=2, D=64, dtype=BF16, starts=[3, 50])
+    here, (do, _), options = draw(case, "cuda:0")
+    there = [x.detach().to("cuda:1").requires_grad_() for x in here]
+    settings = {0: (here, do, options), 1: (there, do.to("cuda:1"), {k: v.to("cuda:1") for k, v in options.items()})}
+    first = step(*settings[0][:2], options | {"backend": backend})
+    for current, device in itertools.product((0, 1), (0, 1)):
+        with torch.cuda.device(current):
+            for _ in range(3):
+                inputs, gradient, given = settings[device]
+                found = step(inputs, gradient, given | {"backend": backend})
+                assert all(x.device.index == device for x in found)
+                assert same([x.to("cuda:0") for x in found], first)
