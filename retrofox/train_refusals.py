@@ -183,7 +183,7 @@ def refuse_missing(recipe: Recipe) -> None:
 
 
 def _refuse_source(source: Source) -> None:
-    """Raises ValueError or OSError for data that isn't there; on the Hub it isn't looked for, which would download it."""
+    """Raises ValueError or OSError for data that isn't there; on the Hub it isn't looked for."""
     if not source.path.startswith("hf:") or not _on_the_hub(source.path[3:]):
         resolve(source)
     elif importlib.util.find_spec("datasets") is None:
