@@ -1,6 +1,6 @@
 """What calibration recovers: loss of a converted model over its base's, by rotary pairs kept and sink tokens.
 
-    python benchmarks/calibrate.py MODEL --calibrate TEXT... --evaluate TEXT... --rows 16:1 8:1 4:1 --out results.json
+    python benchmarks/calibrate.py MODEL --calibrate TEXT... --evaluate TEXT... --rows 16:1 8:1 --work DIR --out JSON
 
 A row "16:1" keeps the 16 fastest rotary pairs and exempts 1 sink token, and fits gates and queries; "16:1:gates" leaves
 the queries as they are; "16:1:slopes" fits one constant slope per head and nothing else; "16:1:init" only measures
@@ -22,11 +22,12 @@ import torch
 from retrofox import evaluate
 from retrofox.calibrate import apply_to, calibrate
 from retrofox.calibrate_text import choose_windows, documents_of
+from retrofox.loading import load_base
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.per_token_loss import token_losses
 from retrofox.plots import write_atomic
 from retrofox.report import environment
-from retrofox.surgery import apply, attention_mode, load_base, make_plan
+from retrofox.surgery import apply, attention_mode, make_plan
 
 HELD_OUT = 2
 FITTED = {

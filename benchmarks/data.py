@@ -22,7 +22,7 @@ from provenance import provenance
 
 from retrofox.data import DataSource, PackedDataset, StepSampler, collate, prepare_sources
 from retrofox.data_pack import pack
-from retrofox.surgery import load_tokenizer
+from retrofox.loading import load_tokenizer
 
 HERE = Path(__file__).parent
 BOOKS = HERE.parent / "examples" / "data" / "train"

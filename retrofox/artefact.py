@@ -17,23 +17,12 @@ from transformers import AutoConfig, PreTrainedModel
 
 import retrofox
 from retrofox import shards
+from retrofox.loading import base_config, load_base, load_tokenizer
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.modeling_fox import write_remote_code
 from retrofox.shards import INDEX, Appearing, Progress, Shards, refuse_existing
 from retrofox.source import check_out, fetch, reading_gguf, recorded
-from retrofox.surgery import (
-    ATTENTION,
-    Plan,
-    apply,
-    attentions,
-    base_config,
-    check_live,
-    lm_class,
-    load_base,
-    load_tokenizer,
-    make_plan,
-    starting_half_lives,
-)
+from retrofox.surgery import ATTENTION, Plan, apply, attentions, check_live, lm_class, make_plan, starting_half_lives
 from retrofox.weights import check_weights, from_bin, replace_tensors
 
 if TYPE_CHECKING:

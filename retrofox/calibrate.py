@@ -24,9 +24,10 @@ from retrofox.calibrate_source import Source, open_source
 from retrofox.calibrate_state import State, fingerprint
 from retrofox.calibrate_text import choose_windows, documents_of, full_windows
 from retrofox.families import trained_length
+from retrofox.loading import load_tokenizer
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
 from retrofox.report import environment, progress_bar
-from retrofox.surgery import attentions, load_tokenizer
+from retrofox.surgery import attentions
 
 __all__ = ["Calibration", "apply_to", "calibrate", "calibrate_half_lives"]
 

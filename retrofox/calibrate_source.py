@@ -15,18 +15,10 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from retrofox.families import inner_model
+from retrofox.loading import base_config, load_base, load_tokenizer
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.shards import find
-from retrofox.surgery import (
-    apply,
-    attentions,
-    base_config,
-    is_new_tensor,
-    lm_class,
-    load_base,
-    load_tokenizer,
-    make_plan,
-)
+from retrofox.surgery import apply, attentions, is_new_tensor, lm_class, make_plan
 
 
 class Source:

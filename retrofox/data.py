@@ -69,7 +69,7 @@ def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
 
 
 def _prepare(recipe: Recipe, progress: bool) -> dict[str, Any]:
-    from retrofox.surgery import load_tokenizer
+    from retrofox.loading import load_tokenizer
 
     name = recipe.data.tokenizer or recipe.model
     tokenizer = load_tokenizer(name)

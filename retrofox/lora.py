@@ -25,9 +25,10 @@ from retrofox import checkpoint
 from retrofox.config import LoraConfig, Recipe
 from retrofox.fresh_python import fresh_python
 from retrofox.interruptions import Interruptions
+from retrofox.loading import load_tokenizer
 from retrofox.model.gates import ForgetGate
 from retrofox.model.modeling_fox import NEW_MODULES
-from retrofox.surgery import is_new_tensor, lm_class, load, load_tokenizer, read_config
+from retrofox.surgery import is_new_tensor, lm_class, load, read_config
 
 WEIGHTS = "adapter_model.safetensors"
 PROBE_TOKENS = 64

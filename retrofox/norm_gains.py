@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from retrofox import calibrate_capture as capture
 from retrofox.calibrate_source import open_source
+from retrofox.loading import load_tokenizer
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.pro import HeadNorm, calibrate_norms
-from retrofox.surgery import Plan, load_tokenizer
+from retrofox.surgery import Plan
 from retrofox.verify import fixed_tokens
 
 WINDOWS, LENGTH = 4, 512

@@ -44,7 +44,7 @@ def open_model(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> Opened:
-    """Opens a converted model or an adapter through `retrofox.load`, any other through `retrofox.surgery.load_base`.
+    """Opens a converted model or an adapter through `retrofox.load`, any other through `retrofox.loading.load_base`.
 
     Args:
         source: Hub id, local directory, .gguf file, or a model that is already in memory.
@@ -68,7 +68,8 @@ def open_model(
         if tokenizer is None and reads_text:
             tokenizer = open_tokenizer(label)
         return Opened(_unwrapped(source), tokenizer, _short(label), label)
-    from retrofox.surgery import load, load_base
+    from retrofox.loading import load_base
+    from retrofox.surgery import load
 
     text, place = os.fspath(source), resolve_device(device)
     if wanted is None:
@@ -131,7 +132,7 @@ def require_same_tokenizer(tokenizer: Any, other: Any) -> None:
 def _load_tokenizer(source: str) -> Any:
     from transformers import AutoTokenizer, PretrainedConfig
 
-    from retrofox.surgery import load_tokenizer
+    from retrofox.loading import load_tokenizer
 
     if Path(source).is_dir() and not any(Path(source).glob("tokenizer*")):
         return None

@@ -22,8 +22,8 @@ from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.data import claim
 from retrofox.interruptions import Interruptions
+from retrofox.loading import load_tokenizer
 from retrofox.objectives import OBJECTIVES
-from retrofox.surgery import load_tokenizer
 from retrofox.train_callbacks import Clock
 from retrofox.train_claim import claim_output, refuse_mingling
 from retrofox.train_data import StageData, prepare_tokens

@@ -12,9 +12,10 @@ from accelerate import PartialState
 from retrofox import checkpoint
 from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage
+from retrofox.loading import load_base
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.source import refuse_adapter
-from retrofox.surgery import convert, is_new_tensor, load, load_base, read_config
+from retrofox.surgery import convert, is_new_tensor, load, read_config
 
 SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 """What a teacher's config shares with its pupil's."""

@@ -15,9 +15,9 @@ import torch
 from retrofox.config import Recipe, Source, Stage
 from retrofox.data import Manifest, open_tokens
 from retrofox.data_sources import resolve
+from retrofox.loading import load_tokenizer
 from retrofox.objectives import choose_cross_entropy, is_converted
 from retrofox.source import read_config, refuse_adapter
-from retrofox.surgery import load_tokenizer
 from retrofox.train_claim import batches_of, refuse_mingling
 from retrofox.train_groups import set_trainable
 from retrofox.train_model import named_original, needs_teacher

@@ -93,7 +93,8 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
     from transformers import PreTrainedModel
 
     from retrofox.artefact import tokenizer_of
-    from retrofox.surgery import attention_mode, load, load_base
+    from retrofox.loading import load_base
+    from retrofox.surgery import attention_mode, load
 
     tokenizer = tokenizer_of(source, out)
     base = source if isinstance(source, PreTrainedModel) else load_base(source, default_attention=True)[0]
@@ -165,7 +166,7 @@ def _as_reference(base: Any, dtype: Any) -> Iterator[None]:
     """Runs the base in `dtype`, in eval mode, with an attention that drops nothing; a live model is then as it was."""
     from accelerate import init_empty_weights
 
-    from retrofox.surgery import has_softcap
+    from retrofox.loading import has_softcap
 
     attention, training = base.config._attn_implementation, base.training
     tensors = [(parameter, parameter.data) for parameter in base.parameters()]

@@ -9,7 +9,7 @@ import torch
 
 import retrofox
 from retrofox import FoxSpec
-from retrofox.surgery import load_base, load_tokenizer
+from retrofox.loading import load_base, load_tokenizer
 
 NAMES = {
     "input_layernorm": "attn_norm",

@@ -8,7 +8,7 @@ import torch
 
 import retrofox
 from retrofox import FoxSpec
-from retrofox.surgery import load_base
+from retrofox.loading import load_base
 from retrofox.verify import TEXT
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "retrofox" / "demo"

@@ -12,8 +12,9 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.artefact import GATES_SHARD, INDEX
 from retrofox.conversion_report import print_conversion
+from retrofox.loading import load_base, load_tokenizer
 from retrofox.norm_gains import gains_of
-from retrofox.surgery import attentions, is_new_tensor, load_base, load_tokenizer
+from retrofox.surgery import attentions, is_new_tensor
 from retrofox.verify import compare
 
 NORMS = FoxSpec(pro=("qk-norm", "output-norm", "output-gate"))
