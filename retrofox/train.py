@@ -22,7 +22,6 @@ from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.data import claim
 from retrofox.interruptions import Interruptions
-from retrofox.loading import load_tokenizer
 from retrofox.objectives import OBJECTIVES
 from retrofox.train_callbacks import Clock
 from retrofox.train_claim import claim_output, refuse_mingling
@@ -45,6 +44,7 @@ from retrofox.train_refusals import (
     refuse_tokenizer,
     refuse_tokens,
     refuse_trackers,
+    tokenizer_of,
 )
 from retrofox.train_speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
 
@@ -100,7 +100,7 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
     started = time.perf_counter()
     batches = claim_output(out, recipe, state)
     source = resolve_source(recipe, out, state)
-    tokenizer = load_tokenizer(recipe.data.tokenizer or recipe.model)
+    tokenizer = tokenizer_of(recipe)
     tokens = prepare_tokens(recipe, tokenizer, state)
     if state.is_main_process:
         claim(out / "data.json", tokens.train, tokens.eval)

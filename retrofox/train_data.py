@@ -28,11 +28,8 @@ def prepare_tokens(recipe: Recipe, tokenizer: Any, state: Any) -> PreparedTokens
     """Tokenises what is not yet in the cache, on the main process first; the others then find it done.
 
     Raises:
-        ValueError: no tokenizer, or data that can't be read.
+        ValueError: data that can't be read.
     """
-    if tokenizer is None:
-        name = recipe.data.tokenizer or recipe.model
-        raise ValueError(f"{name} has no tokenizer: set data.tokenizer to a Hub id or directory that has one")
     found = []
     with state.main_process_first():
         for sources in (recipe.data.train, recipe.data.eval):

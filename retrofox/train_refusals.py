@@ -179,7 +179,7 @@ def refuse_missing(recipe: Recipe) -> None:
         read_config(recipe.model)
     for source in (*recipe.data.train, *recipe.data.eval):
         _refuse_source(source)
-    _tokenizer_of(recipe)
+    tokenizer_of(recipe)
 
 
 def _refuse_source(source: Source) -> None:
@@ -190,7 +190,8 @@ def _refuse_source(source: Source) -> None:
         raise ValueError(f"{source.path} needs the package datasets: pip install 'retrofox[data]'")
 
 
-def _tokenizer_of(recipe: Recipe) -> Any:
+def tokenizer_of(recipe: Recipe) -> Any:
+    """The tokenizer that a recipe's texts are read with; raises ValueError where there is none."""
     name = recipe.data.tokenizer or recipe.model
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
@@ -207,7 +208,7 @@ def refused_data(recipe: Recipe, vocabulary: int | None) -> list[str]:
         except (ValueError, OSError) as error:
             found.append(str(error))
     try:
-        tokenizer = _tokenizer_of(recipe)
+        tokenizer = tokenizer_of(recipe)
         if vocabulary is not None:
             refuse_tokenizer(tokenizer, vocabulary)
     except (ValueError, OSError) as error:
