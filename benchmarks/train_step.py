@@ -213,7 +213,6 @@ def main() -> None:
     report: dict[str, Any] = {
         **provenance(),
         "gpu": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d"),
         "shapes": SHAPES,
         "fox": FOX,
         "step": {"rows": ROWS, "length": LENGTH, "micro_batches": MICRO_BATCHES},
