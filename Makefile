@@ -1,16 +1,20 @@
 # make demo   the main job on real weights, on a CPU (MODEL=hub-id-or-directory for another model, FAST=1 for a short form)
 # make test   lint, types, tests, and the short demo
-# Both set up .venv when it is missing; they need Python >= 3.10 with venv, a C compiler and PyPI.
+# Both set up .venv when it is missing; they need Python 3.10 or later with venv, a C compiler and PyPI.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Without a GPU: the CPU build of torch (an unpinned torch would pull gigabytes of CUDA); Triton's
-# interpreter needs numpy before 2.4. Where torch brings no Triton, the one that registers and spills are recorded with.
-TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo torch || echo "torch==2.13.0 'numpy<2.4'")
+# Without a GPU: the CPU build of torch, as PyPI's build for Linux brings gigabytes of CUDA. Where pip's own sources lack it, it
+# comes from PyTorch's index; where that can't be reached either, PyPI's build will do. Triton's interpreter needs numpy before
+# 2.4. Where torch brings no Triton, the version is the one for which the tests know registers and spills.
+GPU := $(shell command -v nvidia-smi 2>/dev/null)
+TORCH ?= $(if $(GPU),torch,torch==2.13.0+cpu 'numpy<2.4')
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TRITON ?= triton==3.6.0
 MODEL ?=
 FAST ?=
+CHECK := import sys; sys.version_info >= (3, 10) or sys.exit('retrofox needs Python 3.10 or later; $(PYTHON) is ' + sys.version)
 
 .PHONY: demo test lint types unit clean
 
@@ -33,9 +37,14 @@ unit: $(VENV)/.ready
 	$(BIN)/pytest
 
 $(VENV)/.ready: pyproject.toml
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || { $(PYTHON) -c "$(CHECK)" && $(PYTHON) -m venv $(VENV); }
 	$(BIN)/python -m pip install -q --upgrade pip
+ifdef GPU
 	$(BIN)/python -m pip install -q $(TORCH)
+else
+	$(BIN)/python -m pip install -q $(TORCH) 2>/dev/null || \
+	$(BIN)/python -m pip install -q --extra-index-url $(CPU_INDEX) $(subst +cpu,,$(TORCH))
+endif
 	test "$$(uname)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install -q "$(TRITON)"
 	$(BIN)/python -m pip install -q -e ".[test]"
 	touch $@
