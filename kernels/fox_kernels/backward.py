@@ -17,6 +17,7 @@ import torch
 from . import prune as pruning
 from .backward_dkdv import dkdv_kernel
 from .backward_dq import dq_kernel
+from .backward_first import BLOCK, lost_to_rounding, weights_are_large
 from .blocks import cap_kind
 from .cumsum import block_relative
 from .edges import edges
@@ -65,6 +66,9 @@ def launch_backward(
         c_offset is not None,
     )  # fmt: skip
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    lost = None
+    if weights_are_large(q, k, causal, q_offset, starts is not None, window, c_offset):
+        lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, scale, sink, softcap)
     tma = D1 == 0 and q.element_size() == 2 and describable(q, k, v, do)
     row_tma, column_tma = rows.tma * tma, columns.tma * tma
     relative = block_relative(c_hi, c_lo, rows.block_n)
@@ -92,12 +96,15 @@ def launch_backward(
             source(q, columns.block_m, column_tma), source(k, columns.block_n, column_tma > 2),
             source(v, columns.block_n, column_tma > 2), source(v, columns.block_n, True) if column_tma == 2 else None,
             source(do, columns.block_m, column_tma), facts, records, row_sum, c_hi, c_lo, start, end, bounds_or_none,
-            c_offset, dk, dv, dc,
+            c_offset, lost, dk, dv, dc,
             *strides, *do.stride()[:3], T, S, padded, H,
             walked_together(2 * T * D * q.element_size(), B * Hkv),  # a group's heads are walked in turn
             *numbers,
         ),
-        (H // Hkv, D0, D1, columns.block_m, columns.block_n, *options, precision, column_tma),
+        (
+            H // Hkv, D0, D1, columns.block_m, columns.block_n, *options, precision, column_tma,
+            0 if lost is None else BLOCK,
+        ),
         warps=columns.warps, stages=columns.stages,
     )  # fmt: skip
     if q_offset + T > S:  # queries past the keys share c[S - 1]

@@ -122,12 +122,12 @@ def _dkdv_block(
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, v_block_ptr, do_ptr, facts_ptr, record_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr,
-    end_ptr, first_ptr, c_offset_ptr, dk_ptr, dv_ptr, dc_ptr,
+    end_ptr, first_ptr, c_offset_ptr, lost_ptr, dk_ptr, dv_ptr, dc_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sdo_b, sdo_t, sdo_h,
     T, S, TP, H, together, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LOST: tl.constexpr,
 ):  # fmt: skip
     # The first key blocks have the most queries: they go first.
     blocks = tl.cdiv(S, BN)
@@ -166,6 +166,11 @@ def dkdv_kernel(
         v1 = load_rows(v_ptr, row_b, row_kv, n0, sv_s, offs_n, offs_d1, S, True, False)
         dk1 = tl.zeros([BN, D1], tl.float32)
         dv1 = tl.zeros([BN, D1], tl.float32)
+    if LOST > 0:
+        lost_ptr += (kv * LOST + j[:, None]) * (D0 + D1)
+        dv0 = tl.load(lost_ptr + offs_d0[None, :], mask=(j < LOST)[:, None], other=0.0)
+        if D1 > 0:
+            dv1 = tl.load(lost_ptr + offs_d1[None, :], mask=(j < LOST)[:, None], other=0.0)
 
     for g in range(GROUP):
         h = h_kv * GROUP + g

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .backward_first import lost_to_rounding, weights_are_large
 from .edges import edges
 from .hopper_forward import (
     Blocks,
@@ -65,6 +66,7 @@ class Plan(NamedTuple):
     prepare: Launch
     main: Launch
     finish: Launch
+    first: bool  # whether dv starts from what rounding loses
     copies: tuple[bool, ...]  # of q, k, v, do: TMA can't read them in place
     sizes: tuple[int, int, int]  # key tiles, query tiles, rows of all query tiles of a head
     group: int
@@ -93,9 +95,10 @@ def plan_backward(
     ]  # fmt: skip
     heads = min(H // Hkv, cut.heads)
     bias_by_mma = heads == 1 and cut.queries == 128 and sink == 0  # its parts need the room that more would take
+    first = weights_are_large(q, k, True, S - T, started, None, None)
     constants = (
         started, pruned, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
-        cut.registers, cut.helper_registers, cut.generations, exact_sums, bias_by_mma,
+        cut.registers, cut.helper_registers, cut.generations, exact_sums, bias_by_mma, first,
     )  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
     zero = not deterministic or started
@@ -106,6 +109,7 @@ def plan_backward(
         Launch(prepare_kernel, steps, (D, 64, zero)),
         Launch(fox_backward, min(num_n * B * Hkv, processors(q.device)), constants, blocks),
         Launch(finish_kernel, steps, (D, 64)),
+        first,
         tuple(x is not y for x, y in zip(given, (q, k, v, do), strict=True)),
         (num_n, tiles, rows),
         heads_together(8 * T * D * (H // Hkv), deterministic) if group is None else group,
@@ -178,9 +182,10 @@ def launch_backward(
         o, do, residual, dlse2, delta, sums, row_sum, ticket, *o.stride()[:3], *do.stride()[:3],
         *((0, 0, 0) if dlse2 is None else dlse2.stride()), T, H, rows, B * H * tiles,
     ))  # fmt: skip
+    lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, scale, sink, None) if plan.first else delta
     plan.main((q, k, v, do, sums, dk, dv), (
         c_hi, c_lo, lse2, delta, dc, row_sum, ticket, ticket[-1:], ticket if start is None else start,
-        ticket if end is None else end, tile_hi, tile_lo, float(scale), T, rows, S, H, H // Hkv, num_n, B * Hkv,
+        ticket if end is None else end, tile_hi, tile_lo, lost, float(scale), T, rows, S, H, H // Hkv, num_n, B * Hkv,
         plan.group,
     ))  # fmt: skip
     plan.finish((), (sums, dq, row_sum, dc, *dq.stride()[:3], float(scale), T, S, H, rows))

@@ -140,10 +140,10 @@ def _weights(st, step, keys, decay_s, decay_lo_s, row_s, row_lo_s, sink_row_s, l
 
 @gluon.jit
 def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s,
-              info_s, step_s, kb_s, qb_s, bars, shift, chunks, num_n, num_bh, group, sm_scale,
+              info_s, step_s, kb_s, qb_s, bars, LOST, shift, chunks, num_n, num_bh, group, sm_scale,
               HAS_START: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, NB: gl.constexpr,
               NKV: gl.constexpr, HEADS: gl.constexpr, GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr,
-              BIAS_BY_MMA: gl.constexpr):  # fmt: skip
+              BIAS_BY_MMA: gl.constexpr, HAS_LOST: gl.constexpr):  # fmt: skip
     QC: gl.constexpr = D if BM == 128 else D // 2
     DEFERRED: gl.constexpr = BM == 64  # with two generations of dS; else _share_of_dq waits
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
@@ -174,10 +174,14 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
     mbarrier.wait(bars.index(HEAD_FULL), 0)
     index = scalar(info_s.index(I_INDEX))
     while index >= 0:
-        n, _ = key_tile(index, num_n, num_bh, group)
+        n, bh = key_tile(index, num_n, num_bh, group)
         kv = (tiles % NKV) * 4
         dk = gl.zeros([64, D], gl.float32, layout=O_L)
         dv = gl.zeros([64, D], gl.float32, layout=O_L)
+        if HAS_LOST and w == 0:
+            row = bh.to(gl.int64) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_L))
+            if n == 0:  # what rounding loses of the first rows' weights
+                dv = gl.load(LOST + row[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, O_L))[None, :])
         mbarrier.wait(bars.index(KV_FULL + tiles % NKV), (tiles // NKV) & 1)
         for _c in range(chunks):
             slot = chunk & 1
@@ -310,11 +314,12 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
 
 @gluon.jit(do_not_specialize=["T", "T_PAD", "S", "H", "KV_GROUP", "num_n", "num_bh", "group"])
 def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_HI, C_LO, LSE, DELTA, DC, ROW_SUM,
-                 TICKET, COUNTER, START, END, TILE_HI, TILE_LO, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n,
+                 TICKET, COUNTER, START, END, TILE_HI, TILE_LO, LOST, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n,
                  num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr,
                  BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
                  DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
-                 GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
+                 GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
+                 HAS_LOST: gl.constexpr):  # fmt: skip
     """dk, dv of every key tile, their shares of a float32 dq, and both sums of dS."""
     dtype: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -374,11 +379,11 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
     chunks = (KV_GROUP + HEADS - 1) // HEADS
     gl.warp_specialize([
         (_consumer, (0, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
-                     step_s, kb_s, qb_s, bars, S - T, chunks, num_n, num_bh, group, sm_scale,
-                     HAS_START, SINK, D, BM, NB, NKV, HEADS, GENERATIONS, EXACT_SUMS, BIAS_BY_MMA)),
+                     step_s, kb_s, qb_s, bars, LOST, S - T, chunks, num_n, num_bh, group, sm_scale,
+                     HAS_START, SINK, D, BM, NB, NKV, HEADS, GENERATIONS, EXACT_SUMS, BIAS_BY_MMA, HAS_LOST)),
         (_consumer, (1, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
-                     step_s, kb_s, qb_s, bars, S - T, chunks, num_n, num_bh, group, sm_scale,
-                     HAS_START, SINK, D, BM, NB, NKV, HEADS, GENERATIONS, EXACT_SUMS, BIAS_BY_MMA)),
+                     step_s, kb_s, qb_s, bars, LOST, S - T, chunks, num_n, num_bh, group, sm_scale,
+                     HAS_START, SINK, D, BM, NB, NKV, HEADS, GENERATIONS, EXACT_SUMS, BIAS_BY_MMA, HAS_LOST)),
         (producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s,
                     qdo_s, row_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars, sm_scale, T, T_PAD, S, H,
                     KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NB, NKV, HEADS, BIAS_BY_MMA)),

@@ -73,7 +73,7 @@ def compiled_tile(kernel: str, D: int, arch: int, **flags):
     constants = {
         "GROUP": 1, "D0": D0, "D1": D1, "BM": tile.block_m, "BN": tile.block_n, "CAUSAL": True, "STARTS": False,
         "WINDOW": False, "SINK": False, "CAP": False, "PRUNE_M": 64, "SHIFT": False, "DLSE": False, "RESIDUAL": True,
-        "NEXT_BM": 32, "PRECISION": "tf32", "TMA": tile.tma if D1 == 0 else 0,
+        "NEXT_BM": 32, "PRECISION": "tf32", "LOST": 64, "TMA": tile.tma if D1 == 0 else 0,
         "ROWS": tile.rows if D1 == 0 and tile.tma else 0,
     }  # fmt: skip
     needs = {"start_ptr": "STARTS", "end_ptr": "STARTS", "c_offset_ptr": "SHIFT", "dlse_ptr": "DLSE"}

@@ -73,7 +73,9 @@ def forward_source(shape, dtype="bf16", start=False, first=False, sink=0, across
     return fox_forward, arguments, constants
 
 
-def backward_source(D, dtype="bf16", start=False, prune=False, sink=0, deterministic=True, heads=1, exact_sums=False):
+def backward_source(
+    D, dtype="bf16", start=False, prune=False, sink=0, deterministic=True, heads=1, exact_sums=False, lost=True
+):  # fmt: skip
     from fox_kernels.hopper_backward import CUTS
     from fox_kernels.hopper_backward_kernel import fox_backward
 
@@ -83,13 +85,13 @@ def backward_source(D, dtype="bf16", start=False, prune=False, sink=0, determini
     arguments["dq_desc"] = ("fp32", (64, D // 2 if cut.queries == 64 else D))
     arguments |= dict.fromkeys(("C_HI", "C_LO", "LSE", "DELTA", "DC", "ROW_SUM"), "*fp32")
     arguments |= dict.fromkeys(("TICKET", "COUNTER", "START", "END", "TILE_HI", "TILE_LO"), "*i32")
-    arguments |= {"sm_scale": "fp32"}
+    arguments |= {"LOST": "*fp32", "sm_scale": "fp32"}
     arguments |= dict.fromkeys(("T", "T_PAD", "S", "H", "KV_GROUP", "num_n", "num_bh", "group"), "i32")
     constants = {
         "HAS_START": start, "HAS_PRUNE": prune, "SINK": sink, "D": D, "BM": cut.queries, "NB": cut.stages,
         "NKV": cut.key_slots, "HEADS": heads, "DETERMINISTIC": deterministic, "REGISTERS": cut.registers,
         "HELPER_REGISTERS": cut.helper_registers, "GENERATIONS": cut.generations, "EXACT_SUMS": exact_sums,
-        "BIAS_BY_MMA": heads == 1 and cut.queries == 128 and sink == 0,
+        "BIAS_BY_MMA": heads == 1 and cut.queries == 128 and sink == 0, "HAS_LOST": lost,
     }  # fmt: skip
     return fox_backward, arguments, constants
 
