@@ -116,7 +116,7 @@ def calibrate(
 
     q before rotation, v the values, w = calibrate_fit.OUTPUT_WEIGHT; M folds into q_proj (W' = M^T W, b' = M^T b). A
     head keeps what it started with if its KL on held-out windows is no lower (see calibrate_fit.worse). One layer's
-    inputs are in memory at a time; after each layer the run can be stopped and gone on with. Into `out_dir` go
+    inputs are in memory at a time; after each layer the run can be stopped and resumed. Into `out_dir` go
     calibration.json, calibration.csv (per layer: KL and loss before and after), calibration_heads.csv (per head: KL and
     half-life before and after), calibration_heads.png and .svg (half-lives after), calibration.safetensors, and for
     init="calibrated" half_lives.json, .csv, .png and .svg.
@@ -129,7 +129,7 @@ def calibrate(
             rows held out.
         steps: Adam steps per layer; 0 stops after the half-lives of init="calibrated".
         refit_queries: whether to fit M.
-        resume: go on with the work found in `out_dir`; False starts anew.
+        resume: continue the work found in `out_dir`; False starts over.
         tokenizer: None = the one beside the source.
         length: tokens per window; None = 1024 or what the model was trained to if that is less, and shorter where the
             documents are too short or too few for it.
@@ -137,7 +137,7 @@ def calibrate(
         layer_losses: also measure the loss with each layer alone converted, before and after.
         layers_on_disk: read a directory's weights a layer at a time (True), load it whole (False), or None: a layer
             at a time where its files allow it.
-        seed: of the choice of windows and the order of fitting.
+        seed: for the choice of windows and the order of fitting.
 
     Raises:
         FileNotFoundError: a file or source that is not there.

@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 2
 
 @dataclass
 class Operands:
-    """What attention gets to see of one window: queries (H, T, D), keys and values (Hkv, T, D), float32.
+    """What attention receives for one window: queries (H, T, D), keys and values (Hkv, T, D), float32.
 
     Queries and keys are rotated and normed. `inputs` (T, hidden) are what enters the attention block; `raw_queries`
     (H, T, D) the queries as projected, before norm and rotation. `window` and `softcap` are the layer's own.
@@ -251,7 +251,7 @@ Finish = Callable[[torch.Tensor, int, int], torch.Tensor]
 
 
 def query_finish(attention: FoxMixin, operands: Operands, block: dict[str, Any]) -> Finish:
-    """The family's own road from projected to final queries, found by trying which of them gives what was captured.
+    """The family's own steps from projected to final queries, found by trying which reproduce what was captured.
 
     Raises:
         ValueError: none does, so a matrix in front of it can't be fitted and folded; says why.

@@ -19,7 +19,7 @@ SETTINGS = "settings.json"
 
 
 class State:
-    """A directory in which a calibration can stop at any time and go on at the layer it had reached.
+    """A directory in which a calibration can stop at any time and resume at the layer it had reached.
 
     `layer-<n>` files hold a finished layer's tensors with its measurements as metadata; `inputs-<n>` holds the hidden
     states that enter layer n, of which only the newest is kept. Every file appears whole or not at all.
@@ -49,7 +49,7 @@ class State:
         write_atomic(file, (json.dumps(wanted, indent=1) + "\n").encode())
 
     def finished(self) -> int:
-        """Number of layers done whose follow-up inputs are there, so the number of the layer to go on with."""
+        """Number of layers done whose follow-up inputs are there, so the number of the layer to resume at."""
         number = 0
         while self._layer(number).exists():
             number += 1

@@ -1,8 +1,8 @@
 """Checkpoints that survive kill -9: a COMPLETE marker written last, checksums, fallback, rotation.
 
 A checkpoint is a directory checkpoint-N. It counts only once it holds COMPLETE, a JSON file naming every other file
-with its size and SHA-256, written to disk after all of them, with a checksum of its own. Whatever is killed at whatever
-instant, the newest directory with a COMPLETE that its files agree with is where training goes on.
+with its size and SHA-256, written to disk after all of them, with a checksum of its own. Whenever the
+process is killed, training resumes from the newest directory whose files agree with its COMPLETE.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def checkpoints(root: Path) -> list[Path]:
 def commit(directory: Path, note: dict[str, Any]) -> None:
     """Declares a checkpoint complete: all its files reach the disk, then COMPLETE does.
 
-    Checkpoints of later steps are deleted then: a run that comes to save this one has passed over them as damaged, and
-    left there they would count as the newest.
+    Checkpoints of later steps are then deleted: the run that saves this one has passed over them as damaged, and they
+    would otherwise count as the newest.
 
     Args:
         note: JSON values kept in COMPLETE beside the file list (step, tokens, stage).
@@ -160,7 +160,7 @@ def saving(directory: Path, root: Path) -> Iterator[None]:
         raise ValueError(
             f"could not write {directory}: {error} ({_size(shutil.disk_usage(root).free)} free there). "
             + (f"{stands} is complete: " if stands else "There is no earlier checkpoint: ")
-            + "free some disk space or mend the directory, and run the same command again"
+            + "free some disk space or repair the directory, and run the same command again"
         ) from error
 
 

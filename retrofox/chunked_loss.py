@@ -1,4 +1,4 @@
-"""The sum of a loss over rows of hidden states, whose logits never all exist at one time."""
+"""The sum of a loss over rows of hidden states, whose logits never all exist at the same time."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class AnyRows:
 def sum_over_rows(model: Any, hidden: torch.Tensor, loss_of: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss summed over rows, metrics summed over rows) of the head's logits on hidden states (N, hidden_size).
 
-    The head module itself is called once, its forward standing aside for ours, so that the hooks by which FSDP and
+    The head module itself is called once, with our forward in place of its own, so that the hooks by which FSDP and
     ZeRO gather its weight run as for any forward.
     """
     lm = causal_lm(model)

@@ -20,11 +20,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
     help="Retrofit forget gates (Forgetting Attention, FoX) into a pretrained LLaMA-family model.\n\n"
-    "The usual road:\n\n"
+    "Typical use:\n\n"
     "    retrofox convert HuggingFaceTB/SmolLM2-135M OUT    RoPE partly swapped for gates, proven against the base\n\n"
     "    retrofox recipes cp smollm2-partial               a recipe to start from: set its data and output\n\n"
     "    retrofox train smollm2-partial.yaml               adapt it\n\n"
-    "    retrofox eval RUN/model --against BASE --data T   per-token loss of both\n\n"
+    "    retrofox eval RUN/model --against BASE --data T   loss at each position, for both\n\n"
     "    retrofox generate RUN/model 'Once upon a time'    use it",
 )
 config_app = typer.Typer(no_args_is_help=True, help="What a recipe may say: schema, show.")
@@ -53,7 +53,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ):
     pass
 
@@ -65,7 +67,7 @@ app.command()(cli_convert.convert)
 def prepare(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")], changes: Overrides = None
 ) -> None:
-    """Tokenises a recipe's data into memory-mapped shards (train does this too; resumable, reused)."""
+    """Tokenises a recipe's data into memory-mapped shards (train does this too); finished shards are reused."""
     from retrofox.config import load_recipe
     from retrofox.data import prepare as run
 
@@ -79,7 +81,7 @@ def plan(
     measure: Annotated[bool, typer.Option("--measure", help="Run two real steps for time and memory.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Says what a training run needs before anything runs: parameters, memory, steps, hours, disk, refusals."""
+    """Reports what a training run needs before anything runs: parameters, memory, steps, hours, disk, refusals."""
     from retrofox.config import load_recipe
     from retrofox.plan import plan as run
 
@@ -90,7 +92,7 @@ def plan(
 
 @app.command()
 def train(recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")], changes: Overrides = None) -> None:
-    """Adapts a model by a recipe; run again after an interruption, it resumes. Several GPUs: `accelerate launch -m
+    """Adapts a model by a recipe; run again after an interruption, it resumes. On several GPUs: `accelerate launch -m
     retrofox train RECIPE`.
     """
     from retrofox.config import load_recipe
@@ -117,21 +119,21 @@ def evaluate(
     model: Annotated[str, typer.Argument(help=MODEL)],
     data: Annotated[list[str] | None, typer.Option(help="Files or directories of documents, one or more.")] = None,
     against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a window; by default a document's first ones.")] = 4096,
+    length: Annotated[int, typer.Option(help="Tokens per window; by default the first ones of each document.")] = 4096,
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
-    max_documents: Annotated[int | None, typer.Option(help="Take the first so many documents.")] = None,
+    max_documents: Annotated[int | None, typer.Option(help="Use only the first N documents.")] = None,
     windows: Annotated[int, typer.Option(help="Windows per document; 0 = all.")] = 1,
-    min_tokens: Annotated[int, typer.Option(help="Leave shorter documents out.")] = 2,
-    batch: Annotated[int, typer.Option(help="Windows run at one time.")] = 1,
+    min_tokens: Annotated[int, typer.Option(help="Skip documents with fewer tokens.")] = 2,
+    batch: Annotated[int, typer.Option(help="Windows per batch.")] = 1,
     controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
     text_field: TextField = "text",
     tasks: Annotated[str, typer.Option(help="lm-eval tasks to run too, comma-separated (needs retrofox[eval]).")] = "",
-    include_path: Annotated[str | None, typer.Option(help="Folder with further lm-eval task files.")] = None,
+    include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Measures the loss of each document position, L(i), for a model against its original.
+    """Measures the loss at each document position, L(i), for a model and its original.
 
     Prints a bucket table; writes JSON, CSV and plots into --out.
     """
@@ -161,7 +163,7 @@ def evaluate(
 def generate(
     model: Annotated[str, typer.Argument(help=MODEL)],
     prompt: Annotated[list[str], typer.Argument(help="One or more prompts; several run as one batch.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
     num_beams: Annotated[int, typer.Option(help="Beam search width.")] = 1,
@@ -176,7 +178,7 @@ def generate(
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Continues a prompt, streaming."""
+    """Continues a prompt and streams the text."""
     from retrofox.generate import generate as run
 
     result = run(
@@ -202,7 +204,7 @@ def generate(
 def chat(
     model: Annotated[str, typer.Argument(help=MODEL)],
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer at most.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
     top_p: Annotated[
         float | None,
@@ -212,7 +214,7 @@ def chat(
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Talks with a chat model; the cache is kept over the turns. /exit ends it."""
+    """Chats with a model, keeping the cache between turns. /exit ends the chat."""
     from retrofox.generate import chat as run
 
     options = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
@@ -225,17 +227,17 @@ def needle(
     data: Annotated[list[str], typer.Option(help="Text files that make the haystack.")],
     against: Annotated[str | None, typer.Option(help="A model that reads the same prompts.")] = None,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "1024,2048,4096,8192",
-    depths: Annotated[int, typer.Option(help="How many depths, evenly spaced.")] = 5,
+    depths: Annotated[int, typer.Option(help="Number of depths, evenly spaced.")] = 5,
     mode: Annotated[str, typer.Option(help="easy (needle holds question and answer) or standard.")] = "easy",
     trials: Annotated[int, typer.Option(help="Prompts per cell.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of facts and places.")] = 0,
-    batch: Annotated[int, typer.Option(help="Prompts run at one time.")] = 1,
+    batch: Annotated[int, typer.Option(help="Prompts per batch.")] = 1,
     text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and heat-maps.")] = None,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Hides facts in long texts and asks for them, over context lengths and depths."""
+    """Hides facts in long texts and asks for them, at several context lengths and depths."""
     from retrofox.needle import needle as run
 
     try:
@@ -252,8 +254,8 @@ def needle(
 def inspect(
     model: Annotated[str, typer.Argument(help="A converted model: directory or Hub id.")],
     data: Annotated[list[str] | None, typer.Option(help="Measure the gates on these texts.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens of each document that are read.")] = 2048,
-    max_documents: Annotated[int, typer.Option(help="Take the first so many documents.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens to read of each document.")] = 2048,
+    max_documents: Annotated[int, typer.Option(help="Use only the first N documents.")] = 8,
     text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
     device: Device = None,
@@ -274,7 +276,7 @@ def push(
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
 ) -> None:
-    """Uploads a converted model to the Hub in one commit, checked for completeness before, file by file after."""
+    """Uploads a converted model to the Hub in one commit; checks that it is complete before, and every file after."""
     from retrofox.hub import push as run
 
     print(json.dumps(run(directory, repo, private=private, message=message, dry_run=dry_run), indent=2))
@@ -298,7 +300,7 @@ def config_show(recipe: Annotated[Path, typer.Argument(help="The recipe.")], cha
 
 @app.command()
 def doctor() -> None:
-    """Says what this machine has: versions, GPU, and which attention backend would run and why."""
+    """Reports what this machine has: versions, GPU, and which attention backend would run and why."""
     import torch
     from fox_kernels import choose
 
@@ -311,9 +313,9 @@ def doctor() -> None:
 
 
 def spread(arguments: list[str]) -> list[str]:
-    """Lets `--data a b c` stand for `--data a --data b --data c`, as a shell's *.txt makes it.
+    """Lets `--data a b c` stand for `--data a --data b --data c`, since a shell turns `--data *.txt` into the former.
 
-    So for every option that may be given several times, once the command has the arguments that belong to no option.
+    Applies to every option that may be repeated, once the command has all its positional arguments.
     """
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     if not arguments or arguments[0] not in commands:
@@ -322,7 +324,7 @@ def spread(arguments: list[str]) -> list[str]:
     options = {name: p for p in parameters if p.param_type_name == "option" for name in (*p.opts, *p.secondary_opts)}
     wanted = sum(p.param_type_name == "argument" for p in parameters)
     result = arguments[:1]
-    repeated, values = "", 0  # the option whose values may go on; values that the option before still takes
+    repeated, values = "", 0  # the repeatable option that was named last; values that the last option still takes
     for argument in arguments[1:]:
         name, given, _ = argument.partition("=")
         if values:
@@ -340,7 +342,7 @@ def spread(arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Entry point: bad input ends with one clear message and exit code 2; Ctrl-C, by typer, with 130."""
+    """Entry point: bad input ends with one clear message and exit code 2, Ctrl-C (handled by typer) with 130."""
     sys.argv[1:] = spread(sys.argv[1:])
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would fill a log file

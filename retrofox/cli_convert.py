@@ -22,9 +22,9 @@ def convert(
     ] = None,
     layer_max_wavelength: Annotated[
         str | None,
-        typer.Option(metavar="LAYERS=N,...", help="Longest wavelength kept in some layers, as 0-3=inf,20=0."),
+        typer.Option(metavar="LAYERS=N,...", help="Longest wavelength kept in single layers: 0-3=inf,20=0."),
     ] = None,
-    anneal_to: Annotated[str | None, typer.Option(help="anneal: partial or drop, where it ends.")] = None,
+    anneal_to: Annotated[str | None, typer.Option(help="anneal: where it ends, partial or drop.")] = None,
     anneal_tokens: Annotated[
         int | None, typer.Option(help="anneal: training tokens over which pairs fade, lowest frequencies first.")
     ] = None,
@@ -38,12 +38,12 @@ def convert(
         typer.Option(metavar="MIN MAX", help="Half-lives of the heads, in tokens. [default: length/32 length*8]"),
     ] = None,
     sink_tokens: Annotated[
-        int | None, typer.Option(help="First tokens of a document that never decay; 0 is the paper's. [default: 1]")
+        int | None, typer.Option(help="First tokens of a document that never decay; the paper has 0. [default: 1]")
     ] = None,
     pro: Annotated[
         str,
         typer.Option(
-            help="Parts of FoX (Pro), commas between: qk-norm, output-norm, output-gate, k-shift, v-shift; all; none."
+            help="Parts of FoX (Pro), comma-separated: qk-norm, output-norm, output-gate, k-shift, v-shift; all; none."
         ),
     ] = "none",
     log_n: Annotated[
@@ -52,7 +52,7 @@ def convert(
     prune: Annotated[
         float | None,
         typer.Option(
-            metavar="LN_EPS", help="Skip keys that the gates cut off, losing at most e^LN_EPS of the weight: -10."
+            metavar="LN_EPS", help="Skip keys that the gates cut off, losing at most e^LN_EPS of the weight; try -10."
         ),
     ] = None,
     calibrate: Annotated[
@@ -77,7 +77,7 @@ def convert(
     """
     from retrofox.model.configuration_fox import FoxSpec
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a plain kill clears up as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a plain kill cleans up as Ctrl-C does
     given: dict[str, Any] = {
         "max_wavelength": max_wavelength,
         "anneal_to": anneal_to,
@@ -128,19 +128,19 @@ def convert(
 
 
 IDLE = {
-    "max_wavelength": "the pairs kept by --rope partial",
+    "max_wavelength": "which pairs --rope partial keeps",
     "anneal_to": "where --rope anneal ends",
     "anneal_tokens": "how long --rope anneal takes",
     "half_life": "where gates start",
     "init": "where gates start",
-    "sink_tokens": "what gates leave alone",
-    "prune": "what gates cut off",
+    "sink_tokens": "which tokens never decay",
+    "prune": "which keys are skipped",
 }
-"""Options that other options can leave without a say, and what they are about."""
+"""Options that other options can leave without effect, and what they set."""
 
 
 def refuse_idle(rope: str, gate: str, given: dict[str, Any]) -> None:
-    """Raises ValueError for an option that the others leave without a say.
+    """Raises ValueError for an option that has no effect beside the others.
 
     Args:
         given: FoxSpec field -> value, of the options that were given.
@@ -159,7 +159,7 @@ def refuse_idle(rope: str, gate: str, given: dict[str, Any]) -> None:
     for name, why in idle.items():
         if name in given:
             option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} says {IDLE[name]}, and {why} leaves it no say: drop one of them")
+            raise ValueError(f"{option} sets {IDLE[name]}, but {why} leaves it without effect: drop one of them")
 
 
 MOST_LAYERS = 10_000
@@ -167,7 +167,7 @@ MOST_LAYERS = 10_000
 
 
 def layer_wavelengths(text: str) -> dict[int, float]:
-    """{layer: tokens} from such as "0-3=inf,20=0".
+    """{layer: tokens} from text such as "0-3=inf,20=0".
 
     Raises:
         ValueError: it reads differently, or names a layer twice.
@@ -184,7 +184,7 @@ def layer_wavelengths(text: str) -> dict[int, float]:
             value = 0.0
         if not names or any(layer in result for layer in names):
             raise ValueError(
-                "--layer-max-wavelength takes layers and tokens, each layer once, as 0-3=inf,20=0; "
+                "--layer-max-wavelength takes layers and tokens, each layer once, such as 0-3=inf,20=0; "
                 f"got {part!r} in {text!r}"
             )
         result |= dict.fromkeys(names, value)

@@ -73,4 +73,4 @@ def read_yaml(text: str, origin: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(f"{origin}: not valid YAML: {error}") from None
     except RecursionError:
-        raise ValueError(f"{origin}: not valid YAML: thousands of brackets in one another") from None
+        raise ValueError(f"{origin}: not valid YAML: thousands of nested brackets") from None

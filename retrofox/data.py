@@ -97,7 +97,7 @@ def _prepare(recipe: Recipe, progress: bool) -> dict[str, Any]:
 
 
 def claim(file: Path, train: Manifest, held_out: Manifest | None = None) -> None:
-    """Writes which tokens a run uses into its folder; from then on refuses others, at whatever stage the run is.
+    """Records in a run's folder which tokens it uses, and from then on refuses any others, whatever stage it is at.
 
     Raises:
         ValueError: a source or the tokenizer is not what it was when the run began.
@@ -228,7 +228,7 @@ class PackedDataset(torch.utils.data.Dataset):
         if len(counts) == 1:
             self.order: Order | Mixture = Order(counts[0], seed)
         else:
-            # Weights are shares of tokens, windows of a source that fills them less must come more often.
+            # Weights are shares of tokens: windows of a source that fills them less must come more often.
             self.order = Mixture(
                 counts, [w * n / plan.tokens for w, n, plan in zip(self.weights, counts, self.plans, strict=True)], seed
             )

@@ -149,7 +149,7 @@ class Encoder:
                 yield Batch(kind, [text[start:stop]], [name], size * (stop - start) // len(text))
 
     def _cuts(self, text: str) -> Iterator[int]:
-        """Places between words, about PIECE characters apart, where the tokens to both sides don't know each other."""
+        """Places between words, about PIECE characters apart, where neither side's tokens depend on the other."""
         start = 0
         while len(text) - start > 2 * PIECE:
             for number, match in enumerate(_BETWEEN_WORDS.finditer(text, start + PIECE)):
@@ -323,7 +323,7 @@ class Pool:
 def serve() -> None:
     """The loop of a worker: an encoder, then batches until the pipe closes."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not land in the answers
+    os.dup2(2, 1)  # whatever a library prints must not end up in the replies
     encoder: Encoder = pickle.load(sys.stdin.buffer)
     while True:
         try:

@@ -280,7 +280,7 @@ def _hugging_face(reference: str) -> list[Unit]:
 def _saved(data: Any, config: str | None, split: str | None) -> Any:
     """The rows meant by config and split of what was saved to disk: one dataset, or several by the name of a split."""
     if config is not None:
-        raise ValueError(f"it was saved to disk, which knows no config {config!r}: leave it out")
+        raise ValueError(f"a dataset saved to disk has no configs: leave {config!r} out")
     if isinstance(data, dict):
         if (split or "train") not in data:
             raise ValueError(f"no split {split or 'train'!r}; there are: {', '.join(data)}")

@@ -73,7 +73,7 @@ def evaluate(
         length: tokens per window; a shorter document contributes the positions it has.
         out: directory for the results; None = only print and return them.
         max_documents: take the first so many documents that are long enough; None = all.
-        windows: windows of `length` tokens per document, each read without what stands before it; None = all.
+        windows: windows of `length` tokens per document, each read without the text before it; None = all.
         min_tokens: leave out documents shorter than this; `length` makes every position an average over the same
             documents.
         batch: windows run at one time.
@@ -236,7 +236,7 @@ def _check(
 
 
 def _require_files(data: Sequence[str]) -> None:
-    """Finds every file before any model is loaded; what lies elsewhere is looked for when it is read."""
+    """Finds every file before any model is loaded; what lies on the Hub is looked for when it is read."""
     for path in data:
         if not path.startswith(("hf:", "longcrawl64:")):
             resolve(DataSource(path))

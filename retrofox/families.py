@@ -45,7 +45,7 @@ def check_settings(config: Any) -> None:
 
 
 def replaced_settings(config: Any) -> dict[str, Any]:
-    """Values of a base's config that its converted form replaces: no attention dropout, no weights to put out."""
+    """Values of a base's config that its converted form replaces: no attention dropout, no returned weights."""
     values = {"attention_dropout": 0.0, "output_attentions": False}
     return {name: value for name, value in values.items() if getattr(config, name, None)}
 

@@ -56,7 +56,7 @@ def generate(
         seed: of the draw; the same seed gives the same text. None = the global random state.
         use_cache: False computes every token from scratch, which is slow and exists to check the cache.
         chat_template: treat each prompt as a user's message and apply the tokenizer's chat template.
-        ignore_eos: go on to max_new_tokens past the end-of-text token.
+        ignore_eos: continue to max_new_tokens past the end-of-text token.
         echo: write each prompt before its continuation.
         output: where the stream goes, None = stdout; the closing line with tokens/s goes to stderr.
 
@@ -170,7 +170,7 @@ class ChatSession:
     """A conversation whose cache is kept over turns: each turn computes only the tokens that are new.
 
     The chat template renders the whole conversation at every turn; the cache is cut back to the tokens that the new
-    rendering shares with it (a template may strip what the model wrote) and goes on from there.
+    rendering shares with it (a template may strip what the model wrote) and continues from there.
 
     Attributes:
         messages: the conversation, {"role", "content"} each.
@@ -180,7 +180,7 @@ class ChatSession:
     def __init__(self, opened: Opened, system: str | None = None):
         if not getattr(opened.tokenizer, "chat_template", None):
             raise ValueError(
-                f"the tokenizer of {opened.source} has no chat template, so there is no form to chat in; "
+                f"the tokenizer of {opened.source} has no chat template, so it can't be chatted with; "
                 "use `retrofox generate`"
             )
         self.opened, self.system = opened, system

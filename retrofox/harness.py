@@ -1,4 +1,4 @@
-"""Short tasks through EleutherAI's lm-evaluation-harness, its context never cut by a guess."""
+"""Short tasks through EleutherAI's lm-evaluation-harness, its context length always given, never guessed."""
 
 from __future__ import annotations
 

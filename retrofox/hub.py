@@ -86,7 +86,7 @@ def _card(spec: FoxSpec, state: str, rows: dict[str, str]) -> str:
 
 
 def check_complete(directory: Path) -> None:
-    """Raises ValueError where a directory is no whole converted checkpoint that loads anywhere.
+    """Raises ValueError where a directory is not a complete converted checkpoint that loads anywhere.
 
     Checked: config.json with spec and auto_map, every remote-code file, every shard by header and size, a gate in every
     layer that the spec asks for, a card with metadata where there is one.
@@ -119,7 +119,7 @@ def check_complete(directory: Path) -> None:
         data = ModelCard(text, ignore_metadata_errors=False).data.to_dict()
         if "custom_code" not in (data.get("tags") or ()):
             raise ValueError(
-                f"{directory}/README.md lacks the tag custom_code in its metadata, which tells of auto_map"
+                f"{directory}/README.md lacks the tag custom_code in its metadata, which announces auto_map"
             )
 
 
@@ -139,14 +139,14 @@ def push(
         repo, files (path -> bytes), bytes; unless dry_run also commit and verified, how many files were compared.
 
     Raises:
-        ValueError: the checkpoint is incomplete, `repo` is no repository name, the upload failed, a file differs.
+        ValueError: the checkpoint is incomplete, `repo` is not a repository name, the upload failed, a file differs.
     """
     directory = Path(directory)
     check_complete(directory)
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ValueError(f"{repo!r} is no Hub repository (org/name): {error}") from error
+        raise ValueError(f"{repo!r} is not the name of a Hub repository (org/name): {error}") from error
     text = own_card(directory) or card_of(directory)
     contents: dict[str, bytes | Path] = {}
     for file in sorted(directory.rglob("*")):

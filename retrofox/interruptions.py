@@ -16,8 +16,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Interruptions:
     """Answers both signals inside a `with` block: SystemExit(128 + signal), at once or, inside `held`, when asked.
 
-    What unwinds then is what an exception unwinds: temporary files go, processes end. Further signals change nothing
-    any more, but a second Ctrl-C raises KeyboardInterrupt. In a thread that is not the main one, where Python allows no
+    The exit unwinds as an exception does: temporary files are removed, processes end. Further signals change nothing,
+    but a second Ctrl-C raises KeyboardInterrupt. In a thread that is not the main one, where Python allows no
     handlers, signals do what they did before.
 
     Attributes:

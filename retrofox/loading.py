@@ -30,7 +30,7 @@ def load_base(
     """(model, tokenizer) of an unconverted model: Hub id, directory or .gguf file (dequantised); tokenizer or None.
 
     Args:
-        default_attention: run with transformers' default attention and no weights put out, whatever the config asks.
+        default_attention: run transformers' default attention without returning its weights, whatever the config says.
 
     Raises:
         FileNotFoundError: nothing there.

@@ -87,7 +87,7 @@ def add_adapters(base: Any, lora: LoraConfig, source: str) -> Any:
 
 @contextlib.contextmanager
 def _peft_is_behind() -> Iterator[None]:
-    """peft 0.21 asks transformers 5.23 by a name that it deprecates: not the user's business."""
+    """peft 0.21 calls transformers 5.23 by a deprecated name, about which a user can do nothing."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         yield
@@ -173,7 +173,7 @@ def _float32_parts(model: Any) -> Any:
 
 
 def trained_in_full(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Present values on the CPU of the gates and Pro parts that an adapter must hold; gathered where they are sharded.
+    """Current values, on the CPU, of the gates and Pro parts that an adapter must hold; gathered where sharded.
 
     Raises:
         RuntimeError: the model has gates, none of which is trained.
@@ -185,7 +185,7 @@ def trained_in_full(model: nn.Module) -> dict[str, torch.Tensor]:
     }
     gates = (module for module in model.modules() if isinstance(module, ForgetGate))
     if not live and any(True for gate in gates for _ in gate.parameters()):  # fixed gates have none
-        raise RuntimeError("the adapter trains no forget gate: modules_to_save did not take them in")
+        raise RuntimeError("the adapter trains no forget gate: modules_to_save did not include them")
     with _gathered(list(live.values())):
         return {
             name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu().clone()

@@ -60,7 +60,7 @@ def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tu
     if requested == "chunked":
         return "chunked", "requested"
     if not is_plain_head(model):
-        raise ValueError(f"cross_entropy={requested} knows no logit scale, cap or bias of this family: use chunked")
+        raise ValueError(f"cross_entropy={requested} can't apply this family's logit scale, cap or bias: use chunked")
     if requested == "torch" and not hasattr(F, "linear_cross_entropy"):
         raise ValueError(f"cross_entropy=torch needs torch >= 2.13, this is {torch.__version__}: use chunked")
     if requested == "liger":
@@ -182,8 +182,8 @@ class Distill:
 class Align:
     """L = mean over layers and rows of |A_fox(x_l) - A(x_l)|^2 / |A(x_l)|^2, x_l the original's own input to layer l.
 
-    Norms are over a row's tokens and channels, and a row weighs as many units as it has targets: what rows share a
-    micro-batch, or a device, changes nothing.
+    Norms are over a row's tokens and channels, and a row weighs as many units as it has targets, so the loss does not
+    depend on which rows share a micro-batch or a device.
 
     One pass of the original runs through all layers; in each, the retrofitted block is run beside it on the same
     input. With teacher=None the original is the same module in mode "original": no second copy of anything, and

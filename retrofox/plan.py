@@ -66,7 +66,7 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
 
     Raises:
         FileNotFoundError: no such model.
-        ValueError: to measure on several devices takes as many processes.
+        ValueError: measuring on several devices takes one process per device.
     """
     devices, out = int(os.environ.get("WORLD_SIZE", "1")), Path(recipe.output)
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
@@ -74,8 +74,8 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
     show = show and os.environ.get("RANK", "0") == "0"
     if measure and devices > 1 and "RANK" not in os.environ:
         raise ValueError(
-            f"WORLD_SIZE={devices} in one process: measuring takes as many, accelerate launch -m retrofox plan RECIPE "
-            "--measure; or plan without --measure"
+            f"WORLD_SIZE={devices} in one process: measuring takes as many processes, accelerate launch -m retrofox "
+            "plan RECIPE --measure; or plan without --measure"
         )
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     refusals = _refusals(recipe, devices)

@@ -62,7 +62,7 @@ def find(directory: Path) -> Shards:
 
     Raises:
         FileNotFoundError: there are no weights, or a file that the index names is missing.
-        ValueError: a file is truncated or no safetensors file, or lacks a tensor that the index says it has.
+        ValueError: a file is truncated or not a safetensors file, or lacks a tensor that the index says it has.
     """
     if (directory / "model.safetensors").is_file():  # in the order in which transformers looks
         shards = Shards({SINGLE: directory / "model.safetensors"})
@@ -99,7 +99,7 @@ def _index(file: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no index of shards ({error}): download the model again") from error
+        raise ValueError(f"{file} is not an index of shards ({error}): download the model again") from error
     inside = [name for name in weight_map.values() if Path(name).name != name]
     if inside:
         raise ValueError(f"{file} names {inside[0]!r}, which is not a file beside it")
@@ -123,22 +123,22 @@ def header(file: Path) -> dict[str, Any]:
     """The tensors in a safetensors file: name -> dtype, shape, data_offsets.
 
     Raises:
-        ValueError: the file is cut short or no safetensors file.
+        ValueError: the file is cut short or not a safetensors file.
     """
     size = file.stat().st_size
     with open(file, "rb") as stream:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if 8 + length > size:
-            raise ValueError(f"{file} is cut short or no safetensors file: download it again")
+            raise ValueError(f"{file} is cut short or not a safetensors file: download it again")
         try:
             entries = json.loads(stream.read(length))
             entries.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} is no safetensors file ({error})") from error
+            raise ValueError(f"{file} is not a safetensors file ({error})") from error
     if 8 + length + end != size:
-        raise ValueError(f"{file} has {size} bytes where its header speaks of {8 + length + end}: download it again")
+        raise ValueError(f"{file} has {size} bytes where its header says {8 + length + end}: download it again")
     return entries
 
 

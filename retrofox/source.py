@@ -30,7 +30,7 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
 
     Raises:
         FileNotFoundError: nothing there, said with what was looked for.
-        ValueError: config.json is no JSON object, or its model_type no text.
+        ValueError: config.json is not a JSON object, or its model_type not a string.
     """
     directory = Path(path)
     if directory.is_file():
@@ -53,7 +53,7 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises where the Hub says no, gives no answer or is not asked.
+    """What huggingface_hub raises where the Hub refuses, does not answer or is not asked.
 
     OSError, and the base of all errors of the HTTP client in use, httpx or httpx2, from which its own errors inherit.
     """
@@ -77,8 +77,8 @@ def _from_hub(name: str, revision: str | None) -> Path:
         at = f"{constants.ENDPOINT}/{name}" + (f" at revision {revision}" if revision else "")
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else first_line(error)
         raise FileNotFoundError(
-            f"{name}: no such directory here, and no config.json could be had from {at} ({why}): check the name and "
-            "the network; for a gated or private model, `hf auth login`"
+            f"{name}: no such directory here, and no config.json could be fetched from {at} ({why}): check the name "
+            "and the network; for a gated or private model, `hf auth login`"
         ) from error
 
 
@@ -99,7 +99,7 @@ def first_line(error: BaseException | None) -> str:
 
 @contextmanager
 def reading_gguf(file: str | Path) -> Iterator[None]:
-    """Turns what transformers raises in the block at a damaged or foreign .gguf file into a ValueError about it."""
+    """Turns what transformers raises in the block, about a damaged or foreign .gguf file, into a ValueError."""
     try:
         yield
     except (struct.error, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
@@ -111,7 +111,7 @@ def reading_gguf(file: str | Path) -> Iterator[None]:
 
 @contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Turns what transformers raises in the block at a config that it can't make a model of into a ValueError."""
+    """Turns what transformers raises in the block, about a config that makes no model, into a ValueError."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -182,10 +182,10 @@ def check_out(source: str | Path, out: Path) -> None:
 
 @contextmanager
 def begun(source: str, out: Path, link: bool, wanted: bool = True) -> Iterator[Appearing | None]:
-    """OUT in the making, its weights already on their way while torch is imported; None where that can't be.
+    """Starts copying the weights towards OUT while torch is imported; yields OUT in the making, or None.
 
-    It can for a local directory of safetensors. Whatever else is wrong with the source is left for the conversion to
-    say, which then ends the copying.
+    It does so for a local directory of safetensors. Whatever else is wrong with the source is left for the conversion
+    to report, which then ends the copying.
     """
     shards = _at_once(source, out) if wanted else None
     if shards is None:
@@ -213,7 +213,7 @@ def _at_once(source: str, out: Path) -> Shards | None:
 def fetch(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
     """(local directory, commit) of a directory or a Hub id, downloading what a conversion needs.
 
-    Where the Hub can't be reached, what the cache holds must do.
+    Where the Hub can't be reached, the local cache is used.
 
     Raises:
         FileNotFoundError: a Hub id that can neither be downloaded nor found in the cache.

@@ -49,7 +49,7 @@ class Plan:
         kept_pairs: rotary pairs kept in each layer, and `pairs`, how many there are.
         half_lives: half-lives in tokens that the heads of a layer start with; none where they are yet to be fitted.
         base_tensors: name -> shape of the base model's own tensors; `tied` are those a checkpoint may lack.
-        settings_replaced: values of the base's config that are others in the converted model's.
+        settings_replaced: values of the base's config that the conversion changes.
     """
 
     model_type: str
@@ -199,7 +199,7 @@ def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     state = base.state_dict(keep_vars=True)
     frozen = [tensor for tensor in state.values() if not tensor.requires_grad]
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    for tensor in frozen:  # assigning turns them on
+    for tensor in frozen:  # assign=True makes them trainable
         tensor.requires_grad_(False)
     if wrong := unexpected + [n for n in missing if not is_new_tensor(n)]:
         raise ValueError(f"the base model's tensors don't fit its converted class: {wrong[:5]}")
@@ -263,9 +263,9 @@ def convert(
             "; of a peft model, give what merge_and_unload() returns"
         )
     if isinstance(calibrate, (str, Path)):
-        raise ValueError(f"calibrate takes a list of files, got {str(calibrate)!r}: put it in brackets")
+        raise ValueError(f"calibrate takes a list of files, got {str(calibrate)!r}: give a list")
     if revision is not None and isinstance(source, PreTrainedModel):
-        raise ValueError(f"revision {revision!r} belongs to a Hub id, and a live model is what it is: drop it")
+        raise ValueError(f"revision {revision!r} belongs to a Hub id, and a live model has none: drop it")
     if out is not None:
         from retrofox.artefact import write
 

@@ -56,7 +56,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     """Runs every stage of a recipe and writes OUTPUT/model, ready for `retrofox.load`.
 
     OUTPUT holds recipe.yaml (resolved), log.jsonl, stage-N-OBJECTIVE/checkpoint-STEP, model. Run again after any
-    interruption, the same command goes on from the newest complete checkpoint and says so.
+    interruption, the same command resumes from the newest complete checkpoint and says so.
 
     Returns:
         What was done: per stage steps, tokens, losses, seconds and tokens per second; the path of the model.

@@ -302,6 +302,6 @@ class JsonLog:
             yield
         except OSError as error:
             raise ValueError(
-                f"could not write {self.path}: {error.strerror}. Free some disk space or mend the directory, and run "
-                "the same command again: it goes on from the last complete checkpoint"
+                f"could not write {self.path}: {error.strerror}. Free some disk space or repair the directory, and run "
+                "the same command again: it resumes from the last complete checkpoint"
             ) from error

@@ -1,4 +1,4 @@
-"""OUTPUT belongs to one recipe: what was begun there is gone on with, or refused where it was another run."""
+"""OUTPUT belongs to one recipe: the run begun there is resumed, or refused where it is another recipe's."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
 def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage.
 
-    OUTPUT/recipe.yaml then says what the run goes on with. A run that left nothing to go on with, refused for a
-    misspelt path or pattern say, leaves OUTPUT to the next.
+    OUTPUT/recipe.yaml then says what the run resumes with. A run that left nothing to resume (refused for a misspelt
+    path or pattern, say) leaves OUTPUT to the next.
 
     Raises:
         ValueError: OUTPUT holds another run or can't be written to; batch_tokens don't divide among the devices.
@@ -73,7 +73,7 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
         batches = [int(tokens) for tokens in kept["batch_tokens"]]
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{file} is damaged: delete it to go on with the recipe given, or choose another `output`"
+            f"{file} is damaged: delete it to continue with the recipe given, or choose another `output`"
         ) from error
     if not any(
         path.exists() for path in (out / "model", *out.glob("stage-*/checkpoint-*"), *out.glob("stage-*/model"))

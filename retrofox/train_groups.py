@@ -133,7 +133,7 @@ def accumulation(stage: Stage, batch_tokens: int, world_size: int) -> int:
     """Micro-batches per optimizer step and device.
 
     Raises:
-        ValueError: batch_tokens is no whole number of micro-batches over the devices, with the nearest that are.
+        ValueError: batch_tokens is not a whole number of micro-batches over the devices; names the nearest that are.
     """
     unit = stage.sequence_length * stage.micro_batch * world_size
     if batch_tokens % unit:

@@ -105,7 +105,7 @@ def memory(
     kept = [(layers - recomputed, plain.layer), (recomputed, again.layer), (1, plain.outside)]
     activations = sum(count * curve._replace(constant=0).at(rows, tokens) for count, curve in kept)
     if sharded and mixed:
-        # Two layers are gathered in 16 bits at one time; embedding and head stay gathered.
+        # Two layers are gathered in 16 bits at a time; embedding and head stay gathered.
         copies = 4 * (total - 2 * _of_embedding(lm)) / layers + 2 * (_of_embedding(lm) + _of_head(lm))
     at_once = min(rows * tokens, _rows_of_logits(stage, lm, device))
     logits = plain.head.at(1, at_once)
@@ -139,7 +139,7 @@ def _of_head(lm: Any) -> int:
 
 
 def _rows_of_logits(stage: Stage, lm: Any, device: torch.device) -> int:
-    """Rows of logits that exist at one time, as the objectives choose them."""
+    """Rows of logits that exist at the same time, as the objectives choose them."""
     rows = chunk_rows(lm.config.vocab_size, device)
     return max(64, rows // 4) if stage.objective == "distill" else rows
 

@@ -25,18 +25,18 @@ from retrofox.train_speed import recompute
 
 
 def refuse_parallelism() -> None:
-    """Raises ValueError for parallelism that would leave the gates behind, build them on no device, or round them."""
+    """Raises ValueError for parallelism that would leave the gates behind, uninitialised, or rounded."""
     for variable, name in (("PARALLELISM_CONFIG_CP_SIZE", "context"), ("PARALLELISM_CONFIG_SP_SIZE", "sequence")):
         if int(os.environ.get(variable, "1")) > 1:
             raise ValueError(
                 f"{name} parallelism ({variable}={os.environ[variable]}) moves queries, keys and values but not the "
-                "forget gates, so attention would be wrong without a sign: use DDP, FSDP2 or ZeRO-3"
+                "forget gates, so attention would be silently wrong: use DDP, FSDP2 or ZeRO-3"
             )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         if int(os.environ.get("FSDP_VERSION", "1")) != 2:
             raise ValueError("FSDP version 1 can't keep the forget gates in float32: set fsdp_version: 2")
         if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true":
-            raise ValueError("set fsdp_cpu_ram_efficient_loading: false: it would build the forget gates on no device")
+            raise ValueError("set fsdp_cpu_ram_efficient_loading: false: it would leave the forget gates uninitialised")
 
 
 def refuse_precision(recipe: Recipe) -> None:

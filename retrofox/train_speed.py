@@ -2,7 +2,7 @@
 
 Weights stay float32 (they are the master copy; gradients accumulate in float32) and autocast runs the products in
 bfloat16. Left alone, autocast keeps embeddings and norms, hence the whole residual stream, in float32: on a 576-wide
-model the elementwise kernels then move twice the bytes. Here the embedding hands on bfloat16 and each norm is one
+model the elementwise kernels then move twice the bytes. Here the embedding returns bfloat16 and each norm is one
 fused kernel in the stream's dtype with its statistics in float32.
 """
 
@@ -44,7 +44,7 @@ def repeatable(on: bool) -> Iterator[None]:
 
 
 def lower_precision_stream(model: Any, dtype: torch.dtype) -> None:
-    """Makes the token embedding hand on `dtype`, so that residual additions run in it."""
+    """Makes the token embedding return `dtype`, so that residual additions run in it."""
 
     def cast(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return output.to(dtype)

@@ -46,7 +46,7 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
             in front; the proof then runs with the base's put back, and reports what the stored ones give beside it.
 
     Raises:
-        ValueError: the logits differ, a projection is no refit of the base's, or the process failed.
+        ValueError: the logits differ, a projection is not a refit of the base's, or the process failed.
     """
     from transformers import PreTrainedModel
 

@@ -72,7 +72,7 @@ def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
         tied: names that the model ties to others: left out where they share their memory with another tensor.
 
     Raises:
-        ValueError: the file is damaged, holds something else than tensors, or would run code when unpickled.
+        ValueError: the file is damaged, holds something other than tensors, or would run code when unpickled.
     """
     state, mapped = _unpickled(file)
     kept: dict[str, torch.Tensor] = {}
@@ -136,9 +136,9 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def replace_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], weight_map: Mapping[str, str]) -> None:
-    """Puts tensors in the place of those of the same name, in their dtype, rewriting the shards that hold them.
+    """Replaces tensors by others of the same name, in the old dtype, rewriting the shards that hold them.
 
-    A rewritten shard is a new file: a hard link to it keeps what it had. In memory is one tensor at a time.
+    A rewritten shard is a new file: a hard link to the old one keeps its content. One tensor is in memory at a time.
     """
     for name in sorted({weight_map[key] for key in tensors}):
         file = directory / name

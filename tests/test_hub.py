@@ -316,7 +316,7 @@ def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_p
         check_complete(pico_checkpoint)
     with pytest.raises(FileNotFoundError, match="no such directory"):
         check_complete(tmp_path / "missing")
-    with pytest.raises(ValueError, match="no Hub repository"):
+    with pytest.raises(ValueError, match="not the name of a Hub repository"):
         push(converted, "a/b/c", dry_run=True)
     check_complete(converted)
     code, card = (converted / "rope.py").read_bytes(), (converted / "README.md").read_text()

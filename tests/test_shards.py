@@ -66,9 +66,9 @@ def test_damaged_shards(sharded):
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-4])
-    refused(sharded, "header speaks of")
+    refused(sharded, "where its header says")
     shard.write_bytes(b"not a checkpoint at all")
-    refused(sharded, "no safetensors file")
+    refused(sharded, "not a safetensors file")
     shard.write_bytes(b"")
     refused(sharded, "cut short")
     shard.unlink()
@@ -85,7 +85,7 @@ def test_an_index_that_lies(sharded):
     (sharded / INDEX).write_text(json.dumps(index))
     refused(sharded, "not a file beside it")
     (sharded / INDEX).write_text("{")
-    refused(sharded, "no index of shards")
+    refused(sharded, "not an index of shards")
 
 
 def test_configs_that_are_none(single):

@@ -230,7 +230,7 @@ def test_a_revision_of_a_directory(pico_checkpoint: Path):
     [
         ({"fox": FoxSpec(init="calibrated")}, "measures the base on text"),
         ({"link": True}, "link=True shares"),
-        ({"revision": "main"}, "a live model is what it is"),
+        ({"revision": "main"}, "a live model has none"),
         ({"calibrate": "text.txt"}, "takes a list of files, got 'text.txt'"),
         ({"calibrate": ["text.txt"]}, "calibration writes a checkpoint"),
     ],
@@ -285,7 +285,7 @@ def test_a_model_with_code_of_its_own_is_told_from_an_unconverted_one(pico_fox_c
 def test_a_damaged_converted_checkpoint_says_which_file(pico_fox_checkpoint):
     weights = pico_fox_checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"model\.safetensors has .* bytes where its header speaks of"):
+    with pytest.raises(ValueError, match=r"model\.safetensors has .* bytes where its header says"):
         retrofox.load(pico_fox_checkpoint)
     with pytest.raises(ValueError, match="device 'gpu' is unknown"):
         retrofox.load(pico_fox_checkpoint, device="gpu")

@@ -42,7 +42,7 @@ class FoxMixin(nn.Module):
 
     s_ij = scale * q_i.k_j + (c_i - c_j), c the running sum of log f (Lin et al., ICLR 2025, eq. 3). The native
     forward keeps its projections, biases, QK-norm, windows and multipliers; this mixin adds the gates, edits
-    (cos, sin) and meets the keys on their way into the cache.
+    (cos, sin), and stores the gates in the cache beside the keys.
 
     `mode` chooses the form: "fox"; "open" (log f = 0, the rest as fox); "shuffled" (gates permuted over heads);
     "original" (no gates, all rotary pairs, no added parts: the base model's attention through the same operator).
@@ -251,8 +251,8 @@ def fox_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask function registered as "fox": None or a (B, S) padding mask wherever causality, a window and left
-    padding say it all; a 4D boolean mask for everything else (custom masks, holes, compiled static caches).
+    """The mask function registered as "fox": None or a (B, S) padding mask where causality, a window and left
+    padding describe it fully; a 4D boolean mask for everything else (custom masks, holes, compiled static caches).
     """
     full = {
         "batch_size": batch_size,

@@ -19,7 +19,7 @@ except ImportError:  # no fox_kernels, or no Triton
 
 LOG2_E = 1.4426950408889634
 LOG_F_MIN = -1e4  # as in the operator: exp underflows long before
-SPARE_TOKENS, SPARE_PART = 256, 16  # room for at least so many tokens more, or for a sixteenth of what is there
+SPARE_TOKENS, SPARE_PART = 256, 16  # room for at least this many more tokens, or for a sixteenth of those there
 
 
 class GrowingLayer(DynamicLayer):
@@ -82,7 +82,7 @@ class GrowingLayer(DynamicLayer):
         kept = self._rooms[0].shape
         if new_keys.shape[:2] != kept[:2] or new_keys.shape[3] != kept[3]:
             raise ValueError(
-                f"keys (rows, heads, tokens, width) of {tuple(new_keys.shape)} don't go on a cache of {tuple(kept)}: "
+                f"keys (rows, heads, tokens, width) of {tuple(new_keys.shape)} don't fit a cache of {tuple(kept)}: "
                 "see batch_repeat_interleave and batch_select_indices"
             )
         if self._rooms[0].device != new_keys.device:
@@ -125,7 +125,7 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values, self.sums = (room[:, :, :length] for room in self._rooms)
 
     def _each(self, change: Any) -> None:
-        """Does the same to all that is kept, whose first dimension is the batch."""
+        """Applies `change` to every tensor kept; the first dimension of each is the batch."""
         if self._rooms:
             self._check_length()
             self._rooms = [change(room) for room in self._rooms]
@@ -162,9 +162,9 @@ class GrowingLayer(DynamicLayer):
         return high, low
 
     def key_bound(self, head_dim: int) -> torch.Tensor:
-        """(B, Hkv) float32 >= |k_j| of all keys, of which only those are looked at that came since it was last asked.
+        """(B, Hkv) float32, at least |k_j| for every key j; only keys that are new since the last call are read.
 
-        Keys that were cropped still count: the bound holds, if not as tightly.
+        Cropped keys still count: the bound holds, though less tightly.
         """
         if self._bounded < self._length:
             new = self.keys.detach()[:, :, self._bounded :, :head_dim]
@@ -190,12 +190,12 @@ class GateCache:
     Attributes:
         hidden_states: (B, T, hidden), what entered the attention block.
         position_ids: (B, T) or (1, T), None where the model was given none; native forwards don't all pass them on.
-        carried: (B, T, Hkv, D) tensors to find again at the next call.
+        carried: (B, T, Hkv, D) tensors that the next call will need.
         layer: the GrowingLayer that `update` has appended to, or None.
 
     Raises:
-        ValueError: the cache quantises its keys, which would destroy the bits; or it is offloaded and something is
-            carried, or gates are to be trained through a static cache, or a cache that another model filled goes on.
+        ValueError: the cache quantises its keys, which would destroy the bits; it is offloaded and something is
+            carried; gates are to be trained through a static cache; or another model filled the cache.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class GateCache:
 
 
 def _growing(cache: Any, layer_idx: int) -> GrowingLayer | None:
-    """The layer's GrowingLayer, put in the place of an empty DynamicLayer; None where the cache does otherwise."""
+    """The layer's GrowingLayer, put in the place of an empty DynamicLayer; None for a cache of another kind."""
     if type(cache).update is not Cache.update or getattr(cache, "offloading", False):
         return None
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
