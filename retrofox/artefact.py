@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedModel
 
@@ -142,6 +144,7 @@ def write(
             check_weights(place, found.tensors, plan)
     work = out.parent / f".{out.name}.calibration"
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_disk_of(out))
         if appearing is None:
             appearing = stack.enter_context(Appearing(out))
         partial = appearing.partial
@@ -178,6 +181,21 @@ def write(
         appearing.commit()
     shutil.rmtree(work, ignore_errors=True)
     return report
+
+
+@contextlib.contextmanager
+def _disk_of(out: Path) -> Iterator[None]:
+    """Turns what a full disk raises inside, often without a file's name, into a ValueError about `out`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if isinstance(error, OSError) and error.errno not in full:
+            raise
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"{out} could not be written: {why}; nothing was left there: free some disk space or choose another disk"
+        ) from error
 
 
 Gains = dict[str, torch.Tensor]

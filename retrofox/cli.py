@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -344,6 +345,9 @@ def spread(arguments: list[str]) -> list[str]:
 def main() -> None:
     """Entry point: bad input ends with one clear message and exit code 2, Ctrl-C (handled by typer) with 130."""
     sys.argv[1:] = spread(sys.argv[1:])
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # other encodings than UTF-8 lack characters that models write
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would fill a log file
     try:

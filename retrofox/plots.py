@@ -227,8 +227,20 @@ def save_csv(path: str | os.PathLike, header: Sequence[str], rows: Iterable[Sequ
 
 
 def write_atomic(path: str | os.PathLike, content: bytes) -> str:
-    """Writes a file beside its place, then renames it: a reader sees the old content or the new, never a part."""
-    target = Path(path)
+    """Writes a file beside its place, then renames it: a reader sees the old content or the new, never a part.
+
+    Raises:
+        ValueError: it can't be written.
+    """
+    try:
+        return _write_atomic(Path(path), content)
+    except OSError as error:
+        raise ValueError(
+            f"can't write {os.fspath(path)}: {error.strerror or error}; free some disk space or name another directory"
+        ) from error
+
+
+def _write_atomic(target: Path, content: bytes) -> str:
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:

@@ -1,5 +1,6 @@
 """Converting checkpoint directories: nothing loaded, nothing half-written, pretrained tensors untouched."""
 
+import errno
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
@@ -164,6 +166,16 @@ BROKEN_TOKENIZERS = {
     "of another version": ("tokenizer.json", '{"version": "9", "model": {"type": "Unheard"}}'),
     "its own code": ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", null]}}'),
 }
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
+)
+def test_a_full_disk_is_named_and_nothing_is_left(source, tmp_path, monkeypatch, error):
+    monkeypatch.setattr("retrofox.artefact.save_file", lambda *_, **__: (_ for _ in ()).throw(error))
+    with pytest.raises(ValueError, match=r"out could not be written: .*No space left on device; nothing was left"):
+        retrofox.convert(source, tmp_path / "out", verify=False)
+    assert list(tmp_path.iterdir()) == [source]
 
 
 @pytest.mark.parametrize("how", BROKEN_TOKENIZERS)

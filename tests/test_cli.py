@@ -1,6 +1,7 @@
 """The command line: fast to start, clear when wrong, exit code 2 and nothing left behind."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -273,3 +274,10 @@ def test_options_that_take_files_take_several():
         "",
     ):
         assert cli.spread([*untouched.split()]) == untouched.split()
+
+
+def test_terminals_of_another_encoding_get_a_question_mark_instead_of_an_error():
+    code = "from retrofox import cli\n@cli.app.command('say')\ndef say(): print(input(), '\\xb1')\ncli.main()"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run([sys.executable, "-c", code, "say"], input=b"h\xff\n", capture_output=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, b"h? ?\n"), done.stderr
