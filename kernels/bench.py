@@ -33,10 +33,10 @@ import sys
 import time
 from pathlib import Path
 
-from bench_problems import METHOD, Decode, Task, select, tasks
+from bench_problems import METHOD, UNORDERED, Decode, Task, select, tasks
 from bench_report import check, decode_line, draw, error_line, markdown, row_line, targets
 
-OURS = ("ours", "ours, pruned", "plain Triton", "plain Triton, pruned")
+OURS = ("ours", UNORDERED, "ours, pruned", "plain Triton", "plain Triton, pruned")
 LISTS = {"table": "rows", "extras": "rows", "flex": "rows", "decode": "decode", "errors": "errors"}
 LINES = {"rows": row_line, "decode": decode_line, "errors": error_line}
 

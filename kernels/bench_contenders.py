@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from bench_problems import Decode, Problem
+from bench_problems import UNORDERED, Decode, Problem
 
 
 def draw_gates(kind: str, B: int, T: int, H: int) -> torch.Tensor:
@@ -39,6 +39,13 @@ def ours(x, **options):
 
     inputs = leaves(x)
     return inputs, x["do"], lambda: fox_kernels.forgetting_attention(*inputs, cu_seqlens=x["cu_seqlens"], **options)
+
+
+def unordered(x):
+    import fox_kernels
+
+    inputs, do, step = ours(x)
+    return inputs, do, fox_kernels.deterministic(False)(step)
 
 
 def fla(x):
@@ -132,6 +139,7 @@ def setups(official_path: str | None, names: set[str]) -> dict[str, Callable]:
     backends = torch.nn.attention.SDPBackend
     table: dict[str, Callable] = {
         "ours": ours,
+        UNORDERED: unordered,
         "ours, pruned": lambda x: ours(x, prune=-10.0),
         "plain Triton": lambda x: ours(x, backend="triton"),
         "plain Triton, pruned": lambda x: ours(x, backend="triton", prune=-10.0),

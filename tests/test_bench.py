@@ -59,7 +59,8 @@ def test_plan_covers_every_shape_gate_and_peer():
     assert [*dict.fromkeys(t.stage for t in plan)] == list(STAGES)
     table = {t.problem: t.contenders for t in plan if t.stage == "table"}
     assert set(table) == set(TABLE)
-    assert all(set(bench_problems.DENSE + bench_problems.PRUNED) == set(names) for names in table.values())
+    measured = {*bench_problems.DENSE, bench_problems.UNORDERED, *bench_problems.PRUNED}
+    assert all(measured == set(names) for names in table.values())
     extras = [t.problem for t in plan if t.stage == "extras" and isinstance(t.problem, Problem)]
     assert {p.D for p in extras} == {64, 80, 96, 128, 256}
     assert {p.gates for p in extras} == {"open", "mixed", "short"}
@@ -79,7 +80,7 @@ def test_plan_leaves_out_the_peers_that_are_missing():
 
 
 def test_select_takes_what_every_pattern_matches():
-    plan = select(tasks(True, True), ["^table 2,8192", "ours"], quick=False)
+    plan = select(tasks(True, True), ["^table 2,8192", "ours($|, pruned)"], quick=False)
     assert [(t.problem.D, t.contenders) for t in plan] == [(D, ("ours", "ours, pruned")) for D in (64, 128)]
     assert {t.stage for t in select(tasks(True, True), [], quick=True)} == {"table", "decode"}
     with pytest.raises(ValueError, match="matches nothing"):
