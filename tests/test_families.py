@@ -1,5 +1,7 @@
 """Every supported family: its own logits with gates open and RoPE kept; every mode trained, saved, generated from."""
 
+import pickle
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -188,6 +190,11 @@ def test_original_mode_is_the_base_also_packed_and_padded(base, fox, tokens, pat
         both = logits(fox, tokens, attention_mask=mask, position_ids=padded)
         close(both[1, 5:], logits(base, tokens[1:, 5:])[0])
     assert (logits(fox, tokens) - logits(base, tokens)).abs().max() > 1e-2
+
+
+def test_a_pickled_model_is_the_model(fox, tokens):
+    again = pickle.loads(pickle.dumps(fox))
+    assert torch.equal(logits(again, tokens), logits(fox, tokens))
 
 
 @pytest.mark.parametrize("mode", MODES)

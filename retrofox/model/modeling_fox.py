@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -287,7 +288,11 @@ def make_classes(model_type: str) -> tuple[type, type]:
 
 
 def __getattr__(name: str) -> type:
+    """Classes are made on first use; attentions are found by name where a pickled model is read again."""
     for model_type, prefix in SUPPORTED.items():
+        if name == f"Fox{prefix.removesuffix('Text')}Attention":
+            native: Any = MODEL_MAPPING[CONFIG_MAPPING[model_type]]
+            return _attention_class(getattr(sys.modules[native.__module__], name.removeprefix("Fox")))
         if name in (f"Fox{prefix}Model", f"Fox{prefix}ForCausalLM"):
             inner, lm = make_classes(model_type)
             globals()[inner.__name__], globals()[lm.__name__] = inner, lm
