@@ -78,6 +78,7 @@ def choose(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    q, k, v = chunked.under_autocast(q, k, v)  # as the operator takes them
     if backend in ("reference", "chunked"):
         return backend, "asked for"
     no_triton = triton_unsupported(q)
@@ -140,8 +141,8 @@ def forgetting_attention(
     k, v        (B, S, Hkv, D), q's dtype, H % Hkv == 0
     log_f       (B, S, H) float32 (or float64), natural log of the forget gates, <= 0; below -1e4 counts as -1e4. NaN
                 reaches every output it is on the way to
-    scale       any finite float, D ** -0.5 if None. The backward takes weights from lse: scores in the thousands cost
-                it digits, 6e-8 of their size
+    scale       any float that float32 holds, D ** -0.5 if None. The backward takes weights from lse: scores in the
+                thousands cost it digits, 6e-8 of their size
     cu_seqlens  (N + 1,) int32, rising from 0 to S: N documents packed into B == 1, none sees another
     seq_start   (B,) int32, first visible position of each row (left padding); queries before it get o = 0, lse = -inf
     window      query i sees keys j > i - window only

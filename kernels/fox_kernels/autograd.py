@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import determinism
 from .calls import remember
-from .chunked import check_backward
+from .chunked import check_backward, within
 from .launch import watched
 from .passes import attend, differentiate, room_for_bounds, room_for_residual
 from .replay import calls
@@ -166,7 +166,7 @@ def forgetting_attention(
 
     kind is that of the call, without lse, or None: what runs the next one of it is left in `replay.calls`.
     """
-    window, sink = None if window is None else min(window, k.shape[1]), min(sink, k.shape[1])  # ints of 32 bits
+    window, sink = within(window, sink, k.shape[1])
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
     inputs = (
         q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, None if softcap is None else float(softcap),

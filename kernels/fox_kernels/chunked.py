@@ -37,6 +37,9 @@ def check_arguments(
     for name, x in given.items():
         if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v", "log_f")):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x is not None and (x.layout != torch.strided or x.is_nested):
+            kind = "nested" if x.is_nested else x.layout
+            raise ValueError(f"{name} must be a dense tensor, got a {kind} one: pad rows or pack them (cu_seqlens)")
         if x is not None and name in ("q", "k", "v") and x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, tokens, heads, head_dim), got {tuple(x.shape)}")
     B, T, H, D = q.shape
@@ -74,12 +77,16 @@ def check_arguments(
         raise ValueError(f"window must be an int >= 1 (keys seen, the query's own included) or None, got {window!r}")
     if isinstance(sink, bool) or not isinstance(sink, int) or sink < 0:
         raise ValueError(f"sink must be an int >= 0, the number of decay-free first positions, got {sink!r}")
-    if softcap is not None and not (_is_finite(softcap) and softcap > 0):
-        raise ValueError(f"softcap must be a finite float > 0 or None, got {softcap!r}")
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32  # of the scores
+    held = torch.finfo(dtype)
+    if softcap is not None and not (_is_finite(softcap) and held.tiny <= softcap <= held.max):
+        raise ValueError(f"softcap must be a finite float > 0 that {dtype} holds, or None; got {softcap!r}")
     if prune is not None and not (_is_finite(prune) and prune <= 0):
         raise ValueError(f"prune is ln(eps) of the weight that may be lost, <= 0 (say -10.0), or None; got {prune!r}")
-    if scale is not None and not _is_finite(scale):
-        raise ValueError(f"scale must be a finite float or None for head_dim ** -0.5, got {scale!r}")
+    if scale is not None and not (_is_finite(scale) and abs(scale) <= held.max):
+        raise ValueError(
+            f"scale must be a finite float that {dtype} holds, or None for head_dim ** -0.5; got {scale!r}"
+        )
     return D**-0.5 if scale is None else float(scale)
 
 
@@ -117,6 +124,11 @@ def _check_positions(name: str, x: Tensor, fits: bool, wanted: str, device: torc
 def has_values(x: Tensor) -> bool:
     """Return whether x is more than a stand-in that is traced: what is done may depend on its values."""
     return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
+
+
+def within(window: int | None, sink: int, S: int) -> tuple[int | None, int]:
+    """Return window and sink as ints of 32 bits that say the same of S keys."""
+    return None if window is None else min(window, S), min(sink, S)
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -434,6 +446,7 @@ def forgetting_attention(
         q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
         softcap=softcap, prune=prune,
     )  # fmt: skip
+    window, sink = within(window, sink, k.shape[1])
     options = (scale, cu_seqlens, seq_start, window, sink, softcap, prune)
     if q.numel() == 0:  # no query: nothing to compute, but every input keeps its (zero) gradient
         o = q + (0 * (k.sum() + v.sum() + log_f.sum())).to(q.dtype)

@@ -96,6 +96,7 @@ def forgetting_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`chunked.forgetting_attention` for arguments that have been checked, as one operator."""
     softcap, prune = (None if x is None else float(x) for x in (softcap, prune))
+    window, sink = chunked.within(window, sink, k.shape[1])
     o, lse = attention(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune)
     o = chunked._outward(o, q)
     return (o, lse.transpose(1, 2).contiguous()) if return_lse else o

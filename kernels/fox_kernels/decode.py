@@ -275,7 +275,7 @@ class Decoder:
         group, size = H // Hkv, dtype.itemsize
         if T * group > MAX_ROWS:
             raise ValueError(
-                f"decode packs T * H / Hkv <= {MAX_ROWS} rows into a tile, got {T} * {group}: use launch_forward"
+                f"decode packs T * H / Hkv <= {MAX_ROWS} rows into a tile, got {T} * {group}: use forgetting_attention"
             )
         D0, D1 = split_head_dim(D)
         cap, wide, tile_rows = cap_kind(softcap, dtype), power_of_2(D), max(16, power_of_2(T * group))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import decode
 from .autograd import traced
+from .chunked import within
 from .passes import on_device
 
 
@@ -44,7 +45,7 @@ def _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, scale, window, sink, softca
 
 def decode_attention(q, k, v, c_hi, c_lo, *, scale, seq_start, window, sink, softcap, prune, k_bound) -> Tensor:
     """`fox_kernels.decode_attention`, which has checked the arguments."""
-    window, sink = None if window is None else min(window, k.shape[1]), min(sink, k.shape[1])
+    window, sink = within(window, sink, k.shape[1])
     softcap, prune = (None if x is None else float(x) for x in (softcap, prune))
     run = decode_operator if traced(q, k, v, c_hi, c_lo) else _decode
     return run(q, k, v, c_hi, c_lo, k_bound, seq_start, scale, window, sink, softcap, prune)

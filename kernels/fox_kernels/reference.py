@@ -28,7 +28,7 @@ import math
 
 import torch
 
-from .chunked import check_arguments, cumulative, document_starts, prune_limit, under_autocast
+from .chunked import check_arguments, cumulative, document_starts, prune_limit, under_autocast, within
 
 Tensor = torch.Tensor
 
@@ -61,6 +61,7 @@ def forgetting_attention(
     )  # fmt: skip
     (B, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    window, sink = within(window, sink, S)
 
     c = cumulative(log_f)
     decay = c[:, :, S - T :, None] - c[:, :, None, :]  # (B, H, T, S)

@@ -71,6 +71,14 @@ def test_the_choice_on_a_gpu_and_its_reason(problem, given, backend, reason):
             assert str(refused.value) == f'backend="{name}" can\'t run: {why}; use backend="auto" or "{other}"'
 
 
+def test_the_choice_is_that_of_the_dtype_that_autocast_takes(problem, monkeypatch):
+    inputs, options = problem(dtype=torch.float32)
+    assert choose(*inputs, **options)[0] == "triton"
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")  # not without a GPU
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: BF16)
+    assert choose(*inputs, **options) == ("gluon", "Hopper GPU")
+
+
 @pytest.mark.parametrize("given", [{}, {"D": 256, "softcap": 5.0}, {"T": 3, "prune": -4.0}], ids=str)
 def test_fake_tensors_take_the_shapes_through_the_operator(problem, given):
     inputs, options = problem(**given)

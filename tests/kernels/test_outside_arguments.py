@@ -21,6 +21,36 @@ def test_numbers_beyond_a_float_are_refused(option, backend):
         forgetting_attention(*problem(), backend=backend, **{option: (-1) ** (option == "prune") * 10**400})
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_scores_need_a_scale_and_a_softcap_that_their_dtype_holds(backend):
+    q, k, v, log_f = problem()
+    for option in ({"scale": -1e39}, {"softcap": 1e39}, {"softcap": 1e-46}):
+        with pytest.raises(ValueError, match=r"a finite float .*that torch\.float32 holds, or None"):
+            forgetting_attention(q, k, v, log_f, backend=backend, **option)
+        o = forgetting_attention(q.double(), k.double(), v.double(), log_f, backend=backend, **option)
+        assert bool(o.isfinite().all())
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_window_and_sinks_may_be_longer_than_any_document(backend, compiled):
+    def run(*inputs, **options):
+        return forgetting_attention(*inputs, backend=backend, **options)
+
+    inputs = problem()
+    far = torch.compile(run, fullgraph=True, backend="eager") if compiled else run
+    assert torch.equal(far(*inputs, window=10**30, sink=10**30), run(*inputs, window=6, sink=6))
+
+
+def test_tensors_that_are_not_dense_are_refused():
+    q, k, v, log_f = problem()
+    rows = [x[0] for x in (k, k)]
+    others = {"sparse": k.to_sparse(), "nested": torch.nested.nested_tensor(rows, layout=torch.jagged)}
+    for name, other in others.items():
+        with pytest.raises(ValueError, match=f"k must be a dense tensor, got a .*{name}.* one: pad rows or pack them"):
+            forgetting_attention(q, other, v, log_f)
+
+
 def test_8_bits_are_refused():
     q, k, v, log_f = problem()
     with pytest.raises(ValueError, match=r"16 bits or more, got torch\.float8_e4m3fn"):
