@@ -100,10 +100,12 @@ def start(arguments: argparse.Namespace, machine: dict, ceilings: dict) -> Resul
 def run(arguments: argparse.Namespace, plan: list[Task]) -> Results:
     """Measure a plan in its order."""
     import torch
-    from bench_contenders import setups
+    from bench_contenders import load_official, setups
     from bench_measure import Clock, ceilings, decode, errors, machine, measure
     from bench_warm import warm_up, without_broken
 
+    if arguments.official:
+        load_official(arguments.official)  # refused now, not after minutes of compiling
     started = time.monotonic()
     until = started + arguments.seconds
     broken = warm_up(plan, arguments.official, arguments.jobs, arguments.warm_up_seconds) if arguments.jobs else {}
@@ -174,6 +176,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     arguments = parser.parse_args(argv)
     arguments.given = argv
+    others = [n for n in ("official", "out", "resume", "only", "quick", "list", "warm_up") if getattr(arguments, n)]
+    if arguments.chart and others:
+        parser.error(f"--chart draws what was measured before: leave --{others[0].replace('_', '-')} out")
     if arguments.jobs < 0:
         parser.error(f"--jobs {arguments.jobs}: 0 or more processes")
     if not min(arguments.seconds, arguments.budget_ms, arguments.warm_up_seconds) > 0:

@@ -125,12 +125,17 @@ def flex(x):
 
 
 def load_official(path: str) -> ModuleType:
-    """Return the official kernel's module from its file. Raises ValueError where the path is no Python file."""
+    """Return the official kernel's module from its file. Raises ValueError where it isn't one or can't be imported."""
     spec = importlib.util.spec_from_file_location("official_forgetting_attention", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"--official {path} is not a Python file: give the path of its forgetting_attention.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError, ValueError) as error:
+        raise ValueError(f"--official {path} can't be imported: {error}") from None
+    if not hasattr(module, "forgetting_attention"):
+        raise ValueError(f"--official {path} defines no forgetting_attention: give the path of that file")
     return module
 
 

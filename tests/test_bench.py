@@ -253,6 +253,21 @@ def test_refusals_exit_with_2(argv, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("notes.md", "text", "not a Python file"),
+        ("a.py", "import nothing_of_this_name", "nothing_of_this_name"),
+        ("b.py", "def forgetting_attention(:", "can't be imported"),
+        ("c.py", "x = 1", "defines no forgetting_attention"),
+    ],
+)
+def test_an_official_file_that_is_none_is_refused_before_anything_compiles(name, content, message, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        bench.run(bench.parse(["--official", str(tmp_path / name)]), [])
+
+
 def test_a_result_with_a_row_cut_short_is_refused():
     result = synthetic()
     assert bench_report.check(result) is result
@@ -278,6 +293,7 @@ def test_a_file_that_is_no_result_is_refused(content, tmp_path, capsys):
         ["--seconds", "0"],
         ["--resume"],
         ["--official", "missing.py"],
+        ["--chart", "kernels.json", "--out", "other.json"],
         ["--shape", "1"],
         ["--jobs", "x"],
     ],
