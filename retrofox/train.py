@@ -146,6 +146,7 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
             interruptions.stands = f"stage {number} is complete"
             if last:
                 result = _finish(out, reports, time.perf_counter() - started, state)
+                say(state, f"{out / 'model'} is complete")
         interruptions.leave()
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             model = None  # sharded for what this stage trained: the next one starts from the export
@@ -288,7 +289,8 @@ def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[
         checkpoint.check_writable(root, _checkpoint_bytes(trainer))
     state.wait_for_everyone()
     started = time.perf_counter()
-    first = trainer.evaluate_loss() if good is None else None
+    if good is None:
+        trainer.eval_before = trainer.evaluate_loss()
     if good is None or resumed_at != steps:
         trainer.train(resume_from_checkpoint=None if good is None else str(good))
     else:
@@ -296,6 +298,9 @@ def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[
     trainer.interruptions.stands = f"saved at step {trainer.state.global_step}"
     trainer.interruptions.leave()
     speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:])
+    before, after = trainer.eval_before, trainer.evaluate_loss()
+    if before is not None and after is not None:
+        say(state, f"stage {trainer.number}: held-out loss {before:.4f} -> {after:.4f}")
     return {
         "objective": trainer.stage.objective,
         "steps": steps,
@@ -303,8 +308,8 @@ def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[
         "resumed_at": resumed_at,
         "loss_first": trainer.history[0]["loss"] if trainer.history else None,
         "loss_last": trainer.history[-1]["loss"] if trainer.history else None,
-        "eval_before": first,
-        "eval_after": trainer.evaluate_loss(),
+        "eval_before": before,
+        "eval_after": after,
         "seconds": time.perf_counter() - started,
         "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
     }

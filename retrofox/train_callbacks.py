@@ -19,6 +19,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from retrofox.interruptions import Interruptions
 from retrofox.model.gates import ForgetGate, half_life_tokens
+from retrofox.train_speed import decoder_layers
 
 SATURATED_SLOPE = 1e-6
 """A gate value with f (1 - f) below it hardly moves in training; a head is saturated if 99 % of its values are so."""
@@ -190,6 +191,15 @@ def half_life_statistics(mean_log_f: torch.Tensor, saturated: torch.Tensor, leng
         "gates_saturated": float((saturated >= 0.99).double().mean()),
         "gates_dead": float((-mean_log_f.double() * length < DEAD_DECAY).double().mean()),
     }
+
+
+class KeepGathered(TrainerCallback):
+    """align under FSDP2: its backward enters layers whose own outputs carry no gradient, where no hook would gather
+    weights again, so they stay gathered from the forward on."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for layer in decoder_layers(kwargs["model"]):
+            layer.set_reshard_after_forward(False)  # type: ignore[operator]
 
 
 class Clock:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from retrofox import checkpoint
@@ -30,6 +30,7 @@ from retrofox.train_callbacks import (
     GateRecorder,
     Guard,
     JsonLog,
+    KeepGathered,
     LogWithSaves,
     LossWindow,
     Progress,
@@ -37,7 +38,6 @@ from retrofox.train_callbacks import (
 )
 from retrofox.train_groups import group_schedules, parameter_groups
 from retrofox.train_refusals import own_autocast
-from retrofox.train_speed import decoder_layers
 
 
 class FoxTrainer(Trainer):
@@ -81,6 +81,7 @@ class FoxTrainer(Trainer):
         self.own_autocast = own_autocast(recipe)
         self.guard = Guard(stage.spike_factor, fp16=recipe.precision == "fp16")
         self.history: list[dict[str, float]] = []
+        self.eval_before: float | None = None
         super().__init__(model=model, args=args)
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True  # the same, for transformers before loss_is_scaled_for_ga
@@ -293,7 +294,7 @@ class FoxTrainer(Trainer):
         return "no sharding"
 
     def _note_of(self, directory: Path) -> dict[str, Any]:
-        """What a checkpoint says of itself.
+        """What a checkpoint says of itself, of which the stage's report takes over what was before it.
 
         Raises:
             ValueError: its weights are in a form that this run can't read.
@@ -306,6 +307,7 @@ class FoxTrainer(Trainer):
                 f"{directory} was saved with {before}, this run has {now}: launch it with the "
                 "accelerate config it was begun with (on any number of processes), or choose another `output`"
             )
+        self.history, self.eval_before = note.get("history", []), note.get("eval_before")  # as above
         return note
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -333,6 +335,8 @@ class FoxTrainer(Trainer):
                         "tokens": self.state.global_step * self.batch_tokens,
                         "data": self.data_state(consumed),
                         "loss_mean": self.guard.mean,
+                        "history": [*self.history[:1], *self.history[1:][-1:]],
+                        "eval_before": self.eval_before,
                         "loss_window": window,
                         "world_size": self.args.world_size,
                         "sharding": self._sharding(),
@@ -379,15 +383,6 @@ class _Endless:
 
     def __iter__(self) -> Any:
         return iter(self.batches)
-
-
-class KeepGathered(TrainerCallback):
-    """align under FSDP2: its backward enters layers whose own outputs carry no gradient, where no hook would gather
-    weights again, so they stay gathered from the forward on."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for layer in decoder_layers(kwargs["model"]):
-            layer.set_reshard_after_forward(False)  # type: ignore[operator]
 
 
 def shard_new_modules(model: Any) -> None:

@@ -44,6 +44,9 @@ def recipe(tmp_path, pico_fox, pico_tokenizer) -> Path:
     return file
 
 
+REPORTED = ("loss_first", "loss_last", "eval_before", "eval_after")
+
+
 def run(recipe: Path, *changes: str) -> dict:
     return train(load_recipe(recipe, list(changes)))
 
@@ -90,6 +93,20 @@ def test_a_run_killed_before_its_result_was_written_has_one_when_it_is_run_again
     again = run(recipe)
     assert again["stages"] == result["stages"]
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == again
+
+
+@pytest.mark.parametrize("left", ["checkpoint-2", "checkpoint-4"])
+def test_a_resumed_stage_reports_its_losses_from_the_start(recipe, tmp_path, capsys, left):
+    held_out = f"data.eval=[{tmp_path / 'text.txt'}]"
+    whole = run(recipe, held_out)["stages"][1]
+    assert f"stage 1: held-out loss {whole['eval_before']:.4f} -> {whole['eval_after']:.4f}" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run" / "model")
+    for path in (tmp_path / "run" / "stage-1-extend").glob("checkpoint-*"):
+        if path.name > left:
+            shutil.rmtree(path)
+    resumed = run(recipe, held_out)["stages"][1]
+    assert resumed["resumed_at"] == int(left[-1])
+    assert [resumed[key] for key in REPORTED] == [whole[key] for key in REPORTED]
 
 
 def test_a_damaged_checkpoint_is_written_again_when_its_step_comes(recipe, tmp_path):
