@@ -126,6 +126,7 @@ class _Entry(torch.autograd.Function):
     def forward(ctx, x, wq, wk, wv, bias, wf, bf, cos, sin, head_dim):
         (B, T, K), (Q, KV, H) = x.shape, (w.shape[0] for w in (wq, wk, wf))
         flat = x.reshape(B * T, K)
+        flat = flat if flat.stride(1) == 1 else flat.contiguous()
         with torch.cuda.device_of(x), without_autocast(x):
             weights = _stacked_weights(wq, wk, wv, wf, x.dtype)
             columns = weights[: Q + 2 * KV].t()

@@ -20,6 +20,12 @@ from .launch import launch
 SPLITS = 128  # parts of the tokens whose sums for the gain's gradient are formed side by side
 
 
+@triton.jit
+def inverse_rms(x, known, eps, D: tl.constexpr):
+    """1 / sqrt(mean x^2 + eps) of every row; finite beyond the last token, where x is 0, also with eps = 0."""
+    return tl.rsqrt(tl.where(known, (tl.sum(x * x, 1) / D + eps)[:, None], 1.0))
+
+
 @triton.jit(do_not_specialize=["N"])
 def head_norm_kernel(
     x_ptr, gain_ptr, logit_ptr, y_ptr, sx_n, sx_h, sl_n, N, H, eps,
@@ -31,8 +37,7 @@ def head_norm_kernel(
     here = (n < N) & (d < D)
     x = tl.load(x_ptr + n * sx_n + h * sx_h + d, mask=here, other=0.0).to(tl.float32)
     if NORM:
-        r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = x * r * tl.load(gain_ptr + h * D + d, mask=d < D, other=0.0)
+        x = x * inverse_rms(x, n < N, eps, D) * tl.load(gain_ptr + h * D + d, mask=d < D, other=0.0)
     if GATE:
         x = x * 2.0 * tl.sigmoid(tl.load(logit_ptr + n * sl_n + h * D + d, mask=here, other=0.0).to(tl.float32))
     tl.store(y_ptr + (n * H + h) * D + d, x.to(y_ptr.dtype.element_ty), mask=here)
@@ -56,7 +61,7 @@ def head_norm_backward_kernel(
         x = tl.load(x_ptr + n * sx_n + h * sx_h + d, mask=here, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + n * sd_n + h * sd_h + d, mask=here, other=0.0).to(tl.float32)
         if NORM:
-            r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+            r = inverse_rms(x, n < N, eps, D)
             x = x * r
         if GATE:
             s = tl.sigmoid(tl.load(logit_ptr + n * sl_n + h * D + d, mask=here, other=0.0).to(tl.float32))
