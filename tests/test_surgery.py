@@ -1,18 +1,22 @@
 """Surgery on live models, the gains of added norms, and the parity proof: what it undoes, reports and leaves alone."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import retrofox
 from retrofox import FoxSpec
 from retrofox.artefact import GATES_SHARD, INDEX
 from retrofox.conversion_report import print_conversion
 from retrofox.loading import load_base, load_tokenizer
+from retrofox.model import attention as attention_module
 from retrofox.norm_gains import gains_of
 from retrofox.surgery import attentions, is_new_tensor
 from retrofox.verify import compare
@@ -275,11 +279,36 @@ def test_a_base_in_a_relative_path_is_recorded_so_that_it_holds_anywhere(pico_ch
     assert retrofox.convert(live).config.fox["base"] == str(pico_checkpoint)
 
 
-def test_a_model_with_code_of_its_own_is_told_from_an_unconverted_one(pico_fox_checkpoint, monkeypatch, tmp_path):
+@pytest.fixture
+def own_code(pico_fox_checkpoint, monkeypatch, tmp_path):
+    """A model that runs the code beside it; what transformers registers and imports for it is forgotten afterwards."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    model = AutoModelForCausalLM.from_pretrained(pico_fox_checkpoint, trust_remote_code=True)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if not Path(place, "transformers_modules").is_dir()])
+    for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setitem(interface._global_mapping, "fox", interface._global_mapping["fox"])
+    forget_imports("transformers_modules")
+    yield AutoModelForCausalLM.from_pretrained(pico_fox_checkpoint, trust_remote_code=True)
+    forget_imports("transformers_modules")
+
+
+def forget_imports(package: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        del sys.modules[name]
+
+
+def test_a_model_with_code_of_its_own_is_told_from_an_unconverted_one(own_code):
     with pytest.raises(ValueError, match=r"trust_remote_code\): open it with retrofox\.load"):
-        attentions(model)
+        attentions(own_code)
+
+
+def test_a_model_with_code_of_its_own_leaves_the_packages_models_theirs(own_code, pico_fox_checkpoint, monkeypatch):
+    """Both register an attention function called "fox"; each model must run that of its own file."""
+    ours, wanted = retrofox.load(pico_fox_checkpoint), logits(own_code)
+    monkeypatch.setattr(attention_module, "_attend", lambda query, *_: query.transpose(1, 2) * 0)
+    assert torch.equal(logits(own_code), wanted)
+    assert not torch.allclose(logits(ours), wanted, atol=1e-2)
 
 
 def test_a_damaged_converted_checkpoint_says_which_file(pico_fox_checkpoint):

@@ -126,6 +126,58 @@ class FoxMixin(nn.Module):
             angles = (hidden_states.new_empty(1, hidden_states.shape[1], 0),) * 2
         return Entered(self, hidden_states, *angles)
 
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        *,
+        gates: GateCache,
+        cu_seqlens: torch.Tensor | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """What the native forward calls as its attention function.
+
+        Args:
+            query: (B, H, T, D); key, value: (B, Hkv, S, D), the queries being the last T of the S positions.
+            attention_mask: None; (B, S) bool, False on left padding (a mask shorter than the keys cuts a static cache
+                to its filled part); or (B, 1, T, S) bool, anything.
+            cu_seqlens: (N + 1,) int32 document starts over the flattened B * T tokens.
+
+        Returns:
+            (B, T, H, D) and no attention weights.
+
+        Raises:
+            ValueError: attention dropout, or attention sinks as parameters (s_aux).
+        """
+        if dropout:
+            raise ValueError(
+                f"Forgetting Attention has no attention dropout, got {dropout}; set attention_dropout to 0"
+            )
+        if s_aux is not None:
+            raise ValueError("attention sinks as parameters (s_aux) are not supported; use fox.sink_tokens")
+        _say_slow_once()
+        # Under autocast the rotary's float32 (cos, sin) widen q and k but not v.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if self.log_n is not None and self.mode != "original":
+            query = _log_n(query, self.log_n, gates.position_ids, key.shape[2])
+        options: dict[str, Any] = {
+            "scale": scaling,
+            "window": sliding_window,
+            # A windowed layer drops its first keys from the cache, so it can exempt none of them.
+            "sink": self.sink_tokens if sliding_window is None else 0,
+            "softcap": softcap,
+            "prune": None if self.mode == "original" else self.prune,
+        }
+        output = _attend(query, key, value, gates, attention_mask, cu_seqlens, options)
+        return self.finish(output, gates.hidden_states), None
+
     def finish(self, output: torch.Tensor, hidden_states: torch.Tensor | None) -> torch.Tensor:
         """Output norm and output gate on the attention's output (B, T, H, D), where the spec has them."""
         if self.mode == "original":
@@ -151,56 +203,17 @@ class FoxMixin(nn.Module):
         return log_f
 
 
-def fox_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    gates: GateCache | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """The attention function registered as "fox".
+def fox_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """The attention function registered as "fox": `FoxMixin.attend` of the module, whichever file that comes from.
 
-    Args:
-        query: (B, H, T, D); key, value: (B, Hkv, S, D), the queries being the last T of the S positions.
-        attention_mask: None; (B, S) bool, False on left padding (a mask shorter than the keys cuts a static cache to
-            its filled part); or (B, 1, T, S) bool, anything.
-        cu_seqlens: (N + 1,) int32 document starts over the flattened B * T tokens.
-
-    Returns:
-        (B, T, H, D) and no attention weights.
+    The code that travels with a checkpoint registers a copy of this function for all models of the process.
 
     Raises:
-        ValueError: gates did not arrive, attention dropout, attention sinks as parameters (s_aux).
+        ValueError: no gates arrived, so the module is not a converted attention.
     """
-    if gates is None:
+    if kwargs.get("gates") is None:
         raise ValueError("the attention function 'fox' needs a converted model: no forget gates reached it")
-    if dropout:
-        raise ValueError(f"Forgetting Attention has no attention dropout, got {dropout}; set attention_dropout to 0")
-    if s_aux is not None:
-        raise ValueError("attention sinks as parameters (s_aux) are not supported; use fox.sink_tokens")
-    _say_slow_once()
-    # Under autocast the rotary's float32 (cos, sin) widen q and k but not v.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    if module.log_n is not None and module.mode != "original":
-        query = _log_n(query, module.log_n, gates.position_ids, key.shape[2])
-    options: dict[str, Any] = {
-        "scale": scaling,
-        "window": sliding_window,
-        # A windowed layer drops its first keys from the cache, so it can exempt none of them.
-        "sink": module.sink_tokens if sliding_window is None else 0,
-        "softcap": softcap,
-        "prune": None if module.mode == "original" else module.prune,
-    }
-    output = _attend(query, key, value, gates, attention_mask, cu_seqlens, options)
-    return module.finish(output, gates.hidden_states), None
+    return module.attend(*args, **kwargs)
 
 
 def _attend(
@@ -212,7 +225,7 @@ def _attend(
     cu_seqlens: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Takes the masked path, the kernels for decoding or the operator; shapes as in `fox_attention`."""
+    """Takes the masked path, the kernels for decoding or the operator; shapes as in `FoxMixin.attend`."""
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
         return _masked(query, key, value, gates.cumulative(), attention_mask, options)
     seq_start = None
