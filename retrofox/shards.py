@@ -30,6 +30,9 @@ COPY_STEP = 256 << 20
 """Bytes copied in one go: each costs a wait of up to 5 ms for Python's lock while torch is being imported."""
 _CANT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""What file systems without locks answer."""
+
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) while weights are copied."""
 
@@ -191,13 +194,19 @@ class Appearing:
 
     def __enter__(self) -> Appearing:
         self._made = [folder for folder in self.out.absolute().parents if not folder.exists()]
-        self.partial.mkdir(parents=True, exist_ok=True)
+        try:
+            self.partial.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"can't write {self.out}: {error.strerror}; choose another OUT") from error
         self._lock = os.open(self.partial, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
             raise ValueError(f"another conversion is writing {self.out}: wait for it or choose another OUT") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
         for left in self.partial.iterdir():  # by a run that was killed
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         return self

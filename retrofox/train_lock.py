@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from retrofox.checkpoint import check_writable
+from retrofox.shards import NO_LOCKS
 
 NAME = ".lock"
 BEAT_SECONDS = 15.0
@@ -23,8 +24,6 @@ WATCH_SECONDS = 60.0
 """A file that no lock vouches for is watched so long: longer than a network file system keeps what it knows of it."""
 FORGOTTEN_SECONDS = 3600.0
 """Last touched so long ago, it is not watched: no two clocks differ by so much."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What file systems without locks answer."""
 CHOOSE = "wait for it, stop it, or choose another `output`"
 
 

@@ -263,9 +263,21 @@ def test_parents_made_for_nothing_go_again(single, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(retrofox.artefact, "write_remote_code", stop)  # type: ignore[attr-defined]
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ValueError, match="out could not be written: No space left"):
         retrofox.convert(single, tmp_path / "a" / "b" / "out", verify=False)
     assert [file.name for file in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_place_that_can_not_be_written_to(single, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+    refused(single, "can't write .*: Read-only file system; choose another OUT")
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented")))
+    with Appearing(tmp_path / "out") as appearing:
+        appearing.commit()
+    assert (tmp_path / "out").is_dir()
 
 
 def test_two_conversions_into_one_out(tmp_path):
