@@ -122,15 +122,7 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
     }
     if measure and not refusals:
         for stage, entry in zip(recipe.stages, stages, strict=True):
-            torch.manual_seed(recipe.seed)
-            before = reset_peak(device)
-            with device:
-                model, teacher = _built(config, recipe), None
-                set_trainable(model, stage, adapters=recipe.lora is not None)
-                lower_frozen(model, recipe)
-                if needs_teacher(recipe, stage, model, source):
-                    teacher = _built(config, recipe.model_copy(update={"lora": None}))
-            entry["measured"] = measure_steps(recipe, stage, model, device, teacher, before=before)
+            entry["measured"] = _measured(recipe, stage, config, source, device)
             entry["hours"] = entry["tokens"] / entry["measured"]["tokens_per_second"] / 3600
             whole = recipe.lora is not None and recipe.lora.quantize is not None
             entry["hours_from"] = "two steps measured here" + (", with the base not yet quantised" if whole else "")
@@ -300,6 +292,21 @@ def _stage_plan(
         "hours": hours,
         "hours_from": None if hours is None or share is None else _where_from(share, name),
     }
+
+
+def _measured(
+    recipe: Recipe, stage: Stage, config: Any, source: Path | None, device: torch.device
+) -> dict[str, float | None]:
+    """Speed and peak memory of real steps of a stage, on random weights and tokens; see `measure_steps`."""
+    torch.manual_seed(recipe.seed)
+    before = reset_peak(device)
+    with device:
+        model, teacher = _built(config, recipe), None
+        set_trainable(model, stage, adapters=recipe.lora is not None)
+        lower_frozen(model, recipe)
+        if needs_teacher(recipe, stage, model, source):
+            teacher = _built(config, recipe.model_copy(update={"lora": None}))
+    return measure_steps(recipe, stage, model, device, teacher, before=before)
 
 
 def _measured_share(stage: Stage, adapters: bool, parameters: int) -> float:

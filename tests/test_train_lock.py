@@ -97,17 +97,21 @@ def test_another_machine_is_watched_where_no_lock_vouches_for_it(tmp_path, witho
     assert "watching for 0 s whether it lives" in capsys.readouterr().err
 
 
+def named_in(out) -> int:
+    return json.loads((out / NAME).read_text())["pid"]
+
+
 def test_what_a_full_disk_or_an_old_run_left_is_taken_over(tmp_path, monkeypatch):
     for content in ("", "{", '{"pid": "x"}', json.dumps({"pid": 1})):
         (tmp_path / NAME).write_text(content)
         with OutputLock(tmp_path):
-            pass
+            assert named_in(tmp_path) == os.getpid()
     monkeypatch.setattr(train_lock, "WATCH_SECONDS", 60.0)  # would be waited for if it were looked at
     said = {"pid": 1, "host": "elsewhere", "boot": "another", "processes": "", "started": "today", "command": "train"}
     (tmp_path / NAME).write_text(json.dumps(said))
     os.utime(tmp_path / NAME, (0, 0))
     with OutputLock(tmp_path):
-        pass
+        assert named_in(tmp_path) == os.getpid()
 
 
 def test_the_holder_touches_its_file(tmp_path, monkeypatch):
