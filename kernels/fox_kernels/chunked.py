@@ -208,8 +208,9 @@ def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap
         first = torch.maximum(first, torch.arange(S - T, S, device=q.device) - (window - 1))
     if prune is not None:
         limit = prune_limit(q, k, c, scale, softcap, prune)
-        dropped = torch.searchsorted((-c).contiguous(), (-limit).contiguous())  # c falls, so they are a prefix
-        first = torch.maximum(first, dropped)
+        rising = (-c).masked_fill(c.isnan(), math.inf).contiguous()
+        dropped = torch.searchsorted(rising, (-limit).contiguous())  # c falls, so they are a prefix
+        first = torch.maximum(first, dropped.masked_fill(limit.isnan(), 0))  # NaN hides nothing, to be seen itself
     restricted = not (cu_seqlens is None and seq_start is None and window is None and prune is None)
     keys = torch.ones(B, Hkv, S, D + G + 2, dtype=dtype, device=q.device)
     keys[..., :D] = k.transpose(1, 2)

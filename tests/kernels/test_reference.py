@@ -93,6 +93,20 @@ def test_chunked_equals_the_reference_with_every_option(dtype, monkeypatch):
             agree(Case(T=T, S=S, H=4, Hkv=2, D=8, dtype=dtype, gate="mixed", options=chosen, **extra), 3e-6)
 
 
+@pytest.mark.parametrize("operator", [reference.forgetting_attention, chunked.forgetting_attention])
+def test_pruning_hides_no_nan_of_a_query_or_a_gate(operator):
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 90, 2, 8), torch.randn(1, 90, 1, 8), torch.randn(1, 90, 1, 8), -torch.rand(1, 90, 2)]
+    clean = operator(*whole, prune=-2.0)
+    for n, first, last in ((0, 40, 41), (3, 40, 90)):  # of q one row, of log_f all rows from it on
+        x = [y.clone() for y in whole]
+        x[n][0, 40, 1] = torch.nan
+        o = operator(*x, prune=-2.0)
+        assert bool(o[0, first:last, 1].isnan().all())
+        for others in (o[0, :, 0] - clean[0, :, 0], o[0, :first, 1] - clean[0, :first, 1]):
+            assert float(others.abs().max()) < 1e-6
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(problems([FP64], head_dims=(5, 16), longest=140))
 def test_chunked_equals_the_reference_on_any_problem(case):
