@@ -1,4 +1,4 @@
-"""The face of a converted checkpoint on the Hub: its card, and pushing it there, checked before and after."""
+"""A converted checkpoint on the Hub: its model card, and pushing it there, checked before and after."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from retrofox.source import first_line, hub_errors, read_config
 if TYPE_CHECKING:
     from retrofox.surgery import Plan
 
+SOURCE = "https://github.com/retrofox/retrofox"
 HERE = "THIS_REPOSITORY"
 """What a card calls its own repository until it is pushed."""
 LEFT_AT_HOME = (".pt", ".pth", ".bin", ".gguf", ".partial", ".lock", ".tmp")
@@ -44,7 +45,7 @@ def card(plan: Plan, report: dict[str, Any]) -> str:
             "loss on the proof's text, base": f"{parity['loss_base']:.3f}",
             "loss on the proof's text, converted": f"{parity['loss_converted']:.3f}",
         }
-    return _card(plan.spec, "Converted, not adapted, unless a training report stands below.", rows)
+    return _card(plan.spec, "Converted, not yet adapted.", rows)
 
 
 def own_card(directory: Path) -> str | None:
@@ -63,6 +64,7 @@ def card_of(directory: Path) -> str:
 def _card(spec: FoxSpec, state: str, rows: dict[str, str]) -> str:
     base = spec.base or "an unnamed model"
     is_hub_id = spec.base is not None and spec.base.count("/") == 1 and not spec.base.startswith((".", "/"))
+    name = base.rstrip("/").split("/")[-1]
     data = ModelCardData(
         base_model=base if is_hub_id else None,
         library_name="transformers",
@@ -72,15 +74,15 @@ def _card(spec: FoxSpec, state: str, rows: dict[str, str]) -> str:
     rows = {**rows, "sink tokens exempt from decay": str(spec.sink_tokens), "Pro parts": ", ".join(spec.pro) or "none"}
     lines = [
         f"---\n{data.to_yaml()}\n---\n",
-        f"# {base.rstrip('/').split('/')[-1]} with forget gates\n",
-        f"`{base}` converted by [retrofox](https://pypi.org/project/retrofox) {spec.version}: Forgetting",
+        f"# {name} with forget gates\n",
+        f"`{base if is_hub_id else name}` converted by [retrofox]({SOURCE}) {spec.version}: Forgetting",
         f"Attention (Lin et al., ICLR 2025) in every attention layer. {state}\n",
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n",
         f'model = AutoModelForCausalLM.from_pretrained("{HERE}", trust_remote_code=True)',
         f'tokenizer = AutoTokenizer.from_pretrained("{HERE}", trust_remote_code=True)\n```\n',
-        "`pip install retrofox` adds the Triton kernels; without it a slow PyTorch path runs.\n",
+        "Where retrofox is installed, its Triton kernels run; without it, a slower PyTorch path.\n",
         "| what | value |\n|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows.items()),
+        *(f"| {what} | {value} |" for what, value in rows.items()),
     ]
     return "\n".join(lines) + "\n"
 

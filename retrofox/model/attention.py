@@ -386,7 +386,7 @@ def _say_slow_once() -> None:
     global _warned_slow
     if SLOW_PATH and not _warned_slow:
         _warned_slow = True
-        logger.warning("fox_kernels is not installed: Forgetting Attention takes its slow path (pip install retrofox)")
+        logger.warning("fox_kernels is not installed: Forgetting Attention takes its slow path (retrofox brings it)")
 
 
 def _refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
