@@ -25,7 +25,7 @@ from retrofox.train_speed import recompute
 
 
 def refuse_parallelism() -> None:
-    """Raises ValueError for parallelism that would leave the gates behind, uninitialised, or rounded."""
+    """Raises ValueError for what an accelerate config asks that would leave the gates behind, or fail later."""
     for variable, name in (("PARALLELISM_CONFIG_CP_SIZE", "context"), ("PARALLELISM_CONFIG_SP_SIZE", "sequence")):
         if int(os.environ.get(variable, "1")) > 1:
             raise ValueError(
@@ -37,6 +37,11 @@ def refuse_parallelism() -> None:
             raise ValueError("FSDP version 1 can't keep the forget gates in float32: set fsdp_version: 2")
         if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true":
             raise ValueError("set fsdp_cpu_ram_efficient_loading: false: it would leave the forget gates uninitialised")
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise ValueError(
+            "accelerate's dynamo_backend compiles the whole model, whose forward is the stage's objective here: set "
+            "dynamo_backend: 'no'; `compile: true` in a stage compiles its MLPs and norms"
+        )
 
 
 def refuse_precision(recipe: Recipe) -> None:

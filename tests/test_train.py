@@ -383,9 +383,13 @@ def test_json_log_drops_what_will_be_run_again(tmp_path):
     ]
 
 
-def test_parallelism_that_would_lose_the_gates_is_refused(make_recipe, monkeypatch):
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    with pytest.raises(ValueError, match="context parallelism"):
+@pytest.mark.parametrize(
+    ("variable", "value", "match"),
+    [("PARALLELISM_CONFIG_CP_SIZE", "2", "context parallelism"), ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_back")],
+)
+def test_accelerate_configs_that_can_not_work_are_refused(make_recipe, monkeypatch, variable, value, match):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=match):
         train(make_recipe())
 
 
