@@ -317,7 +317,7 @@ class Decoder:
             splits = most = cdiv(blocks, chunk)
             grid = (splits, pairs, 1)
         parts = min(power_of_2(most), self.most_parts)
-        steps = search_steps(S, self.rows) if self.searches else ()
+        steps = search_steps(S) if self.searches else 0
 
         c_b, c_h, _ = c_hi.stride()
         given = (q, k, v, c_hi, c_lo, seq_start, k_bound)
@@ -372,7 +372,7 @@ class Decoder:
             return o
         (before, after), runs = self.merge, []
         constants = {
-            search_kernel: (*self.search, *steps), split_kernel: self.split, merge_kernel: (*before, parts, *after)
+            search_kernel: (*self.search, steps), split_kernel: self.split, merge_kernel: (*before, parts, *after)
         }  # fmt: skip
         for kernel, grid, arguments in launches:
             stages = self.stages if kernel is split_kernel else 3

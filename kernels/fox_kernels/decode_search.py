@@ -14,15 +14,15 @@ from . import prune as pruning
 from .blocks import soft_capped
 from .forward import LOG2_E
 
-SEARCH_BLOCK = tl.constexpr(64)  # keys
+SEARCH_BLOCK, WAYS = tl.constexpr(64), tl.constexpr(64)  # keys, ways of a step
 
 
 @triton.jit
-def falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, WAYS: tl.constexpr):
-    """c_i - c_j at the ends of WAYS lots of `width` blocks beyond those skipped, and which come before all i."""
+def falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, BLOCK: tl.constexpr):
+    """c_i - c_j at the ends of 64 lots of `width` blocks beyond those skipped, and which of these come before all i."""
     blocks = skipped[:, None] + (1 + tl.arange(0, WAYS))[None, :] * width
-    inside = (blocks * SEARCH_BLOCK <= S - T) & real[:, None]
-    ends = c_rows[:, None] + tl.where(inside, blocks * SEARCH_BLOCK - 1, 0)
+    inside = (blocks * BLOCK <= S - T) & real[:, None]
+    ends = c_rows[:, None] + tl.where(inside, blocks * BLOCK - 1, 0)
     fall = c_i_hi[:, None] - tl.load(c_hi_ptr + ends, mask=inside, other=0.0)
     fall += c_i_lo[:, None] - tl.load(c_lo_ptr + ends, mask=inside, other=0.0)
     return fall, inside
@@ -33,7 +33,7 @@ def search_kernel(
     q_ptr, k_ptr, c_hi_ptr, c_lo_ptr, bound_ptr, first_ptr, sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sc_b, sc_h,
     T, S, H, scale2, softcap2, inverse_cap, never,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, CAP: tl.constexpr,
-    EXACT: tl.constexpr, STEPS: tl.constexpr, WAYS: tl.constexpr,
+    EXACT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The first key of each (sequence, kv head) that some query of the group needs."""
     kv = tl.program_id(0).to(tl.int64)
@@ -50,7 +50,7 @@ def search_kernel(
     for _ in tl.static_range(STEPS - 1):
         width *= WAYS
     # asked for before q and k, whose products the first step would else wait for
-    fall, inside = falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, WAYS)
+    fall, inside = falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, SEARCH_BLOCK)
     k_bound = tl.load(bound_ptr + kv)
     mask = real[:, None] & (offs_d < D)[None, :]
     q_rows = q_ptr + b * sq_b + t * sq_t + h * sq_h
@@ -62,9 +62,9 @@ def search_kernel(
     bound = tl.abs(scale2) * tl.sqrt(tl.sum(q * q, 1)) * k_bound * 1.0001
     if CAP:
         bound = tl.minimum(bound, softcap2)
-    for step in tl.static_range(STEPS):  # by the rule of `prune`: what may be skipped is a prefix
+    for step in tl.static_range(STEPS):  # by the rule of `prune`: what may be skipped is a prefix, searched 64-ways
         if step > 0:
-            fall, inside = falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, WAYS)
+            fall, inside = falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, SEARCH_BLOCK)
         skip = inside & (fall + (bound - own)[:, None] < never)
         skipped += tl.sum(skip.to(tl.int32), 1) * width
         width = width // WAYS
@@ -72,14 +72,12 @@ def search_kernel(
     tl.store(first_ptr + kv, first)
 
 
-def search_steps(S: int, rows: int) -> tuple[int, int]:
-    """Return in how many steps, each of which waits for memory, and ways a search goes through the blocks of S keys."""
-    if 64 * 64 < S <= 512 * 64 and rows <= 8:
-        return 1, 512
+def search_steps(S: int) -> int:
+    """Return in how many steps a search in 64 ways goes through the blocks of S keys."""
     steps = 1
     while 64 ** (steps + 1) < S:
         steps += 1
-    return steps, 64
+    return steps
 
 
 def skip_before(q, k, c_hi, c_lo, scale, softcap, log_eps) -> torch.Tensor:

@@ -19,7 +19,7 @@ OPTIONS = {"STARTS": False, "WINDOW": False, "SINK": False, "CAP": False, "PRUNE
 ALL = {"STARTS": True, "WINDOW": True, "SINK": True, "CAP": True, "PRUNE": True, "PAIRS": 128}
 ABSENT = {"start_ptr": None, "first_ptr": None}
 MERGE = {"BN": 64, "STARTS": True, "WINDOW": True, "PRUNE": True, "PAIRS": 128}
-SEARCH = {"GROUP": 4, "D": 128, "DP": 128, "CAP": True, "EXACT": False, "STEPS": 3, "WAYS": 64}
+SEARCH = {"GROUP": 4, "D": 128, "DP": 128, "CAP": True, "EXACT": False, "STEPS": 3}
 
 
 def split(D: int, rows: int = 16, size: int = 2, **options):
@@ -42,7 +42,6 @@ KERNELS = {
     "split, D = 256, float32": split(256, size=4, **ALL),
     "merge, 256 parts": (decode.merge_kernel, {"GROUP": 4, "D": 256, "DP": 256, "PARTS": 64} | MERGE),
     **{f"search, {rows} rows": (decode_search.search_kernel, SEARCH | {"ROWS": rows}) for rows in (4, 64)},
-    "search in one step": (decode_search.search_kernel, SEARCH | {"ROWS": 8, "STEPS": 1, "WAYS": 512}),
     "append with shifts": append(3, 80, 240),
 }
 SPILLS = {(89, "split, D = 64, 64 rows"): 2024, (89, "split, D = 128, 64 rows"): 1248}  # bytes; others none

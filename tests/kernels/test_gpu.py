@@ -148,7 +148,7 @@ def test_decoding_from_rows_of_odd_strides(T, D):
     assert (o - exact).norm() <= 4e-3 * exact.norm()
 
 
-@pytest.mark.parametrize("S", [700, 5000, 40000])
+@pytest.mark.parametrize("S", [700, 5000])
 def test_pruned_decoding_reads_what_the_bound_on_the_keys_allows(S):
     check_search("cuda", S)
 

@@ -113,7 +113,7 @@ def run_each() -> dict[str, list[str]]:
         "decoding": (260, torch.float32, 1e-5),
         "helpers": (70,),
         "pruned_decoding": (400, 16),
-        "search": (5000,),
+        "search": (700,),
         "pruning": (160, 16, -4.0),
     }
     for check in CHECKS:
