@@ -168,7 +168,7 @@ def refuse_adapter(source: str | Path) -> None:
         base = None
     raise ValueError(
         f"{source} holds a LoRA adapter (adapter_config.json): merge it into its base, {base or 'not recorded'}, first "
-        "(peft: merge_and_unload, then save_pretrained; one trained by retrofox: `retrofox merge`), then give the result"
+        "(peft: merge_and_unload, save_pretrained; one trained by retrofox: `retrofox merge`), then give the result"
     )
 
 
