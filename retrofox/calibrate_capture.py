@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from retrofox.families import inner_model
+from retrofox.families import decoder_layers, inner_model
 from retrofox.model import attention as fox
 from retrofox.model.attention import FoxMixin
 from retrofox.per_token_loss import token_losses
@@ -78,11 +78,6 @@ class _Replay(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
         return self.hidden
-
-
-def decoder_layers(model: PreTrainedModel) -> list[Any]:
-    """The model's decoder layers, in order."""
-    return list(inner_model(model).layers)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

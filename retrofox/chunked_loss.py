@@ -10,14 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from retrofox.families import logits_from_hidden
+from retrofox.families import causal_lm, logits_from_hidden
 
 RowLoss = Callable[[torch.Tensor, slice], torch.Tensor]
-
-
-def causal_lm(model: Any) -> Any:
-    """The transformers model inside a peft model, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class Head:

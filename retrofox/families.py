@@ -108,6 +108,26 @@ def _follows_convention(forward: ast.FunctionDef) -> bool:
     )
 
 
+def causal_lm(model: Any) -> Any:
+    """The transformers model inside a peft model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decoder_layers(model: Any) -> torch.nn.ModuleList:
+    """The decoder layers of a causal language model, in order.
+
+    Raises:
+        ValueError: the model keeps them elsewhere than the families that can be converted do.
+    """
+    lm = causal_lm(model)
+    layers = getattr(inner_model(lm), "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        raise ValueError(
+            f"a {lm.config.model_type} model has no decoder layers where LLaMA has them: it can't be trained"
+        )
+    return layers
+
+
 def inner_model(model: PreTrainedModel) -> torch.nn.Module:
     """The model without its head: the module whose forward returns the last hidden state."""
     return getattr(model, model.base_model_prefix)

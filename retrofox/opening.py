@@ -182,8 +182,9 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 def _unwrapped(model: Any) -> PreTrainedModel:
     """The causal LM itself, adapters in place: a PeftModel's attributes would name the wrong inner model."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return model.eval()
+    from retrofox.families import causal_lm
+
+    return causal_lm(model).eval()
 
 
 def _short(source: str) -> str:

@@ -18,9 +18,9 @@ from transformers import TrainingArguments
 
 import retrofox
 from retrofox import checkpoint
-from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.data import claim
+from retrofox.families import causal_lm
 from retrofox.interruptions import Interruptions
 from retrofox.objectives import OBJECTIVES
 from retrofox.train_callbacks import Clock

@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
+from retrofox.families import decoder_layers
 from retrofox.interruptions import Interruptions
 from retrofox.model.gates import ForgetGate, half_life_tokens
-from retrofox.train_speed import decoder_layers
 
 SATURATED_SLOPE = 1e-6
 """A gate value with f (1 - f) below it hardly moves in training; a head is saturated if 99 % of its values are so."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofox.chunked_loss import causal_lm
 from retrofox.config import Stage
+from retrofox.families import causal_lm
 
 # Dense bfloat16 with float32 accumulation, as the vendors publish it (operations per second).
 PEAK_FLOPS = {

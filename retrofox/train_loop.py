@@ -19,8 +19,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from retrofox import checkpoint
-from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage
+from retrofox.families import causal_lm
 from retrofox.interruptions import Interruptions
 from retrofox.surgery import is_new_tensor
 from retrofox.train_callbacks import (

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage
+from retrofox.families import causal_lm
 from retrofox.objectives import OBJECTIVES
 from retrofox.train_callbacks import Clock
 from retrofox.train_flops import flops_per_token, peak_flops

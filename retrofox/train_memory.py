@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from retrofox.chunked_loss import causal_lm, chunk_rows, is_plain_head
+from retrofox.chunked_loss import chunk_rows, is_plain_head
 from retrofox.config import Recipe, Stage
+from retrofox.families import causal_lm
 from retrofox.objectives import OBJECTIVES, Extend, recomputed_layers
 from retrofox.train_groups import set_trainable
 from retrofox.train_model import DTYPES, lower_frozen, set_attention

@@ -10,8 +10,8 @@ import torch
 from accelerate import PartialState
 
 from retrofox import checkpoint
-from retrofox.chunked_loss import causal_lm
 from retrofox.config import Recipe, Stage
+from retrofox.families import causal_lm
 from retrofox.loading import load_base
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.source import refuse_adapter

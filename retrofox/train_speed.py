@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from retrofox.chunked_loss import causal_lm
+from retrofox.families import causal_lm, decoder_layers
 from retrofox.objectives import recomputed_layers
 
 
@@ -96,21 +96,6 @@ def _is_rms_norm(module: nn.Module, eps: float) -> bool:
 def _rms_norm(module: Any, eps: float, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast(x.device.type, enabled=False):
         return F.rms_norm(x, x.shape[-1:], module.weight.to(x.dtype), eps)
-
-
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """The decoder layers of a transformers causal language model.
-
-    Raises:
-        ValueError: a model that keeps them elsewhere than the families that can be converted do.
-    """
-    lm = causal_lm(model)
-    layers = getattr(getattr(lm, lm.base_model_prefix), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(
-            f"a {lm.config.model_type} model has no decoder layers where LLaMA has them: it can't be trained"
-        )
-    return layers
 
 
 def recompute(model: Any, which: str | int) -> int:
