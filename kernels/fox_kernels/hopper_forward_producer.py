@@ -65,6 +65,8 @@ def key_blocks(m, b, bh, START, LO, T, S, HAS_START: gl.constexpr, HAS_LO: gl.co
         start_first = gl.load(START + b * S + first_end)
         start_last = gl.load(START + b * S + last + S - T)
     lo = start_first
+    if HAS_START:  # padded rows start behind themselves: yet each warpgroup must have the block its rows lie in
+        lo = gl.minimum(lo, first_end)
     if HAS_LO:
         bounds = (T + 63) // 64  # one per 64 queries
         kept = gl.load(LO + bh * bounds + row0 // 64)

@@ -1,10 +1,12 @@
 """The Hopper kernels without a GPU: compiled for sm_90 (spills, serialised products); their launcher's decisions."""
 
+import itertools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,6 +219,28 @@ def test_only_strides_that_the_copy_engine_refuses_are_copied():
     assert copyable(wide.transpose(2, 3)).stride(-1) == 1
     shifted = torch.zeros(1 + wide.numel(), dtype=torch.bfloat16)[1:].view(wide.shape)  # contiguous, 2 bytes off
     assert copyable(shifted).data_ptr() % 16 == 0
+
+
+@needs_gluon
+@pytest.mark.parametrize("sink", [0, 4])
+@pytest.mark.parametrize("consumers", [2, 3])
+def test_every_warpgroup_of_the_forward_has_the_key_block_that_its_rows_end_in(consumers, sink, monkeypatch):
+    """Where padded rows see nothing, too: with a block too few, a warpgroup would wait for ever."""
+    from fox_kernels import hopper_forward_producer
+
+    for T, offset, padding in itertools.product((64, 200, 300), (0, 3, 64, 100), (0, 1, 130, 1000)):
+        S = T + offset
+        start = min(padding, S)  # of every row: the address it is loaded from doesn't matter
+        plain = SimpleNamespace(minimum=min, maximum=max, load=lambda address, start=start: start)
+        monkeypatch.setattr(hopper_forward_producer, "gl", plain)
+        for m in range(-(-T // (64 * consumers))):
+            row0, _, nb_hi, n_main, _, n_all, _ = hopper_forward_producer.key_blocks.fn(
+                m, 0, 0, 0, 0, T, S, True, False, sink, 64 * consumers, 128
+            )
+            for w in range(consumers):
+                skipped = nb_hi - min((row0 + w * 64 + 63 + offset) // 128 + 1, nb_hi)
+                assert skipped <= 1, (T, S, m, w)
+                assert skipped < n_main <= n_all, (T, S, padding, m, w)
 
 
 def test_heads_walked_together_are_a_power_of_two_that_fits_the_cache():

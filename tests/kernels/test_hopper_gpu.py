@@ -27,6 +27,9 @@ def problems() -> list[Case]:
         cases.append(Case(B=1, T=1100, D=D, dtype=BF16, cuts=[1, 3, 700, 701, 1030], options=extra))
         cases.append(Case(T=700, H=4, D=D, dtype=BF16, starts=[3, 700], options=extra))
         cases.append(Case(T=900, H=3, D=D, dtype=BF16, options=extra))
+        # queries that begin amid a block of keys, in tiles of which padding hides all rows or the first ones
+        cases.append(Case(B=3, T=700, S=705, H=4, D=D, dtype=BF16, starts=[705, 400, 130], options=extra))
+        cases.append(Case(B=1, T=700, S=764, D=D, dtype=BF16, cuts=[300], starts=[764], options=extra))
     cases += [Case(T=2048, D=D, dtype=BF16, gate="short", options={"prune": -10.0}) for D in (64, 128)]
     # groups of more heads than are walked together, and pruned ones, whose heads end at different query tiles
     for H, D in itertools.product((8, 12), (64, 128)):
