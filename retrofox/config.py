@@ -12,7 +12,6 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -24,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from retrofox.config_yaml import apply_override, read_yaml
+from retrofox.config_yaml import apply_override, read_yaml, write_yaml
 from retrofox.model.configuration_fox import FoxSpec
 
 ROLES = ("gate_bias", "gate_weight", "pro", "attention", "rest")
@@ -347,7 +346,7 @@ def validate(values: dict[str, Any], origin: str = "recipe") -> Recipe:
 
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with every default written out; loading it gives the same recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="python"), sort_keys=False, allow_unicode=True)
+    return write_yaml(recipe.model_dump(mode="python"))
 
 
 def schema() -> dict[str, Any]:

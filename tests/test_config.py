@@ -45,6 +45,13 @@ def test_dump_round_trips_and_is_plain_yaml(recipe_file):
     assert recipe.fox.half_life == (256.0, 65536.0)
 
 
+@pytest.mark.parametrize("output", ["1e3", "6E-4", ".5e1", "null", "on", "0x1f", "1_0", "ü: x"])
+def test_text_that_looks_like_another_value_stays_text(recipe_file, output):
+    recipe = load_recipe(recipe_file, [f"output={output!r}"])
+    recipe_file.write_text(dump(recipe), encoding="utf-8")
+    assert load_recipe(recipe_file) == recipe
+
+
 def test_overrides_reach_lists_and_create_sections(recipe_file):
     recipe = load_recipe(
         recipe_file, ["stages.0.tokens=2M", "checkpoint.keep=5", "data.train.0=other.txt", "stages.0.rates.rest=0"]
