@@ -162,9 +162,10 @@ def push(
         return report
     api = HfApi()
     operations = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in contents.items()]
+    title = message or f"Upload {directory.absolute().name} with retrofox"
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        commit = api.create_commit(repo, operations, commit_message=message or f"Upload {directory.name} with retrofox")
+        commit = api.create_commit(repo, operations, commit_message=title)
         there = {
             f.path: f for f in api.list_repo_tree(repo, recursive=True, revision=commit.oid) if isinstance(f, RepoFile)
         }

@@ -189,7 +189,7 @@ def _unwrapped(model: Any) -> PreTrainedModel:
 
 def _short(source: str) -> str:
     """What a model is called in tables: the end of its path, or the run's name for what `train` wrote, RUN/model."""
-    path = os.path.normpath(source)
+    path = os.path.abspath(source) if os.path.exists(source) else os.path.normpath(source)
     if os.path.basename(path) == "model":
         path = os.path.dirname(path) or path
     return os.path.basename(path) or source

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -400,6 +401,13 @@ def test_tasks_without_lm_eval_name_the_remedy(pico_llama, tokenizer, monkeypatc
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ValueError, match=r"retrofox\[eval\]"):
         evaluate(pico_llama(), tasks=["lambada"], tokenizer=tokenizer)
+
+
+def test_models_are_named_after_their_run_from_within_it_too(on_disk, tokenizer, tmp_path, monkeypatch):
+    shutil.copytree(on_disk[1], tmp_path / "run7" / "model")
+    for folder, source in ((tmp_path, "run7/model/"), (tmp_path / "run7", "model"), (tmp_path / "run7/model", ".")):
+        monkeypatch.chdir(folder)
+        assert open_model(source, tokenizer=tokenizer).name == "run7"
 
 
 def test_opening_a_converted_directory_asks_no_question(tokenizer, on_disk, monkeypatch):
