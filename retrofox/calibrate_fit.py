@@ -142,6 +142,7 @@ def student_scores(window: Window, student: Student, start: int, stop: int) -> t
 
 
 def original_scores(window: Window, start: int, stop: int) -> torch.Tensor:
+    """Logits (H, n, stop) of the original's attention, capped, not masked."""
     original = window.original
     return scores(original.query[:, start:stop], original.key, original, start)
 

@@ -94,6 +94,7 @@ def _probe(endpoint: str) -> None:
 
 
 def first_line(error: BaseException | None) -> str:
+    """The first line of an error's text, at most 300 characters; the error's type where it has no text."""
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:300]
 
 
