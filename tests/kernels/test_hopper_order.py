@@ -1,0 +1,89 @@
+"""The order in which the Hopper backward adds to dq: every turn that a key tile waits for comes.
+
+A turn too high would be waited for for ever; one too low would make the sums' order, and their bits, chance.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+from fox_kernels.edges import edges_torch
+from fox_kernels.hopper_forward import gluon_missing
+
+pytestmark = pytest.mark.skipif(gluon_missing() is not None, reason=str(gluon_missing()))
+
+KEYS = 128  # of a tile
+
+
+class Pointer:
+    """Addresses as the kernels compute them, of a list: reading beyond its ends fails."""
+
+    def __init__(self, values: list[int], at: int = 0):
+        self.values, self.at = values, at
+
+    def __add__(self, more: int) -> "Pointer":
+        return Pointer(self.values, self.at + more)
+
+    def __sub__(self, less: int) -> "Pointer":
+        return Pointer(self.values, self.at - less)
+
+    def load(self) -> int:
+        assert 0 <= self.at < len(self.values)
+        return self.values[self.at]
+
+
+@st.composite
+def problems(draw):
+    """T, S, queries per tile, sinks; what bounds the keys; the first key that pruning leaves each 64 queries."""
+    T = draw(st.integers(64, 900))
+    S = T + draw(st.sampled_from((0, 0, 1, 64, 100, 128, 705)))
+    padding = cuts = window = first = None
+    sink = draw(st.sampled_from((0, 0, 1, 4, 64)))
+    bound = draw(st.sampled_from(("none", "padding", "documents", "both", "window")))
+    if bound in ("padding", "both"):
+        padding = torch.tensor([draw(st.one_of(st.integers(0, S), st.sampled_from((0, 127, 128, 129, S - T, S))))])
+    if bound in ("documents", "both"):
+        cuts = torch.tensor([0, *sorted(draw(st.lists(st.integers(0, S), max_size=9))), S])
+    if bound == "window" and sink == 0:
+        window = draw(st.integers(1, S))
+    if draw(st.booleans()):
+        first = [draw(st.integers(0, (S - T + i * 64) // 64)) * 64 for i in range(-(-T // 64))]
+    return T, S, draw(st.sampled_from((64, 128))), sink, edges_torch(1, S, cuts, padding, window, "cpu"), first
+
+
+def walks(first: list[int], start: list[int] | None, T: int, S: int, queries: int) -> tuple[list[int], list[int]]:
+    """Return what `query_ranges_kernel` finds: query tiles' first key tiles, and key tiles' last query tiles."""
+    bounds = [max(x, 0 if start is None else start[S - T + i * 64]) // KEYS for i, x in enumerate(first)]
+    low = [min(bounds[i:]) for i in range(0, len(bounds), queries // 64)]
+    return low, [sum(x <= n for x in low) for n in range(-(-S // KEYS))]
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(problems())
+def test_a_key_tile_waits_for_as_many_as_add_to_a_query_tile_before_it(problem):
+    from fox_kernels import hopper_backward_copies as copies
+
+    T, S, queries, sink, bounds, first = problem
+    start = end = low = high = None
+    if bounds is not None:
+        start, end = (x.flatten().tolist() for x in bounds)
+    if first is not None:
+        low, high = map(Pointer, walks(first, start, T, S, queries))
+    START, END = (None if x is None else Pointer(x) for x in (start, end))
+    options = start is not None, first is not None, sink, queries
+    plain = SimpleNamespace(minimum=min, maximum=max, load=Pointer.load, where=lambda yes, a, b: a if yes else b)
+    tiles, seen = -(-T // queries), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, "gl", plain)
+        patch.setattr(copies, "BN", KEYS)
+        for n in range(-(-S // KEYS)):
+            lo, hi, _, _ = copies._query_tiles.fn(n, 0, 0, -(-S // KEYS), START, END, high, T, S, *options)
+            for m in range(lo, hi):
+                assert m < tiles
+                assert copies._turn.fn(n, m, 0, 0, tiles, START, low, T, S, *options) == seen.setdefault(m, 0)
+                seen[m] += 1
+    assert len(seen) == tiles or start is not None  # else its dq would be of nobody: only bounded ones begin with zeros
