@@ -140,9 +140,9 @@ def forgetting_attention(
     q           (B, T, H, D); queries are the last T of the S positions
     k, v        (B, S, Hkv, D), q's dtype, H % Hkv == 0
     log_f       (B, S, H) float32 (or float64), natural log of the forget gates, <= 0; below -1e4 counts as -1e4. NaN
-                reaches every output it is on the way to
-    scale       any float that float32 holds, D ** -0.5 if None. The backward takes weights from lse: scores in the
-                thousands cost it digits, 6e-8 of their size
+                reaches every output that depends on it
+    scale       any float that float32 holds, D ** -0.5 if None. The backward forms weights from lse, so scores in
+                the thousands cost it digits: 6e-8 of their size
     cu_seqlens  (N + 1,) int32, rising from 0 to S: N documents packed into B == 1, none sees another
     seq_start   (B,) int32, first visible position of each row (left padding); queries before it get o = 0, lse = -inf
     window      query i sees keys j > i - window only
@@ -153,7 +153,7 @@ def forgetting_attention(
     backend     "auto", "reference", "chunked", "triton" or "gluon"; see `choose`
 
     Strides may be any: q, k and v are read in place, or copied where the last is not 1, where tokens are 2^23 elements
-    or more apart and, in 16 bits on a GPU, where another is no multiple of 16 elements or, on Hopper, 0 (expanded:
+    or more apart and, in 16 bits on a GPU, where another is not a multiple of 16 elements or, on Hopper, 0 (expanded:
     backend="triton" reads that in place). Under torch.autocast they are taken in its dtype.
     Returns o (B, T, H, D) in q's dtype and, with return_lse, lse (B, T, H) float32 (natural log, differentiable;
     float64 for float64). Raises ValueError for arguments out of range, for a named backend that can't run, and for

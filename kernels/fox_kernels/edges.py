@@ -1,9 +1,9 @@
-"""Where what a position sees begins, and where what sees it ends: of documents, padding and windows, in one launch.
+"""Where the keys that a position sees begin, and where the queries that see it end, from documents, padding, windows.
 
     start_i = the first position that the query at i sees       end_j = the first position whose query no longer sees j
 
-Both are int32 and never fall along a row. torch would take ten small launches for them, which a short problem waits
-for.
+Both are int32 and never fall along a row. One launch finds them; torch would take ten small ones, for which a short
+problem waits.
 """
 
 # Kernels are launched with plain values and a grid in brackets, which their annotations don't show:
@@ -46,7 +46,7 @@ def edges_kernel(
 
 
 def edges(B: int, S: int, cu_seqlens, seq_start, window: int | None, device) -> torch.Tensor | None:
-    """Return start and end as one tensor (2, B * S or up to 3 more) int32; None where all before a position are seen.
+    """Return start and end as one tensor (2, B * S or up to 3 more) int32; None where a position sees all before it.
 
     cu_seqlens (N + 1,), seq_start (B,) int32 or int64, or None, as in `forgetting_attention`; window is at most S.
     """

@@ -2,8 +2,8 @@
 
     y_t = k_t + a_t (k_{t-1} - k_t)        dk_t = (1 - a_t) dy_t + a_{t+1} dy_{t+1},   da_t = sum_d dy_t (k_{t-1} - k_t)
 
-a_t is an amount per token and head, 0 where a document starts. The first token of a row has no predecessor here (a
-cached one is the eager twin's matter) and stays as it is.
+a_t is an amount per token and head, 0 where a document starts. The first token of a row has no predecessor here and
+stays as it is.
 """
 
 # Kernels are launched with plain values, which their annotations don't show:

@@ -2,7 +2,7 @@
 
 A kind is all that checks, choices and launches look at: shapes, strides, dtypes, devices, options, but no values and no
 addresses beyond their being multiples of 16 bytes. None stands for calls that must be looked at one by one, as
-something else than a kernel has to see them, or their values have to be checked.
+something other than a kernel has to see them, or their values have to be checked.
 """
 
 import torch
@@ -91,7 +91,7 @@ def gradient_kind(*tensors) -> tuple | None:
 def decoding_kind(q, k, v, c_hi, c_lo, seq_start, k_bound, *options) -> tuple | None:
     """Return all that `decode_attention` checks but S, strides and values: what is right for one call is for its kind.
 
-    None where each call must be looked at: S or strides don't fit, or something else than a kernel has to see it.
+    None where each call must be looked at: S or strides don't fit, or something other than a kernel has to see it.
     """
     if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is type(c_hi) is type(c_lo) is Tensor:
         return None

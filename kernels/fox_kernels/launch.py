@@ -4,8 +4,6 @@ Triton's own launcher looks at every argument anew: some 0.05 ms for a kernel of
 them, which is longer than a short problem runs. Here a kernel is recognised by all that it can be specialised on.
 """
 
-# What a launched kernel is, Triton doesn't declare: pyright: reportAttributeAccessIssue=false, reportIndexIssue=false
-
 from typing import NamedTuple
 
 import torch

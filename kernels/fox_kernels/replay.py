@@ -2,7 +2,7 @@
 
 What a kernel is launched with, and how, costs the host more than a short problem costs the GPU, and is the same for all
 calls of a kind (`kinds`) but for addresses. So the first call is watched: the kernels it launches, the memory it
-allocates, and that it does nothing else. Calls that do have no tape, and run as ever.
+allocates, and that it does nothing else. Calls that do something else have no tape, and run as usual.
 """
 
 import threading
