@@ -175,6 +175,7 @@ def decode(p: Decode, clock: Clock, copy_gb_s: float) -> tuple[list[dict], list[
     """Return a decoding step's time and its rate over the live cache, launched and replayed from a CUDA graph.
 
     Each after a flush that wrote, and after one that read: in a model the weights just read are what fills the L2.
+    same_: a copy of as many bytes, read and written, launched alike: short copies are slower than the long one measured.
     """
     try:
         step, live_bytes, live = decoding(p)
@@ -185,10 +186,11 @@ def decode(p: Decode, clock: Clock, copy_gb_s: float) -> tuple[list[dict], list[
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
+    source, target = (torch.empty(live_bytes // 2, dtype=torch.int8, device="cuda") for _ in range(2))
     samples: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
         for clean in ("", "clean_"):
-            for how, call in (("", step), ("graph_", graph.replay)):
+            for how, call in (("", step), ("graph_", graph.replay), ("same_", lambda: target.copy_(source))):
                 samples.setdefault(f"{clean}{how}", []).extend(clock.sample(call, repeats, clean=bool(clean)))
     row = {"contender": "ours", "live": live, "live_mb": live_bytes / 1e6}
     for how, times in samples.items():

@@ -36,7 +36,7 @@ def synthetic(times: dict[str, float] | None = None) -> dict:
     decode = [
         {"problem": p.name, "contender": "ours", **p._asdict(), "ms": 1.0, "gb_s": 2400.0, "of_copy": 0.8,
          "graph_of_copy": 0.89, "clean_ms": 0.9, "clean_of_copy": 0.89, "clean_graph_of_copy": 0.95,
-         "live": 1.0 if p.gates == "open" else 0.2}
+         "same_ms": 1.1, "same_of_copy": 0.7, "clean_same_of_copy": 0.75, "live": 1.0 if p.gates == "open" else 0.2}
         for p in DECODE
     ]  # fmt: skip
     errors = [
@@ -329,5 +329,5 @@ def test_a_pico_run_measures_all_it_promises(tmp_path, monkeypatch):
     result = json.loads(out.read_text())
     assert [r["contender"] for r in result["rows"]] == list(plan[0].contenders)
     assert all(r["total_ms"] > 0 and r["queued_ms"] > 0 and r["peak_mb"] > 0 for r in result["rows"])
-    assert result["decode"][0]["of_copy"] > 0
+    assert all(result["decode"][0][f"{how}of_copy"] > 0 for how in ("", "graph_", "clean_", "same_", "clean_same_"))
     assert all(0 < r[n] < 1e-2 for r in result["errors"] for n in bench_report.OUTPUTS)
