@@ -175,7 +175,7 @@ def decode(p: Decode, clock: Clock, copy_gb_s: float) -> tuple[list[dict], list[
     """Return a decoding step's time and its rate over the live cache, launched and replayed from a CUDA graph.
 
     Each after a flush that wrote, and after one that read: in a model the weights just read are what fills the L2.
-    same_: a copy of as many bytes, read and written, launched alike: short copies are slower than the long one measured.
+    same_: a copy of as many bytes, read and written, launched alike: short copies are slower than a long one.
     """
     try:
         step, live_bytes, live = decoding(p)
