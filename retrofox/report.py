@@ -17,7 +17,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-PACKAGES = ("retrofox", "torch", "transformers", "triton", "peft", "tokenizers", "numpy")
+import retrofox
+
+PACKAGES = ("torch", "transformers", "triton", "peft", "tokenizers", "numpy")
 
 
 def check_folder(out: str | os.PathLike | None) -> None:
@@ -35,18 +37,20 @@ def check_folder(out: str | os.PathLike | None) -> None:
 
 def environment() -> dict[str, Any]:
     """Command, time, package versions, processor, memory and GPU: what a measured number depends on."""
-    versions = {}
+    versions: dict[str, str | None] = {"retrofox": retrofox.__version__}  # also where it runs from a source tree
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
+    program = os.path.basename(sys.argv[0])
+    command = ["python", "-m", "retrofox"] if program == "__main__.py" else [program]
     gpu = None
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu = {"name": properties.name, "memory_bytes": properties.total_memory, "count": torch.cuda.device_count()}
     return {
-        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "command": shlex.join([*command, *sys.argv[1:]]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": platform.python_version(),
         "versions": versions,

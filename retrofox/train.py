@@ -23,6 +23,7 @@ from retrofox.data import claim
 from retrofox.families import causal_lm
 from retrofox.interruptions import Interruptions
 from retrofox.objectives import OBJECTIVES
+from retrofox.report import environment
 from retrofox.train_callbacks import Clock
 from retrofox.train_claim import claim_output, refuse_mingling
 from retrofox.train_data import StageData, prepare_tokens
@@ -59,7 +60,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     interruption, the same command resumes from the newest complete checkpoint and says so.
 
     Returns:
-        What was done: per stage steps, tokens, losses, seconds and tokens per second; the path of the model.
+        What was done: per stage steps, tokens, losses, seconds and tokens per second; the path of the model; command,
+        versions and machine.
 
     Raises:
         ValueError: the recipe can't run here, OUTPUT holds another run, the data changed, the loss diverged, a
@@ -160,13 +162,14 @@ def _root(out: Path, recipe: Recipe, number: int) -> Path:
 
 
 def _finish(out: Path, reports: list[dict[str, Any]], seconds: float, state: Any) -> dict[str, Any]:
-    """Writes result.json."""
+    """Writes result.json: what was done, with what, on what."""
     result = {
         "output": str(out),
         "model": str(out / "model"),
         "stages": reports,
         "seconds": seconds,
         "version": retrofox.__version__,
+        "environment": environment(),
     }
     if state.is_main_process:
         checkpoint.write_json(out / "result.json", result)

@@ -236,7 +236,7 @@ class FoxTrainer(Trainer):
         good, _ = checkpoint.newest_good(root)
         stands, again = "There is no checkpoint yet", "run again"
         if good is not None:
-            stands, again = f"{good} stands", "run again to go on from it"
+            stands, again = f"{good} stands", "run again to resume from it"
             if not any(entry["step"] > checkpoint.step_of(good) for entry in self.history[:-1]):
                 earlier = [path.name for path in checkpoint.checkpoints(root) if path != good]
                 before = earlier[-1] if earlier else "the start of the stage"

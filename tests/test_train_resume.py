@@ -93,6 +93,7 @@ def test_a_run_killed_before_its_result_was_written_has_one_when_it_is_run_again
     again = run(recipe)
     assert again["stages"] == result["stages"]
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == again
+    assert again["environment"]["versions"]["retrofox"] == again["version"]
 
 
 @pytest.mark.parametrize("left", ["checkpoint-2", "checkpoint-4"])
