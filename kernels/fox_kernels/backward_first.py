@@ -59,10 +59,16 @@ def weights_are_large(q, k, causal: bool, q_offset: int, started: bool, window: 
     return causal and plain and q_offset == 0 and q.shape[1] == k.shape[1] and q.element_size() == 2
 
 
+def warps_for(width: int) -> int:
+    """Return how many warps hold BLOCK x width sums in their registers."""
+    return 8 if width > 128 else 4
+
+
 def lost_to_rounding(q, k, do, lse2, c_hi, c_lo, scale: float, sink: int, softcap: float | None) -> torch.Tensor:
     """Return lost (B, Hkv, BLOCK, D) float32; q, k, do have unit last strides, lse2, c_hi and c_lo are contiguous."""
     (B, T, H, D), Hkv = q.shape, k.shape[2]
     lost = torch.empty(B, Hkv, BLOCK, D, dtype=torch.float32, device=q.device)
+    width = power_of_2(D)
     caps = (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
     launch(
         first_block_kernel,
@@ -71,6 +77,7 @@ def lost_to_rounding(q, k, do, lse2, c_hi, c_lo, scale: float, sink: int, softca
             q, k, do, lse2, c_hi, c_lo, lost, *q.stride()[:3], *k.stride()[:3], *do.stride()[:3], T, H, sink,
             scale * LOG2_E, *caps,
         ),
-        (H // Hkv, D, power_of_2(D), BLOCK, sink > 0, cap_kind(softcap, q.dtype)),
+        (H // Hkv, D, width, BLOCK, sink > 0, cap_kind(softcap, q.dtype)),
+        warps=warps_for(width), stages=1,  # with more, heads one after another would not fit at D = 256
     )  # fmt: skip
     return lost

@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 import triton.language as tl  # noqa: E402
-from fox_kernels import backward, forward, tiles  # noqa: E402
+from fox_kernels import backward, backward_first, forward, tiles  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -175,6 +175,17 @@ def test_fits_and_spills_no_more_than_recorded(kernel, D, arch, tmp_path):
     assert binary.metadata.shared <= SHARED_MEMORY[arch]
     assert transposed_dot_results(binary.asm["ttir"]) == []
     check_spills(binary, arch, tmp_path, tiles.RECORDED[arch, kernel, D][1])
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90])
+@pytest.mark.parametrize("D", [64, 256, *(pytest.param(D, marks=pytest.mark.slow) for D in (80, 128))])
+def test_the_first_block_fits_and_spills_little(D, arch, tmp_path):
+    constants = {"GROUP": 4, "D": D, "WIDTH": 1 << (D - 1).bit_length(), "BLOCK": 64, "SINK": True, "CAP": 2}
+    warps = backward_first.warps_for(constants["WIDTH"])
+    binary = compiled(backward_first.first_block_kernel, constants, arch, warps, 1, {})
+    assert binary.metadata.shared <= SHARED_MEMORY[arch]
+    assert transposed_dot_results(binary.asm["ttir"]) == []
+    check_spills(binary, arch, tmp_path, 44 if (arch, D) == (90, 256) else 0)
 
 
 @pytest.mark.slow
