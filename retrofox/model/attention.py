@@ -1,4 +1,4 @@
-"""Forgetting Attention inside any transformers attention class: the mixin, the attention and the mask function."""
+"""Forgetting Attention inside any transformers attention class: the mixin and the attention function."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import GateCache
 from .configuration_fox import FoxSpec
 from .fused import Entered, available, enterable, untouched
 from .gates import ForgetGate
+from .masks import first_visible, visible_keys
 from .pro import PRO_MODULES, ProjectedAttention, add_pro
 from .rope import RotaryFade
 
@@ -232,11 +232,11 @@ def _attend(
     length = key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 2:
         length = min(length, attention_mask.shape[1])
-        seq_start = _first_visible(attention_mask)
+        seq_start = first_visible(attention_mask)
         key, value = key[:, :, :length], value[:, :, :length]
     if cu_seqlens is None and _short_on_cpu(query, key):
         high, low = (x[..., :length] for x in gates.cumulative())
-        visible = _visible(query.shape[2], length, seq_start, options["window"], query.device)
+        visible = visible_keys(query.shape[2], length, seq_start, options["window"], query.device)
         return _masked(query, key, value, (high, low), visible, options)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     layer = gates.layer
@@ -251,64 +251,6 @@ def _attend(
     q, k, v, log_f = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, log_f))
     out = cast(torch.Tensor, forgetting_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, **options))
     return out.view(batch, length, *out.shape[2:])
-
-
-def fox_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    attention_mask: torch.Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """The mask function registered as "fox": None or a (B, S) padding mask where causality, a window and left
-    padding describe it fully; a 4D boolean mask for everything else (custom masks, holes, compiled static caches).
-    """
-    full = {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
-        "q_offset": q_offset,
-        "kv_offset": kv_offset,
-        "attention_mask": attention_mask,
-        "allow_is_causal_skip": False,
-        "use_vmap": use_vmap,
-        **kwargs,
-    }
-    if not allow_is_causal_skip or use_vmap:
-        return sdpa_mask(**full)
-    if isinstance(q_offset, torch.Tensor):
-        if torch.compiler.is_compiling():
-            return sdpa_mask(**full)
-        q_offset = int(q_offset)
-    length = q_offset + q_length - kv_offset  # keys that exist by now
-    if length > kv_length:
-        return sdpa_mask(**full)
-    if attention_mask is None:
-        if length == kv_length:
-            return None
-        return torch.ones(batch_size, length, dtype=torch.bool, device=kwargs.get("device", "cpu"))
-    mask = attention_mask[:, kv_offset : kv_offset + length].bool()
-    if mask.shape[1] < length:
-        return sdpa_mask(**full)
-    if length == kv_length and bool(mask.all()):
-        return None
-    # Trailing padding is out of sight of every real query (causality); a gap in between is not.
-    seen = mask.cumsum(1)
-    gap = ~mask & (seen > 0) & (seen < seen[:, -1:])
-    trailing = ~mask[:, -q_length:].any(1) if q_length < length else mask.new_zeros(batch_size)
-    if bool(gap.any() | trailing.any()):
-        return sdpa_mask(**full)
-    return mask
-
-
-def _first_visible(mask: torch.Tensor) -> torch.Tensor:
-    """(B,) int32: index of the first True of each row, the row's length where there is none."""
-    first = mask.view(torch.uint8).argmax(1)
-    return torch.where(mask.any(1), first, mask.shape[1]).to(torch.int32)
 
 
 def _log_n(query: torch.Tensor, trained: int, position_ids: torch.Tensor | None, num_keys: int) -> torch.Tensor:
@@ -370,18 +312,6 @@ def _short_on_cpu(query: torch.Tensor, key: torch.Tensor) -> bool:
     return query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= SHORT_SCORES
 
 
-def _visible(num_queries: int, num_keys: int, seq_start: torch.Tensor | None, window: int | None, device: torch.device):
-    """(B or 1, 1, T, S) bool: causal, within the window, not before seq_start; None for a query that sees all keys."""
-    if num_queries == 1 and seq_start is None and (window is None or window >= num_keys):
-        return None
-    i = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
-    j = torch.arange(num_keys, device=device)
-    mask = (j <= i)[None, None]
-    if window is not None:
-        mask = mask & (i - j < window)
-    return mask if seq_start is None else mask & (j >= seq_start[:, None, None, None])
-
-
 def _say_slow_once() -> None:
     global _warned_slow
     if SLOW_PATH and not _warned_slow:
@@ -412,4 +342,3 @@ def _refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
 
 
 AttentionInterface.register("fox", fox_attention)
-AttentionMaskInterface.register("fox", fox_mask)

@@ -42,6 +42,7 @@ REMOTE_FILES = (
     "forgetting_eager.py",
     "fused.py",
     "gates.py",
+    "masks.py",
     "pro.py",
     "rope.py",
 )
