@@ -22,7 +22,7 @@ from retrofox import shards
 from retrofox.loading import base_config, load_base, load_tokenizer
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.modeling_fox import write_remote_code
-from retrofox.shards import INDEX, Appearing, Progress, Shards, refuse_existing
+from retrofox.shards import INDEX, Appearing, Progress, Shards, new_file_mode, refuse_existing
 from retrofox.source import check_out, fetch, reading_gguf, recorded
 from retrofox.surgery import ATTENTION, Plan, apply, attentions, check_live, lm_class, make_plan, starting_half_lives
 from retrofox.weights import check_weights, from_bin, replace_tensors
@@ -177,7 +177,7 @@ def write(
         (partial / "README.md").write_text(_card(plan, report), encoding="utf-8")
         for file in partial.rglob("*"):
             if file.is_file() and not (link and file.stat().st_nlink > 1):
-                file.chmod(0o644)  # safetensors writes 0600 whatever the umask says
+                file.chmod(new_file_mode())
         appearing.commit()
     shutil.rmtree(work, ignore_errors=True)
     return report

@@ -28,6 +28,7 @@ from retrofox.interruptions import Interruptions
 from retrofox.loading import load_tokenizer
 from retrofox.model.gates import ForgetGate
 from retrofox.model.modeling_fox import NEW_MODULES
+from retrofox.shards import new_file_mode
 from retrofox.surgery import is_new_tensor, lm_class, load, read_config
 
 WEIGHTS = "adapter_model.safetensors"
@@ -302,6 +303,8 @@ def _merge(adapter: Path, out: Path) -> dict[str, Any]:
         if tokenizer is not None:
             tokenizer.save_pretrained(str(partial))
         checkpoint.write_json(partial / "retrofox.json", note)
+        for file in partial.glob("*.safetensors"):
+            file.chmod(new_file_mode())
         difference = float((_fresh_logits(partial) - unmerged).norm() / unmerged.norm())
         if difference <= limit:
             partial.rename(out)

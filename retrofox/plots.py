@@ -16,6 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from retrofox.shards import new_file_mode
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette, told apart with every common kind of colour blindness."""
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), "-")
@@ -248,7 +250,7 @@ def _write_atomic(target: Path, content: bytes) -> str:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
+        os.chmod(temporary, new_file_mode())
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
@@ -296,9 +298,3 @@ def _limit(axes: Any, curves: Sequence[dict[str, Any]], first: float) -> None:
     low, high = float(values.min()), float(values.max())
     margin = 0.08 * max(high - low, 0.01)
     axes.set_ylim(low - margin, high + margin)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

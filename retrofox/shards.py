@@ -287,6 +287,13 @@ def size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
+def new_file_mode() -> int:
+    """Permissions of a new file, as the umask has them; safetensors writes 0600 whatever it says."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
 def _link(file: Path, target: Path) -> None:
     try:
         os.link(file.resolve(), target)  # resolved: in the Hub cache a shard is a symlink to its blob

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 
 import retrofox
 from retrofox import checkpoint
+from retrofox.shards import new_file_mode
 from retrofox.surgery import is_new_tensor
 from retrofox.train_model import DTYPES
 
@@ -56,7 +56,7 @@ def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, no
         if tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
         for path in directory.rglob("*.safetensors"):
-            path.chmod(0o666 & ~_umask())  # safetensors writes 0600 whatever the umask
+            path.chmod(new_file_mode())
         if trainer.recipe.lora is not None and last:
             from retrofox.lora import say_where_the_base_is
 
@@ -81,9 +81,3 @@ def _cast(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, tor
         if not is_new_tensor(name) and value.is_floating_point():
             done.setdefault(value.data_ptr(), value.to(dtype))
     return {name: done.get(value.data_ptr(), value) for name, value in weights.items()}
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

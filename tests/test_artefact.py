@@ -134,6 +134,15 @@ def test_tied_embeddings_stay_tied(base, tmp_path):
     assert "lm_head.weight" not in stored(tmp_path / "out")
 
 
+def test_files_have_the_permissions_of_the_umask(source, tmp_path):
+    before = os.umask(0o027)
+    try:
+        retrofox.convert(source, tmp_path / "out", verify=False)
+    finally:
+        os.umask(before)
+    assert {f.stat().st_mode & 0o777 for f in (tmp_path / "out").iterdir()} == {0o640}
+
+
 def test_linking_shares_the_file(source, tmp_path):
     retrofox.convert(source, tmp_path / "out", link=True, verify=False)
     linked = tmp_path / "out" / "model-00001-of-00001.safetensors"

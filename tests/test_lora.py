@@ -16,6 +16,7 @@ import retrofox
 from retrofox.config import LoraConfig, validate
 from retrofox.lora import adapted, assert_gates_saved, merge, target_modules, trained_in_full
 from retrofox.plan import plan
+from retrofox.shards import new_file_mode
 from retrofox.train import train
 
 # peft 0.21 asks transformers 5.23 by a name that it deprecates
@@ -63,6 +64,7 @@ def test_gates_are_trained_saved_and_merged(make_recipe, tmp_path, dora, monkeyp
     monkeypatch.chdir(tmp_path)
     report = merge(adapter, tmp_path / "merged")
     assert report["relative_difference"] < report["limit"]
+    assert {f.stat().st_mode & 0o777 for f in (tmp_path / "merged").glob("*.*")} == {new_file_mode()}
     merged, adapted = retrofox.load(tmp_path / "merged"), retrofox.load(adapter)
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
