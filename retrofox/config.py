@@ -319,7 +319,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None
             key, what was given and what is allowed.
     """
     file = Path(path)
-    if not file.is_file():
+    if file.is_dir() or not file.exists():  # a pipe is a recipe too: <(sed ...)
         raise FileNotFoundError(
             f"no recipe at {file}: give the path of a YAML file (`retrofox recipes cp NAME` copies one that ships, "
             "`retrofox config schema` describes them)"

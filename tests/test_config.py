@@ -1,5 +1,6 @@
 """The recipe: strict, with hints, and the same after a round trip."""
 
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +51,16 @@ def test_text_that_looks_like_another_value_stays_text(recipe_file, output):
     recipe = load_recipe(recipe_file, [f"output={output!r}"])
     recipe_file.write_text(dump(recipe), encoding="utf-8")
     assert load_recipe(recipe_file) == recipe
+
+
+def test_a_recipe_may_come_through_a_pipe(recipe_file):
+    end, begin = os.pipe()
+    os.write(begin, MINIMAL.encode())
+    os.close(begin)
+    assert load_recipe(f"/dev/fd/{end}") == load_recipe(recipe_file)
+    os.close(end)
+    with pytest.raises(FileNotFoundError, match="no recipe at"):
+        load_recipe(recipe_file.parent)
 
 
 def test_overrides_reach_lists_and_create_sections(recipe_file):
