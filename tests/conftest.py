@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,30 @@ def pico_fox_checkpoint(pico_fox, pico_tokenizer, tmp_path) -> Path:
     pico_fox().save_pretrained(directory)
     pico_tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def remote_code(monkeypatch, tmp_path) -> Iterator[None]:
+    """For tests that run the code beside a checkpoint: what transformers registers and imports for it is forgotten."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    import retrofox.model.attention  # noqa: F401 - registers ours first
+
+    def forget_imports() -> None:
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+            del sys.modules[name]
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setitem(interface._global_mapping, "fox", interface._global_mapping["fox"])
+    forget_imports()
+    yield
+    forget_imports()
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def test_plain_transformers_refuses_the_checkpoint_instead_of_dropping_the_gates
     config = json.loads((tmp_path / "config.json").read_text())
     del config["auto_map"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"(?i)fox_?llama"):  # registered by an earlier test or not
+    with pytest.raises(ValueError, match=r"(?i)fox_?llama"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

@@ -39,8 +39,7 @@ def test_loading_with_another_attention(directory, implementation):
         type(retrofox.load(directory)).from_pretrained(directory, attn_implementation=implementation)
 
 
-def test_loading_with_another_attention_through_the_auto_class(directory, monkeypatch, tmp_path):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+def test_loading_with_another_attention_through_the_auto_class(directory, remote_code):
     with pytest.raises(ValueError, match="ignore the forget gates"):
         AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, attn_implementation="sdpa")
 

@@ -1,15 +1,12 @@
 """Surgery on live models, the gains of added norms, and the parity proof: what it undoes, reports and leaves alone."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
 from retrofox import FoxSpec
@@ -280,22 +277,9 @@ def test_a_base_in_a_relative_path_is_recorded_so_that_it_holds_anywhere(pico_ch
 
 
 @pytest.fixture
-def own_code(pico_fox_checkpoint, monkeypatch, tmp_path):
-    """A model that runs the code beside it; what transformers registers and imports for it is forgotten afterwards."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if not Path(place, "transformers_modules").is_dir()])
-    for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        monkeypatch.setitem(interface._global_mapping, "fox", interface._global_mapping["fox"])
-    forget_imports("transformers_modules")
-    yield AutoModelForCausalLM.from_pretrained(pico_fox_checkpoint, trust_remote_code=True)
-    forget_imports("transformers_modules")
-
-
-def forget_imports(package: str) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == package]:
-        del sys.modules[name]
+def own_code(pico_fox_checkpoint, remote_code):
+    """A model that runs the code beside it."""
+    return AutoModelForCausalLM.from_pretrained(pico_fox_checkpoint, trust_remote_code=True)
 
 
 def test_a_model_with_code_of_its_own_is_told_from_an_unconverted_one(own_code):
