@@ -113,7 +113,7 @@ def causal_lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def decoder_layers(model: Any) -> torch.nn.ModuleList:
+def decoder_layers(model: Any) -> list[Any]:
     """The decoder layers of a causal language model, in order.
 
     Raises:
@@ -125,7 +125,7 @@ def decoder_layers(model: Any) -> torch.nn.ModuleList:
         raise ValueError(
             f"a {lm.config.model_type} model has no decoder layers where LLaMA has them: it can't be trained"
         )
-    return layers
+    return list(layers)
 
 
 def inner_model(model: PreTrainedModel) -> torch.nn.Module:

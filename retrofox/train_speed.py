@@ -100,7 +100,7 @@ def _rms_norm(module: Any, eps: float, x: torch.Tensor) -> torch.Tensor:
 
 def recompute(model: Any, which: str | int) -> int:
     """Turns on activation recomputation: "none", "full", or every n-th layer; returns how many layers recompute."""
-    layers: Any = decoder_layers(model)
+    layers = decoder_layers(model)
     chosen = recomputed_layers(which, len(layers))
     function = functools.partial(checkpoint, use_reentrant=False)
     count = 0
