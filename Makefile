@@ -14,6 +14,8 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TRITON ?= triton==3.6.0
 MODEL ?=
 FAST ?=
+# two processes, each with whole files: fixtures of a module run once
+PARALLEL ?= -n 2 --dist loadfile
 CHECK := import sys; sys.version_info >= (3, 10) or sys.exit('retrofox needs Python 3.10 or later; $(PYTHON) is ' + sys.version)
 
 .PHONY: demo test lint types unit clean
@@ -24,7 +26,7 @@ demo: $(VENV)/.ready
 # The short demo comes first: it fetches the real weights that some tests read.
 test: lint types
 	$(BIN)/python examples/demo.py --fast --out demo-out/fast
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -34,7 +36,7 @@ types: $(VENV)/.ready
 	$(BIN)/pyright
 
 unit: $(VENV)/.ready
-	$(BIN)/pytest
+	$(BIN)/pytest $(PARALLEL)
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(BIN)/pip || { $(PYTHON) -c "$(CHECK)" && $(PYTHON) -m venv $(VENV); }
