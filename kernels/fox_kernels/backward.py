@@ -17,7 +17,7 @@ import torch
 from . import prune as pruning
 from .backward_dkdv import dkdv_kernel
 from .backward_dq import dq_kernel
-from .backward_first import BLOCK, lost_to_rounding, weights_are_large
+from .backward_first import BLOCK, begins_at_the_first_key, lost_to_rounding
 from .blocks import cap_kind
 from .cumsum import block_relative
 from .edges import edges
@@ -67,7 +67,7 @@ def launch_backward(
     )  # fmt: skip
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     lost = None
-    if weights_are_large(q, k, causal, q_offset, starts is not None, window, c_offset):
+    if begins_at_the_first_key(q, k, causal, q_offset, starts is not None, window, c_offset):
         lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, scale, sink, softcap)
     tma = D1 == 0 and q.element_size() == 2 and describable(q, k, v, do)
     row_tma, column_tma = rows.tma * tma, columns.tma * tma

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from .blocks import cap_kind, decayed, soft_capped
+from .forward import LOG2_E
 from .launch import launch, power_of_2
 
-BLOCK = 64
-LOG2_E = 1.4426950408889634
+BLOCK = 64  # also the keys of a consumer in `hopper_backward_kernel`
 
 
 @triton.jit(do_not_specialize=["T", "H", "sink"])
@@ -53,7 +53,7 @@ def first_block_kernel(
     tl.store(lost_ptr + (pair * BLOCK + j) * D + d[None, :], lost, mask=(d < D)[None, :])
 
 
-def weights_are_large(q, k, causal: bool, q_offset: int, started: bool, window: int | None, c_offset) -> bool:
+def begins_at_the_first_key(q, k, causal: bool, q_offset: int, started: bool, window: int | None, c_offset) -> bool:
     """Return whether the first queries see the first keys and no others, and weights are rounded to 16 bits."""
     plain = not started and window is None and c_offset is None
     return causal and plain and q_offset == 0 and q.shape[1] == k.shape[1] and q.element_size() == 2

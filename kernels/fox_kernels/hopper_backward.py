@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .backward_first import lost_to_rounding, weights_are_large
+from .backward_first import begins_at_the_first_key, lost_to_rounding
 from .edges import edges
 from .hopper_forward import (
     Blocks,
@@ -95,7 +95,7 @@ def plan_backward(
     ]  # fmt: skip
     heads = min(H // Hkv, cut.heads)
     bias_by_mma = heads == 1 and cut.queries == 128 and sink == 0  # its parts need the room that more would take
-    first = weights_are_large(q, k, True, S - T, started, None, None)
+    first = begins_at_the_first_key(q, k, True, S - T, started, None, None)
     constants = (
         started, pruned, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
         cut.registers, cut.helper_registers, cut.generations, exact_sums, bias_by_mma, first,
