@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrofox import evaluate
-from retrofox.calibrate import apply_to, calibrate
-from retrofox.calibrate_text import choose_windows, documents_of
-from retrofox.loading import load_base
+from retrofox.anatomy import attention_mode, token_losses
+from retrofox.calibration.calibrate import apply_to, calibrate
+from retrofox.calibration.windows import choose_windows, documents_of
+from retrofox.data.windows import choose_windows
+from retrofox.loading.base import load_base
 from retrofox.model.configuration_fox import FoxSpec
-from retrofox.per_token_loss import token_losses
-from retrofox.plots import write_atomic
-from retrofox.report import environment
-from retrofox.surgery import apply, attention_mode, make_plan
+from retrofox.support.files import write_atomic
+from retrofox.support.report import environment
+from retrofox.surgery import apply, make_plan
 
 HELD_OUT = 2
 FITTED = {
@@ -128,7 +128,7 @@ def _losses(model: Any, windows: torch.Tensor) -> torch.Tensor:
 
 
 def _windows(files: list[str], tokenizer: Any, length: int, count: int) -> torch.Tensor:
-    found = [w.token_ids for w in evaluate.choose_windows(files, tokenizer, length, windows=None, min_tokens=length)]
+    found = [w.token_ids for w in choose_windows(files, tokenizer, length, windows=None, min_tokens=length)]
     order = np.random.default_rng(1).permutation(len(found))[:count]
     return torch.from_numpy(np.stack([found[i] for i in order]))
 

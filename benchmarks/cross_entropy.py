@@ -21,7 +21,7 @@ from provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrofox.config import Stage
-from retrofox.objectives import Extend
+from retrofox.training.objectives import Extend
 
 
 def head_only(hidden_size: int, vocabulary: int, device: torch.device) -> Any:

@@ -20,9 +20,12 @@ from pathlib import Path
 import numpy as np
 from provenance import provenance
 
-from retrofox.data import DataSource, PackedDataset, StepSampler, collate, prepare_sources
-from retrofox.data_pack import pack
-from retrofox.loading import load_tokenizer
+from retrofox.data.order import StepSampler
+from retrofox.data.pack import pack
+from retrofox.data.packed import PackedDataset, collate
+from retrofox.data.shards import prepare_sources
+from retrofox.data.sources import DataSource
+from retrofox.loading.tokenizers import load_tokenizer
 
 HERE = Path(__file__).parent
 BOOKS = HERE.parent / "examples" / "data" / "train"

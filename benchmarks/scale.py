@@ -33,8 +33,8 @@ import torch
 from provenance import provenance
 
 import retrofox
-import retrofox.data
 from retrofox.config import load_recipe
+from retrofox.data.prepare import prepare
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "smollm2-partial.yaml"
@@ -59,7 +59,7 @@ class Runs:
         self.converted = self.work / "converted"
         if not (self.converted / "config.json").is_file():
             retrofox.convert(self.options.model, self.converted, fox=recipe.fox)
-        retrofox.data.prepare(recipe)
+        prepare(recipe)
 
     def data(self) -> list[str]:
         """The part of the settings that says what is trained on."""

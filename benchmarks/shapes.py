@@ -23,10 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 import retrofox
 from retrofox.config import LoraConfig, Recipe, validate
-from retrofox.lora import add_adapters
-from retrofox.train_groups import set_trainable
-from retrofox.train_measure import measure_steps
-from retrofox.train_memory import reset_peak
+from retrofox.planning.measure import measure_steps
+from retrofox.planning.memory import reset_peak
+from retrofox.training.groups import set_trainable
+from retrofox.training.lora import add_adapters
 
 SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "smollm2-135m": (LlamaForCausalLM, LlamaConfig, {

@@ -19,7 +19,7 @@ import torch
 from provenance import provenance
 
 from retrofox.config import Recipe, load_recipe
-from retrofox.plan import plan
+from retrofox.planning.plan import plan
 
 RECIPES = ("smollm2-partial", "smollm2-control", "smollm2-lora", "smollm2-three-stages")
 ROOT = Path(__file__).parent.parent

@@ -30,10 +30,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import retrofox
-import retrofox.train
+import retrofox.training.train
 from retrofox.config import Stage, load_recipe
-from retrofox.objectives import Extend
-from retrofox.train_speed import fuse_norms, lower_precision_stream, repeatable
+from retrofox.training.objectives import Extend
+from retrofox.training.speed import fuse_norms, lower_precision_stream, repeatable
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {
@@ -150,7 +150,7 @@ def train(name: str, recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
     """`retrofox train` of one recipe; what its result and its log say."""
     file, out = folder / f"{name}.yaml", folder / name
     file.write_text(yaml.safe_dump({**recipe, "output": str(out)}), encoding="utf-8")
-    result = retrofox.train.train(load_recipe(file))["stages"][0]
+    result = retrofox.training.train.train(load_recipe(file))["stages"][0]
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     last = [line for line in lines if "tokens_per_second" in line][-1]
     return {**result, **{k: last[k] for k in ("mfu", "memory_gb") if k in last}}

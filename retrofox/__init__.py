@@ -1,20 +1,28 @@
 """retrofox: retrofit forget gates (Forgetting Attention, FoX) into pretrained LLaMA-family language models.
 
 `convert` swaps (part of) RoPE for per-head forget gates, `load` opens a converted checkpoint, `FoxSpec` says what is
-converted to what. Importing this package imports neither torch nor transformers: the names below load on first use.
+converted to what, `calibrate` fits gates to the original's attention. Importing this package imports neither torch nor
+transformers: the names below load on first use.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from retrofox.version import __version__
 
 if TYPE_CHECKING:
+    from retrofox.calibration.calibrate import calibrate
+    from retrofox.conversion.convert import convert
+    from retrofox.loading.converted import load
     from retrofox.model.configuration_fox import FoxSpec
-    from retrofox.surgery import convert, load
 
-_HOMES = {"FoxSpec": "retrofox.model.configuration_fox", "convert": "retrofox.surgery", "load": "retrofox.surgery"}
-__all__ = ["FoxSpec", "__version__", "convert", "load"]
+_HOMES = {
+    "FoxSpec": "retrofox.model.configuration_fox",
+    "calibrate": "retrofox.calibration.calibrate",
+    "convert": "retrofox.conversion.convert",
+    "load": "retrofox.loading.converted",
+}
+__all__ = ["FoxSpec", "__version__", "calibrate", "convert", "load"]
 
 
 def __getattr__(name: str):

@@ -6,17 +6,13 @@ import ast
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import transformers
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from retrofox.model.configuration_fox import SUPPORTED
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def check_supported(config: Any) -> None:
@@ -106,65 +102,3 @@ def _follows_convention(forward: ast.FunctionDef) -> bool:
         and forward.args.kwarg is not None
         and all(call in text for call in ("past_key_values.update(", "attention_interface(", "apply_rotary_pos_emb("))
     )
-
-
-def causal_lm(model: Any) -> Any:
-    """The transformers model inside a peft model, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def decoder_layers(model: Any) -> list[Any]:
-    """The decoder layers of a causal language model, in order.
-
-    Raises:
-        ValueError: the model keeps them elsewhere than the families that can be converted do.
-    """
-    lm = causal_lm(model)
-    layers = getattr(inner_model(lm), "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList):
-        raise ValueError(
-            f"a {lm.config.model_type} model has no decoder layers where LLaMA has them: it can't be trained"
-        )
-    return list(layers)
-
-
-def inner_model(model: PreTrainedModel) -> torch.nn.Module:
-    """The model without its head: the module whose forward returns the last hidden state."""
-    return getattr(model, model.base_model_prefix)
-
-
-def logits_from_hidden(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """Applies the language-model head to hidden states as the model's own forward does.
-
-    logits = cap(scale * W h), where scale and cap are the family's: Granite divides by `logits_scaling`, Cohere
-    multiplies by `logit_scale`, Gemma 2 and 3 soft-cap with `final_logit_softcapping`.
-
-    Args:
-        hidden: (..., hidden_size), the last hidden state after the final norm, any slice of positions.
-
-    Returns:
-        (..., vocabulary) in the head's dtype.
-    """
-    head: Any = model.get_output_embeddings()
-    logits = head(hidden.to(head.weight.dtype))
-    for scale in _LOGIT_RULES:
-        logits = scale(model.config, logits)
-    return logits
-
-
-def _soft_cap(config: object, logits: torch.Tensor) -> torch.Tensor:
-    cap = getattr(config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-def _granite(config: object, logits: torch.Tensor) -> torch.Tensor:
-    divisor = getattr(config, "logits_scaling", None)
-    return logits if divisor is None else logits / divisor
-
-
-def _cohere(config: object, logits: torch.Tensor) -> torch.Tensor:
-    factor = getattr(config, "logit_scale", None)
-    return logits if factor is None else logits * factor
-
-
-_LOGIT_RULES: tuple[Callable[[object, torch.Tensor], torch.Tensor], ...] = (_granite, _cohere, _soft_cap)

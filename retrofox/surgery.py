@@ -6,25 +6,20 @@ linked or copied, new tensors go into one new shard, index and config are rewrit
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-import retrofox
+from retrofox.anatomy import attentions, is_new_tensor, lm_class
 from retrofox.families import check_settings, check_supported, replaced_settings, trained_length
-from retrofox.loading import load_base
+from retrofox.loading.source import understood
 from retrofox.model import configuration_fox, modeling_fox
-from retrofox.model.attention import MODES, FoxMixin
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.model.gates import half_life_tokens
-from retrofox.shards import find
-from retrofox.source import read_config, understood
+from retrofox.version import __version__
 
 logger = logging.getLogger(__name__)
 NO_LIMIT = 1e12
@@ -94,7 +89,7 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         spec.resolved(trained_length(config)),
         base=spec.base or base,
         base_revision=spec.base_revision or revision,
-        version=retrofox.__version__,
+        version=__version__,
     )
     assert spec.max_wavelength is not None  # resolved
     spec.max_wavelength = min(spec.max_wavelength, NO_LIMIT)
@@ -134,11 +129,6 @@ def starting_half_lives(biases: list[float]) -> list[float]:
     return half_life_tokens(log_f).tolist()
 
 
-def is_new_tensor(name: str) -> bool:
-    """Whether a parameter name belongs to what a conversion adds (gates and Pro parts), not to the base model."""
-    return any(part in modeling_fox.NEW_MODULES for part in name.split("."))
-
-
 def fox_config_of(config: Any, spec: FoxSpec) -> Any:
     """The converted model's config: the base's values under the fox class, with the spec."""
     values = config.to_dict()
@@ -151,45 +141,6 @@ def fox_config_of(config: Any, spec: FoxSpec) -> Any:
     if getattr(config, "dtype", None) is not None:
         fox_config.dtype = config.dtype
     return fox_config
-
-
-def lm_class(model_type: str) -> Any:
-    """The Fox...ForCausalLM class of a base model_type such as "llama"."""
-    return getattr(modeling_fox, f"Fox{SUPPORTED[model_type]}ForCausalLM")
-
-
-def attentions(model: torch.nn.Module) -> Iterator[tuple[str, FoxMixin]]:
-    """(name, module) of every converted attention, in layer order.
-
-    Raises:
-        ValueError: there is none, so the model is not a converted one.
-    """
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, FoxMixin)]
-    if not found:
-        remote = type(model).__module__.startswith("transformers_modules")
-        what_to_do = (
-            "it runs its own code (trust_remote_code): open it with retrofox.load"
-            if remote
-            else "convert it first (retrofox convert)"
-        )
-        raise ValueError(f"no Forgetting Attention found in a {type(model).__name__}: {what_to_do}")
-    return iter(found)
-
-
-@contextlib.contextmanager
-def attention_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
-    """Runs every attention of a converted model in `mode` ("fox", "open", "shuffled", "original"), then restores."""
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
-    modules = [module for _, module in attentions(model)]
-    before = [module.mode for module in modules]
-    for module in modules:
-        module.mode = mode
-    try:
-        yield
-    finally:
-        for module, old in zip(modules, before, strict=True):
-            module.mode = old
 
 
 def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
@@ -222,130 +173,3 @@ def _fill_buffers(base: torch.nn.Module, model: torch.nn.Module) -> None:
         for key, value in list(module._buffers.items()):
             if value is not None and value.is_meta and f"{name}.{key}" in buffers:
                 module._buffers[key] = buffers[f"{name}.{key}"]
-
-
-def convert(
-    source: str | Path | PreTrainedModel,
-    out: str | Path | None = None,
-    *,
-    fox: FoxSpec | None = None,
-    link: bool = False,
-    verify: bool = True,
-    revision: str | None = None,
-    calibrate: Sequence[str] = (),
-) -> Any:
-    """Retrofits forget gates into a pretrained model.
-
-    Args:
-        source: a live transformers model, a Hub id, a local directory or a .gguf file.
-        out: directory to write; None returns the converted model instead.
-        fox: what to convert to; None = FoxSpec(): partial RoPE, data-dependent gates on a ladder of half-lives, one
-            sink token.
-        link: hard-link the weight files instead of copying them (same file system).
-        verify: prove on the written artefact, in a fresh process, that gates open + RoPE kept is the base model.
-        revision: Hub revision of `source`.
-        calibrate: text files to fit gates and query projections on (needs `out`; see `retrofox.calibrate`).
-
-    Returns:
-        The converted model, sharing the tensors of a live `source` (out is None), or the report that is also written
-        to retrofox.json in `out`: plan, seconds, peak memory, parity proof.
-
-    Raises:
-        ValueError: unsupported family, already converted, quantised, an adapter, or `out` exists.
-        FileNotFoundError: `source` is not there.
-    """
-    spec = FoxSpec() if fox is None else fox
-    if not isinstance(spec, FoxSpec):
-        raise ValueError(f"fox must be a FoxSpec, got a {type(fox).__name__}: FoxSpec.from_dict makes one of a dict")
-    if not isinstance(source, (str, Path, PreTrainedModel)):
-        raise ValueError(
-            f"source must be a transformers model, a Hub id, a directory or a .gguf file, got a {type(source).__name__}"
-            "; of a peft model, give what merge_and_unload() returns"
-        )
-    if isinstance(calibrate, (str, Path)):
-        raise ValueError(f"calibrate takes a list of files, got {str(calibrate)!r}: give a list")
-    if revision is not None and isinstance(source, PreTrainedModel):
-        raise ValueError(f"revision {revision!r} belongs to a Hub id, and a live model has none: drop it")
-    if out is not None:
-        from retrofox.artefact import write
-
-        return write(source, Path(out), spec, link=link, verify=verify, revision=revision, calibrate=calibrate)
-    if calibrate:
-        raise ValueError("calibration writes a checkpoint: give OUT, or use retrofox.calibrate on the live model")
-    if spec.init == "calibrated" and spec.version is None:  # a spec with a version says how a model was converted
-        raise ValueError("init 'calibrated' measures the base on text: give OUT and calibrate=[FILES]")
-    if link:
-        raise ValueError("link=True shares the weight files of a directory with OUT: give OUT, or drop it")
-    from retrofox.artefact import plan_for
-    from retrofox.norm_gains import has_norms, set_gains, tokenizer_of_live
-
-    places = sorted({str(place) for place in (getattr(source, "hf_device_map", None) or {}).values()})
-    if len(places) > 1:
-        raise ValueError(
-            f"this {type(source).__name__} is spread over {', '.join(places)} by hooks that its converted form would "
-            "lack: load it on one device, or convert its directory and load that"
-        )
-    plan = plan_for(source, spec, revision)
-    base, tokenizer = (source, None) if isinstance(source, PreTrainedModel) else load_base(source, revision=revision)
-    model = apply(base, plan)
-    if has_norms(plan) and not model.get_input_embeddings().weight.is_meta:  # type: ignore[union-attr]
-        set_gains(model, tokenizer or tokenizer_of_live(base))
-    return model
-
-
-def check_live(model: PreTrainedModel) -> None:
-    """Raises ValueError, saying what to do instead, for a model in memory that can't be converted."""
-    if model.config.model_type.startswith("fox_"):
-        raise ValueError("this model is already converted; start from its base model")
-    if getattr(model, "is_quantized", False) or getattr(model.config, "quantization_config", None):
-        raise ValueError(f"this {type(model).__name__} is quantised: load the unquantised model, or dequantize() it")
-    if getattr(model, "peft_config", None):
-        raise ValueError(f"this {type(model).__name__} carries a LoRA adapter: merge it in (merge_and_unload) first")
-
-
-def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: str | None = None) -> PreTrainedModel:
-    """Loads a converted checkpoint (directory or Hub id) with the installed kernels.
-
-    Args:
-        dtype: torch dtype or its name, None = as stored; gates stay float32 in any case.
-        device: where to put the model, None = CPU.
-
-    Raises:
-        ValueError: it is not a converted checkpoint (a plain model, or an adapter whose base is a plain model), or the
-            device is not there.
-        FileNotFoundError: no such directory or Hub id, or a file of weights is missing.
-    """
-    from retrofox.opening import resolve_device
-
-    directory = Path(path)
-    place = None if device is None else resolve_device(device)
-    if (directory / "adapter_config.json").exists():
-        return _load_adapter(directory, dtype=dtype, device=device)
-    config_dict = read_config(path, revision)
-    model_type = config_dict.get("model_type", "")
-    if not model_type.startswith("fox_"):
-        raise ValueError(
-            f"{path} is a plain {model_type or 'model'}, not a converted one: run `retrofox convert {path} OUT`"
-        )
-    base_type = model_type.removeprefix("fox_")
-    if base_type not in SUPPORTED:
-        raise ValueError(
-            f"{path} has model_type {model_type}; this version knows {', '.join('fox_' + t for t in SUPPORTED)}"
-        )
-    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    if directory.is_dir():
-        find(directory)  # says which file is missing or cut short
-    with understood(f"config.json of {path}"):
-        model = lm_class(base_type).from_pretrained(path, revision=revision or "main", **options)
-    return model if place is None else model.to(place)
-
-
-def _load_adapter(directory: Path, *, dtype: Any, device: Any) -> PreTrainedModel:
-    from retrofox.lora import base_of, with_adapter
-
-    base = base_of(directory)
-    try:
-        model = load(base, dtype=dtype, device=device)
-    except ValueError as error:
-        raise ValueError(f"the adapter {directory} needs a converted base model: {error}") from error
-    return with_adapter(model, directory)

@@ -54,7 +54,7 @@ def stir() -> Callable[[Any], Any]:
     """stir(model) gives every added tensor random values, so that no identity hides a mistake; returns the model."""
 
     def stir(model: Any) -> Any:
-        from retrofox.surgery import is_new_tensor
+        from retrofox.anatomy import is_new_tensor
 
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
@@ -151,7 +151,7 @@ def run(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     """run(*arguments) -> (exit code, stdout, stderr) of the command line, in this process."""
 
     def run_command(*arguments: object) -> tuple[int, str, str]:
-        from retrofox import cli
+        from retrofox.cli import app as cli
 
         monkeypatch.setattr(sys, "argv", ["retrofox", *map(str, arguments)])
         try:

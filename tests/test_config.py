@@ -11,7 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrofox.config import Recipe, apply_override, dump, load_recipe, parse_count, read_yaml, schema, validate
+from retrofox.config import Recipe, dump, load_recipe, parse_count, schema, validate
+from retrofox.config_yaml import apply_override, read_yaml
 
 MINIMAL = """
 model: base

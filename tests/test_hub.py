@@ -19,7 +19,7 @@ import pytest
 
 import retrofox
 from retrofox.hub import check_complete, push
-from retrofox.source import read_config
+from retrofox.loading.source import read_config
 
 MODEL = r"([^/]+/[^/]+?)"
 

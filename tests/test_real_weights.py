@@ -8,8 +8,8 @@ import torch
 
 import retrofox
 from retrofox import FoxSpec
-from retrofox.loading import load_base
-from retrofox.verify import TEXT
+from retrofox.data.fixed_text import TEXT
+from retrofox.loading.base import load_base
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "retrofox" / "demo"
 GGUF = CACHE / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -10,13 +10,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
 from retrofox import FoxSpec
-from retrofox.artefact import GATES_SHARD, INDEX
-from retrofox.conversion_report import print_conversion
-from retrofox.loading import load_base, load_tokenizer
+from retrofox.anatomy import attentions, is_new_tensor
+from retrofox.conversion.artefact import GATES_SHARD
+from retrofox.conversion.norm_gains import gains_of
+from retrofox.conversion.report import print_conversion
+from retrofox.conversion.verify import compare
+from retrofox.loading.base import load_base
+from retrofox.loading.shards import INDEX
+from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model import attention as attention_module
-from retrofox.norm_gains import gains_of
-from retrofox.surgery import attentions, is_new_tensor
-from retrofox.verify import compare
 
 NORMS = FoxSpec(pro=("qk-norm", "output-norm", "output-gate"))
 TOKENS = torch.randint(2, 288, (1, 32), generator=torch.Generator().manual_seed(1))
@@ -101,8 +103,8 @@ def test_norms_and_calibration_together(pico_checkpoint, tmp_path):
 
 
 def test_a_projection_that_is_no_refit_fails_the_proof(pico_checkpoint, tmp_path):
-    from retrofox.verify import prove
-    from retrofox.weights import replace_tensors
+    from retrofox.conversion.tensors import replace_tensors
+    from retrofox.conversion.verify import prove
 
     retrofox.convert(pico_checkpoint, tmp_path / "out", verify=False)
     weight_map = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]

@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from retrofox.data import DataSource, Manifest, prepare_sources
+from retrofox.data.shards import Manifest, prepare_sources
+from retrofox.data.sources import DataSource
 
 PHRASE = "the fox forgets what the gate lets go and the key keeps what it saw a while ago"
 

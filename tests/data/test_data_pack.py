@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrofox.data import PackedDataset
-from retrofox.data_pack import best_fit, cached_plan, pack
+from retrofox.data.pack import best_fit, cached_plan, pack
+from retrofox.data.packed import PackedDataset
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[int]:

@@ -9,10 +9,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from retrofox import data_encode
-from retrofox.data import DataSource, open_tokens, prepare_sources
-from retrofox.data_encode import Encoder
-from retrofox.data_read import Batch
+from retrofox.data import encode as data_encode
+from retrofox.data.encode import Encoder
+from retrofox.data.packed import open_tokens
+from retrofox.data.read import Batch
+from retrofox.data.shards import prepare_sources
+from retrofox.data.sources import DataSource
 
 PHRASE = "the fox forgets what the gate lets go, it's 1234567 keys;  and\n\nthe key keeps what it saw: naïve façade\tx"
 
@@ -91,7 +93,7 @@ def test_a_long_blank_text_is_empty_and_not_utf8_is_refused(tmp_path, short_piec
 
 def test_shards_before_an_unreadable_file_are_kept(tmp_path, monkeypatch):
     tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
-    monkeypatch.setattr("retrofox.data_shards.IN_PROCESS_BYTES", 0)
+    monkeypatch.setattr("retrofox.data.shards.IN_PROCESS_BYTES", 0)
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(make_text(50 + number), encoding="utf-8")
     (tmp_path / "2.txt.gz").write_bytes(b"no gzip")

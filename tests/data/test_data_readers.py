@@ -14,11 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrofox.data import (
-    documents,
-    open_tokens,
-)
-from retrofox.data_longcrawl64 import unescaped
+from retrofox.data.longcrawl64 import unescaped
+from retrofox.data.packed import open_tokens
+from retrofox.data.windows import documents
 
 
 def zstd(data: bytes) -> bytes:

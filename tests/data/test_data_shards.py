@@ -11,13 +11,9 @@ import time
 
 import pytest
 
-from retrofox.data import (
-    DataSource,
-    Manifest,
-    PackedDataset,
-    open_tokens,
-    prepare_sources,
-)
+from retrofox.data.packed import PackedDataset, open_tokens
+from retrofox.data.shards import Manifest, prepare_sources
+from retrofox.data.sources import DataSource
 
 
 class Characters:
@@ -59,8 +55,8 @@ def test_a_tokenizer_without_eos_appends_nothing(tmp_path, texts, make_tokenizer
 
 
 def test_processes_give_the_same_shards_as_one(tmp_path, tokenizer, monkeypatch, make_text, prepared):
-    monkeypatch.setattr("retrofox.data_shards.IN_PROCESS_BYTES", 0)
-    monkeypatch.setattr("retrofox.data_read.BATCH_BYTES", 2000)
+    monkeypatch.setattr("retrofox.data.shards.IN_PROCESS_BYTES", 0)
+    monkeypatch.setattr("retrofox.data.read.BATCH_BYTES", 2000)
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"text": make_text(n, 1 + n % 200)}) for n in range(300)))
     one = prepared([path], tokenizer, tmp_path / "one", workers=1)
@@ -156,9 +152,9 @@ import signal
 import time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process begun in the background has it ignored
 from transformers import AutoTokenizer
-import retrofox.data_shards as shards
-from retrofox.data import DataSource
-from retrofox.data_encode import Encoder
+import retrofox.data.shards as shards
+from retrofox.data.sources import DataSource
+from retrofox.data.encode import Encoder
 shards.IN_PROCESS_BYTES = 0
 call = Encoder.__call__
 def slow(self, batch):
@@ -205,7 +201,7 @@ def test_a_prepared_cache_that_is_only_read_serves(tmp_path, texts, tokenizer, m
     def refuse(*arguments, **options):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("retrofox.data_files.os.replace", refuse)
+    monkeypatch.setattr("retrofox.data.files.os.replace", refuse)
     assert prepared([texts[0].parent], tokenizer, tmp_path / "out").sources == first.sources
     texts[0].write_text("something new")
     with pytest.raises(ValueError, match=r"can't be written to .*Read-only file system.*set data\.cache"):

@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from retrofox.config import validate
-from retrofox.data import (
-    DataSource,
-    PackedDataset,
-    StepSampler,
-    claim,
-    collate,
-    prepare,
-    prepare_sources,
-)
+from retrofox.data.order import StepSampler
+from retrofox.data.packed import PackedDataset, collate
+from retrofox.data.prepare import prepare
+from retrofox.data.shards import prepare_sources
+from retrofox.data.sources import DataSource
+from retrofox.training.output import claim_data
 
 
 def test_windows_hold_each_token_once_and_never_cross_documents(tmp_path, texts, tokenizer, prepared, expected):
@@ -93,7 +90,7 @@ def test_a_loader_goes_on_where_another_world_stopped(tmp_path, texts, tokenizer
 def test_a_run_keeps_to_the_data_it_began_with(tmp_path, texts, tokenizer, make_tokenizer, prepared):
     def claimed(*, again=tokenizer, held_out=True):
         train = prepared([texts[0].parent], again, tmp_path / "out")
-        claim(tmp_path / "data.json", train, prepared([texts[1]], again, tmp_path / "out") if held_out else None)
+        claim_data(tmp_path / "data.json", train, prepared([texts[1]], again, tmp_path / "out") if held_out else None)
 
     claimed()
     claimed()

@@ -1,0 +1,174 @@
+"""Where the parts of a causal language model are: layers, attentions, head, and the losses read off them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from retrofox.model import modeling_fox
+from retrofox.model.attention import MODES, FoxMixin
+from retrofox.model.configuration_fox import SUPPORTED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def is_new_tensor(name: str) -> bool:
+    """Whether a parameter name belongs to what a conversion adds (gates and Pro parts), not to the base model."""
+    return any(part in modeling_fox.NEW_MODULES for part in name.split("."))
+
+
+def lm_class(model_type: str) -> Any:
+    """The Fox...ForCausalLM class of a base model_type such as "llama"."""
+    return getattr(modeling_fox, f"Fox{SUPPORTED[model_type]}ForCausalLM")
+
+
+def attentions(model: torch.nn.Module) -> Iterator[tuple[str, FoxMixin]]:
+    """(name, module) of every converted attention, in layer order.
+
+    Raises:
+        ValueError: there is none, so the model is not a converted one.
+    """
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, FoxMixin)]
+    if not found:
+        remote = type(model).__module__.startswith("transformers_modules")
+        what_to_do = (
+            "it runs its own code (trust_remote_code): open it with retrofox.load"
+            if remote
+            else "convert it first (retrofox convert)"
+        )
+        raise ValueError(f"no Forgetting Attention found in a {type(model).__name__}: {what_to_do}")
+    return iter(found)
+
+
+@contextlib.contextmanager
+def attention_mode(model: torch.nn.Module, mode: str) -> Iterator[None]:
+    """Runs every attention of a converted model in `mode` ("fox", "open", "shuffled", "original"), then restores."""
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+    modules = [module for _, module in attentions(model)]
+    before = [module.mode for module in modules]
+    for module in modules:
+        module.mode = mode
+    try:
+        yield
+    finally:
+        for module, old in zip(modules, before, strict=True):
+            module.mode = old
+
+
+def causal_lm(model: Any) -> Any:
+    """The transformers model inside a peft model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """The decoder layers of a causal language model, in order.
+
+    Raises:
+        ValueError: the model keeps them elsewhere than the families that can be converted do.
+    """
+    lm = causal_lm(model)
+    layers = getattr(inner_model(lm), "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        raise ValueError(
+            f"a {lm.config.model_type} model has no decoder layers where LLaMA has them: it can't be trained"
+        )
+    return list(layers)
+
+
+def inner_model(model: PreTrainedModel) -> torch.nn.Module:
+    """The model without its head: the module whose forward returns the last hidden state."""
+    return getattr(model, model.base_model_prefix)
+
+
+def logits_from_hidden(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Applies the language-model head to hidden states as the model's own forward does.
+
+    logits = cap(scale * W h), where scale and cap are the family's: Granite divides by `logits_scaling`, Cohere
+    multiplies by `logit_scale`, Gemma 2 and 3 soft-cap with `final_logit_softcapping`.
+
+    Args:
+        hidden: (..., hidden_size), the last hidden state after the final norm, any slice of positions.
+
+    Returns:
+        (..., vocabulary) in the head's dtype.
+    """
+    head: Any = model.get_output_embeddings()
+    logits = head(hidden.to(head.weight.dtype))
+    for scale in _LOGIT_RULES:
+        logits = scale(model.config, logits)
+    return logits
+
+
+def _soft_cap(config: object, logits: torch.Tensor) -> torch.Tensor:
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _granite(config: object, logits: torch.Tensor) -> torch.Tensor:
+    divisor = getattr(config, "logits_scaling", None)
+    return logits if divisor is None else logits / divisor
+
+
+def _cohere(config: object, logits: torch.Tensor) -> torch.Tensor:
+    factor = getattr(config, "logit_scale", None)
+    return logits if factor is None else logits * factor
+
+
+_LOGIT_RULES: tuple[Callable[[object, torch.Tensor], torch.Tensor], ...] = (_granite, _cohere, _soft_cap)
+
+
+def is_converted(model: Any) -> bool:
+    """Whether a transformers model carries forget gates."""
+    return causal_lm(model).config.model_type.startswith("fox_")
+
+
+LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""Bytes of float32 logits that exist at one time."""
+
+
+@torch.no_grad()
+def token_losses(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+    """L(i) = -ln p(x_i | x_0 .. x_{i-1}) in nats for i = 1 .. T-1, float32.
+
+    The head is applied to a few positions at a time, so logits never exist for the whole text.
+
+    Args:
+        token_ids: (B, T) int64 on the model's device; padding, if any, stands at the end and its losses are noise.
+
+    Returns:
+        (B, T - 1) float32 on the model's device; entry [:, i - 1] belongs to position i.
+    """
+    hidden = inner_model(model)(input_ids=token_ids, use_cache=False).last_hidden_state
+    budget = LOGIT_BYTES.get(token_ids.device.type, LOGIT_BYTES["cpu"])
+    step = max(1, budget // (4 * vocabulary_size(model) * token_ids.shape[0]))
+    losses = torch.empty(token_ids.shape[0], token_ids.shape[1] - 1, device=token_ids.device)
+    for start in range(0, losses.shape[1], step):
+        stop = min(start + step, losses.shape[1])
+        logits = logits_from_hidden(model, hidden[:, start:stop]).float()
+        target = token_ids[:, start + 1 : stop + 1]
+        flat = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+        losses[:, start:stop] = flat.view(target.shape)
+    return losses
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Rows of the language-model head: the number of tokens it scores."""
+    head: Any = model.get_output_embeddings()
+    return head.weight.shape[0]
+
+
+def require_known_tokens(model: PreTrainedModel, largest: int) -> None:
+    """Raises ValueError where the largest token id that a tokenizer gave lies outside a model's vocabulary."""
+    vocabulary = vocabulary_size(model)
+    if largest >= vocabulary:
+        raise ValueError(
+            f"token id {largest} lies outside the model's vocabulary of {vocabulary}: the tokenizer belongs to another "
+            "model"
+        )

@@ -1,0 +1,191 @@
+"""`retrofox convert` on the command line: options to a FoxSpec, nothing else. Importing it imports no torch."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="Hub id, local directory, or .gguf file of a pretrained model.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; new, or empty.")],
+    rope: Annotated[
+        str, typer.Option(help="keep, partial (keep the short wavelengths), drop, or anneal (fade while training).")
+    ] = "partial",
+    max_wavelength: Annotated[
+        float | None, typer.Option(help="partial: longest wavelength kept, in tokens. [default: trained length / 4]")
+    ] = None,
+    layer_max_wavelength: Annotated[
+        str | None,
+        typer.Option(metavar="LAYERS=N,...", help="Longest wavelength kept in single layers: 0-3=inf,20=0."),
+    ] = None,
+    anneal_to: Annotated[str | None, typer.Option(help="anneal: where it ends, partial or drop.")] = None,
+    anneal_tokens: Annotated[
+        int | None, typer.Option(help="anneal: training tokens over which pairs fade, lowest frequencies first.")
+    ] = None,
+    gate: Annotated[str, typer.Option(help="data (from the hidden state), bias, fixed (ALiBi) or none.")] = "data",
+    init: Annotated[
+        str | None,
+        typer.Option(help="slopes (log-spaced half-lives), open (starts as the base) or calibrated. [default: slopes]"),
+    ] = None,
+    half_life: Annotated[
+        tuple[float, float] | None,
+        typer.Option(metavar="MIN MAX", help="Half-lives of the heads, in tokens. [default: length/32 length*8]"),
+    ] = None,
+    sink_tokens: Annotated[
+        int | None, typer.Option(help="First tokens of a document that never decay; the paper has 0. [default: 1]")
+    ] = None,
+    pro: Annotated[
+        str,
+        typer.Option(
+            help="Parts of FoX (Pro), comma-separated: qk-norm, output-norm, output-gate, k-shift, v-shift; all; none."
+        ),
+    ] = "none",
+    log_n: Annotated[
+        int | None, typer.Option(help="Scale logits by ln(position)/ln(N) beyond N trained tokens.")
+    ] = None,
+    prune: Annotated[
+        float | None,
+        typer.Option(
+            metavar="LN_EPS", help="Skip keys that the gates cut off, losing at most e^LN_EPS of the weight; try -10."
+        ),
+    ] = None,
+    calibrate: Annotated[
+        list[Path] | None, typer.Option(help="Text files: fit gates and queries to the base's attention.")
+    ] = None,
+    calibrate_steps: Annotated[
+        int | None, typer.Option(help="Steps per layer; 0: only --init calibrated's half-lives. [default: 200]")
+    ] = None,
+    no_refit_queries: Annotated[
+        bool, typer.Option("--no-refit-queries", help="Calibration leaves the query projections as they are.")
+    ] = False,
+    link: Annotated[bool, typer.Option("--link", help="Hard-link the weight files instead of copying them.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the parity proof (and say so in OUT).")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Hub revision: branch, tag or commit.")] = None,
+) -> None:
+    """Converts a pretrained model: gates in, RoPE out (wholly, partly or not), proven against the original.
+
+    Weights are copied or linked, never loaded (a .gguf file is dequantised); OUT appears whole or not at all. It ends
+    with a parity proof in a fresh process: gates open + RoPE kept must give the base model's logits.
+    """
+    from retrofox.model.configuration_fox import FoxSpec
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a plain kill cleans up as Ctrl-C does
+    given: dict[str, Any] = {
+        "max_wavelength": max_wavelength,
+        "anneal_to": anneal_to,
+        "anneal_tokens": anneal_tokens,
+        "init": init,
+        "half_life": half_life,
+        "sink_tokens": sink_tokens,
+        "log_n": log_n,
+        "prune": prune,
+        "layer_max_wavelength": None if layer_max_wavelength is None else layer_wavelengths(layer_max_wavelength),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    refuse_idle(rope, gate, given)
+    files = [str(file) for file in calibrate or []]
+    if not files and (calibrate_steps is not None or no_refit_queries):
+        raise ValueError(
+            "--calibrate-steps and --no-refit-queries belong to --calibrate FILES: name files, or drop them"
+        )
+    spec = FoxSpec(rope=rope, gate=gate, pro=pro, **given)  # type: ignore[arg-type]
+    if dry_run:
+        from retrofox.conversion import artefact
+        from retrofox.conversion import report as report
+
+        plan, values = artefact.preview(source, out, spec, link=link, revision=revision, calibrate=files)
+        print(json.dumps(values, indent=2)) if as_json else report.print_plan(plan, values)
+        return
+    from retrofox.loading.source import begun
+
+    with begun(source, out, link, wanted=not files) as appearing:  # copies while the next lines import torch
+        from retrofox.conversion import artefact
+        from retrofox.conversion import report as report
+
+        with report.copying(quiet=as_json) as progress:
+            result = artefact.write(
+                source,
+                out,
+                spec,
+                link=link,
+                verify=not no_verify,
+                revision=revision,
+                progress=progress,
+                calibrate=files,
+                calibrate_steps=200 if calibrate_steps is None else calibrate_steps,
+                refit_queries=not no_refit_queries,
+                appearing=appearing,
+            )
+    print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)
+
+
+IDLE = {
+    "max_wavelength": "which pairs --rope partial keeps",
+    "anneal_to": "where --rope anneal ends",
+    "anneal_tokens": "how long --rope anneal takes",
+    "half_life": "where gates start",
+    "init": "where gates start",
+    "sink_tokens": "which tokens never decay",
+    "prune": "which keys are skipped",
+}
+"""Options that other options can leave without effect, and what they set."""
+
+
+def refuse_idle(rope: str, gate: str, given: dict[str, Any]) -> None:
+    """Raises ValueError for an option that has no effect beside the others.
+
+    Args:
+        given: FoxSpec field -> value, of the options that were given.
+    """
+    idle: dict[str, str] = {}
+    if rope in ("keep", "drop"):
+        idle |= {"max_wavelength": f"--rope {rope}"}
+    elif given.get("anneal_to") == "drop":
+        idle |= {"max_wavelength": "--anneal-to drop"}
+    if rope != "anneal":
+        idle |= dict.fromkeys(("anneal_to", "anneal_tokens"), f"--rope {rope}")
+    if given.get("init") == "open":
+        idle |= dict.fromkeys(("half_life", "prune"), "--init open")
+    if gate == "none":
+        idle |= dict.fromkeys(("half_life", "init", "sink_tokens", "prune"), "--gate none")
+    for name, why in idle.items():
+        if name in given:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} sets {IDLE[name]}, but {why} leaves it without effect: drop one of them")
+
+
+MOST_LAYERS = 10_000
+"""Layers that one part of --layer-max-wavelength can name; the model says which of them it lacks."""
+
+
+def layer_wavelengths(text: str) -> dict[int, float]:
+    """{layer: tokens} from text such as "0-3=inf,20=0".
+
+    Raises:
+        ValueError: it reads differently, or names a layer twice.
+    """
+    result: dict[int, float] = {}
+    for part in text.split(","):
+        layers, _, tokens = part.partition("=")
+        first, dash, last = layers.partition("-")
+        try:
+            names = range(int(first), int(last if dash else first) + 1)[:MOST_LAYERS]
+            value = float(tokens)
+        except ValueError:
+            names = range(0)
+            value = 0.0
+        if not names or any(layer in result for layer in names):
+            raise ValueError(
+                "--layer-max-wavelength takes layers and tokens, each layer once, such as 0-3=inf,20=0; "
+                f"got {part!r} in {text!r}"
+            )
+        result |= dict.fromkeys(names, value)
+    return result

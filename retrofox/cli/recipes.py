@@ -1,0 +1,49 @@
+"""`retrofox recipes ls|show|cp` on the command line. Importing it imports no torch."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="The recipes that ship with retrofox: ls, show, cp.")
+Name = Annotated[str, typer.Argument(help="A name that `retrofox recipes ls` gives, such as smollm2-partial.")]
+
+
+@app.command("ls")
+def ls(as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False) -> None:
+    """Lists the recipes, what each is for and what it takes, and the launch files for several GPUs."""
+    from retrofox.cli.shipped import shipped
+
+    recipes = shipped()
+    if as_json:
+        print(json.dumps([{"name": r.name, "about": r.about, **r.facts} for r in recipes], indent=2))
+        return
+    for recipe in recipes:
+        print(recipe.name)
+        lines = {"": recipe.about, **{f"{key}: ": value for key, value in recipe.facts.items()}}
+        for key, value in lines.items():
+            indent = " " * (4 + len(key))
+            print(textwrap.fill(value, 100, initial_indent=f"    {key}", subsequent_indent=indent))
+
+
+@app.command("show")
+def show(name: Name) -> None:
+    """Prints a recipe."""
+    from retrofox.cli.shipped import named
+
+    print(named(name).text, end="")
+
+
+@app.command("cp")
+def cp(
+    name: Name,
+    out: Annotated[Path | None, typer.Argument(help="File or directory to write to. [default: here]")] = None,
+) -> None:
+    """Copies a recipe here, to be changed and run: data, output and model are yours to set."""
+    from retrofox.cli.shipped import copy
+
+    print(copy(name, out))

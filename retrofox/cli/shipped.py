@@ -1,0 +1,94 @@
+"""The recipes that ship with the package: listed, shown, copied. Importing it imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+HOME = Path(__file__).parents[1] / "shipped-recipes"
+
+
+@dataclass(frozen=True)
+class ShippedRecipe:
+    """A recipe, or a launch file for accelerate, as it lies in the package.
+
+    Attributes:
+        name: path below the recipes without its ending, such as "smollm2-partial" or "accelerate/ddp".
+        text: the whole file.
+        about: what its opening comment says of it, as one paragraph.
+        facts: "hardware", "tokens", "time", "result" -> what the comment says, for recipes; "run" -> the command, for
+            launch files.
+    """
+
+    name: str
+    text: str
+    about: str
+    facts: dict[str, str]
+
+
+def shipped() -> list[ShippedRecipe]:
+    """All of them by name, recipes before launch files."""
+    files = sorted(HOME.rglob("*.yaml"), key=lambda file: (len(file.relative_to(HOME).parts), str(file)))
+    return [_read(file) for file in files]
+
+
+def named(name: str) -> ShippedRecipe:
+    """The one of this name, with or without .yaml.
+
+    Raises:
+        ValueError: there is none; the text names the nearest and lists all.
+    """
+    recipes = {recipe.name: recipe for recipe in shipped()}
+    wanted = name.removesuffix(".yaml").removeprefix("recipes/")
+    if wanted not in recipes:
+        near = difflib.get_close_matches(wanted, recipes, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"no recipe {name!r} ships with retrofox{hint}; there are {', '.join(recipes)}")
+    return recipes[wanted]
+
+
+def copy(name: str, out: Path | None = None) -> Path:
+    """Writes a shipped recipe to `out` (a file, or a directory to put it in; None = here) and returns the file.
+
+    A name without a suffix, of nothing that is there, is a new directory's.
+
+    Raises:
+        ValueError: there is no such recipe, or the file exists, or can't be written.
+    """
+    recipe = named(name)
+    target = Path() if out is None else out
+    if target.is_dir() or not (target.suffix or target.exists()):
+        target = target / f"{Path(recipe.name).name}.yaml"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target, "x", encoding="utf-8") as stream:
+            stream.write(recipe.text)
+    except FileExistsError as error:
+        raise ValueError(f"{error.filename} exists: remove it or name another file") from None
+    except OSError as error:
+        raise ValueError(f"can't write {target}: {error.strerror}; name another file") from error
+    return target
+
+
+def _read(file: Path) -> ShippedRecipe:
+    text = file.read_text(encoding="utf-8")
+    comment = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        comment.append(line[1:])
+    about, facts, key = [], {}, None
+    for line in comment:
+        if line.strip().startswith("accelerate launch"):
+            facts["run"] = line.strip()
+            continue
+        word, colon, rest = line.strip().partition(":")
+        if colon and word in ("hardware", "tokens", "time", "result"):
+            key, line = word, rest
+        if key is None:
+            about.append(line.strip())
+        else:
+            facts[key] = f"{facts.get(key, '')} {line.strip()}".strip()
+    name = file.relative_to(HOME).with_suffix("").as_posix()
+    return ShippedRecipe(name, text, " ".join(about).strip(), facts)

@@ -1,0 +1,1 @@
+"""From a source to a converted checkpoint on disk, proven and reported; merging adapters."""

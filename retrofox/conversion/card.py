@@ -1,0 +1,81 @@
+"""A converted model's README on the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCardData
+
+from retrofox.loading.source import read_config
+from retrofox.model.configuration_fox import FoxSpec
+
+if TYPE_CHECKING:
+    from retrofox.surgery import Plan
+
+
+SOURCE = "https://github.com/retrofox/retrofox"
+HERE = "THIS_REPOSITORY"
+"""What a card calls its own repository until it is pushed."""
+
+
+def card(plan: Plan, report: dict[str, Any]) -> str:
+    """README.md of a freshly converted checkpoint: what it is, how to load it, what the parity proof measured."""
+    parity = report["parity"]
+    kept = f"{min(plan.kept_pairs)}-{max(plan.kept_pairs)}" if plan.kept_pairs else "0"
+    layers = report.get("calibration", {}).get("half_lives_tokens") or [plan.half_lives]
+    tokens = [x for layer in layers for x in layer]
+    start = f"starting half-lives {min(tokens):.0f} to {max(tokens):.0f} tokens" if tokens else "fitted to the base"
+    if plan.spec.init == "open":
+        start = "open at first (no decay)"
+    rows = {
+        "gates": plan.spec.gate + ("" if plan.spec.gate == "none" else f", {start}"),
+        "RoPE": f"{plan.spec.rope}, {kept} of {plan.pairs} rotary pairs kept",
+        "parameters added": f"{plan.parameters:,}",
+    }
+    if isinstance(parity, dict):
+        rows |= {
+            "parity proof (gates open, RoPE kept)": f"logits within {parity['max_difference']:.1e} of the base",
+            "loss on the proof's text, base": f"{parity['loss_base']:.3f}",
+            "loss on the proof's text, converted": f"{parity['loss_converted']:.3f}",
+        }
+    return _card(plan.spec, "Converted, not yet adapted.", rows)
+
+
+def own_card(directory: Path) -> str | None:
+    """README.md of a directory; None where there is none."""
+    file = directory / "README.md"
+    return file.read_text(encoding="utf-8") if file.is_file() else None
+
+
+def card_of(directory: Path) -> str:
+    """README.md of a converted checkpoint that has none, such as a trained one: what its config.json says."""
+    spec = FoxSpec.from_dict(read_config(directory)["fox"])
+    kept = f" (wavelengths up to {spec.max_wavelength:g} tokens)" if spec.rope == "partial" else ""
+    return _card(spec, "Converted, then adapted.", {"gates": spec.gate, "RoPE": spec.rope + kept})
+
+
+def _card(spec: FoxSpec, state: str, rows: dict[str, str]) -> str:
+    base = spec.base or "an unnamed model"
+    is_hub_id = spec.base is not None and spec.base.count("/") == 1 and not spec.base.startswith((".", "/"))
+    name = base.rstrip("/").split("/")[-1]
+    data = ModelCardData(
+        base_model=base if is_hub_id else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["retrofox", "forgetting-transformer", "forgetting-attention", "long-context", "custom_code"],
+    )
+    rows = {**rows, "sink tokens exempt from decay": str(spec.sink_tokens), "Pro parts": ", ".join(spec.pro) or "none"}
+    lines = [
+        f"---\n{data.to_yaml()}\n---\n",
+        f"# {name} with forget gates\n",
+        f"`{base if is_hub_id else name}` converted by [retrofox]({SOURCE}) {spec.version}: Forgetting",
+        f"Attention (Lin et al., ICLR 2025) in every attention layer. {state}\n",
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n",
+        f'model = AutoModelForCausalLM.from_pretrained("{HERE}", trust_remote_code=True)',
+        f'tokenizer = AutoTokenizer.from_pretrained("{HERE}", trust_remote_code=True)\n```\n',
+        "Where retrofox is installed, its Triton kernels run; without it, a slower PyTorch path.\n",
+        "| what | value |\n|---|---|",
+        *(f"| {what} | {value} |" for what, value in rows.items()),
+    ]
+    return "\n".join(lines) + "\n"

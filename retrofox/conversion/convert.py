@@ -1,0 +1,82 @@
+"""convert: retrofits forget gates into a model in memory or a checkpoint on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from retrofox.conversion.artefact import plan_for, write
+from retrofox.conversion.norm_gains import has_norms, set_gains
+from retrofox.loading.base import load_base
+from retrofox.loading.tokenizers import tokenizer_of_live
+from retrofox.model.configuration_fox import FoxSpec
+from retrofox.surgery import (
+    apply,
+)
+
+
+def convert(
+    source: str | Path | PreTrainedModel,
+    out: str | Path | None = None,
+    *,
+    fox: FoxSpec | None = None,
+    link: bool = False,
+    verify: bool = True,
+    revision: str | None = None,
+    calibrate: Sequence[str] = (),
+) -> Any:
+    """Retrofits forget gates into a pretrained model.
+
+    Args:
+        source: a live transformers model, a Hub id, a local directory or a .gguf file.
+        out: directory to write; None returns the converted model instead.
+        fox: what to convert to; None = FoxSpec(): partial RoPE, data-dependent gates on a ladder of half-lives, one
+            sink token.
+        link: hard-link the weight files instead of copying them (same file system).
+        verify: prove on the written artefact, in a fresh process, that gates open + RoPE kept is the base model.
+        revision: Hub revision of `source`.
+        calibrate: text files to fit gates and query projections on (needs `out`; see `retrofox.calibrate`).
+
+    Returns:
+        The converted model, sharing the tensors of a live `source` (out is None), or the report that is also written
+        to retrofox.json in `out`: plan, seconds, peak memory, parity proof.
+
+    Raises:
+        ValueError: unsupported family, already converted, quantised, an adapter, or `out` exists.
+        FileNotFoundError: `source` is not there.
+    """
+    spec = FoxSpec() if fox is None else fox
+    if not isinstance(spec, FoxSpec):
+        raise ValueError(f"fox must be a FoxSpec, got a {type(fox).__name__}: FoxSpec.from_dict makes one of a dict")
+    if not isinstance(source, (str, Path, PreTrainedModel)):
+        raise ValueError(
+            f"source must be a transformers model, a Hub id, a directory or a .gguf file, got a {type(source).__name__}"
+            "; of a peft model, give what merge_and_unload() returns"
+        )
+    if isinstance(calibrate, (str, Path)):
+        raise ValueError(f"calibrate takes a list of files, got {str(calibrate)!r}: give a list")
+    if revision is not None and isinstance(source, PreTrainedModel):
+        raise ValueError(f"revision {revision!r} belongs to a Hub id, and a live model has none: drop it")
+    if out is not None:
+        return write(source, Path(out), spec, link=link, verify=verify, revision=revision, calibrate=calibrate)
+    if calibrate:
+        raise ValueError("calibration writes a checkpoint: give OUT, or use retrofox.calibrate on the live model")
+    if spec.init == "calibrated" and spec.version is None:  # a spec with a version says how a model was converted
+        raise ValueError("init 'calibrated' measures the base on text: give OUT and calibrate=[FILES]")
+    if link:
+        raise ValueError("link=True shares the weight files of a directory with OUT: give OUT, or drop it")
+    places = sorted({str(place) for place in (getattr(source, "hf_device_map", None) or {}).values()})
+    if len(places) > 1:
+        raise ValueError(
+            f"this {type(source).__name__} is spread over {', '.join(places)} by hooks that its converted form would "
+            "lack: load it on one device, or convert its directory and load that"
+        )
+    plan = plan_for(source, spec, revision)
+    base, tokenizer = (source, None) if isinstance(source, PreTrainedModel) else load_base(source, revision=revision)
+    model = apply(base, plan)
+    if has_norms(plan) and not model.get_input_embeddings().weight.is_meta:  # type: ignore[union-attr]
+        set_gains(model, tokenizer or tokenizer_of_live(base))
+    return model

@@ -1,0 +1,115 @@
+"""Merging a LoRA adapter into its converted base, proven by logits."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from retrofox.anatomy import is_new_tensor
+from retrofox.loading.adapter import (
+    base_of,
+    refuse_plain_base,
+    with_adapter,
+)
+from retrofox.loading.converted import load
+from retrofox.loading.source import read_config
+from retrofox.loading.tokenizers import load_tokenizer
+from retrofox.support.files import new_file_mode, write_json
+from retrofox.support.interruptions import Interruptions
+from retrofox.support.processes import fresh_python
+from retrofox.version import __version__
+
+PROBE_TOKENS = 64
+
+
+def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
+    """Merges an adapter into its converted base and proves the logits in a fresh process.
+
+    W' = W + (alpha / rank) B A (DoRA: rescaled by its magnitudes) in float32, then stored in the base's dtype; gates
+    and Pro parts replace the base's, float32.
+
+    Returns:
+        Paths, the relative difference |z_merged - z_unmerged| / |z_unmerged| of the logits on fixed tokens, and the
+        limit it is under: 1e-4 for float32, 2e-2 for weights stored in 16 bits.
+
+    Raises:
+        FileNotFoundError: no adapter there.
+        ValueError: an unconverted base, `out` exists, or logits that differ (nothing is left in `out`).
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM, nothing left in `out`.
+    """
+    with Interruptions("nothing was written"):
+        return _merge(Path(adapter), Path(out))
+
+
+def _merge(adapter: Path, out: Path) -> dict[str, Any]:
+    if not (adapter / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"{adapter} holds no adapter_config.json: give the directory of a LoRA adapter")
+    if out.exists():
+        raise ValueError(f"{out} exists: choose another directory")
+    base = base_of(adapter)
+    refuse_plain_base(base)
+    stored = getattr(torch, str(read_config(base).get("dtype") or "float32").removeprefix("torch."))
+    model = with_adapter(load(base, dtype=torch.float32), adapter).eval()
+    ids = torch.arange(PROBE_TOKENS)[None] * 7919 % model.get_base_model().config.vocab_size
+    with torch.no_grad():
+        unmerged = model(input_ids=ids).logits
+    merged: Any = model.merge_and_unload(safe_merge=True)
+    for name, parameter in merged.named_parameters():
+        if not is_new_tensor(name):
+            parameter.data = parameter.data.to(stored)
+    limit = 1e-4 if stored == torch.float32 else 2e-2
+    difference = math.inf
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a merge that was killed
+    note = {"retrofox": __version__, "merged": {"adapter": str(adapter), "base": base}}
+    try:
+        merged.save_pretrained(str(partial))
+        tokenizer = load_tokenizer(base)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(partial))
+        write_json(partial / "retrofox.json", note)
+        for file in partial.glob("*.safetensors"):
+            file.chmod(new_file_mode())
+        difference = float((_fresh_logits(partial) - unmerged).norm() / unmerged.norm())
+        if difference <= limit:
+            partial.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"could not write {out}: {error}. Nothing was left there") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    if not difference <= limit:
+        raise ValueError(
+            f"merged logits differ by {difference:.2e} (limit {limit:.0e}) from the adapter's: not written"
+        )
+    return {
+        "adapter": str(adapter),
+        "base": base,
+        "out": str(out),
+        "dtype": str(stored).removeprefix("torch."),
+        "relative_difference": difference,
+        "limit": limit,
+    }
+
+
+def _fresh_logits(directory: Path) -> torch.Tensor:
+    """Logits of the probe tokens by a checkpoint loaded in a process of its own, in float32."""
+    code = (
+        "import sys, torch, retrofox\n"
+        "model = retrofox.load(sys.argv[1], dtype=torch.float32).eval()\n"
+        f"ids = torch.arange({PROBE_TOKENS})[None] * 7919 % model.config.vocab_size\n"
+        "with torch.no_grad():\n"
+        "    torch.save(model(input_ids=ids).logits, sys.argv[2])\n"
+    )
+    file = directory / ".logits.pt"
+    run = subprocess.run([*fresh_python(code), str(directory), str(file)], capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise ValueError(f"the merged model did not load in a fresh process:\n{run.stderr[-2000:]}")
+    logits = torch.load(file, weights_only=True)
+    file.unlink()
+    return logits

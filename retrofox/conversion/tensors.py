@@ -1,0 +1,166 @@
+"""Tensors of a checkpoint on disk: checked against the model, taken out of .bin files, replaced, one at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import pickle
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from retrofox.loading import shards
+from retrofox.support.files import replacing
+from retrofox.surgery import Plan
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def check_weights(where: Path, tensors: Mapping[str, Mapping[str, Any]], plan: Plan) -> None:
+    """Raises ValueError where a checkpoint's tensors are not the ones its config describes.
+
+    Args:
+        where: the directory, for the message.
+        tensors: name -> safetensors header entry.
+    """
+    odd = [name for name in plan.base_tensors if name in tensors and tensors[name]["dtype"] not in FLOATS]
+    if odd:
+        raise ValueError(
+            f"{where} stores {odd[0]} as {tensors[odd[0]]['dtype']}, so it is quantised, though its config doesn't say "
+            "so: convert the unquantised model it was made from"
+        )
+    for name, shape in plan.base_tensors.items():
+        if name in tensors and tuple(tensors[name]["shape"]) != shape:
+            raise ValueError(
+                f"{where} has {name} of shape {tensors[name]['shape']}; its config.json asks for {list(shape)}: the "
+                "two don't belong together"
+            )
+    if get_checkpoint_conversion_mapping(plan.model_type) is not None:
+        return  # transformers renames or fuses this family's tensors while loading (experts)
+    missing = [name for name in plan.base_tensors if name not in tensors and name not in plan.tied]
+    if missing:
+        ending = next((n for n in tensors if missing[0].endswith(n) or n.endswith(missing[0].partition(".")[2])), None)
+        renamed = (
+            f"it has {ending} instead: load it with AutoModelForCausalLM, save_pretrained it anew, then convert that"
+        )
+        raise ValueError(
+            f"{where} lacks {len(missing)} tensors that its config.json asks for, such as {missing[0]}; "
+            + (renamed if ending else "the two don't belong together")
+        )
+
+
+def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
+    """Rewrites one .bin shard as safetensors: weights_only, memory-mapped, a tensor at a time.
+
+    Args:
+        tied: names that the model ties to others: left out where they share their memory with another tensor.
+
+    Raises:
+        ValueError: the file is damaged, holds something other than tensors, or would run code when unpickled.
+    """
+    state, mapped = _unpickled(file)
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValueError(f"{file} holds {name!r}, a {kind}: only dense tensors of plain dtypes can be converted")
+        shared = (other for key, other in state.items() if key != name and key not in tied)
+        if name not in tied or not any(_same_memory(tensor, other) for other in shared):
+            kept[name] = tensor
+    entries = {name: (DTYPES[t.dtype], list(t.shape), t.numel() * t.element_size()) for name, t in kept.items()}
+    shards.write_tensors(target, entries, _written(kept, mapped))
+
+
+def _written(tensors: Mapping[str, torch.Tensor], mapped: bool) -> Iterator[memoryview]:
+    for tensor in tensors.values():
+        yield _bytes(tensor)
+        if mapped:
+            _let_go(tensor.untyped_storage())
+
+
+def _let_go(storage: torch.UntypedStorage) -> None:
+    """Drops a mapped file's pages from memory, in which they would otherwise gather; they are read anew if needed."""
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = storage.data_ptr() + storage.nbytes() - start
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
+def _same_memory(one: torch.Tensor, other: Any) -> bool:
+    return isinstance(other, torch.Tensor) and one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+def _unpickled(file: Path) -> tuple[dict[str, Any], bool]:
+    """The tensors of a .bin file, and whether they are mapped to it rather than in memory."""
+    mapped = True
+    try:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            mapped = False
+            state = torch.load(file, map_location="cpu", weights_only=True)  # written before torch 1.6
+    except pickle.UnpicklingError as error:
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        what = wanted[1] if wanted else "a damaged or foreign pickle"
+        raise ValueError(
+            f"{file} holds more than tensors ({what}) and could run code when it is opened, so it was not: convert a "
+            "safetensors version of the model"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ValueError(f"{file} can't be read ({str(error).splitlines()[0]}): download it again") from error
+    if not isinstance(state, dict) or not state:
+        raise ValueError(f"{file} holds a {type(state).__name__} where a dictionary of tensors belongs")
+    return state, mapped
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def replace_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], weight_map: Mapping[str, str]) -> None:
+    """Replaces tensors by others of the same name, in the old dtype, rewriting the shards that hold them.
+
+    A rewritten shard is a new file: a hard link to the old one keeps its content. One tensor is in memory at a time.
+    """
+    for name in sorted({weight_map[key] for key in tensors}):
+        file = directory / name
+        old = sorted(shards.header(file).items(), key=lambda item: item[1]["data_offsets"][0])
+        entries = {}
+        for key, entry in old:
+            if key in tensors and list(tensors[key].shape) != entry["shape"]:
+                raise ValueError(f"{key} is {entry['shape']} in {file}, its replacement {list(tensors[key].shape)}")
+            entries[key] = (entry["dtype"], entry["shape"], shards.nbytes([entry]))
+        with replacing(file) as partial:
+            shards.write_tensors(partial, entries, _replaced(file, old, tensors))
+
+
+def _replaced(
+    file: Path, old: list[tuple[str, dict[str, Any]]], tensors: Mapping[str, torch.Tensor]
+) -> Iterator[memoryview]:
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    data_start = file.stat().st_size - max(entry["data_offsets"][1] for _, entry in old)
+    with open(file, "rb") as stream:  # read, not mapped: mapped pages would count as this process's memory
+        for name, entry in old:
+            if name in tensors:
+                yield _bytes(tensors[name].cpu().to(dtypes[entry["dtype"]]))
+            else:
+                stream.seek(data_start + entry["data_offsets"][0])
+                yield memoryview(stream.read(shards.nbytes([entry])))

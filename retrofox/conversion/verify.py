@@ -1,0 +1,222 @@
+"""The parity proof: in a fresh process, a converted checkpoint with gates open and RoPE kept is its base model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from retrofox.anatomy import attention_mode, attentions
+from retrofox.data.fixed_text import fixed_tokens
+from retrofox.loading.base import has_softcap, load_base
+from retrofox.loading.converted import load
+from retrofox.loading.tokenizers import checkpoint_tokenizer
+from retrofox.support.processes import fresh_python
+
+LARGEST_IN_FLOAT32 = 4_000_000_000
+"""Parameters up to which the proof runs in float32; larger models are compared in their own dtype."""
+
+
+NOT_IDENTITIES = {"qk-norm": ("q_norm_fox", "k_norm_fox"), "output-norm": ("output_norm",)}
+"""Pro parts that change the logits from the start, and the modules that make them."""
+
+
+def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any]:
+    """Runs the proof in a fresh process and returns its numbers.
+
+    The base and the converted model (gates open, RoPE kept) read one fixed text; their logits must agree to
+    1e-5 of the largest logit in float32, 2 % in bfloat16 or float16.
+
+    Args:
+        source: Hub id, directory, .gguf file, or a live model (which is compared in this process).
+        out: the converted checkpoint directory.
+        refitted: names of query projections that calibration rewrote. Each must be the base's with one matrix per head
+            in front; the proof then runs with the base's put back, and reports what the stored ones give beside it.
+
+    Raises:
+        ValueError: the logits differ, a projection is not a refit of the base's, or the process failed.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(source, PreTrainedModel):
+        result = compare(source, out, refitted)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "parity.json"
+            program = fresh_python("from retrofox.conversion.verify import answer; answer(*sys.argv[1:])")
+            command = [*program, str(source), str(out), str(file), *refitted]
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode < 0:
+                raise ValueError(
+                    f"the parity proof was killed by signal {-run.returncode}: it holds the base, then the converted "
+                    "model in memory, which may have been too little. --no-verify converts without it; nothing was "
+                    "written"
+                )
+            if run.returncode:
+                raise ValueError(f"the parity proof failed to run; nothing was written:\n{run.stderr[-2000:]}")
+            result = json.loads(file.read_text(encoding="utf-8"))
+    if refitted and result["refit"]["residual"] > result["refit"]["tolerance"]:
+        raise ValueError(
+            f"parity proof failed: {result['refit']['worst']} is not the base's with a matrix per head in front "
+            f"(residual {result['refit']['residual']:.2e}, allowed {result['refit']['tolerance']:.0e}); "
+            "nothing was written"
+        )
+    if not math.isfinite(result["loss_base"]):
+        raise ValueError(
+            f"the base's own loss on {result['text']} is {result['loss_base']} in {result['dtype']}: its weights are "
+            "damaged, or too large for this dtype; nothing was written"
+        )
+    if not result["equal"]:
+        raise ValueError(
+            f"parity proof failed: with gates open and RoPE kept the logits differ by {result['max_difference']:.2e} "
+            f"(allowed {result['tolerance']:.2e}); nothing was written. Please report the model."
+        )
+    return result
+
+
+def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any]:
+    """The proof's numbers, computed here: difference of logits; loss of base, parity form and chosen form."""
+    import torch
+    import torch.nn.functional as F
+    from transformers import PreTrainedModel
+
+    tokenizer = checkpoint_tokenizer(source, out)
+    base = source if isinstance(source, PreTrainedModel) else load_base(source, default_attention=True)[0]
+    dtype = torch.float32 if base.num_parameters() <= LARGEST_IN_FLOAT32 else base.dtype
+    tokens, drawn = fixed_tokens(tokenizer, base.config.vocab_size, base.config.max_position_embeddings)
+    with torch.inference_mode(), _as_reference(base, dtype):
+        expected = base(tokens.to(base.device), use_cache=False).logits[0].float().cpu()
+        named = dict(base.named_parameters())
+        originals = {name: named[name].detach().cpu().clone() for name in refitted}
+    del named, base
+    model = load(out, dtype=dtype).eval()
+
+    def logits(mode: str = "fox") -> torch.Tensor:
+        with torch.inference_mode(), attention_mode(model, mode):
+            return model(tokens, use_cache=False).logits[0].float()
+
+    def loss(values: torch.Tensor) -> float:
+        return float(F.cross_entropy(values[:-1], tokens[0, 1:]))
+
+    chosen = loss(logits())
+    parts = {}
+    for part in model.config.fox["pro"]:
+        if part in NOT_IDENTITIES:
+            with _without(model, NOT_IDENTITIES[part]):
+                lacking = loss(logits())
+            parts[part] = {"loss_without": lacking, "costs": chosen - lacking}
+    stored = logits("original")
+    refit = {}
+    if refitted:
+        refit = _undo_refit(model, originals) | {
+            "undone": len(refitted),
+            "max_difference_as_stored": float((stored - expected).abs().max()),
+            "loss_as_stored": loss(stored),
+        }
+    parity = logits("original") if refitted else stored
+    tolerance = (1e-5 if dtype == torch.float32 else 2e-2) * max(1.0, float(expected.abs().max()))
+    difference = (parity - expected).abs()
+    return {
+        "equal": bool(difference.max() <= tolerance),
+        "max_difference": float(difference.max()),
+        "mean_difference": float(difference.mean()),
+        "tolerance": tolerance,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": tokens.shape[1],
+        "text": "drawn tokens, for want of a tokenizer" if drawn else "a fixed text",
+        "loss_base": loss(expected),
+        "loss_gates_open_rope_kept": loss(parity),
+        "loss_converted": chosen,
+        **({"parts": parts} if parts else {}),
+        **({"refit": refit} if refit else {}),
+    }
+
+
+@contextlib.contextmanager
+def _as_reference(base: Any, dtype: Any) -> Iterator[None]:
+    """Runs the base in `dtype`, in eval mode, with an attention that drops nothing; a live model is then as it was."""
+    from accelerate import init_empty_weights
+
+    attention, training = base.config._attn_implementation, base.training
+    tensors = [(parameter, parameter.data) for parameter in base.parameters()]
+    buffers = [(m, key, value) for m in base.modules() for key, value in m._buffers.items()]
+    exact = ("eager",) if has_softcap(base.config) else ("eager", "sdpa")
+    if attention not in exact:
+        base.set_attn_implementation(exact[-1])
+    for parameter in base.parameters():
+        parameter.data = parameter.data.to(dtype)
+    with init_empty_weights(include_buffers=False):  # a live model's own buffers may have been rounded to its dtype
+        twin = type(base)(base.config)
+    for module, fresh in zip(base.modules(), twin.modules(), strict=True):
+        for key in module._non_persistent_buffers_set:
+            if module._buffers[key] is not None:
+                module._buffers[key] = fresh._buffers[key].to(module._buffers[key].device)
+    base.eval()
+    try:
+        yield
+    finally:
+        for parameter, data in tensors:
+            parameter.data = data
+        for module, key, value in buffers:
+            module._buffers[key] = value
+        base.train(training)
+        if attention not in exact:
+            base.set_attn_implementation(attention)
+
+
+@contextlib.contextmanager
+def _without(model: Any, names: Sequence[str]) -> Iterator[None]:
+    """Runs a converted model without some of its Pro modules."""
+    places = [(attention, name, getattr(attention, name)) for _, attention in attentions(model) for name in names]
+    for attention, name, _ in places:
+        setattr(attention, name, None)
+    try:
+        yield
+    finally:
+        for attention, name, module in places:
+            setattr(attention, name, module)
+
+
+def _undo_refit(model: Any, originals: dict[str, Any]) -> dict[str, Any]:
+    """Puts the base's query projections back and says how well the refitted ones were M_h W_h, M_h one matrix per head.
+
+    Returns:
+        residual = max_h |W'_h - M_h W_h| / |W'_h| with M_h by least squares (a bias is one more column of W); for rows
+        that are not queries (fused projections) |W' - W| / |W'|.
+    """
+    import torch
+
+    worst, where, half = 0.0, "", False
+    for prefix, attention in attentions(model):
+        for part in ("q_proj", "qkv_proj"):
+            names = [name for name in originals if name.startswith(f"{prefix}.{part}.")]
+            if not names:
+                continue
+            projection = getattr(attention, part)
+            now = {leaf: p.detach().float() for leaf, p in projection.named_parameters()}
+            before = {leaf: originals.get(f"{prefix}.{part}.{leaf}", p).float() for leaf, p in now.items()}
+            new, old = (torch.cat([x["weight"], *(b[:, None] for b in [x.get("bias")] if b is not None)], 1)
+                        for x in (now, before))  # fmt: skip
+            queries = attention.num_fox_heads * attention.head_dim
+            new_heads, old_heads = (x[:queries].unflatten(0, (-1, attention.head_dim)).double() for x in (new, old))
+            fitted = new_heads @ torch.linalg.pinv(old_heads) @ old_heads
+            rest = float((new[queries:] - old[queries:]).norm() / new[queries:].norm().clamp_min(1e-30))
+            residual = max(float(((fitted - new_heads).norm(dim=(1, 2)) / new_heads.norm(dim=(1, 2))).max()), rest)
+            if residual >= worst:
+                worst, where = residual, f"{prefix}.{part}"
+            with torch.no_grad():
+                for name in names:
+                    parameter = projection.get_parameter(name.rsplit(".", 1)[1])
+                    half |= bool((parameter.float() == parameter.bfloat16().float()).all())
+                    parameter.copy_(originals[name])
+    return {"residual": worst, "worst": where, "tolerance": 2e-2 if half else 1e-3}
+
+
+def answer(source: str, out: str, file: str, *refitted: str) -> None:
+    """What the fresh process runs: writes the proof's numbers to `file` as JSON."""
+    Path(file).write_text(json.dumps(compare(source, Path(out), refitted)), encoding="utf-8")

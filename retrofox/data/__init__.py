@@ -1,0 +1,1 @@
+"""Text to packed windows of tokens: reading, encoding, shards, order, packing."""

@@ -1,0 +1,340 @@
+"""Text to tokens at the tokenizer's own speed: one encoder, and a pool of processes that each hold one.
+
+Workers are plain subprocesses (`serve`) that speak pickles over their pipes: nothing is forked after torch or CUDA
+started, and a script needs no `if __name__ == "__main__"`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from retrofox.data.longcrawl64 import decode
+from retrofox.data.read import Batch
+from retrofox.support.processes import fresh_python
+
+PIECE = 1 << 20
+"""Characters: longer texts are encoded in pieces of about this length, on all processes."""
+PIECES = ("first piece", "middle piece", "last piece")
+NEIGHBOURHOOD = 512
+TRIES = 64
+_BETWEEN_WORDS = re.compile(r"(?<=\w)(?=[ \n]\w)|(?<=\n)(?=\w)")
+PROBE = "Hello  world,\n\n it's 1234 é!\tfoo_bar"
+
+
+@dataclass
+class Encoded:
+    """Tokens of a batch: `tokens` of all its documents in a row, their `lengths`, and how many texts were empty.
+
+    `unfinished`: the last document goes on in the next batch (pieces of a long text, see `Encoder.divide`).
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    names: list[str]
+    empty: int
+    size: int
+    unfinished: bool = False
+
+
+class Encoder:
+    """Tokens of documents as the tokenizer gives them, special tokens included, with its EOS as the last of each."""
+
+    def __init__(self, tokenizer: Any, text_field: str = "text"):
+        self.text_field = text_field
+        self.eos = tokenizer.eos_token_id
+        self.dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 1 << 16 else "<u4")
+        self.tokenizer = tokenizer
+        self.fast = _backend(tokenizer)
+        self.specials = _specials(self.fast)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self.fast is not None:
+            state["tokenizer"], state["fast"] = None, self.fast.to_str()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if state["fast"] is not None:
+            from tokenizers import Tokenizer
+
+            self.fast = Tokenizer.from_str(state["fast"])
+
+    def texts(self, batch: Batch) -> tuple[list[str], list[str]]:
+        """The texts of a batch and their names.
+
+        Raises:
+            ValueError: not UTF-8, not JSON, no such field; the text says which record.
+        """
+        if batch.kind == "text":
+            return batch.items, batch.names
+        if batch.kind.startswith("gpt2:"):
+            found = [
+                (text, name)
+                for item, name in zip(batch.items, batch.names, strict=True)
+                for text in decode(batch.kind, item)
+            ]
+            return [text for text, _ in found], [name for _, name in found]
+        read = {"bytes": _utf8, "json": self._json}[batch.kind]
+        return [read(item, name) for item, name in zip(batch.items, batch.names, strict=True)], batch.names
+
+    def _json(self, line: bytes, name: str) -> str:
+        line_text = _utf8(line, name)
+        try:
+            value = json.loads(line_text)
+        except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in one another
+            raise ValueError(f"{name}: not a line of JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}: a record must be a JSON object with a text field, got {type(value).__name__}")
+        if self.text_field not in value:
+            raise ValueError(
+                f"{name}: no field {self.text_field!r}; the record has {', '.join(map(repr, value)) or 'no fields'}: "
+                f"set text_field"
+            )
+        text = value[self.text_field]
+        if text is None:
+            return ""
+        if not isinstance(text, str):
+            raise ValueError(f"{name}: field {self.text_field!r} must hold text, got {type(text).__name__}")
+        return text
+
+    def __call__(self, batch: Batch) -> Encoded:
+        """Encodes a batch; documents without any text are counted, not kept."""
+        if batch.kind in PIECES:
+            tokens = self._piece(batch.items[0], batch.kind)
+            return Encoded(tokens, np.array([len(tokens)]), batch.names, 0, batch.size, batch.kind != "last piece")
+        texts, names = self.texts(batch)
+        kept = [number for number, text in enumerate(texts) if text.strip()]
+        ids = self.encode([texts[number] for number in kept])
+        if ids:
+            tokens = np.concatenate(ids)
+        else:
+            tokens = np.empty(0, dtype=self.dtype)
+        lengths = np.array([len(one) for one in ids], dtype=np.int64)
+        return Encoded(tokens, lengths, [names[number] for number in kept], len(texts) - len(kept), batch.size)
+
+    def divide(self, batch: Batch) -> Iterator[Batch]:
+        """The batch itself, or its long texts in pieces that together give the same tokens.
+
+        One process alone would be busy with a book of many megabytes, and hold many times its size in memory.
+        """
+        if batch.kind != "bytes" or max(map(len, batch.items), default=0) <= PIECE or self.specials is None:
+            yield batch
+            return
+        for item, name in zip(batch.items, batch.names, strict=True):
+            size = batch.size * len(item) // max(1, sum(map(len, batch.items)))
+            text = _whole([_utf8(item, name)])[0] if len(item) > PIECE else ""
+            cuts = [0, *self._cuts(text), len(text)]
+            if len(cuts) == 2 or not text.strip():
+                yield Batch(batch.kind, [item], [name], size)
+                continue
+            kinds = ["first piece", *["middle piece"] * (len(cuts) - 3), "last piece"]
+            for kind, start, stop in zip(kinds, cuts, cuts[1:], strict=False):
+                yield Batch(kind, [text[start:stop]], [name], size * (stop - start) // len(text))
+
+    def _cuts(self, text: str) -> Iterator[int]:
+        """Places between words, about PIECE characters apart, where neither side's tokens depend on the other."""
+        start = 0
+        while len(text) - start > 2 * PIECE:
+            for number, match in enumerate(_BETWEEN_WORDS.finditer(text, start + PIECE)):
+                at = match.start()
+                left, right = text[at - NEIGHBOURHOOD : at], text[at : at + NEIGHBOURHOOD]
+                both, one, other = (self._plain(part) for part in (left + right, left, right))
+                if both == one + other:
+                    break
+                if number == TRIES:
+                    return
+            else:
+                return
+            yield at
+            start = at
+
+    def _plain(self, text: str) -> list[int]:
+        return self.fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def _piece(self, text: str, kind: str) -> np.ndarray:
+        assert self.specials is not None
+        before, after = self.specials
+        ids = self._plain(text)
+        if kind == "first piece":
+            ids = before + ids
+        if kind == "last piece":
+            ids = self._ended(ids + after)
+        return np.array(ids, dtype=self.dtype)
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        return ids if self.eos is None or ids[-1:] == [self.eos] else [*ids, self.eos]
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Tokens of each text, EOS last, as the smallest unsigned integers that hold the vocabulary."""
+        if self.fast is not None:
+            rows = [encoding.ids for encoding in self.fast.encode_batch_fast(_whole(texts))]
+        else:
+            rows = [self.tokenizer(text, truncation=False, verbose=False)["input_ids"] for text in _whole(texts)]
+        return [np.array(self._ended(ids), dtype=self.dtype) for ids in rows]
+
+
+def _whole(texts: list[str]) -> list[str]:
+    """Lone surrogates, legal in JSON, are no Unicode text: replaced as decoding would."""
+    return [
+        text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts
+    ]
+
+
+def _utf8(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name}: not UTF-8 text ({error.reason} at byte {error.start}): convert or remove it"
+        ) from None
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The Rust tokenizer inside, without truncation or padding, where it alone gives the tokenizer's tokens."""
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is None:
+        return None
+    inner = copy.deepcopy(inner)
+    inner.no_truncation()
+    inner.no_padding()
+    same = inner.encode(PROBE).ids == _probe(tokenizer)
+    return inner if same else None
+
+
+def _probe(tokenizer: Any) -> list[int]:
+    return tokenizer(PROBE, truncation=False, verbose=False)["input_ids"]
+
+
+def _specials(fast: Any) -> tuple[list[int], list[int]] | None:
+    """The special tokens put before and after a text; None where they can't be told, or a text not be divided.
+
+    A Unigram model that is given a text undivided sums scores from its start: rounding decides between equals.
+    """
+    if fast is None or (fast.pre_tokenizer is None and type(fast.model).__name__ == "Unigram"):
+        return None
+    plain, whole = fast.encode(PROBE, add_special_tokens=False).ids, fast.encode(PROBE).ids
+    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    return (whole[: places[0]], whole[places[0] + len(plain) :]) if len(places) == 1 else None
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """sha256 (first 32 digits) of everything that decides which tokens a text becomes."""
+    inner = _backend(tokenizer)
+    if inner is not None:
+        # Merges in a fixed order; the vocabulary is a map, and maps are written in no fixed order.
+        content = json.dumps(json.loads(inner.to_str()), sort_keys=True)
+    else:
+        probe = _probe(tokenizer)
+        content = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), probe])
+    return hashlib.sha256(f"{content}\n{tokenizer.eos_token_id}\n{len(tokenizer)}".encode()).hexdigest()[:32]
+
+
+class Pool:
+    """Encodes batches in order on `workers` processes; with one worker, or little to do, in this process."""
+
+    def __init__(self, encoder: Encoder, workers: int):
+        self.encoder, self.workers = encoder, workers
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.threads: ThreadPoolExecutor | None = None
+        self.idle: deque[subprocess.Popen[bytes]] = deque()
+
+    def __enter__(self) -> Pool:
+        if self.workers > 1:
+            environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+            command = fresh_python("from retrofox.data.encode import serve; serve()")
+            for _ in range(self.workers):
+                # A session of its own: Ctrl-C reaches the parent alone, and closing the pipe ends the worker.
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+                )
+                self.processes.append(process)
+                self.idle.append(process)
+            self.threads = ThreadPoolExecutor(self.workers)
+            first = pickle.dumps(self.encoder)
+            for process in self.processes:
+                assert process.stdin
+                process.stdin.write(first)
+                process.stdin.flush()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            if error[0] is not None:
+                process.kill()
+            elif process.stdin:
+                process.stdin.close()
+        if self.threads is not None:
+            self.threads.shutdown(cancel_futures=True)
+        for process in self.processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+
+    def map(self, batches: Iterable[Batch]) -> Iterator[Encoded]:
+        """Encodes batches; results come in the order of the batches, at most two per worker ahead."""
+        if self.threads is None:
+            yield from map(self.encoder, batches)
+            return
+        waiting: deque[Future[Encoded]] = deque()
+        for batch in batches:
+            waiting.append(self.threads.submit(self._ask, batch))
+            if len(waiting) > 2 * self.workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def _ask(self, batch: Batch) -> Encoded:
+        process = self.idle.popleft()  # as many threads as processes: never empty
+        assert process.stdin
+        assert process.stdout
+        try:
+            pickle.dump(batch, process.stdin, protocol=5)
+            process.stdin.flush()
+            answer = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError):
+            raise ValueError(
+                f"a tokenising process ended with exit code {process.wait()} (out of memory?): set data.workers lower"
+            ) from None
+        self.idle.append(process)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def serve() -> None:
+    """The loop of a worker: an encoder, then batches until the pipe closes."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not end up in the replies
+    encoder: Encoder = pickle.load(sys.stdin.buffer)
+    while True:
+        try:
+            batch = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer: Any = encoder(batch)
+        except (ValueError, OSError) as error:
+            answer = type(error)(*error.args) if isinstance(error, OSError) else ValueError(str(error))
+        try:
+            pickle.dump(answer, answers, protocol=5)
+            answers.flush()
+        except BrokenPipeError:  # the parent was killed
+            os._exit(1)

@@ -1,0 +1,208 @@
+"""Packed windows of prepared tokens, in an order that resumes exactly.
+
+    manifest = prepare_sources([DataSource("books/")], tokenizer, "cache")
+    dataset = PackedDataset(manifest, sequence_length=4096, seed=0)
+    sampler = StepSampler(dataset.order, batch_size=2, consumed=0)
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+
+The whole state of a run's data is {consumed, seed, fingerprint}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from retrofox.data.order import ORDERING, Mixture, Order
+from retrofox.data.pack import PACKING, Plan, cached_plan
+from retrofox.data.shards import Manifest, PreparedSource
+
+IGNORE = -100
+OPEN_MAPS = 128
+
+
+class Tokens:
+    """One prepared source, its shards as one stream of documents; documents never cross shards.
+
+    Shards are mapped when first read, and the least recently read are unmapped: a map holds a file descriptor.
+    """
+
+    def __init__(self, source: PreparedSource, folder: Path):
+        self.source, self.folder = source, folder
+        self.shards = [shard for shard in source.shards if shard.tokens]
+        self.firsts = np.concatenate([[0], np.cumsum([shard.tokens for shard in self.shards], dtype=np.int64)])
+        begins = [shard.bounds(folder)[:-1] + first for shard, first in zip(self.shards, self.firsts, strict=False)]
+        self.bounds = np.concatenate([*begins, self.firsts[-1:]])
+        self.maps: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "maps": OrderedDict()}  # a pickled map would be a copy of the tokens
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def slice(self, start: int, length: int) -> np.ndarray:
+        """Tokens start .. start + length of the stream, within one shard."""
+        part = int(np.searchsorted(self.firsts, start, side="right")) - 1
+        inside = start - int(self.firsts[part])
+        if part in self.maps:
+            self.maps.move_to_end(part)
+        else:
+            self.maps[part] = self.shards[part].map(self.folder)
+            if len(self.maps) > OPEN_MAPS:
+                self.maps.popitem(last=False)
+        return self.maps[part][inside : inside + length]
+
+    def document(self, number: int) -> np.ndarray:
+        """The tokens of a document."""
+        start, stop = self.bounds[number : number + 2].tolist()
+        return self.slice(start, stop - start)
+
+
+def open_tokens(manifest: Manifest | str | os.PathLike[str]) -> list[Tokens]:
+    """The sources of a manifest (or of its file), memory-mapped.
+
+    Raises:
+        ValueError: a shard is missing or damaged.
+    """
+    if not isinstance(manifest, Manifest):
+        manifest = Manifest.load(manifest)
+    return [Tokens(source, manifest.folder) for source in manifest.sources]
+
+
+class PackedDataset(torch.utils.data.Dataset):
+    """Windows of `sequence_length` tokens, packed from whole documents; each window is of one source.
+
+    An item has, with T = sequence_length:
+
+        input_ids     (T,) int64
+        labels        (T,) int64, equal to input_ids (the model shifts), -100 at the first token of each segment, which
+                      would be predicted across a boundary, and on padding
+        position_ids  (T,) int64, restarting at 0 at each segment
+        doc_lengths   (segments,) int64, summing to T; the unfilled tail, if any, is the last segment (EOS, label -100)
+
+    A segment is a document, or a part of one longer than T. `order` maps global sample numbers to items, such that
+    `weights` (default: those of the sources) are the shares of tokens drawn; see `data_order.Mixture`.
+
+    Raises:
+        ValueError: no tokens, a weight that is not positive, shards that are missing.
+    """
+
+    def __init__(
+        self,
+        manifests: Manifest | Sequence[Manifest],
+        sequence_length: int,
+        weights: Sequence[float] | None = None,
+        seed: int = 0,
+    ):
+        manifests = [manifests] if isinstance(manifests, Manifest) else list(manifests)
+        if len({manifest.tokenizer for manifest in manifests}) != 1:
+            raise ValueError(f"all manifests must come from one tokenizer, got {len(manifests)} with different ones")
+        self.sequence_length, self.seed = sequence_length, seed
+        self.filler = manifests[0].eos or 0
+        self.tokens = [tokens for manifest in manifests for tokens in open_tokens(manifest)]
+        folders = [manifest.folder for manifest in manifests for _ in manifest.sources]
+        self.plans: list[Plan] = []
+        for folder, tokens in zip(folders, self.tokens, strict=True):
+            try:
+                self.plans.append(cached_plan(folder, tokens.source.fingerprint, tokens.bounds, sequence_length))
+            except ValueError as error:
+                raise ValueError(f"{tokens.source.path}: {error}") from None
+        if weights is None:
+            weights = [tokens.source.weight for tokens in self.tokens]
+        if len(weights) != len(self.tokens):
+            raise ValueError(f"one weight per source: {len(self.tokens)} sources, {len(weights)} weights")
+        self.weights = [float(weight) for weight in weights]
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            raise ValueError(f"weights must be positive numbers, got {self.weights}: leave a source out instead of 0")
+        counts = [len(plan) for plan in self.plans]
+        self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        if len(counts) == 1:
+            self.order: Order | Mixture = Order(counts[0], seed)
+        else:
+            # Weights are shares of tokens: windows of a source that fills them less must come more often.
+            self.order = Mixture(
+                counts, [w * n / plan.tokens for w, n, plan in zip(self.weights, counts, self.plans, strict=True)], seed
+            )
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def fill(self) -> float:
+        """Share of the windows' positions that hold tokens, not padding."""
+        return sum(plan.tokens for plan in self.plans) / (len(self) * self.sequence_length)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (32 digits) of tokens, boundaries, packing, window and weights: equal means the same `order`."""
+        content = [PACKING, ORDERING, self.sequence_length, self.weights, self.filler]
+        content += [tokens.source.fingerprint for tokens in self.tokens]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """All that a checkpoint needs to go on with the data: {consumed, seed, fingerprint}."""
+        return {"consumed": consumed, "seed": self.seed, "fingerprint": self.fingerprint}
+
+    def check(self, state: dict[str, Any]) -> int:
+        """The `consumed` of a state made by `state`.
+
+        Raises:
+            ValueError: it was made with other data, another packing or another seed.
+        """
+        for key, now in (("fingerprint", self.fingerprint), ("seed", self.seed)):
+            if state[key] != now:
+                raise ValueError(
+                    f"the data under this run changed: its {key} was {state[key]}, now it is {now}. Restore the "
+                    "sources, weights, tokenizer, sequence_length and seed of the run, or start a new one"
+                )
+        return int(state["consumed"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        source = int(np.searchsorted(self.offsets, index, side="right")) - 1
+        tokens, plan, row = self.tokens[source], self.plans[source], index - int(self.offsets[source])
+        first, last = plan.rows[row : row + 2].tolist()
+        length = self.sequence_length
+        ids = np.full(length, self.filler, dtype=np.int64)
+        positions = np.arange(length, dtype=np.int64)
+        at, begins = 0, []
+        for start, count in zip(plan.start[first:last].tolist(), plan.length[first:last].tolist(), strict=True):
+            ids[at : at + count] = tokens.slice(start, count)
+            positions[at : at + count] -= at
+            begins.append(at)
+            at += count
+        labels = ids.copy()
+        labels[begins] = IGNORE
+        labels[at:] = IGNORE
+        if at < length:
+            positions[at:] -= at
+            begins.append(at)
+        lengths = np.diff([*begins, length])
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(labels),
+            "position_ids": torch.from_numpy(positions),
+            "doc_lengths": torch.from_numpy(lengths),
+        }
+
+
+def collate(batch: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stacks windows: input_ids, labels, position_ids (B, T) int64, and cu_seqlens (N + 1,) int32 over B * T tokens.
+
+    cu_seqlens (segment ends, rows included) is left out where every row is one segment: plain causal attention.
+    """
+    result = {key: torch.stack([item[key] for item in batch]) for key in ("input_ids", "labels", "position_ids")}
+    if any(len(item["doc_lengths"]) > 1 for item in batch):
+        lengths = torch.cat([torch.zeros(1, dtype=torch.int64), *(item["doc_lengths"] for item in batch)])
+        result["cu_seqlens"] = lengths.cumsum(0).to(torch.int32)
+    return result

@@ -1,0 +1,261 @@
+"""Where documents come from: files, directories, globs, Hugging Face datasets and LongCrawl64, read unit by unit.
+
+`resolve(source)` lists the units of a source. A unit is what is tokenised, kept and reused as one: a file (or a run of
+small files), a range of rows of a dataset. `unit.batches()` reads it once, in order, without holding it in memory.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from retrofox.data import read as data_read
+from retrofox.data.files import Digests
+from retrofox.data.longcrawl64 import blocks
+from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT, Batch, compression, form_of, require_text
+
+GROUP_FILES = 256
+"""Above this many files in one source, neighbours are joined into units of about GROUP_BYTES."""
+GROUP_BYTES = 32 << 20
+SAVED = ("state.json", "dataset_dict.json")
+"""Files that tell a directory written by `datasets`' save_to_disk."""
+
+
+class SourceLike(Protocol):
+    """What this module reads of a recipe's source; `retrofox.config.Source` is one."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def text_field(self) -> str | None: ...
+
+
+def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list[str]:
+    """One path or several, as a list of strings."""
+    if isinstance(data, (str, os.PathLike)):
+        return [str(data)]
+    return [str(path) for path in data or ()]
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A source of documents: path (or "hf:...", "longcrawl64:..."), weight (share of tokens), field of the text."""
+
+    path: str
+    weight: float = 1.0
+    text_field: str | None = None
+
+
+class Unit(Protocol):
+    """A part of a source that is tokenised and kept as one."""
+
+    name: str
+    size: int
+
+    def identity(self, digests: Digests) -> str: ...
+    def batches(self, text_field: str) -> Iterator[Batch]: ...
+
+
+class FileUnit:
+    """One file, or a run of small ones."""
+
+    def __init__(self, paths: list[Path]):
+        self.paths = paths
+        self.name = paths[0].name if len(paths) == 1 else f"{paths[0].name}...{paths[-1].name}"
+        self.size = sum(path.stat().st_size for path in paths)
+
+    def identity(self, digests: Digests) -> str:
+        """Depends on the contents and on how they are read, not on where the files lie."""
+        return json.dumps([[form_of(path) + compression(path), digests.of(path)] for path in self.paths])
+
+    def batches(self, text_field: str) -> Iterator[Batch]:
+        """Batches of about a megabyte; a text file is one document."""
+        waiting = Batch("bytes")
+        for path in self.paths:
+            form = form_of(path)
+            if waiting.items and (form != "text" or sum(map(len, waiting.items)) >= data_read.BATCH_BYTES):
+                yield waiting
+                waiting = Batch("bytes")
+            if form == "text":
+                with data_read.reading(path) as (_, stream):
+                    waiting.items.append(stream.read())
+                waiting.names.append(path.name)
+                waiting.size += path.stat().st_size
+            else:
+                yield from data_read.json_lines(path) if form == "json" else data_read.parquet(path, text_field)
+        if waiting.items:
+            yield waiting
+
+
+@dataclass
+class RowsUnit:
+    """A range of rows of a Hugging Face dataset."""
+
+    name: str
+    size: int
+    dataset: Any
+    start: int
+    stop: int
+    key: str
+
+    def identity(self, digests: Digests) -> str:
+        """The dataset's own fingerprint, the sizes and contents of its files, and the range."""
+        files = [digests.of(Path(file["filename"])) for file in self.dataset.cache_files]
+        return json.dumps([self.key, files, self.start, self.stop])
+
+    def batches(self, text_field: str) -> Iterator[Batch]:
+        """256 rows at a time, one column."""
+        feature = self.dataset.features.get(text_field)
+        kind = getattr(feature, "dtype", type(feature).__name__)
+        require_text(f"hf:{self.name}", text_field, self.dataset.column_names, kind, "string" in kind)
+        column = self.dataset.select_columns([text_field])
+        for start in range(self.start, self.stop, 256):
+            stop = min(start + 256, self.stop)
+            texts = [text or "" for text in column[start:stop][text_field]]
+            names = [f"{self.name}:{row}" for row in range(start + 1, stop + 1)]
+            yield Batch("text", texts, names, self.size * (stop - start) // max(1, self.stop - self.start))
+
+
+def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
+    """The units of a source, in a fixed order.
+
+    Args:
+        source: its path is a file, a directory (searched, through links too, for .txt, .jsonl, .json, .ndjson and
+            .parquet, each also .gz, .xz, .zst, .bz2; names that begin with . or _ are left out), a glob,
+            "hf:org/name[:config][:split]", "hf:DIRECTORY[:config][:split]", or "longcrawl64:DIRECTORY".
+        leave_out: a folder that is not searched: token shards may lie inside the directory of their texts.
+
+    Raises:
+        FileNotFoundError: nothing at that path.
+        ValueError: nothing readable in that directory, a missing optional package, an unknown scheme.
+    """
+    scheme, _, rest = source.path.partition(":")
+    if scheme == "hf":
+        return _hugging_face(rest)
+    if scheme == "longcrawl64":
+        return list(blocks(Path(rest).expanduser()))
+    path = Path(source.path).expanduser()
+    if path.is_dir():
+        if any((path / mark).is_file() for mark in SAVED):
+            return _hugging_face(str(path))
+        skipped = None if leave_out is None else leave_out.resolve()
+        if skipped == path.resolve():
+            raise ValueError(f"{path} is also where token shards are kept: set data.cache to another directory")
+        found = sorted(_visible(path, ()))
+        files = _readable([inner for inner in found if skipped is None or skipped not in inner.resolve().parents])
+        if not files:
+            raise ValueError(f"{path}: no readable file in this directory; read are {_known()}")
+    elif path.is_file():
+        files = [path]
+    elif glob.has_magic(source.path):
+        files = sorted(Path(hit) for hit in glob.glob(str(path), recursive=True) if os.path.isfile(hit))
+        if not files:
+            raise FileNotFoundError(f"no file matches {source.path}")
+    else:
+        raise FileNotFoundError(
+            f"no data at {source.path}: give a file, a directory, a glob, hf:org/name or longcrawl64:DIRECTORY"
+        )
+    return _grouped(files)
+
+
+def _known() -> str:
+    return f"{', '.join((*TEXT, *JSON_LINES, *PARQUET))}, each also with {', '.join(COMPRESSED)}"
+
+
+def _visible(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    """Files below a folder, through links too but not in circles; names that begin with . or _ are left out."""
+    here = folder.resolve()
+    if here in above:
+        return
+    for entry in folder.iterdir():
+        if is_hidden(Path(entry.name)):
+            continue
+        if entry.is_dir():
+            yield from _visible(entry, (*above, here))
+        elif entry.is_file():
+            yield entry
+
+
+def is_hidden(path: Path) -> bool:
+    """Whether a path below a directory of texts is left out when that is searched."""
+    return any(part.startswith((".", "_")) for part in path.parts)
+
+
+def _readable(files: list[Path]) -> list[Path]:
+    """Those with a known suffix: a directory may hold a README or a licence beside its texts."""
+    return [path for path in files if data_read.inner_suffix(path) in (*TEXT, *JSON_LINES, *PARQUET)]
+
+
+def _grouped(files: list[Path]) -> list[Unit]:
+    if len(files) <= GROUP_FILES:
+        return [FileUnit([path]) for path in files]
+    groups: list[list[Path]] = [[]]
+    held = 0
+    for path in files:
+        if held >= GROUP_BYTES:
+            groups.append([])
+            held = 0
+        groups[-1].append(path)
+        held += path.stat().st_size
+    return [FileUnit(group) for group in groups]
+
+
+def _hugging_face(reference: str) -> list[Unit]:
+    """ "org/name[:config][:split]" or a local directory; one part alone is a split if it is called like one."""
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ImportError:
+        raise ValueError(
+            f"hf:{reference} needs the package datasets: pip install 'retrofox[data]', or give files instead"
+        ) from None
+    # A split may hold a colon in brackets, train[:10%], and so may the name of a directory.
+    name, *parts = [reference] if Path(reference).expanduser().is_dir() else re.split(r":(?![^\[]*\])", reference)
+    if len(parts) > 2 or not name:
+        raise ValueError(f"hf:{reference}: expected hf:org/name[:config][:split] or hf:DIRECTORY[:config][:split]")
+    config, split = (parts[0] or None, parts[1] or None) if len(parts) == 2 else (None, None)
+    if len(parts) == 1 and parts[0]:
+        if parts[0].split("[")[0] in ("train", "validation", "test"):
+            split = parts[0]
+        else:
+            config = parts[0]
+    local = Path(name).expanduser()
+    data: Any
+    try:
+        if name and any((local / mark).is_file() for mark in SAVED):
+            data = _saved(datasets.load_from_disk(str(local)), config, split)
+        else:
+            data = datasets.load_dataset(str(local) if local.is_dir() else name, config, split=split or "train")
+    except (OSError, ValueError, IndexError, DatasetsError) as error:  # IndexError: one saved without any rows
+        raise ValueError(f"hf:{reference}: can't be loaded: {error}") from error
+    rows, size = len(data), int(data.data.nbytes)
+    step = max(256, min(rows, 1 + (256 << 20) * rows // max(1, size)))  # about 256 MiB of text a unit
+    label = f"{local.name}:{split or 'train'}"
+    return [
+        RowsUnit(
+            label, size * (min(start + step, rows) - start) // rows, data, start, min(start + step, rows),
+            data._fingerprint,
+        )
+        for start in range(0, rows, step)
+    ]  # fmt: skip
+
+
+def _saved(data: Any, config: str | None, split: str | None) -> Any:
+    """The rows meant by config and split of what was saved to disk: one dataset, or several by the name of a split."""
+    if config is not None:
+        raise ValueError(f"a dataset saved to disk has no configs: leave {config!r} out")
+    if isinstance(data, dict):
+        if (split or "train") not in data:
+            raise ValueError(f"no split {split or 'train'!r}; there are: {', '.join(data)}")
+        return data[split or "train"]
+    if split is not None:
+        raise ValueError(f"it was saved without splits, and split {split!r} was asked for: leave it out")
+    return data

@@ -1,0 +1,100 @@
+"""Documents and the windows of them that evaluations read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from retrofox.data.encode import Encoder
+from retrofox.data.sources import DataSource, SourceLike, listed, resolve
+
+
+def documents(
+    sources: Sequence[SourceLike | str | os.PathLike[str]],
+    tokenizer: Any,
+    min_tokens: int = 0,
+    *,
+    text_field: str = "text",
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Whole documents for evaluation, one after the other: (name, tokens int32), as training sees them (EOS last).
+
+    Args:
+        sources: paths as in `data_sources.resolve`, or sources.
+        min_tokens: shorter documents are skipped.
+
+    Raises:
+        FileNotFoundError, ValueError: as `prepare_sources`.
+    """
+    for source in sources:
+        given = DataSource(os.fspath(source)) if isinstance(source, str | os.PathLike) else source
+        name = given.text_field or text_field
+        encode = Encoder(tokenizer, name)
+        for unit in resolve(given):
+            for batch in unit.batches(name):
+                encoded = encode(batch)
+                ends = np.cumsum(encoded.lengths)[:-1]
+                for label, tokens in zip(encoded.names, np.split(encoded.tokens, ends), strict=False):
+                    if len(tokens) >= max(1, min_tokens):
+                        yield label, tokens.astype(np.int32)
+
+
+def choose_windows(
+    data: str | os.PathLike | Sequence[str | os.PathLike],
+    tokenizer: Any,
+    length: int,
+    *,
+    windows: int | None = 1,
+    min_tokens: int = 2,
+    max_documents: int | None = None,
+    text_field: str = "text",
+) -> list[Window]:
+    """Up to `windows` stretches of `length` tokens from the start of each document of at least `min_tokens` tokens.
+
+    Raises:
+        FileNotFoundError: a file that is not there.
+        ValueError: no text, or no document that is long enough.
+    """
+    sources = listed(data)
+    _require_files(sources)
+    longest = taken = 0
+    chosen: list[Window] = []
+    for name, ids in documents(sources, tokenizer, text_field=text_field):
+        longest = max(longest, len(ids))
+        if len(ids) < min_tokens:
+            continue
+        stop = len(ids) if windows is None else min(len(ids), windows * length)
+        for start in range(0, stop, length):
+            piece = np.asarray(ids[start : min(start + length, stop)], np.int64)
+            if len(piece) >= min_tokens:
+                chosen.append(Window(taken, piece, name))
+        taken += 1
+        if taken == max_documents:
+            break
+    if taken:
+        return chosen
+    where = ", ".join(sources)
+    if not longest:
+        raise ValueError(f"no text in {where}")
+    raise ValueError(
+        f"every document in {where} is too short: the longest has {longest} tokens, min_tokens is {min_tokens}"
+    )
+
+
+@dataclass
+class Window:
+    """A stretch of one document, from its start or from a later multiple of the length."""
+
+    document: int
+    token_ids: np.ndarray
+    name: str = ""
+
+
+def _require_files(data: Sequence[str]) -> None:
+    """Finds every file before any model is loaded; what lies on the Hub is looked for when it is read."""
+    for path in data:
+        if not path.startswith(("hf:", "longcrawl64:")):
+            resolve(DataSource(path))

@@ -1,0 +1,1 @@
+"""Measuring a model against its original: loss by position, recall, needles, tasks, gates."""

@@ -1,0 +1,345 @@
+"""`retrofox inspect`: what the forget gates of a converted model do, head by head."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from retrofox.anatomy import attentions, inner_model
+from retrofox.data.sources import listed
+from retrofox.data.windows import Window, choose_windows
+from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.source import holds_converted
+from retrofox.support.files import write_result
+from retrofox.support.plots import half_life_figure, save_csv, save_figure, tokens_label
+from retrofox.support.report import check_folder, environment, output_console, progress_bar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PERCENTILES = (5, 25, 50, 75, 95)
+DEAD_DECAY = 1e-4
+"""Nats: a gate that decays less over the whole length changes no attention weight by more than 0.01 %."""
+SATURATED_LOGIT = math.log(1e6)
+"""Beyond it f (1 - f) < 1e-6, so training hardly moves the gate: a half-life over 690k tokens, or f = 0."""
+KEPT_TOKENS = 65536
+"""Tokens per head that percentiles are taken over; beyond, every n-th token (means use all)."""
+
+
+def inspect(
+    model: str | os.PathLike | PreTrainedModel,
+    data: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+    length: int = 2048,
+    out: str | os.PathLike | None = None,
+    *,
+    max_documents: int | None = 8,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    text_field: str = "text",
+    tokenizer: Any = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Half-life of every head, ln 2 / mean(-log f) in tokens, from the parameters alone or measured over a text.
+
+    From the parameters: log f = logsigmoid(bias), what the gate does on average if its weight adds nothing. Measured:
+    the mean over all tokens of the text, and percentiles over tokens of ln 2 / (-log f_t).
+
+    A head is global if its half-life is at least the length the model was trained to, local if under 1/16 of it. Dead:
+    it decays by less than 1e-4 nats over `length` tokens, so it never forgets. Saturated: at 99 % of the tokens the
+    gate's slope f (1 - f) is under 1e-6. Prints a table by layer; into `out` go gates.json, gates.csv and
+    half_lives.png and .svg.
+
+    Args:
+        model: directory, Hub id, adapter directory or a live model; converted.
+        data: files to measure over; None = parameters alone.
+        length: tokens read of each document.
+        max_documents: documents read; None = all.
+
+    Returns:
+        {"heads": [...], "layers": [...], "summary": {...}, ...}; a half-life too long for a number is None.
+
+    Raises:
+        FileNotFoundError: a model or data file that is not there.
+        ValueError: the model is not converted, or there is no text in the data.
+    """
+    if not 2 <= length < 2**31:
+        raise ValueError(f"length must be at least 2 tokens and below 2^31, got {length}")
+    if max_documents is not None and max_documents < 1:
+        raise ValueError(f"max_documents must be at least 1, got {max_documents}")
+    check_folder(out)
+    if isinstance(model, (str, os.PathLike)) and not holds_converted(os.fspath(model)):
+        raise _no_gates(os.fspath(model))  # before gigabytes are loaded
+    opened = open_model(model, tokenizer=tokenizer, reads_text=bool(data), dtype=dtype, device=device)
+    if opened.fox is None:
+        raise _no_gates(opened.source)
+    measured: dict[int, _Measured] = {}
+    windows: list[Window] = []
+    if data:
+        windows = choose_windows(data, opened.tokenizer, length, max_documents=max_documents, text_field=text_field)
+        measured = _measure(opened, windows, progress)
+    trained = int(opened.model.config.max_position_embeddings)
+    layers = _layers(opened)
+    heads = [head for layer in layers for head in _heads(layer, measured.get(layer["layer"]), length, trained)]
+    _require_finite(heads, opened.source)
+    result = {
+        "model": opened.source,
+        "fox": opened.fox,
+        "trained_length": trained,
+        "length": length,
+        "data": listed(data),
+        "documents": len(windows),
+        "tokens": sum(len(w.token_ids) for w in windows),
+        "heads": heads,
+        "layers": [{key: value for key, value in layer.items() if key != "gate"} for layer in layers],
+        "summary": _summary(heads),
+        "environment": environment(),
+        "files": {},
+    }
+    console = output_console()
+    _print(result, console)
+    if out is not None:
+        result["files"] = _write(result, Path(out))
+        console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
+    return result
+
+
+def _no_gates(source: str) -> ValueError:
+    return ValueError(f"{source} has no forget gates to inspect: run `retrofox convert {source} OUT`")
+
+
+class _Measured:
+    """Running means and kept samples of one gate's -log f."""
+
+    def __init__(self, total: int):
+        self.every = max(1, total // KEPT_TOKENS)
+        self.sum: torch.Tensor | float = 0.0
+        self.tokens = 0
+        self.samples: list[np.ndarray] = []
+
+    def add(self, log_f: torch.Tensor) -> None:
+        decay = -log_f.detach().flatten(0, -2)  # (tokens, H)
+        self.sum = self.sum + decay.double().sum(0).cpu()
+        self.samples.append(decay[(-self.tokens) % self.every :: self.every].float().cpu().numpy())
+        self.tokens += decay.shape[0]
+
+    @property
+    def mean_decay(self) -> list[float]:
+        return (self.sum / self.tokens).tolist()  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def _measure(opened: Opened, windows: Sequence[Window], progress: bool) -> dict[int, _Measured]:
+    """Runs the text through the model and listens to every gate, by layer."""
+    total = sum(len(w.token_ids) for w in windows)
+    with _listening(opened, total) as measured, progress_bar("tokens", progress) as bar:
+        task = bar.add_task(opened.name, total=total)
+        for window in windows:
+            ids = torch.from_numpy(window.token_ids)[None].to(opened.device)
+            inner_model(opened.model)(input_ids=ids, use_cache=False)
+            bar.advance(task, len(window.token_ids))
+    return measured
+
+
+@contextmanager
+def _listening(opened: Opened, total: int) -> Iterator[dict[int, _Measured]]:
+    measured: dict[int, _Measured] = {}
+    hooks = []
+    for layer, (_, attention) in enumerate(attentions(opened.model)):
+        if attention.forget_gate is not None:
+            measured[layer] = heard = _Measured(total)
+            hooks.append(attention.forget_gate.register_forward_hook(lambda m, i, log_f, h=heard: h.add(log_f)))
+    try:
+        yield measured
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _layers(opened: Opened) -> list[dict[str, Any]]:
+    """Per layer: rotary pairs kept, their longest wavelength, sinks, window, and the gate itself."""
+    layers = []
+    for layer, (name, attention) in enumerate(attentions(opened.model)):
+        rotary = attention.rotary_fade
+        fade = [] if rotary is None else rotary.fade
+        kept = [2 * math.pi / w for w, f in zip(rotary.inv_freq, fade, strict=True) if f > 0] if rotary else []
+        layers.append(
+            {
+                "layer": layer,
+                "name": name,
+                "rotary_pairs": len(fade),
+                "rotary_pairs_kept": sum(f == 1.0 for f in fade),
+                "rotary_pairs_fading": sum(0.0 < f < 1.0 for f in fade),
+                "longest_wavelength": max(kept, default=None),
+                "sink_tokens": attention.sink_tokens,
+                "sliding_window": getattr(attention, "sliding_window", None),
+                "gate": attention.forget_gate,
+            }
+        )
+    return layers
+
+
+def _heads(layer: dict[str, Any], measured: _Measured | None, length: int, trained: int) -> list[dict[str, Any]]:
+    gate = layer["gate"]
+    if gate is None:
+        return []
+    biases = gate.bias.detach().tolist()
+    decay_of_bias = (-torch.nn.functional.logsigmoid(gate.bias.detach().double())).tolist()
+    weight_norm = [0.0] * len(decay_of_bias) if gate.weight is None else gate.weight.detach().norm(dim=1).tolist()
+    heads = []
+    for head, decay in enumerate(decay_of_bias):
+        values: dict[str, Any] = {
+            "layer": layer["layer"],
+            "head": head,
+            "bias": biases[head],
+            "weight_norm": weight_norm[head],
+            "half_life_of_bias": _half_life(decay),
+        }
+        saturated = float(abs(values["bias"]) > SATURATED_LOGIT)
+        if measured is not None:
+            decay = measured.mean_decay[head]
+            tokens = np.concatenate([s[:, head] for s in measured.samples])
+            values["half_life_percentiles"] = {
+                str(p): _half_life(float(np.percentile(tokens, 100 - p))) for p in PERCENTILES
+            }
+            logit = _logit(tokens)
+            values["logit_std"] = float(logit.std())
+            saturated = float((np.abs(logit) > SATURATED_LOGIT).mean())
+        half_life = _half_life(decay)
+        values |= {
+            "half_life": half_life,
+            "kind": _kind(half_life, trained),
+            "dead": decay * length < DEAD_DECAY,
+            "saturated_share": saturated,
+            "saturated": saturated >= 0.99,
+        }
+        heads.append(values)
+    return heads
+
+
+def _require_finite(heads: Sequence[dict[str, Any]], source: str) -> None:
+    """Raises ValueError where a gate's parameters, or what it does on the text, are no numbers."""
+    values = ("bias", "weight_norm", "logit_std")
+    broken = [h for h in heads if not all(math.isfinite(h.get(name, 0.0)) for name in values)]
+    if broken:
+        named = ", ".join(f"layer {h['layer']} head {h['head']}" for h in broken[:5])
+        raise ValueError(f"{len(broken)} gates of {source} are not finite, such as {named}: its weights are damaged")
+
+
+def _half_life(decay: float) -> float | None:
+    """ln 2 / decay tokens; None if the gate is exactly open."""
+    return math.log(2) / decay if decay > 0 else None
+
+
+def _logit(decay: np.ndarray) -> np.ndarray:
+    """The gate's logit z = log f - log(1 - f) from decay = -log f > 0; an exactly open gate counts as z = 104."""
+    decay = np.maximum(decay.astype(np.float64), 1e-45)
+    return -decay - np.log(-np.expm1(-decay))
+
+
+def _kind(half_life: float | None, trained: int) -> str:
+    if half_life is None or half_life >= trained:
+        return "global"
+    return "local" if half_life < trained / 16 else "medium"
+
+
+def _summary(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    counts = {kind: sum(h["kind"] == kind for h in heads) for kind in ("local", "medium", "global")}
+    finite = [math.inf if h["half_life"] is None else h["half_life"] for h in heads]
+    percentiles = {str(p): _finite(float(np.percentile(finite, p, method="nearest"))) for p in PERCENTILES if finite}
+    return {
+        "heads": len(heads),
+        **counts,
+        "dead": sum(h["dead"] for h in heads),
+        "saturated": sum(h["saturated"] for h in heads),
+        "half_life_percentiles": percentiles,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _print(result: dict[str, Any], console: Console) -> None:
+    measured = f"measured over {result['tokens']:,} tokens" if result["tokens"] else "from the gate biases alone"
+    table = Table(title=f"{result['model']}: half-lives in tokens, {measured}", title_justify="left")
+    for name, side in (
+        ("layer", "right"),
+        ("rotary kept", "right"),
+        ("sinks", "right"),
+        ("half-life of each head", "left"),
+    ):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    for name in ("local", "global", "dead", "saturated"):
+        table.add_column(name, justify="right")
+    for layer in result["layers"]:
+        heads = [h for h in result["heads"] if h["layer"] == layer["layer"]]
+        fading = f" +{layer['rotary_pairs_fading']} fading" if layer["rotary_pairs_fading"] else ""
+        table.add_row(
+            str(layer["layer"]),
+            f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}{fading}",
+            str(layer["sink_tokens"]),
+            " ".join(f"{_label(h['half_life']):>5}" for h in heads) or "no gates",
+            str(sum(h["kind"] == "local" for h in heads)),
+            str(sum(h["kind"] == "global" for h in heads)),
+            str(sum(h["dead"] for h in heads)),
+            str(sum(h["saturated"] for h in heads)),
+        )
+    console.print(table)
+    summary, trained = result["summary"], result["trained_length"]
+    console.print(
+        f"{summary['heads']} heads: {summary['local']} local (under {tokens_label(trained / 16)}), {summary['medium']} "
+        f"between, {summary['global']} global (from {tokens_label(trained)}); {summary['dead']} dead, "
+        f"{summary['saturated']} saturated",
+        highlight=False,
+    )
+
+
+def _label(half_life: float | None) -> str:
+    return "inf" if half_life is None or half_life > 1e9 else tokens_label(half_life)
+
+
+def _write(result: dict[str, Any], out: Path) -> dict[str, str]:
+    header = [
+        "layer",
+        "head",
+        "bias",
+        "weight_norm",
+        "half_life",
+        "half_life_of_bias",
+        "kind",
+        "dead",
+        "saturated_share",
+    ]
+    percentiles = [f"half_life_p{p}" for p in PERCENTILES] if result["tokens"] else []
+    rows = [
+        [h[name] for name in header] + [h["half_life_percentiles"][str(p)] for p in PERCENTILES if percentiles]
+        for h in result["heads"]
+    ]
+    files = {"csv": save_csv(out / "gates.csv", header + percentiles, rows)}
+    if result["heads"]:
+        trained = result["trained_length"]
+        by_layer = [
+            [math.inf if h["half_life"] is None else h["half_life"] for h in result["heads"] if h["layer"] == n]
+            for n in range(len(result["layers"]))
+        ]
+        figure = half_life_figure(
+            by_layer,
+            local_below=trained / 16,
+            global_from=trained,
+            ceiling=trained * 128,
+            subtitle=f"measured over {result['tokens']:,} tokens" if result["tokens"] else "from the gate biases alone",
+        )
+        files["png"], files["svg"] = save_figure(figure, out / "half_lives")
+    files["json"] = str(out / "gates.json")
+    write_result(files["json"], (json.dumps({**result, "files": files}, indent=1, allow_nan=False) + "\n").encode())
+    return files

@@ -1,0 +1,262 @@
+"""What is reported of per-token losses: buckets, curves, slopes, a table, files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from retrofox.data.windows import Window
+from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, slope
+from retrofox.support.files import write_result
+from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_label
+
+Losses = Mapping[str, Sequence[np.ndarray]]
+NO_CHANGE = 1e-4
+"""Nats: a change of the loss that is called none whatever its standard error."""
+NUMBER = len("+0.1234")
+"""Characters a column of the table needs; columns that a terminal has no room for follow in a table below."""
+
+
+def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict[str, Any]]:
+    """Per position bucket: tokens, documents, and by line its loss, slope (nats per 1000 tokens) and difference.
+
+    Differences are of the other lines to "base" (and of the controls to "model"), paired by document.
+    """
+    edges = bucket_edges(length, reach(windows))
+    sums = {key: PositionSums(values, windows, edges) for key, values in losses.items()}
+    loss = {key: s.statistics() for key, s in sums.items()}
+    difference = {
+        f"{key}-{to}": sums[key].statistics(sums[to]) for key in sums for to in [_compared_to(key)] if to in sums
+    }
+    table = []
+    for b, (low, high) in enumerate(pairwise(edges)):
+        any_line = loss["model"][b]
+        table.append(
+            {
+                "from": low,
+                "to": high,
+                "tokens": any_line["tokens"],
+                "documents": any_line["documents"],
+                "loss": {key: _mean(rows[b]) for key, rows in loss.items()},
+                "difference": {name: _mean(rows[b]) for name, rows in difference.items()},
+                "slope_per_1k": {
+                    key: slope(values, windows, low, high, lambda i: i / 1000) for key, values in losses.items()
+                },
+            }
+        )
+    return table
+
+
+def reach(windows: Sequence[Window]) -> int:
+    """Tokens of the longest window."""
+    return max(len(w.token_ids) for w in windows)
+
+
+def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[str, dict[str, Any]]:
+    """By line: overall mean and difference, slope per doubling of the position, slope over the second half."""
+    sums = {key: PositionSums(values, windows, [0, length]) for key, values in losses.items()}
+    end = reach(windows)
+    start = max(8, end // 64)
+    summary = {}
+    for key, values in losses.items():
+        to = _compared_to(key)
+        summary[key] = {
+            **_mean(sums[key].total()),
+            "difference": _mean(sums[key].total(sums[to])) if to in sums else None,
+            "slope_per_doubling": slope(values, windows, start, end, np.log2),
+            "late_slope_per_1k": slope(values, windows, end // 2, end, lambda i: i / 1000),
+        }
+    return summary
+
+
+def curves(
+    lines: Sequence[dict[str, Any]], losses: Losses, windows: Sequence[Window], length: int, less: str | None = None
+) -> list[dict[str, Any]]:
+    """L(i) by line, smoothed over half an octave of positions: mean and standard error over documents.
+
+    With `less`, the key of a line, the other lines' paired differences to it.
+    """
+    edges = curve_edges(min(length, reach(windows)))
+    position = [math.sqrt(a * (b - 1)) for a, b in pairwise(edges)]
+    sums = {key: PositionSums(values, windows, edges).smoothed(edges) for key, values in losses.items()}
+    result = []
+    for line in lines:
+        if line["key"] == less:
+            continue
+        rows = sums[line["key"]].statistics(sums[less] if less is not None else None)
+        kept = [(p, r) for p, r in zip(position, rows, strict=True) if r["tokens"]]
+        result.append(
+            {
+                "key": line["key"],
+                "label": line["label"],
+                "position": [p for p, _ in kept],
+                "mean": [r["mean"] for _, r in kept],
+                "standard_error": [r["standard_error"] for _, r in kept],
+            }
+        )
+    return result
+
+
+def print_table(result: dict[str, Any], console: Console) -> None:
+    """The bucket table, the slopes and, for a converted model, what the controls say about its gates."""
+    lines = result["lines"]
+    keys = [line["key"] for line in lines]
+    documents, tokens = result["documents"], result["tokens"]
+    spread = " (± standard error over documents)" if documents > 1 else ""
+    count = f"{documents} document{'s' if documents > 1 else ''}"
+    title = f"Loss in nats per token, {count}, {tokens:,} tokens{spread}"
+    labels = {line["key"]: line["label"] for line in lines}
+    columns = [
+        (line["label"], [_cell(row["loss"][line["key"]]) for row in result["buckets"]] + _ends(line)) for line in lines
+    ]
+    for name in result["buckets"][0]["difference"]:
+        key, to = name.rsplit("-", 1)
+        if to == "base":
+            cells = [_cell(row["difference"][name], signed=True) for row in result["buckets"]]
+            whole = _cell(lines[keys.index(key)]["difference"], signed=True)
+            columns.append(("difference" if key == "model" else f"{labels[key]} - base", [*cells, whole, "", ""]))
+    positions = [f"{tokens_label(row['from'])}-{tokens_label(row['to'])}" for row in result["buckets"]]
+    positions += ["all", "slope per doubling", "slope per 1k, late"]
+    counts = [f"{row['tokens']:,}" for row in result["buckets"]]
+    counts += [f"{sum(row['tokens'] for row in result['buckets']):,}", "", ""]
+    narrowest = max(len(word) for text in positions for word in ("positions", *text.split()))
+    fit = (console.width - narrowest - max(6, *map(len, counts)) - 7) // (NUMBER + 3)
+    for start in range(0, len(columns), max(1, fit)):
+        _print_columns(console, "" if start else title, positions, counts, columns[start : start + max(1, fit)])
+    if result["longest"] < result["length"]:
+        console.print(
+            f"no document reaches {result['length']} tokens: the longest has {result['longest']}", highlight=False
+        )
+    for sentence in verdicts(result):
+        console.print(sentence, highlight=False, soft_wrap=True)
+
+
+def _ends(line: dict[str, Any]) -> list[str]:
+    """A line's last three cells: its mean over all positions and its slopes."""
+    slopes = (line[field] for field in ("slope_per_doubling", "late_slope_per_1k"))
+    return [_cell(line), *(_cell({"mean": slope["slope"], **slope}, signed=True) for slope in slopes)]
+
+
+def _print_columns(
+    console: Console, title: str, positions: list[str], counts: list[str], columns: Sequence[tuple[str, list[str]]]
+) -> None:
+    """One table, its last three rows set apart: the mean over all positions and the slopes."""
+    table = Table(title=title or None, title_justify="left")
+    table.add_column("positions", justify="right")
+    table.add_column("tokens", justify="right", no_wrap=True)
+    for label, _ in columns:
+        table.add_column(label, justify="right", min_width=NUMBER)
+    for row, (position, number) in enumerate(zip(positions, counts, strict=True)):
+        table.add_row(position, number, *(cells[row] for _, cells in columns), end_section=row == len(positions) - 4)
+    console.print(table)
+
+
+def verdicts(result: dict[str, Any]) -> list[str]:
+    """Plain sentences on the controls: whether opening or shuffling the gates changes the loss, and by how much."""
+    sentences = []
+    for line in result["lines"]:
+        if line["key"] not in ("open", "shuffled"):
+            continue
+        change, error = line["difference"]["mean"], line["difference"]["standard_error"]
+        if line["key"] == "open":
+            start, subject = "forcing the gates open", "gating"
+        else:
+            start, subject = "shuffling the gates over heads", "which head has which gate"
+        name = f"{line['key']}-model"
+        changes = {
+            f"{tokens_label(row['from'])}-{tokens_label(row['to'])}": row["difference"][name]["mean"]
+            for row in result["buckets"]
+            if row["tokens"]
+        }
+        where, most = max(changes.items(), key=lambda item: abs(item[1]))
+        amount = f"changes the loss by {_cell(line['difference'], signed=True)} (most at {where}: {most:+.4f})"
+        if abs(change) <= max(2 * (error or 0.0), NO_CHANGE):
+            verdict = "makes no clear difference"
+        else:
+            verdict = "helps" if change > 0 else "hurts"
+        sentences.append(f"{start} {amount}: {subject} {verdict} on this text")
+    return sentences
+
+
+def write_files(result: dict[str, Any], losses: Losses, windows: Sequence[Window], out: Path) -> dict[str, str]:
+    """Writes the figures and tables, then eval.json, into `out`; returns their paths by name."""
+    files: dict[str, str] = {}
+    drawn: list[dict[str, Any]] = []
+    if windows:
+        keys = [line["key"] for line in result["lines"]]
+        reference = "base" if "base" in keys else "model"
+        drawn = curves(result["lines"], losses, windows, result["length"])
+        files["buckets"] = save_csv(out / "buckets.csv", *_bucket_rows(result, keys))
+        files["per_token_loss"] = save_csv(out / "per_token_loss.csv", *_position_rows(losses, windows, keys))
+        figure = loss_figure(
+            drawn,
+            curves(result["lines"], losses, windows, result["length"], less=reference),
+            reference=result["lines"][keys.index(reference)]["label"],
+            trained_length=result.get("trained_length"),
+            subtitle=_documents(result["documents"]),
+        )
+        files["png"], files["svg"] = save_figure(figure, out / "per_token_loss")
+    files["json"] = str(out / "eval.json")
+    content = {**result, "curves": drawn, "files": files}
+    write_result(files["json"], (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    return files
+
+
+def _documents(count: int) -> str:
+    return "1 document" if count == 1 else f"{count} documents, band: standard error over documents"
+
+
+def _bucket_rows(result: dict[str, Any], keys: list[str]) -> tuple[list[str], list[list[object]]]:
+    labels = {line["key"]: line["label"] for line in result["lines"]}
+    differences = list(result["buckets"][0]["difference"])
+    header = ["from", "to", "tokens", "documents"]
+    header += [f"{labels[key]}{part}" for key in keys for part in ("", " standard error", " slope per 1k")]
+    header += [f"{name}{part}" for name in differences for part in ("", " standard error")]
+    rows = []
+    for row in result["buckets"]:
+        cells: list[object] = [row["from"], row["to"], row["tokens"], row["documents"]]
+        for key in keys:
+            cells += [row["loss"][key]["mean"], row["loss"][key]["standard_error"], row["slope_per_1k"][key]["slope"]]
+        for name in differences:
+            cells += [row["difference"][name]["mean"], row["difference"][name]["standard_error"]]
+        rows.append(cells)
+    return header, rows
+
+
+def _position_rows(losses: Losses, windows: Sequence[Window], keys: list[str]) -> tuple[list[str], list[list[object]]]:
+    """Mean L(i) at every single position i, with the number of windows behind it."""
+    longest = reach(windows)
+    count = np.zeros(longest - 1, np.int64)
+    sums = {key: np.zeros(longest - 1) for key in keys}
+    for w, window in enumerate(windows):
+        count[: len(window.token_ids) - 1] += 1
+        for key in keys:
+            sums[key][: len(losses[key][w])] += losses[key][w]
+    means = [(sums[key] / count).tolist() for key in keys]
+    rows = [[i + 1, int(n), *(f"{m[i]:.6f}" for m in means)] for i, n in enumerate(count)]
+    return ["position", "windows", *keys], rows
+
+
+def _compared_to(key: str) -> str | None:
+    """The line a line's difference is taken to: controls to the model, everything else to the base."""
+    return {"open": "model", "shuffled": "model", "base": None}.get(key, "base")
+
+
+def _mean(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"mean": row["mean"], "standard_error": row["standard_error"]}
+
+
+def _cell(value: Mapping[str, Any] | None, signed: bool = False) -> str:
+    if value is None or value["mean"] is None:
+        return "-"
+    text = f"{value['mean']:+.4f}" if signed else f"{value['mean']:.4f}"
+    error = value["standard_error"]
+    return text if error is None else f"{text} ±{error:.3f}"

@@ -1,0 +1,1 @@
+"""Generating text and chatting."""

@@ -1,0 +1,261 @@
+"""Using a model: generation with the key/value-and-gate cache, batched and streamed; a chat that keeps its cache."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from jinja2 import TemplateError
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from retrofox.anatomy import require_known_tokens
+from retrofox.generation.streaming import Meter, Writer
+from retrofox.loading.opened import Opened, open_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def generate(
+    model: str | os.PathLike | PreTrainedModel,
+    prompts: Sequence[str],
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    num_beams: int = 1,
+    stream: bool = True,
+    seed: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    use_cache: bool = True,
+    *,
+    chat_template: bool = False,
+    ignore_eos: bool = False,
+    echo: bool = False,
+    tokenizer: Any = None,
+    output: TextIO | None = None,
+) -> dict[str, Any]:
+    """Continues prompts; several run as one left-padded batch and give what each would give alone.
+
+    Args:
+        model: Hub id, directory, .gguf file, adapter directory or a live model.
+        prompts: one or more texts.
+        max_new_tokens: tokens to generate for each prompt, fewer where the model ends its text.
+        temperature: 0 = greedy; otherwise tokens are drawn from softmax(logits / temperature).
+        top_p: draw only from the likeliest tokens that together hold this probability.
+        num_beams: beams of a beam search, 1 = none.
+        stream: write text to `output` as it comes: the first prompt's token by token, the others' when all are done;
+            a beam search knows its text only at the end. False writes nothing.
+        seed: of the draw; the same seed gives the same text. None = the global random state.
+        use_cache: False computes every token from scratch, which is slow and exists to check the cache.
+        chat_template: treat each prompt as a user's message and apply the tokenizer's chat template.
+        ignore_eos: continue to max_new_tokens past the end-of-text token.
+        echo: write each prompt before its continuation.
+        output: where the stream goes, None = stdout; the closing line with tokens/s goes to stderr.
+
+    Returns:
+        {"texts", "token_ids" (new ones), "prompt_tokens", "new_tokens", "seconds", "first_token_seconds" (None for
+        beams), "tokens_per_second"}.
+
+    Raises:
+        FileNotFoundError: no such model.
+        ValueError: no prompt, an empty one where the tokenizer has no token to start from, or bad options.
+    """
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
+    opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
+    token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
+    writer = Writer(opened.tokenizer, output or sys.stdout) if stream else None
+    if writer is not None:
+        writer.begin(prompts if echo else None, len(prompts))
+    meter = Meter(end_tokens(opened), writer)
+    started = time.perf_counter()
+    generated = complete(
+        opened,
+        token_ids,
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        num_beams=num_beams,
+        seed=seed,
+        use_cache=use_cache,
+        ignore_eos=ignore_eos,
+        streamer=meter if num_beams == 1 else None,
+    )
+    seconds = time.perf_counter() - started
+    texts = [opened.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
+    if writer is not None:
+        writer.finish(texts, prompts if echo else None)
+    new_tokens = sum(len(ids) for ids in generated)
+    result = {
+        "texts": texts,
+        "token_ids": generated,
+        "prompt_tokens": sum(len(ids) for ids in token_ids),
+        "new_tokens": new_tokens,
+        "seconds": seconds,
+        "first_token_seconds": meter.first_token_seconds(started),
+        "tokens_per_second": new_tokens / seconds,
+    }
+    if stream:
+        print(_speed(result), file=sys.stderr)
+    return result
+
+
+@torch.no_grad()
+def complete(
+    opened: Opened,
+    token_ids: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    num_beams: int = 1,
+    seed: int | None = None,
+    use_cache: bool = True,
+    ignore_eos: bool = False,
+    streamer: BaseStreamer | None = None,
+    cache: Any = None,
+) -> list[list[int]]:
+    """Continues token ids as one left-padded batch; returns the new ids of each, without what follows its end token.
+
+    Args:
+        cache: a cache that already holds a prefix of the one sequence given; it grows in place.
+    """
+    ends = [] if ignore_eos else end_tokens(opened)
+    pad = opened.tokenizer.pad_token_id
+    if pad is None:
+        pad = ends[0] if ends else 0
+    longest = max(len(ids) for ids in token_ids)
+    require_known_tokens(opened.model, max(max(ids) for ids in token_ids))
+    ids = torch.full((len(token_ids), longest), pad, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, own in enumerate(token_ids):
+        ids[row, longest - len(own) :] = torch.tensor(own)
+        mask[row, longest - len(own) :] = 1
+    sampled = temperature > 0
+    # every field is set, since transformers fills those that are None from the checkpoint's generation_config.json
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=sampled,
+        temperature=temperature if sampled else 1.0,
+        top_p=top_p if sampled else 1.0,
+        top_k=0 if sampled else 50,
+        repetition_penalty=1.0,
+        num_beams=num_beams,
+        use_cache=use_cache,
+        eos_token_id=ends or None,
+        pad_token_id=pad,
+        bos_token_id=opened.tokenizer.bos_token_id,
+    )
+    options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+    with _own_defaults(opened.model), _seeded(seed, opened.device):
+        output = opened.model.generate(  # type: ignore[operator]
+            input_ids=ids.to(opened.device),
+            attention_mask=mask.to(opened.device),
+            generation_config=config,
+            streamer=streamer,
+            **options,
+        )
+    return [_until_end(row, ends) for row in output[:, longest:].tolist()]
+
+
+def end_tokens(opened: Opened) -> list[int]:
+    """Ids that end a text: the generation config's (chat models have several) or the tokenizer's."""
+    ends = getattr(opened.model.generation_config, "eos_token_id", None)
+    if ends is None:
+        ends = opened.tokenizer.eos_token_id
+    if ends is None:
+        return []
+    return list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
+
+
+def _check(
+    prompts: Sequence[str], max_new_tokens: int, temperature: float, top_p: float, num_beams: int, seed: int | None
+) -> None:
+    if not prompts:
+        raise ValueError("no prompt given")
+    for prompt in prompts:
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise ValueError(f"the prompt {prompt!r} is not UTF-8 text: convert it")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if temperature != 0 and not 1e-6 <= temperature < math.inf:  # below, logits / temperature leaves float32
+        raise ValueError(f"temperature must be 0 (greedy), or at least 1e-6 and finite; got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+    if top_p < 1 and temperature == 0:
+        raise ValueError(f"top_p {top_p} has no effect on greedy decoding: give a temperature above 0 too")
+    if num_beams < 1:
+        raise ValueError(f"num_beams must be at least 1, got {num_beams}")
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must lie between -2^63 and 2^63 - 1, got {seed}")
+
+
+def _encode(tokenizer: Any, prompt: str, chat_template: bool) -> list[int]:
+    if chat_template:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError("the tokenizer has no chat template")
+        return render(tokenizer, [{"role": "user", "content": prompt}])
+    ids = list(tokenizer(prompt)["input_ids"])
+    if not ids:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if start is None:
+            raise ValueError("an empty prompt needs a tokenizer with a begin- or end-of-text token to start from")
+        ids = [start]
+    return ids
+
+
+def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """Up to and with the first end token."""
+    for position, token in enumerate(ids):
+        if token in ends:
+            return ids[: position + 1]
+    return ids
+
+
+def _speed(result: dict[str, Any]) -> str:
+    first = result["first_token_seconds"]
+    after = "" if first is None else f", first token after {first:.2f} s"
+    return (
+        f"[{result['new_tokens']} tokens in {result['seconds']:.2f} s, {result['tokens_per_second']:.1f} tokens/s"
+        f"{after}, prompt {result['prompt_tokens']} tokens]"
+    )
+
+
+@contextmanager
+def _own_defaults(model: Any) -> Iterator[None]:
+    """Hides the checkpoint's sampling defaults, which transformers would mix into a config that leaves a field None."""
+    saved = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = saved
+
+
+@contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draws from a stream of its own and leaves the global random state as it was."""
+    if seed is None:
+        yield
+        return
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def render(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"the chat template can't render messages of {roles}: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

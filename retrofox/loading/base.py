@@ -1,0 +1,72 @@
+"""Loading what is not converted: base models with their tokenizers, and the configs of what is to be converted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from retrofox.families import check_supported
+from retrofox.loading.source import check_source, read_config, reading_gguf, refuse_adapter, understood
+from retrofox.loading.tokenizers import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def load_base(
+    source: str | Path,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    revision: str | None = None,
+    default_attention: bool = False,
+):
+    """(model, tokenizer) of an unconverted model: Hub id, directory or .gguf file (dequantised); tokenizer or None.
+
+    Args:
+        default_attention: run transformers' default attention without returning its weights, whatever the config says.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: the source is an adapter or quantised.
+    """
+    path = Path(source)
+    options: dict[str, Any]
+    if str(source).endswith(".gguf"):
+        if not path.is_file():
+            raise FileNotFoundError(f"{source}: no such file")
+        where, options = str(path.parent), {"gguf_file": path.name}
+    else:
+        read_config(source, revision)
+        where, options = str(source), {"revision": revision or "main"}
+    with reading_gguf(source) if "gguf_file" in options else contextlib.nullcontext():
+        if default_attention and "revision" in options:
+            config = AutoConfig.from_pretrained(where, **options)
+            config.output_attentions, config._attn_implementation = False, None
+            options["config"] = config
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
+    if has_softcap(model.config):
+        model.set_attn_implementation("eager")
+    if "gguf_file" in options and hasattr(model.config, "quantization_config"):
+        delattr(model.config, "quantization_config")  # it was dequantised: the entry would only block saving
+        vars(model).update(hf_quantizer=None, is_quantized=False)
+    tokenizer = load_tokenizer(source, revision=revision)
+    return (model if device is None else model.to(device)), tokenizer
+
+
+def has_softcap(config: Any) -> bool:
+    """Whether a base model caps its attention logits: transformers before 5.23 drops the cap in sdpa, its default."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
+def base_config(source: str | Path, revision: str | None = None) -> Any:
+    """The transformers config of a source that is a directory or Hub id, refusing what can't be converted."""
+    refuse_adapter(source)
+    values = read_config(source, revision)
+    check_source(source, values)
+    check_supported(values)
+    with understood(f"config.json of {source}"):
+        return AutoConfig.from_pretrained(str(source), revision=revision or "main")

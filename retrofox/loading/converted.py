@@ -1,0 +1,59 @@
+"""load: opens a converted checkpoint or an adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from retrofox.anatomy import lm_class
+from retrofox.loading.adapter import base_of, with_adapter
+from retrofox.loading.device import resolve_device
+from retrofox.loading.shards import find
+from retrofox.loading.source import read_config, understood
+from retrofox.model.configuration_fox import SUPPORTED
+
+
+def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: str | None = None) -> PreTrainedModel:
+    """Loads a converted checkpoint (directory or Hub id) with the installed kernels.
+
+    Args:
+        dtype: torch dtype or its name, None = as stored; gates stay float32 in any case.
+        device: where to put the model, None = CPU.
+
+    Raises:
+        ValueError: it is not a converted checkpoint (a plain model, or an adapter whose base is a plain model), or the
+            device is not there.
+        FileNotFoundError: no such directory or Hub id, or a file of weights is missing.
+    """
+    directory = Path(path)
+    place = None if device is None else resolve_device(device)
+    if (directory / "adapter_config.json").exists():
+        return _load_adapter(directory, dtype=dtype, device=device)
+    config_dict = read_config(path, revision)
+    model_type = config_dict.get("model_type", "")
+    if not model_type.startswith("fox_"):
+        raise ValueError(
+            f"{path} is a plain {model_type or 'model'}, not a converted one: run `retrofox convert {path} OUT`"
+        )
+    base_type = model_type.removeprefix("fox_")
+    if base_type not in SUPPORTED:
+        raise ValueError(
+            f"{path} has model_type {model_type}; this version knows {', '.join('fox_' + t for t in SUPPORTED)}"
+        )
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if directory.is_dir():
+        find(directory)  # says which file is missing or cut short
+    with understood(f"config.json of {path}"):
+        model = lm_class(base_type).from_pretrained(path, revision=revision or "main", **options)
+    return model if place is None else model.to(place)
+
+
+def _load_adapter(directory: Path, *, dtype: Any, device: Any) -> PreTrainedModel:
+    base = base_of(directory)
+    try:
+        model = load(base, dtype=dtype, device=device)
+    except ValueError as error:
+        raise ValueError(f"the adapter {directory} needs a converted base model: {error}") from error
+    return with_adapter(model, directory)

@@ -1,0 +1,115 @@
+"""Real optimizer steps on random tokens: tokens per second and peak memory of a stage on this machine."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrofox.anatomy import causal_lm
+from retrofox.config import Recipe, Stage
+from retrofox.planning.memory import peak_bytes
+from retrofox.training.arguments import arguments
+from retrofox.training.callbacks import Clock
+from retrofox.training.flops import flops_per_token, peak_flops
+from retrofox.training.groups import accumulation
+from retrofox.training.loop import FoxTrainer
+from retrofox.training.model import DTYPES
+from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
+
+
+def measure_steps(
+    recipe: Recipe,
+    stage: Stage,
+    model: Any,
+    device: torch.device,
+    teacher: Any = None,
+    *,
+    steps: int = 3,
+    documents: int = 2,
+    before: float = 0.0,
+) -> dict[str, Any]:
+    """Trains `model` for a few steps of a stage through the Trainer itself; the first warms up, unless it is the only.
+
+    Args:
+        model: with requires_grad set as the stage trains it.
+        teacher: the original, where the stage needs it as a second model.
+        documents: in every row; 1 lets unconverted models run without a mask.
+        before: bytes that `reset_peak` found in use before the model was made: no part of a CPU run's peak.
+
+    Returns:
+        tokens_per_second (median, of all processes), seconds_per_step, peak_memory_gb, mfu (None where the device's
+        peak is unknown).
+    """
+    recipe = recipe.model_copy(update={"log": recipe.log.model_copy(update={"every": 1, "report_to": []})})
+    causal_lm(model).config.use_cache = False
+    if recipe.precision != "fp32":
+        lower_precision_stream(model, DTYPES[recipe.precision])
+        fuse_norms(model)
+    recompute(model, stage.gradient_checkpointing)
+    compile_parts(model, stage.compile)
+    rest: list[Any] = []
+    if stage.objective != "extend":
+        dtype = DTYPES[recipe.precision]
+        rest = [None if teacher is None else teacher.to(device, dtype).requires_grad_(False).eval()]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    batch_tokens = stage.batch_tokens or stage.sequence_length * stage.micro_batch * world
+    clock = Clock(batch_tokens, flops_per_token(model, stage), peak_flops(device), device)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = arguments(recipe, stage, Path(folder), steps, accumulation(stage, batch_tokens, world))
+        settings.save_strategy = type(settings.save_strategy)("no")
+        trainer = FoxTrainer(
+            model,
+            settings,
+            recipe=recipe,
+            stage=stage.model_copy(update={"spike_factor": 0.0}),
+            number=0,
+            objective=OBJECTIVES[stage.objective](model, stage, device, *rest),
+            batches=lambda first: random_batches(stage, causal_lm(model).config.vocab_size, documents),
+            data_state=lambda consumed: {},
+            first_row=0,
+            batch_tokens=batch_tokens,
+            clock=clock,
+            log_file=Path(folder) / "log.jsonl",
+        )
+        with repeatable(recipe.deterministic):
+            trainer.train()
+    speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:] or trainer.history)
+    speed = speeds[len(speeds) // 2]
+    found = {
+        "tokens_per_second": speed,
+        "seconds_per_step": batch_tokens / speed,
+        "peak_memory_gb": (peak_bytes(device) - (before if device.type == "cpu" else 0.0)) / 1e9,
+        "mfu": None if clock.peak is None else speed * clock.flops_per_token / (clock.peak * world),
+    }
+    trainer.release()
+    trainer.accelerator.free_memory()
+    model.zero_grad(set_to_none=True)
+    del trainer
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def random_batches(stage: Stage, vocabulary: int, documents: int) -> Iterator[dict[str, Any]]:
+    """Endless micro-batches of random tokens, `documents` of equal length in a row."""
+    rows, length = stage.micro_batch, stage.sequence_length
+    positions = torch.arange(length) % max(1, length // documents)
+    first = torch.arange(rows * length)[positions.repeat(rows) == 0]
+    cu_seqlens = torch.cat((first, torch.tensor([rows * length]))).to(torch.int32)
+    while True:
+        ids = torch.randint(0, vocabulary, (rows, length))
+        targets = torch.full_like(ids, -100)
+        targets[:, :-1] = ids[:, 1:]
+        targets[:, :-1][:, positions[1:] == 0] = -100
+        batch = {"input_ids": ids, "position_ids": positions.expand(rows, -1), "targets": targets}
+        if documents > 1:
+            batch["cu_seqlens"] = cu_seqlens
+        yield {**batch, "num_targets": int((targets >= 0).sum())}

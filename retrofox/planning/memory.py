@@ -1,0 +1,285 @@
+"""Memory of a training step by component, from the model's own forward and backward instead of a formula.
+
+One- and two-layer copies of the model, at its real width, run the stage's objective on a few thousand tokens, on the
+device that will train (on a CPU: a few hundred tokens, without the head). What stays allocated after the forward, and
+how far the allocator rises above it in the head and in the backward, is fitted by a + b T + c T^2 over rows of T
+tokens; the difference of the copies is what a layer costs. So what a kernel, a mask or a fused operator keeps counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from retrofox.anatomy import causal_lm
+from retrofox.config import Recipe, Stage
+from retrofox.training.arguments import STATE_BYTES
+from retrofox.training.chunked_loss import chunk_rows, is_plain_head
+from retrofox.training.groups import set_trainable
+from retrofox.training.lora import add_adapters
+from retrofox.training.model import DTYPES, lower_frozen, set_attention
+from retrofox.training.objectives import OBJECTIVES, Extend, recomputed_layers
+from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, recompute
+
+NF4_BYTES = 0.52
+"""Per weight of a base quantised to nf4 with double quantisation: half a byte, and the scales of its blocks."""
+PROBE_ROWS = {"cuda": (2048, 4096, 8192), "cpu": (64, 128, 192)}
+"""Lengths of the rows the probes run."""
+
+
+class Curve(NamedTuple):
+    """Bytes as a function of the tokens T of a row: constant + linear T + square T^2."""
+
+    constant: float
+    linear: float
+    square: float
+
+    def at(self, rows: int, tokens: float) -> float:
+        """Bytes of `rows` rows of `tokens` tokens, the constant once."""
+        return max(0.0, self.constant + rows * (self.linear * tokens + self.square * tokens * tokens))
+
+
+class Probe(NamedTuple):
+    """What a stage's passes hold: kept by a layer and outside the layers, and on top in the head and the backward."""
+
+    layer: Curve
+    outside: Curve
+    head: Curve
+    backward: Curve
+
+
+_probes: dict[str, Probe] = {}
+
+
+def memory(
+    recipe: Recipe,
+    stage: Stage,
+    model: Any,
+    devices: int,
+    sharded: bool,
+    device: torch.device,
+    teacher: bool = False,
+) -> dict[str, float]:
+    """Peak bytes on one device by component: weights, teacher, gradients, optimizer, activations, logits, workspace.
+
+    Args:
+        model: on the meta device, requires_grad set as it will be trained.
+        devices: processes of the run, one device each.
+        sharded: whether weights, gradients and optimizer are sharded over them (FSDP2, ZeRO-3), or whole on each.
+        device: where it will run.
+        teacher: whether the original is there as a second model.
+    """
+    parameters = list(model.parameters())
+    total = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    mixed = recipe.precision != "fp32"
+    lm = causal_lm(model)
+    layers, rows, tokens = lm.config.num_hidden_layers, stage.micro_batch, stage.sequence_length
+    shards = devices if sharded else 1
+    if recipe.lora is None:
+        weights = 4 * total / shards
+    else:
+        inside = sum(m.weight.numel() for m in lm.modules() if isinstance(m, torch.nn.Linear)) - _of_head(lm)
+        packed = inside - trained if recipe.lora.quantize else 0
+        weights = (4 * trained + (2 if mixed else 4) * (total - trained - packed) + NF4_BYTES * packed) / shards
+    recomputed = len(recomputed_layers(stage.gradient_checkpointing, layers))
+    plain = probe(recipe, stage, model, False, device)
+    again = probe(recipe, stage, model, True, device) if recomputed else plain
+    # 16-bit copies of weights that the graph keeps do not grow with the tokens: they are weights, not activations.
+    copies = (layers - recomputed) * plain.layer.constant + recomputed * again.layer.constant + plain.outside.constant
+    kept = [(layers - recomputed, plain.layer), (recomputed, again.layer), (1, plain.outside)]
+    activations = sum(count * curve._replace(constant=0).at(rows, tokens) for count, curve in kept)
+    if sharded and mixed:
+        # Two layers are gathered in 16 bits at a time; embedding and head stay gathered.
+        copies = 4 * (total - 2 * _of_embedding(lm)) / layers + 2 * (_of_embedding(lm) + _of_head(lm))
+    at_once = min(rows * tokens, _rows_of_logits(stage, lm, device))
+    logits = plain.head.at(1, at_once)
+    if device.type == "cpu" and stage.objective != "align":
+        logits = _head_bytes(stage, lm, at_once, rows * tokens, mixed)
+    workspace = max(plain.backward.at(rows, tokens), again.backward.at(rows, tokens))
+    gradients = 4.0 * trained / shards
+    if devices > 1 and not sharded:
+        gradients *= 2  # DDP's buckets
+    batch_tokens = stage.batch_tokens or rows * tokens * devices
+    if batch_tokens == rows * tokens * devices:
+        # One micro-batch a step: gradients are made while the activations they come from are freed.
+        gradients = max(0.0, gradients - activations)
+    return {
+        "weights": float(weights + max(0.0, copies)),
+        "teacher": float((2 if mixed else 4) * total) if teacher else 0.0,
+        "gradients": gradients,
+        "optimizer": float(STATE_BYTES.get(recipe.optim, 8)) * trained / shards,
+        "activations": float(activations),
+        "logits": float(logits),
+        "workspace": float(max(0.0, workspace - logits)),
+    }
+
+
+def _of_embedding(lm: Any) -> int:
+    return lm.get_input_embeddings().weight.numel()
+
+
+def _of_head(lm: Any) -> int:
+    return lm.get_output_embeddings().weight.numel()
+
+
+def _rows_of_logits(stage: Stage, lm: Any, device: torch.device) -> int:
+    """Rows of logits that exist at the same time, as the objectives choose them."""
+    rows = chunk_rows(lm.config.vocab_size, device)
+    return max(64, rows // 4) if stage.objective == "distill" else rows
+
+
+def _head_bytes(stage: Stage, lm: Any, rows: int, tokens: int, mixed: bool) -> float:
+    """Bytes of a chunk of logits and the head's gradients, where no allocator can be asked (CPUs)."""
+    number = 2 if mixed else 4
+    head = lm.get_output_embeddings().weight
+    plain = stage.objective == "extend" and is_plain_head(lm)
+    chunk = rows * lm.config.vocab_size * (number + 4 if plain else number + 4 * 4)
+    return chunk + tokens * lm.config.hidden_size * number + (head.numel() * (4 + number) if head.requires_grad else 0)
+
+
+def probe(recipe: Recipe, stage: Stage, model: Any, recomputed: bool, device: torch.device) -> Probe:
+    """Measures one- and two-layer copies of the model; kept for the next stage that differs in lengths only."""
+    lm = causal_lm(model)
+    stage = stage.model_copy(update={"gradient_checkpointing": "full" if recomputed else "none"})
+    trained = sorted({role for role, rate in stage.rates.model_dump().items() if rate})
+    shape = (type(lm).__name__, lm.config.to_json_string(), stage.objective, trained, stage.trainable)
+    how = (stage.cross_entropy, stage.compile, recomputed, recipe.precision, recipe.lora, recipe.attention, device.type)
+    key = repr((*shape, *how))
+    if key not in _probes:
+        lengths = PROBE_ROWS[device.type]
+        measure = _allocated if device.type == "cuda" else _saved
+        found = np.zeros((2, len(lengths), 3))
+        for layers in (1, 2):
+            gc.collect()  # what an earlier copy left behind would be freed while this one is measured
+            small = _small(lm, layers, recipe, stage, device)
+            for index, tokens in enumerate(lengths):
+                found[layers - 1, index] = measure(small, recipe, stage, tokens, device)
+            del small
+        kept, head, backward = (found[:, :, kind] for kind in range(3))
+        layer = kept[1] - kept[0]
+        at_once = np.minimum(lengths, _rows_of_logits(stage, lm, device))  # a piece of logits grows no further
+        head_curve = Curve(float(head[1].max()), 0.0, 0.0)
+        if len(set(at_once)) > 1:
+            linear, constant = np.polyfit(at_once, head[1], 1).tolist()
+            head_curve = Curve(constant, linear, 0.0)
+        curves = [_fit(lengths, values) for values in (layer, kept[0] - layer, backward[1])]
+        _probes[key] = Probe(curves[0], curves[1], head_curve, curves[2])
+    return _probes[key]
+
+
+def _fit(lengths: tuple[int, ...], values: np.ndarray) -> Curve:
+    square, linear, constant = np.polyfit(np.asarray(lengths, float), values, 2).tolist()
+    longest = lengths[-1]
+    if abs(square) * longest * longest < 0.02 * max(1.0, abs(linear) * longest):  # rounding to the allocator's blocks
+        linear, constant = np.polyfit(np.asarray(lengths, float), values, 1).tolist()
+        square = 0.0
+    return Curve(constant, linear, square)
+
+
+def _small(lm: Any, layers: int, recipe: Recipe, stage: Stage, device: torch.device) -> Any:
+    """The model at its width with random weights and few layers, prepared as `train` prepares it."""
+    config = copy.deepcopy(lm.config)
+    config.num_hidden_layers = layers
+    if device.type == "cpu":
+        config.vocab_size = 64  # the head is counted by `_head_bytes`
+    for key in ("layer_types", "pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, key, None)
+        setattr(config, key, value[:layers] if isinstance(value, list) and key == "layer_types" else None)
+    with torch.device(device):
+        small: Any = type(lm)(config)
+    set_attention(small, recipe)
+    if recipe.lora is not None:
+        small = add_adapters(small, recipe.lora, "").to(device)
+    set_trainable(small, stage.model_copy(update={"trainable": None}), adapters=recipe.lora is not None)
+    dtype = DTYPES[recipe.precision]
+    lower_frozen(small, recipe)
+    if recipe.precision != "fp32":
+        lower_precision_stream(small, dtype)
+        fuse_norms(small)
+    recompute(small, stage.gradient_checkpointing)
+    if device.type == "cuda":
+        compile_parts(small, stage.compile)
+    return small.train()
+
+
+def _pass(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.device) -> torch.Tensor:
+    """The loss of a row of two documents."""
+    half = tokens // 2
+    ids = torch.arange(tokens, device=device)[None] % 64
+    batch = {
+        "input_ids": ids,
+        "position_ids": (torch.arange(tokens, device=device) % half)[None],
+        "cu_seqlens": torch.tensor([0, half, tokens], dtype=torch.int32, device=device),
+        "targets": ids,
+    }
+    # The small model stands for its teacher, too: whose weights are counted elsewhere.
+    teacher = [] if stage.objective == "extend" else [small]
+    objective = OBJECTIVES[stage.objective](small, stage, device, *teacher)
+    if isinstance(objective, Extend) and device.type == "cpu":
+        objective.kind = "chunked"
+    mixed = recipe.precision != "fp32"
+    with torch.autocast(device.type, dtype=DTYPES[recipe.precision] if mixed else torch.bfloat16, enabled=mixed):
+        return objective(small, batch)[0]
+
+
+def _allocated(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.device) -> tuple[float, ...]:
+    """(bytes kept after the forward, peak above them in the forward, peak above them in the backward) on a GPU."""
+    kept = peak = behind = 0
+    for _ in range(2):  # the first pass loads kernels and their workspaces
+        small.zero_grad(set_to_none=True)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        loss = _pass(small, recipe, stage, tokens, device)
+        kept, peak = torch.cuda.memory_allocated(device) - before, torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.reset_peak_memory_stats(device)
+        loss.backward()
+        behind = torch.cuda.max_memory_allocated(device) - before
+        del loss
+    small.zero_grad(set_to_none=True)
+    return kept, peak - kept, max(0, behind - kept)
+
+
+def _saved(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.device) -> tuple[float, ...]:
+    """(bytes of distinct memory that autograd keeps after a forward, 0, 0); parameters do not count."""
+    own = {p.untyped_storage().data_ptr() for p in small.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in own:
+            storages[pointer] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = _pass(small, recipe, stage, tokens, device)
+    # Counted while the graph is alive, so that no address is used twice.
+    found = sum(storages.values())
+    del loss
+    return found, 0.0, 0.0
+
+
+def reset_peak(device: torch.device) -> float:
+    """Starts counting peak memory anew; returns the bytes in use now (of a CPU process: resident)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return float(torch.cuda.memory_allocated(device))
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets VmHWM (proc(5))
+    return _status("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> float:
+    """Largest number of bytes in use since `reset_peak`."""
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _status("VmHWM")
+
+
+def _status(key: str) -> float:
+    with open(f"/proc/{os.getpid()}/status") as file:
+        line = next(line for line in file if line.startswith(key + ":"))
+    return float(line.split()[1]) * 1024

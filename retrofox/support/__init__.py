@@ -1,0 +1,1 @@
+"""Reports, plots, files that appear whole, processes and signals."""

@@ -1,0 +1,88 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def new_file_mode() -> int:
+    """Permissions of a new file, as the umask has them; safetensors writes 0600 whatever it says."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+@contextlib.contextmanager
+def temporary(folder: Path, name: str) -> Iterator[Path]:
+    """A name beside the final one, of this machine, process and thread alone; removed unless it was renamed."""
+    path = folder / f".{name}.{socket.gethostname()}.{threading.get_ident()}.{os.getpid()}.tmp"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def to_disk(stream: Any) -> None:
+    """Waits until everything written is on the disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def sync(path: Path) -> None:
+    """Makes a file's content, or a directory's entries, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yields a path to write; afterwards that file stands at `target`, durable, with the permissions of the umask.
+
+    A reader sees the old content or the new, never a part. After an exception the old content stays.
+    """
+    with temporary(target.parent, target.name) as partial:
+        yield partial
+        sync(partial)
+        partial.chmod(new_file_mode())
+        os.replace(partial, target)
+    sync(target.parent)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file so that it is there whole or not at all; one that holds this content already is left alone."""
+    if path.is_file() and path.read_bytes() == content:
+        return
+    with replacing(path) as partial:
+        partial.write_bytes(content)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Writes a JSON file whole or not at all."""
+    write_whole(path, json.dumps(values, indent=1).encode())
+
+
+def write_result(path: str | os.PathLike, content: bytes) -> str:
+    """Writes a result file whole or not at all, making its folder; returns its path.
+
+    Raises:
+        ValueError: it can't be written.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, content)
+    except OSError as error:
+        raise ValueError(
+            f"can't write {target}: {error.strerror or error}; free some disk space or name another directory"
+        ) from error
+    return str(target)

@@ -1,0 +1,108 @@
+"""What every report carries: the environment its numbers depend on, and a progress bar while they are made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shlex
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from retrofox.version import __version__
+
+PACKAGES = ("torch", "transformers", "triton", "peft", "tokenizers", "numpy")
+
+
+def check_folder(out: str | os.PathLike | None) -> None:
+    """Raises ValueError where results can't go, before they are made: `out` is a file, lies below one, is read-only."""
+    if out is None:
+        return
+    there = Path(out).absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(f"results can't go to {out}: {there} is a file; name a directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"results can't go to {out}: {there} can't be written to; name another directory")
+
+
+def environment() -> dict[str, Any]:
+    """Command, time, package versions, processor, memory and GPU: what a measured number depends on."""
+    versions: dict[str, str | None] = {"retrofox": __version__}  # also where it runs from a source tree
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    program = os.path.basename(sys.argv[0])
+    command = ["python", "-m", "retrofox"] if program == "__main__.py" else [program]
+    gpu = None
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu = {"name": properties.name, "memory_bytes": properties.total_memory, "count": torch.cuda.device_count()}
+    return {
+        "command": shlex.join([*command, *sys.argv[1:]]),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "versions": versions,
+        "platform": platform.platform(),
+        "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": gpu,
+    }
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts a new peak on a GPU; a process's peak on the CPU can't be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes the GPU allocator has held since the last reset; on a CPU the process's largest resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def output_console() -> Console:
+    """A console on stdout, wide enough for the tables when stdout is a file or a pipe; names with [brackets] stay."""
+    plain: dict[str, Any] = {"markup": False, "emoji": False}
+    console = Console(**plain)
+    return console if console.is_terminal else Console(width=150, **plain)
+
+
+def progress_bar(unit: str, enabled: bool) -> Progress:
+    """A progress bar on stderr with count, time spent and time left; nothing where stderr is a file or a pipe."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (enabled and (console.is_terminal or console.is_jupyter)),
+        transient=True,
+    )
+
+
+def _cpu_name() -> str:
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

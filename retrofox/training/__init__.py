@@ -1,0 +1,1 @@
+"""Adapting a converted model: stages, objectives, checkpoints, resuming."""

@@ -1,0 +1,316 @@
+"""What happens beside the training loop: annealing, signals, the log line, the guard against divergence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+from transformers.trainer_callback import ProgressCallback
+
+from retrofox.anatomy import decoder_layers
+from retrofox.model.gates import ForgetGate, half_life_tokens
+from retrofox.support.files import write_whole
+from retrofox.support.interruptions import Interruptions
+
+SATURATED_SLOPE = 1e-6
+"""A gate value with f (1 - f) below it hardly moves in training; a head is saturated if 99 % of its values are so."""
+DEAD_DECAY = 1e-4
+"""Nats: a head that decays less over a whole row changes no attention weight by more than 0.01 %: it is dead."""
+
+
+class Diverged(ValueError):
+    """Training stopped because the loss is not a number or has jumped; the last good checkpoint stands."""
+
+
+class Guard:
+    """Stops a run whose loss turned NaN or jumped: loss > factor * running mean + 1 nat.
+
+    State: the running mean of logged losses (decay 0.9), saved with every checkpoint.
+    """
+
+    def __init__(self, factor: float, fp16: bool):
+        self.factor, self.fp16 = factor, fp16
+        self.mean: float | None = None
+
+    def check(self, loss: float, grad_norm: float | None, step: int, keep: bool = True) -> None:
+        """Raises Diverged, or takes the loss into the running mean, if it is to `keep`."""
+        # fp16's loss scaler starts with overflowing gradients on purpose and skips those steps.
+        gradient_broken = grad_norm is not None and not math.isfinite(grad_norm) and not self.fp16
+        if not math.isfinite(loss) or gradient_broken:
+            raise Diverged(f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite")
+        if self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
+            raise Diverged(f"step {step}: loss {loss:.3f} jumped from a running mean of {self.mean:.3f}")
+        if keep:
+            self.mean = loss if self.mean is None else 0.9 * self.mean + 0.1 * loss
+
+
+class LossWindow:
+    """Sums of the loss and the metrics over the steps since the last log line that was due, on this process's device.
+
+    Saved with every checkpoint: a run stopped between two lines then logs the means that it would have logged.
+    """
+
+    def __init__(self, metrics: int, device: torch.device):
+        self.sums = torch.zeros(1 + metrics, device=device)
+        self.start = 0
+
+    def add(self, loss: torch.Tensor, metrics: torch.Tensor) -> None:
+        """Adds a micro-batch's share of its step's loss and metrics (metrics,)."""
+        self.sums += torch.cat((loss.detach()[None], metrics))
+
+    def means(self, accelerator: Any, step: int) -> list[float]:
+        """Loss and metrics of a step since the window's start, over all processes."""
+        return (accelerator.reduce(self.sums.clone(), "mean") / max(1, step - self.start)).tolist()
+
+    def restart(self, step: int) -> None:
+        """Starts a new window after a step."""
+        self.sums.zero_()
+        self.start = step
+
+    def state(self, accelerator: Any) -> dict[str, Any]:
+        """What a checkpoint keeps: where the window starts, and every process's sums."""
+        return {"start": self.start, "sums": accelerator.gather(self.sums[None]).tolist()}
+
+    def restore(self, kept: dict[str, Any], rank: int, world_size: int) -> None:
+        """Goes on with a window that was saved; by another number of processes, each takes the mean."""
+        sums = torch.tensor(kept["sums"], dtype=self.sums.dtype)
+        self.sums.copy_(sums[rank] if len(sums) == world_size else sums.mean(0))
+        self.start = kept["start"]
+
+
+class Anneal(TrainerCallback):
+    """Moves the rotary dial with the tokens trained: a function of the step, so that it resumes by itself."""
+
+    def __init__(self, model: Any, start_tokens: int, batch_tokens: int):
+        self.model, self.start_tokens, self.batch_tokens = model, start_tokens, batch_tokens
+        self.limit = model.config.fox["anneal_tokens"]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.move(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save or control.should_training_stop:
+            self.move(state.global_step)
+
+    def move(self, step: int) -> None:
+        """Sets the dial where it stands after `step` steps of this stage."""
+        tokens = min(self.limit, self.start_tokens + step * self.batch_tokens)
+        if tokens != self.model.config.fox["annealed_tokens"]:
+            self.model.set_annealed_tokens(tokens)
+
+
+class Signals(TrainerCallback):
+    """SIGTERM and Ctrl-C: finish the step, save, stop.
+
+    With several processes they agree every step, over gloo on the CPU, so that all stop at the same step and the GPU
+    is not waited for.
+    """
+
+    def __init__(self, world_size: int, interruptions: Interruptions):
+        self.interruptions = interruptions
+        self.group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.group is not None:
+            flag = torch.tensor(self.interruptions.caught or 0)
+            torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=self.group)
+            self.interruptions.caught = int(flag) or None
+        if self.interruptions.caught is not None:
+            control.should_save = control.should_training_stop = True
+
+
+class LogWithSaves(TrainerCallback):
+    """Logs wherever it saves: the guard has then seen the loss of every step that a checkpoint holds."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # a resumed state has those that its checkpoint was made with
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save:
+            control.should_log = True
+
+
+class GateRecorder(TrainerCallback):
+    """Keeps the gates of the last micro-batch before each log line, and only of that."""
+
+    def __init__(self, model: torch.nn.Module, every: int, save_steps: int):
+        self.gates = [module for module in model.modules() if isinstance(module, ForgetGate)]
+        self.every, self.save_steps = every, save_steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        due = self.is_due(state.global_step + 1, state.max_steps)
+        for gate in self.gates:
+            gate.record = due
+
+    def is_due(self, step: int, max_steps: int) -> bool:
+        """Whether a step has a log line in every run, interrupted or not."""
+        return step == 1 or step % self.every == 0 or step % self.save_steps == 0 or step >= max_steps
+
+    def statistics(self) -> dict[str, float]:
+        """Half-lives in tokens over all heads (geometric mean, percentiles) and shares of saturated and dead heads."""
+        recorded = [gate.last_log_f for gate in self.gates if gate.last_log_f is not None]
+        if not recorded:
+            return {}
+        found = torch.stack([_per_head(log_f) for log_f in recorded], 1).flatten(1).cpu()
+        length = recorded[0].shape[1]
+        for gate in self.gates:
+            gate.last_log_f = None
+        return half_life_statistics(found[0], found[1], length)
+
+
+def _per_head(log_f: torch.Tensor) -> torch.Tensor:
+    """(2, H): mean log f, and the share of values whose slope is below SATURATED_SLOPE, of log_f (B, T, H)."""
+    slope = log_f.exp() * -torch.expm1(log_f)
+    return torch.stack((log_f.mean((0, 1)), (slope < SATURATED_SLOPE).float().mean((0, 1))))
+
+
+def half_life_statistics(mean_log_f: torch.Tensor, saturated: torch.Tensor, length: int) -> dict[str, float]:
+    """Statistics over heads of half-lives ln 2 / mean(-log f) in tokens, and shares of saturated and dead heads.
+
+    Args:
+        mean_log_f: (heads,) float32.
+        saturated: (heads,) float32, each head's share of saturated gate values.
+        length: tokens of a row.
+    """
+    lives = half_life_tokens(mean_log_f.double().clamp_max(-1e-12))
+    p10, p50, p90 = torch.quantile(lives, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    return {
+        "half_life_mean": float(lives.log().mean().exp()),
+        "half_life_p10": p10,
+        "half_life_p50": p50,
+        "half_life_p90": p90,
+        "gates_saturated": float((saturated >= 0.99).double().mean()),
+        "gates_dead": float((-mean_log_f.double() * length < DEAD_DECAY).double().mean()),
+    }
+
+
+class KeepGathered(TrainerCallback):
+    """align under FSDP2: its backward enters layers whose own outputs carry no gradient, where no hook would gather
+    weights again, so they stay gathered from the forward on."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for layer in decoder_layers(kwargs["model"]):
+            layer.set_reshard_after_forward(False)  # type: ignore[operator]
+
+
+class Clock:
+    """Tokens per second, MFU, memory and time left, between log lines."""
+
+    def __init__(self, batch_tokens: int, flops_per_token: float, peak_flops: float | None, device: torch.device):
+        self.batch_tokens, self.flops_per_token, self.peak = batch_tokens, flops_per_token, peak_flops
+        self.device = device
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Starts a new window at a step."""
+        self.step, self.time = step, time.perf_counter()
+
+    def read(self, step: int, max_steps: int, world_size: int) -> dict[str, float]:
+        """Speed since the last reading; MFU only where the device's peak is known."""
+        elapsed = max(1e-9, time.perf_counter() - self.time)
+        speed = (step - self.step) * self.batch_tokens / elapsed
+        found = {"tokens_per_second": speed, "memory_gb": memory_gb(self.device)}
+        if speed > 0:
+            found["eta_seconds"] = (max_steps - step) * self.batch_tokens / speed
+        if self.peak is not None:
+            found["mfu"] = speed * self.flops_per_token / (self.peak * world_size)
+        self.restart(step)
+        return found
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak of allocated GPU memory, or the process's resident memory on a CPU, in 10^9 bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return psutil.Process().memory_info().rss / 1e9
+
+
+class Progress(ProgressCallback):
+    """The Trainer's progress bar; log lines in one fixed form."""
+
+    def __init__(self, show_bar: bool = True):
+        super().__init__()
+        self.show_bar = show_bar
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.training_bar = tqdm(
+                total=state.max_steps, initial=state.global_step, dynamic_ncols=True, disable=not self.show_bar
+            )
+        self.current_step = state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self.training_bar is not None and logs and "loss" in logs:
+            tqdm.write(log_line(logs, state.global_step, state.max_steps), file=sys.stderr)
+
+
+def log_line(logs: dict[str, Any], step: int, max_steps: int) -> str:
+    """One line: step, loss, gradient norm, rate, tokens, speed, MFU, memory, time left, half-lives."""
+    parts = [f"step {step}/{max_steps}", f"loss {logs['loss']:.4f}"]
+    forms: Sequence[tuple[str, str]] = (
+        ("grad_norm", "grad {:.3f}"),
+        ("learning_rate", "lr {:.2e}"),
+        ("tokens", "{:,} tokens"),
+        ("tokens_per_second", "{:,.0f} tok/s"),
+        ("mfu", "mfu {:.1%}"),
+        ("memory_gb", "{:.1f} GB"),
+        ("half_life_mean", "half-life {:.0f}"),
+    )
+    parts += [form.format(logs[key]) for key, form in forms if logs.get(key) is not None]
+    if "half_life_p10" in logs:
+        parts.append(f"p10-p90 {logs['half_life_p10']:.0f}-{logs['half_life_p90']:.3g}")
+    if "gates_saturated" in logs:
+        parts.append(f"saturated {logs['gates_saturated']:.0%} dead {logs['gates_dead']:.0%}")
+    if "eta_seconds" in logs:
+        seconds = int(logs["eta_seconds"])
+        parts.append(f"eta {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}")
+    return " | ".join(parts)
+
+
+class JsonLog:
+    """log.jsonl: one line per log entry; on resume, lines of steps that will be run again are dropped."""
+
+    def __init__(self, path: Path, stage: int, resumed_step: int):
+        self.path, self.stage = path, stage
+        kept = [line for line in self._lines() if (line["stage"], line["step"]) <= (stage, resumed_step)]
+        with self._clear_errors():
+            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """The entries that can be read: what a power cut left of the last one never stops a run."""
+        found = []
+        for line in self.path.read_bytes().split(b"\n") if self.path.is_file() else ():
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and {"stage", "step"} <= entry.keys():
+                    found.append(entry)
+        return found
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Appends one line.
+
+        Raises:
+            ValueError: the disk is full or only read.
+        """
+        with self._clear_errors(), open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"stage": self.stage, **values}) + "\n")
+
+    @contextlib.contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(
+                f"could not write {self.path}: {error.strerror}. Free some disk space or repair the directory, and run "
+                "the same command again: it resumes from the last complete checkpoint"
+            ) from error

@@ -1,0 +1,180 @@
+"""Checkpoints that survive kill -9: a COMPLETE marker written last, checksums, fallback, rotation.
+
+A checkpoint is a directory checkpoint-N. It counts only once it holds COMPLETE, a JSON file naming every other file
+with its size and SHA-256, written to disk after all of them, with a checksum of its own. Whenever the
+process is killed, training resumes from the newest directory whose files agree with its COMPLETE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from retrofox.support.files import sync, write_json
+
+MARKER = "COMPLETE"
+_NAME = re.compile(r"checkpoint-(\d+)$")
+
+
+def step_of(directory: Path) -> int:
+    """The optimizer step in a checkpoint's name."""
+    match = _NAME.search(directory.name)
+    if match is None:
+        raise ValueError(f"{directory} is not named checkpoint-N")
+    return int(match[1])
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Every checkpoint-N below root, complete or not, oldest first."""
+    if not root.is_dir():
+        return []
+    return sorted((path for path in root.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)), key=step_of)
+
+
+def commit(directory: Path, note: dict[str, Any]) -> None:
+    """Declares a checkpoint complete: all its files reach the disk, then COMPLETE does.
+
+    Checkpoints of later steps are then deleted: the run that saves this one has passed over them as damaged, and they
+    would otherwise count as the newest.
+
+    Args:
+        note: JSON values kept in COMPLETE beside the file list (step, tokens, stage).
+    """
+    files = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.name != MARKER:
+            sync(path)
+            files[path.relative_to(directory).as_posix()] = {
+                "bytes": path.stat().st_size,
+                "sha256": _hash(path),
+            }
+    for folder in (directory.parent, directory, *(path for path in directory.rglob("*") if path.is_dir())):
+        sync(folder)
+    values = {**note, "files": files}
+    write_json(directory / MARKER, {**values, "sha256": _hash_of(values)})
+    if _NAME.fullmatch(directory.name):
+        for later in checkpoints(directory.parent):
+            if step_of(later) > step_of(directory):
+                discard(later)
+
+
+def problem(directory: Path) -> str | None:
+    """Why a checkpoint can't be used, or None if it is complete and every file agrees with COMPLETE."""
+    marker = directory / MARKER
+    if not marker.is_file():
+        return "it has no COMPLETE marker: its save was interrupted"
+    try:
+        values = json.loads(marker.read_bytes())
+        intact = values.pop("sha256") == _hash_of(values)
+        files = values["files"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its COMPLETE marker is damaged ({type(error).__name__})"
+    if not intact:
+        return "its COMPLETE marker does not match its own checksum"
+    for name, wanted in files.items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != wanted["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, {wanted['bytes']} were written"
+        if _hash(path) != wanted["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def newest_good(root: Path) -> tuple[Path | None, list[str]]:
+    """(newest usable checkpoint or None, why each newer one was passed over)."""
+    skipped = []
+    for directory in reversed(checkpoints(root)):
+        reason = problem(directory)
+        if reason is None:
+            return directory, skipped
+        skipped.append(f"{directory.name}: {reason}")
+    return None, skipped
+
+
+def note_of(directory: Path) -> dict[str, Any]:
+    """What `commit` was told, without the file list."""
+    values = json.loads((directory / MARKER).read_text(encoding="utf-8"))
+    return {key: value for key, value in values.items() if key not in ("files", "sha256")}
+
+
+def rotate(root: Path, keep: int) -> None:
+    """Deletes all but the newest `keep` complete checkpoints, and interrupted ones older than the newest complete.
+
+    The marker goes first, so that a kill in the middle leaves an incomplete checkpoint and not a damaged one.
+    """
+    complete = [path for path in checkpoints(root) if (path / MARKER).is_file()]
+    if not complete:
+        return
+    kept = set(complete[-keep:])
+    for path in checkpoints(root):
+        if path not in kept and step_of(path) < step_of(complete[-1]):
+            discard(path)
+
+
+def discard(directory: Path) -> None:
+    """Deletes a checkpoint, marker first."""
+    (directory / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(directory)
+
+
+def check_writable(root: Path, bytes_needed: int) -> None:
+    """Refuses a directory that can't be written to, or a disk without room for a checkpoint.
+
+    Raises:
+        ValueError: what is wrong, how much is free and how much is needed.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".write-test-{os.getpid()}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"can't write to {root}: {error.strerror}; choose another `output`") from error
+    free = shutil.disk_usage(root).free
+    if free < bytes_needed:
+        raise ValueError(
+            f"the disk of {root} has {_size(free)} free and a checkpoint takes {_size(bytes_needed)}: "
+            "free some, lower checkpoint.keep, or choose another `output`"
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+@contextlib.contextmanager
+def saving(directory: Path, root: Path) -> Iterator[None]:
+    """Turns what a failed save raises into a ValueError that says what still stands below `root`."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        stands, _ = newest_good(root)
+        raise ValueError(
+            f"could not write {directory}: {error} ({_size(shutil.disk_usage(root).free)} free there). "
+            + (f"{stands} is complete: " if stands else "There is no earlier checkpoint: ")
+            + "free some disk space or repair the directory, and run the same command again"
+        ) from error
+
+
+def _hash_of(values: dict[str, Any]) -> str:
+    """SHA-256 of JSON values, the same before they were written and after they were read."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(values)), sort_keys=True).encode()).hexdigest()
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()

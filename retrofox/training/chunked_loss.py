@@ -1,0 +1,167 @@
+"""The sum of a loss over rows of hidden states, whose logits never all exist at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from retrofox.anatomy import causal_lm, logits_from_hidden
+
+RowLoss = Callable[[torch.Tensor, slice], torch.Tensor]
+
+
+class Head:
+    """The language-model head on a given weight: what `logits_from_hidden` needs of a model, and nothing else."""
+
+    def __init__(self, config: Any, weight: torch.Tensor, bias: torch.Tensor | None, linear: Any = F.linear):
+        self.config, self.weight, self.bias, self.linear = config, weight, bias, linear
+
+    def get_output_embeddings(self) -> Any:
+        return self
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden, self.weight, self.bias)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return logits_from_hidden(self, hidden)  # type: ignore[arg-type]
+
+
+def is_plain_head(model: Any) -> bool:
+    """Whether logits are W h: no bias, no scale, no cap (found by passing numbers through the family's rules)."""
+    lm = causal_lm(model)
+    head = lm.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        return False
+    probe = torch.tensor([-300.0, -0.5, 0.25, 40.0])
+    through = Head(lm.config, torch.zeros(1), None, linear=lambda hidden, weight, bias: hidden).logits(probe)
+    return torch.equal(through, probe)
+
+
+def chunk_rows(vocabulary: int, device: torch.device) -> int:
+    """Rows of logits at a time: 2^28 logits on a GPU (1.6 GB with their float32 copy), 2^24 on a CPU."""
+    budget = 2**28 if device.type == "cuda" else 2**24
+    return max(64, 1 << (max(1, budget // vocabulary).bit_length() - 1))
+
+
+class SumOverRows(torch.autograd.Function):
+    """Sum of a loss over rows of hidden states, gradients made chunk by chunk in the forward and kept for the backward.
+
+    Memory: one chunk of logits, d hidden (N, d) and dW (V, d) float32. Three products with W instead of the four that
+    recomputing logits in the backward costs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, head: Any, loss_of: Any, rows: int):
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        need = need_hidden or need_weight or need_bias
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+        d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=weight.device) if need_bias else None
+        total: Any = 0.0
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, min(start + rows, hidden.shape[0]))
+            stats, grads = loss_of(head, hidden[part].detach(), part, need)
+            total = total + stats
+            if d_hidden is not None:
+                d_hidden[part] = grads[0]
+            if d_weight is not None:
+                d_weight += grads[1]
+            if d_bias is not None:
+                d_bias += grads[2]
+        ctx.grads = (d_hidden, d_weight, d_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        metrics = total[1:].clone()
+        ctx.mark_non_differentiable(metrics)
+        return total[0].clone(), metrics
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor):  # type: ignore[override]
+        grads = [
+            None if grad is None else (grad * upstream[0]).to(dtype)
+            for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
+        ]
+        return (*grads, None, None, None)
+
+
+class PlainCrossEntropy:
+    """Cross-entropy of a plain head by hand: softmax turns into its own gradient inside the logits' memory."""
+
+    def __init__(self, targets: torch.Tensor):
+        self.targets = targets
+
+    def __call__(self, head: Head, hidden: torch.Tensor, part: slice, need: bool):
+        targets = self.targets[part]
+        valid = targets >= 0
+        index = targets.clamp_min(0)[:, None]
+        logits = hidden.to(head.weight.dtype) @ head.weight.T
+        log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
+        loss = -(log_p.gather(1, index)[:, 0] * valid).sum()
+        if not need:
+            return loss[None], ()
+        d_logits = torch.exp(log_p, out=logits)
+        d_logits.scatter_add_(1, index, torch.full_like(index, -1, dtype=d_logits.dtype))
+        mask = valid[:, None].to(d_logits.dtype)
+        d_hidden = (d_logits @ head.weight) * mask
+        return loss[None], (d_hidden, d_logits.T @ (hidden.to(d_logits.dtype) * mask))
+
+
+class AnyRows:
+    """Any loss of logits, by autograd through one chunk: `loss_of(logits, rows)` gives (1 + metrics,), [0] the loss."""
+
+    def __init__(self, loss_of: RowLoss):
+        self.loss_of = loss_of
+
+    def __call__(self, head: Head, hidden: torch.Tensor, part: slice, need: bool):
+        if not need:
+            return self.loss_of(head.logits(hidden).float(), part), ()
+        with torch.enable_grad():
+            leaves = [hidden.requires_grad_(), head.weight.detach().requires_grad_()]
+            if head.bias is not None:
+                leaves.append(head.bias.detach().requires_grad_())
+            again = Head(head.config, leaves[1], leaves[2] if head.bias is not None else None)
+            stats = self.loss_of(again.logits(leaves[0]).float(), part)
+            grads = torch.autograd.grad(stats[0], leaves)
+        return stats.detach(), grads
+
+
+def sum_over_rows(model: Any, hidden: torch.Tensor, loss_of: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss summed over rows, metrics summed over rows) of the head's logits on hidden states (N, hidden_size).
+
+    The head module itself is called once, with our forward in place of its own, so that the hooks by which FSDP and
+    ZeRO gather its weight run as for any forward.
+    """
+    lm = causal_lm(model)
+    module = lm.get_output_embeddings()
+    if not isinstance(module, nn.Linear):
+        raise ValueError(
+            f"the language-model head is a {type(module).__name__}: adapters on the head are not supported"
+        )
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else module.weight.dtype
+
+    def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast(device, enabled=False):
+            bias = module.bias
+            head = Head(lm.config, module.weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+            return SumOverRows.apply(hidden, module.weight, bias, head, loss_of, rows)  # type: ignore[return-value]
+
+    with _forward_as(module, forward):
+        return module(hidden)
+
+
+@contextlib.contextmanager
+def _forward_as(module: nn.Module, function: Any) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

@@ -1,0 +1,119 @@
+"""A stage's batches: prepared tokens, packed windows in a stateless order, targets made in the loader's processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from retrofox.config import Recipe, Stage
+from retrofox.data.order import StepSampler
+from retrofox.data.packed import IGNORE, PackedDataset, collate
+from retrofox.data.shards import Manifest, prepare_sources
+from retrofox.training.objectives import next_token_targets
+
+
+@dataclass
+class PreparedTokens:
+    """The manifests of a recipe's training and held-out tokens."""
+
+    train: Manifest
+    eval: Manifest | None
+
+
+def prepare_tokens(recipe: Recipe, tokenizer: Any, state: Any) -> PreparedTokens:
+    """Tokenises what is not yet in the cache, on the main process first; the others then find it done.
+
+    Raises:
+        ValueError: data that can't be read.
+    """
+    found = []
+    with state.main_process_first():
+        for sources in (recipe.data.train, recipe.data.eval):
+            found.append(
+                prepare_sources(
+                    sources,
+                    tokenizer,
+                    recipe.data.cache_dir,
+                    workers=recipe.data.workers,
+                    progress=state.is_main_process,
+                    text_field=recipe.data.text_field,
+                )
+                if sources
+                else None
+            )
+    return PreparedTokens(found[0], found[1])
+
+
+class StageData:
+    """Batches of one stage for this process."""
+
+    def __init__(self, tokens: PreparedTokens, recipe: Recipe, stage: Stage, state: Any):
+        self.recipe, self.stage, self.state_of_processes = recipe, stage, state
+        self.dataset = PackedDataset(tokens.train, stage.sequence_length, seed=recipe.seed)
+        self.held_out = None if tokens.eval is None else PackedDataset(tokens.eval, stage.sequence_length)
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """What a checkpoint keeps of the data: {consumed, seed, fingerprint}."""
+        return self.dataset.state(consumed)
+
+    def batches(self, first_row: int) -> Iterable[dict[str, Any]]:
+        """Endless batches from global row `first_row` on, read ahead by the recipe's loader processes."""
+        sampler = StepSampler(
+            self.dataset.order,
+            self.stage.micro_batch,
+            consumed=first_row,
+            rank=self.state_of_processes.process_index,
+            world=self.state_of_processes.num_processes,
+        )
+        workers = self.recipe.dataloader_workers
+        return DataLoader(
+            self.dataset,
+            batch_sampler=sampler,
+            collate_fn=collate_with_targets,
+            num_workers=workers,
+            prefetch_factor=4 if workers else None,
+            worker_init_fn=_leave_signals,
+            pin_memory=torch.cuda.is_available(),
+            # Its own generator: else starting the processes would draw from the run's random numbers.
+            generator=torch.Generator().manual_seed(self.recipe.seed),
+        )
+
+    def eval_batches(self) -> Iterator[dict[str, Any]]:
+        """This process's share of the held-out windows, evenly spaced, up to log.eval_tokens; as many on each.
+
+        Where they don't divide among the processes, those with one less take any window without its targets: all score
+        the same windows together, whatever their number, and sharded models run as many passes on each.
+        """
+        if self.held_out is None:
+            return
+        world, rank = self.state_of_processes.num_processes, self.state_of_processes.process_index
+        wanted = min(len(self.held_out), max(1, self.recipe.log.eval_tokens // self.stage.sequence_length))
+        windows = np.linspace(0, len(self.held_out) - 1, wanted).round().astype(int)
+        mine, each = windows[rank::world].tolist(), -(-wanted // world)
+        for start in range(0, each, self.stage.micro_batch):
+            rows = [self.held_out[i] for i in mine[start : start + self.stage.micro_batch]]
+            if len(mine) < each <= start + self.stage.micro_batch:
+                spare = self.held_out[0]
+                rows.append({**spare, "labels": torch.full_like(spare["labels"], IGNORE)})
+            yield collate_with_targets(rows)
+
+
+def _leave_signals(worker: int) -> None:
+    """A signal to the whole group is the trainer's to answer: a loader process that died of it would break the save."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def collate_with_targets(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """A batch with `targets` (B, T), the next token of the same document, and their number `num_targets`."""
+    batch: dict[str, Any] = collate(rows)
+    labels = batch.pop("labels")
+    batch["targets"] = next_token_targets(batch["input_ids"], labels, batch["position_ids"])
+    batch["num_targets"] = int((batch["targets"] >= 0).sum())
+    return batch

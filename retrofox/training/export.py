@@ -1,0 +1,82 @@
+"""The model a stage leaves: weights in the precision they are kept in, tokenizer, config, COMPLETE."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from retrofox.anatomy import is_new_tensor
+from retrofox.loading.adapter import say_where_the_base_is
+from retrofox.support.files import new_file_mode, write_json
+from retrofox.training import checkpoint
+from retrofox.training.model import DTYPES
+from retrofox.version import __version__
+
+if TYPE_CHECKING:
+    from retrofox.training.loop import FoxTrainer
+
+
+def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:
+    """Writes model and tokenizer with a COMPLETE marker.
+
+    Between stages everything stays float32; the last model gets its pretrained tensors in the recipe's precision. Gates
+    and Pro parts are float32 in both.
+
+    Raises:
+        ValueError: it could not be written, with the checkpoint that stands.
+    """
+    with checkpoint.saving(directory, Path(str(trainer.args.output_dir))):
+        _export(trainer, model, directory, tokenizer, note, last)
+
+
+def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    weights: Any = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # type: ignore[arg-type]
+    dtype = DTYPES[trainer.recipe.precision] if last and trainer.recipe.lora is None else None
+    if trainer.args.should_save:
+        if directory.exists():
+            shutil.rmtree(directory)
+        if weights is not None:
+            _tie(weights, model)
+        if dtype is not None and weights is not None:
+            weights = _cast(weights, dtype)
+        elif dtype is not None:
+            for name, parameter in model.named_parameters():
+                if not is_new_tensor(name):
+                    parameter.data = parameter.data.to(dtype)
+        model.save_pretrained(str(directory), state_dict=weights)
+    trainer.check_adapter(directory)
+    if trainer.args.should_save:
+        if (directory / "config.json").is_file() and dtype is not None:
+            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            write_json(directory / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(directory))
+        for path in directory.rglob("*.safetensors"):
+            path.chmod(new_file_mode())
+        if trainer.recipe.lora is not None and last:
+            say_where_the_base_is(directory)
+        checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": __version__})
+    trainer.accelerator.wait_for_everyone()
+
+
+def _tie(weights: dict[str, torch.Tensor], model: Any) -> None:
+    """Makes one tensor again, to be written once, of what the model ties and gathering its shards made two of."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if name != other and name in weights:
+            weights[name] = weights[other]
+
+
+def _cast(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Pretrained tensors in `dtype`; tensors that were one tensor (tied embeddings) stay one."""
+    done: dict[int, torch.Tensor] = {}
+    for name, value in weights.items():
+        if not is_new_tensor(name) and value.is_floating_point():
+            done.setdefault(value.data_ptr(), value.to(dtype))
+    return {name: done.get(value.data_ptr(), value) for name, value in weights.items()}

@@ -1,0 +1,145 @@
+"""Who learns how fast: parameters by role, their optimizer groups, and the schedule in tokens."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from retrofox.anatomy import is_new_tensor
+from retrofox.config import ROLES, Recipe, Stage
+
+
+def role_of(name: str) -> str:
+    """The role of a parameter by its name: gate_bias, gate_weight, pro, attention or rest."""
+    parts = name.split(".")
+    if "forget_gate" in parts:
+        return "gate_bias" if parts[-1] == "bias" else "gate_weight"
+    if is_new_tensor(name):
+        return "pro"
+    return "attention" if any(part.endswith("attn") or part == "attention" for part in parts) else "rest"
+
+
+def set_trainable(model: torch.nn.Module, stage: Stage, adapters: bool = False) -> list[str]:
+    """Sets requires_grad from the stage's rates and `trainable` patterns; returns the names that will be trained.
+
+    Args:
+        adapters: the model has LoRA adapters: pretrained tensors stay frozen, adapters take their layer's role.
+
+    Raises:
+        ValueError: a pattern matches nothing, or nothing that is trained; or nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in stage.trainable or []:
+        if not any(fnmatch.fnmatch(name, pattern) for name in names):
+            raise ValueError(f"trainable: pattern {pattern!r} matches no parameter; names look like {names[0]!r}")
+    chosen = []
+    for name, parameter in model.named_parameters():
+        frozen_base = adapters and "lora_" not in name and ".modules_to_save." not in name
+        wanted = stage.rate(role_of(name)) > 0 and not frozen_base and parameter.is_floating_point()
+        if wanted and stage.trainable is not None:
+            wanted = any(fnmatch.fnmatch(name, pattern) for pattern in stage.trainable)
+        if ".original_module." in name:
+            wanted = False
+        parameter.requires_grad_(wanted)
+        if wanted:
+            chosen.append(name)
+    if not chosen:
+        rates = ", ".join(f"{role} {stage.rate(role):g}" for role in ROLES)
+        raise ValueError(f"nothing to train: the stage's rates are {rates}, its trainable patterns {stage.trainable}")
+    for pattern in stage.trainable or []:
+        if not any(fnmatch.fnmatch(name, pattern) for name in chosen):
+            roles = sorted({role_of(name) for name in names if fnmatch.fnmatch(name, pattern)})
+            raise ValueError(
+                f"trainable: pattern {pattern!r} trains nothing: it matches {', '.join(roles)}, whose rate is 0"
+                + (", or what adapters leave frozen" if adapters else "")
+            )
+    return chosen
+
+
+def parameter_groups(model: torch.nn.Module, stage: Stage) -> list[dict[str, Any]]:
+    """Optimizer groups, one per role and decay: role, lr, weight_decay, params, in the order of ROLES.
+
+    Vectors (norms, biases) and gates are not decayed: decay would pull a gate to sigmoid(0), a half-life of one token.
+    """
+    groups: dict[tuple[str, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        role = role_of(name)
+        decay = 0.0 if parameter.ndim < 2 or role.startswith("gate") else stage.weight_decay
+        groups.setdefault((role, decay), []).append(parameter)
+    return [
+        {"role": role, "params": params, "lr": stage.rate(role), "weight_decay": decay}
+        for (role, decay), params in sorted(groups.items(), key=lambda item: (ROLES.index(item[0][0]), item[0][1]))
+    ]
+
+
+def schedule(stage: Stage, batch_tokens: int) -> Callable[[int], float]:
+    """Factor on the peak rate at optimizer step s, as a function of tokens seen.
+
+    Warm-up is linear over `warmup_tokens`, counted at the step's end so that the first step is not idle; then with
+    p = progress through the rest: cosine (1 + cos pi p) / 2, linear 1 - p, constant 1, wsd 1 until the last
+    `decay_tokens` (a fifth, or what the warm-up leaves) and linear from there; all from 1 down to min_lr_ratio.
+    """
+    floor, warmup = stage.min_lr_ratio, stage.warmup_tokens
+    decay_tokens = stage.decay_tokens or max(1, min(stage.tokens // 5, stage.tokens - stage.warmup_tokens))
+
+    def factor(step: int) -> float:
+        seen = step * batch_tokens
+        if seen + batch_tokens <= warmup:
+            return (seen + batch_tokens) / warmup
+        progress = min(1.0, max(0.0, (seen - warmup) / (stage.tokens - warmup)))
+        if stage.schedule == "cosine":
+            shape = 0.5 * (1 + math.cos(math.pi * progress))
+        elif stage.schedule == "linear":
+            shape = 1 - progress
+        elif stage.schedule == "wsd":
+            shape = min(1.0, max(0.0, (stage.tokens - seen) / decay_tokens))
+        else:
+            shape = 1.0
+        return floor + (1 - floor) * shape
+
+    return factor
+
+
+def group_schedules(groups: list[dict[str, Any]], stage: Stage, batch_tokens: int) -> list[Callable[[int], float]]:
+    """One schedule per optimizer group: gates wait for `gate_delay_tokens`, all else follows `schedule`."""
+    common = schedule(stage, batch_tokens)
+
+    def delayed(step: int) -> float:
+        return common(step) if step * batch_tokens >= stage.gate_delay_tokens else 0.0
+
+    return [delayed if group["role"].startswith("gate") else common for group in groups]
+
+
+def count_steps(stage: Stage, batch_tokens: int) -> int:
+    """Optimizer steps of a stage: tokens / batch_tokens, rounded up."""
+    return -(-stage.tokens // batch_tokens)
+
+
+def save_steps(recipe: Recipe, stage: Stage, steps: int) -> int:
+    """Optimizer steps between checkpoints of a stage; ten of them where the recipe says nothing."""
+    every = recipe.checkpoint.every_steps
+    if recipe.checkpoint.every_tokens is not None:
+        every = max(1, recipe.checkpoint.every_tokens * steps // stage.tokens)
+    return every or max(1, steps // 10)
+
+
+def accumulation(stage: Stage, batch_tokens: int, world_size: int) -> int:
+    """Micro-batches per optimizer step and device.
+
+    Raises:
+        ValueError: batch_tokens is not a whole number of micro-batches over the devices; names the nearest that are.
+    """
+    unit = stage.sequence_length * stage.micro_batch * world_size
+    if batch_tokens % unit:
+        below = max(1, batch_tokens // unit) * unit
+        raise ValueError(
+            f"batch_tokens = {batch_tokens} must be a multiple of sequence_length x micro_batch x devices = "
+            f"{stage.sequence_length} x {stage.micro_batch} x {world_size} = {unit}; nearest: {below} or {below + unit}"
+        )
+    return batch_tokens // unit

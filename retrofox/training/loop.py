@@ -1,0 +1,393 @@
+"""The Trainer subclass: own data loader, parameter groups by role, chunked objectives, checkpoints that count.
+
+transformers.Trainer underneath brings accelerate (DDP, FSDP2, DeepSpeed), its optimizers and its trackers. Inside the
+loop nothing waits for the GPU: losses, norms and gate statistics stay on the device until a log line is due.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from retrofox.anatomy import causal_lm, is_new_tensor
+from retrofox.config import Recipe, Stage
+from retrofox.support.interruptions import Interruptions
+from retrofox.training import checkpoint
+from retrofox.training.callbacks import (
+    Anneal,
+    Clock,
+    Diverged,
+    GateRecorder,
+    Guard,
+    JsonLog,
+    KeepGathered,
+    LogWithSaves,
+    LossWindow,
+    Progress,
+    Signals,
+)
+from retrofox.training.groups import group_schedules, parameter_groups
+from retrofox.training.lora import assert_gates_saved, trained_in_full
+from retrofox.training.refusals import own_autocast
+
+
+class FoxTrainer(Trainer):
+    """Trains one stage.
+
+    Args:
+        objective: called as objective(model, batch) inside the model's own forward, so that DDP and FSDP see one
+            forward; returns (loss summed over targets, metrics summed over targets).
+        batches: batches(consumed rows) -> endless iterable of batches with `targets` and `num_targets`.
+        data_state: data_state(consumed rows) -> what identifies the data's order, kept in every checkpoint.
+        first_row: rows consumed by earlier stages.
+        evaluator: the objective that `evaluate_loss` reports, with eval_batches() -> this process's share of batches.
+        interruptions: where signals are noted during the loop, which stops for them after a save.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: TrainingArguments,
+        *,
+        recipe: Recipe,
+        stage: Stage,
+        number: int,
+        objective: Callable[[Any, dict[str, Any]], tuple[torch.Tensor, torch.Tensor]],
+        batches: Callable[[int], Iterable[dict[str, Any]]],
+        data_state: Callable[[int], dict[str, Any]],
+        first_row: int,
+        batch_tokens: int,
+        clock: Clock,
+        log_file: Path,
+        evaluator: Any = None,
+        eval_batches: Callable[[], Iterable[dict[str, Any]]] | None = None,
+        interruptions: Interruptions | None = None,
+    ):
+        self.recipe, self.stage, self.number = recipe, stage, number
+        self.objective, self.batches, self.data_state = objective, batches, data_state
+        self.first_row, self.batch_tokens, self.clock, self.log_file = first_row, batch_tokens, clock, log_file
+        self.eval_batches = eval_batches
+        self.json_log: JsonLog | None = None
+        self.resumed_step = 0
+        self.own_autocast = own_autocast(recipe)
+        self.guard = Guard(stage.spike_factor, fp16=recipe.precision == "fp16")
+        self.history: list[dict[str, float]] = []
+        self.eval_before: float | None = None
+        super().__init__(model=model, args=args)
+        self.loss_is_scaled_for_ga = True
+        self.model_accepts_loss_kwargs = True  # the same, for transformers before loss_is_scaled_for_ga
+        for builtin in (PrinterCallback, ProgressCallback):
+            self.remove_callback(builtin)
+        lm = causal_lm(model)
+        self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps))
+        self.interruptions = interruptions or Interruptions("nothing is saved")
+        self.window = LossWindow(len(getattr(objective, "metrics", ())), args.device)
+        signals = Signals(args.world_size, self.interruptions)
+        for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
+            self.add_callback(callback)
+        fox = getattr(lm.config, "fox", None)
+        if stage.anneal and fox is not None and fox["rope"] == "anneal":  # last: it asks whether others want a save
+            self.add_callback(Anneal(lm, fox["annealed_tokens"], batch_tokens))
+        if self.is_fsdp_enabled and stage.objective == "align":
+            self.add_callback(KeepGathered())
+        self.evaluator = evaluator
+        model.forward = types.MethodType(self._forward, model)
+
+    # data ------------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """Endless batches of this process from where the checkpoint stopped."""
+        return _Endless(self.batches(self.first_row + self.resumed_step * self.rows_per_step))
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_tokens // self.stage.sequence_length
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The micro-batches of one step and the number of targets in it over all processes."""
+        samples = [next(epoch_iterator) for _ in range(num_batches)]
+        count: Any = sum(sample["num_targets"] for sample in samples)
+        if self.args.world_size > 1:
+            here: Any = torch.tensor(count, device=device)
+            count = self.accelerator.reduce(here, "sum")
+        return samples, count
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        # Pinned host memory and non_blocking: the copy runs beside the step before it.
+        return {
+            key: value.to(self.args.device, non_blocking=True)
+            for key, value in inputs.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _forward(self, model: Any, **batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model's forward is during a stage: the objective."""
+        for gate in self.gates.gates:
+            if gate.bias.dtype != torch.float32:
+                raise ValueError(
+                    f"the forget gates were cast to {gate.bias.dtype}: they must stay float32. Set mixed_precision: "
+                    "'no' in the accelerate config; the recipe's `precision` says what products run in"
+                )
+        own = torch.autocast(self.args.device.type, torch.bfloat16) if self.own_autocast else contextlib.nullcontext()
+        with own:
+            return self.objective(model, batch)
+
+    def evaluate_loss(self) -> float | None:
+        """Cross-entropy in nats per token over the held-out rows; None without them, or before FSDP has sharded."""
+        sharded_later = (self.is_fsdp_enabled or self.is_deepspeed_enabled) and self.model_wrapped is self.model
+        if self.eval_batches is None or (sharded_later and not isinstance(self.model, FSDPModule)):
+            return None
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        training, self.objective = self.objective, self.evaluator
+        model: Any = self.model_wrapped
+        model.eval()
+        try:
+            for batch in self.eval_batches():
+                with torch.no_grad(), self.accelerator.autocast():
+                    loss, _ = model(**self._prepare_inputs(batch))
+                sums += torch.stack((loss.double(), torch.full_like(loss, batch["num_targets"]).double()))
+        finally:
+            self.objective = training
+            model.train()
+        total = self.accelerator.reduce(sums, "sum")
+        return float(total[0] / total[1])  # type: ignore[index]
+
+    # loss, groups, schedule ------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Mean over the targets of the whole step: each process's sum, times their number because DDP averages."""
+        loss, metrics = model(**inputs)
+        scale = self.args.world_size / num_items_in_batch
+        self.window.add(loss * scale, metrics * scale)
+        return loss * scale
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer named by the recipe over parameter groups by role."""
+        if self.optimizer is None:
+            target: Any = self.model if model is None else model
+            if self.is_fsdp_enabled:
+                shard_new_modules(target)  # before accelerate shards the layers around them
+            groups = parameter_groups(target, self.stage)
+            cls, options = self.get_optimizer_cls_and_kwargs(self.args, target)
+            self.optimizer = cls(groups, **options)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The stage's schedule in tokens, one factor per group."""
+        if self.is_fsdp_enabled:
+            # accelerate finds a sharded parameter again by its address, and all empty shards have the address 0: a
+            # rank that holds none of several gates' rows would be left with one parameter many times over.
+            for group, sharded in zip(
+                self.optimizer.param_groups,  # type: ignore[union-attr]
+                parameter_groups(self.model, self.stage),  # type: ignore[arg-type]
+                strict=True,
+            ):
+                group["params"] = sharded["params"]
+        if self.lr_scheduler is None:
+            target = self.optimizer if optimizer is None else optimizer
+            factors = group_schedules(target.param_groups, self.stage, self.batch_tokens)
+            self.lr_scheduler = LambdaLR(target, factors)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _get_learning_rate(self) -> float:
+        return self.lr_scheduler.get_last_lr()[-1]  # type: ignore[union-attr]  # the pretrained weights', not a gate's
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0  # counted in closed form by Clock; the Trainer's own walks all parameters at every micro-batch
+
+    # log -------------------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds tokens, speed, MFU, memory, time left and gate statistics; checks the loss; writes the JSON line."""
+        if "loss" in logs:
+            step, args = self.state.global_step, self.args
+            logs["tokens"] = step * self.batch_tokens
+            logs.update(self.clock.read(step, self.state.max_steps, args.world_size))
+            logs.update(self.gates.statistics())
+            names = ("loss", *getattr(self.objective, "metrics", ()))
+            logs.update(zip(names, self.window.means(self.accelerator, step), strict=True))
+            due = self.gates.is_due(step, self.state.max_steps)
+            if due:
+                self.window.restart(step)
+            self.history.append({"step": step, "loss": logs["loss"], "tokens_per_second": logs["tokens_per_second"]})
+            if self.json_log is not None:
+                self.json_log.write({"step": step, **logs})
+            try:
+                self.guard.check(logs["loss"], logs.get("grad_norm"), step, keep=due)
+            except Diverged as stop:
+                raise Diverged(f"{stop}. {self._way_back()}") from None
+        super().log(logs, start_time)
+
+    def _way_back(self) -> str:
+        """What stands after the loss diverged, and what to try."""
+        root = Path(str(self.args.output_dir))
+        good, _ = checkpoint.newest_good(root)
+        stands, again = "There is no checkpoint yet", "run again"
+        if good is not None:
+            stands, again = f"{good} stands", "run again to resume from it"
+            if not any(entry["step"] > checkpoint.step_of(good) for entry in self.history[:-1]):
+                earlier = [path.name for path in checkpoint.checkpoints(root) if path != good]
+                before = earlier[-1] if earlier else "the start of the stage"
+                stands += f" (no loss was seen since it was saved: if it is spoilt, delete it to go back to {before})"
+        return (
+            f"{stands}: {again} after lowering learning_rate (gate rates first), raising warmup_tokens or lowering "
+            "clip; a spike that you trust to pass: raise spike_factor"
+        )
+
+    # checkpoints -----------------------------------------------------------------------------------------------------
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Both as saved, but with the recipe's present rates and schedule: they may have been lowered since."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        scheduler.base_lrs = [group["lr"] for group in parameter_groups(self.model, self.stage)]  # type: ignore[arg-type]
+        scheduler._last_lr = [
+            base * factor(scheduler.last_epoch)
+            for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        groups = self.optimizer.param_groups  # type: ignore[union-attr]
+        for group, base, now in zip(groups, scheduler.base_lrs, scheduler._last_lr, strict=True):
+            group["initial_lr"], group["lr"] = base, now
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Trains to the end of the stage, or until a signal; restores what is ours from the checkpoint first."""
+        if resume_from_checkpoint is not None:
+            note = self._note_of(Path(resume_from_checkpoint))
+            self.resumed_step = note["step"]
+            self.guard.mean = note["loss_mean"]
+            self.window.restart(self.resumed_step)
+            if "loss_window" in note:  # older checkpoints do not say
+                self.window.restore(note["loss_window"], self.args.process_index, self.args.world_size)
+            wanted = self.data_state(self.first_row + self.resumed_step * self.rows_per_step)
+            if note["data"] != wanted:
+                raise ValueError(
+                    f"the data under this run changed: {resume_from_checkpoint} was made with {note['data']}, now it "
+                    f"is {wanted}. Restore the data, or choose another `output`"
+                )
+        if self.args.should_save:
+            self.json_log = JsonLog(self.log_file, self.number, self.resumed_step)
+        self.clock.restart(self.resumed_step)
+        with self.interruptions.held():
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _sharding(self) -> str:
+        """Who writes the weights of a checkpoint, and in what form: what can read them again."""
+        if self.is_deepspeed_enabled:
+            return "DeepSpeed"
+        if self.is_fsdp_enabled:
+            plugin: Any = self.accelerator.state.fsdp_plugin
+            return f"FSDP ({plugin.state_dict_type.name})"
+        return "no sharding"
+
+    def _note_of(self, directory: Path) -> dict[str, Any]:
+        """What a checkpoint says of itself, of which the stage's report takes over what was before it.
+
+        Raises:
+            ValueError: its weights are in a form that this run can't read.
+        """
+        note = checkpoint.note_of(directory)
+        now = self._sharding()
+        before = note.get("sharding", now)  # older checkpoints do not say
+        if before != now:
+            raise ValueError(
+                f"{directory} was saved with {before}, this run has {now}: launch it with the "
+                "accelerate config it was begun with (on any number of processes), or choose another `output`"
+            )
+        self.history, self.eval_before = note.get("history", []), note.get("eval_before")  # as above
+        return note
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes checkpoint-N, then its COMPLETE marker, then rotates; says what failed and what still stands."""
+        root = Path(str(self.args.output_dir))
+        directory = root / f"checkpoint-{self.state.global_step}"
+        if checkpoint.problem(directory) is None:
+            return
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save and directory.exists():
+            checkpoint.discard(directory)  # what an interrupted save left
+        self.accelerator.wait_for_everyone()
+        with checkpoint.saving(directory, root):
+            super()._save_checkpoint(model, trial)
+            self.check_adapter(directory)
+            window = self.window.state(self.accelerator)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                consumed = self.first_row + self.state.global_step * self.rows_per_step
+                checkpoint.commit(
+                    directory,
+                    {
+                        "step": self.state.global_step,
+                        "stage": self.number,
+                        "tokens": self.state.global_step * self.batch_tokens,
+                        "data": self.data_state(consumed),
+                        "loss_mean": self.guard.mean,
+                        "history": [*self.history[:1], *self.history[1:][-1:]],
+                        "eval_before": self.eval_before,
+                        "loss_window": window,
+                        "world_size": self.args.world_size,
+                        "sharding": self._sharding(),
+                    },
+                )
+                checkpoint.rotate(root, self.recipe.checkpoint.keep)
+        self.accelerator.wait_for_everyone()
+        self.clock.restart(self.state.global_step)
+
+    def restore(self, directory: Path) -> None:
+        """Loads a stage's last checkpoint where nothing is left to train."""
+        self.state.global_step = self._note_of(directory)["step"]
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            self._prepare_for_training(self.args.max_steps, None, str(directory))
+        else:
+            self._load_from_checkpoint(str(directory))
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, Anneal):
+                callback.move(self.state.global_step)  # the dial is no tensor of the checkpoint
+
+    def check_adapter(self, directory: Path) -> None:
+        """Asserts that the adapter just saved, if it is one, holds the gates; on every process, which gather them."""
+        if self.recipe.lora is None:
+            return
+        live = trained_in_full(causal_lm(self.model))
+        if self.args.should_save and (directory / "adapter_config.json").is_file():
+            assert_gates_saved(directory, live)
+
+    def release(self) -> Any:
+        """The model with its own forward again, for what comes after the stage."""
+        model = self.accelerator.unwrap_model(self.model)
+        for ours in ("forward", "_original_forward", "_is_accelerate_prepared"):
+            model.__dict__.pop(ours, None)
+        return model
+
+
+class _Endless:
+    """An iterable without length, as the Trainer wants it for training by steps."""
+
+    def __init__(self, batches: Iterable[dict[str, Any]]):
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def shard_new_modules(model: Any) -> None:
+    """Gives gates and Pro parts FSDP2 groups of their own, float32: the layers' bfloat16 groups would cast them."""
+    for name, module in list(model.named_modules()):
+        holds = any(True for _ in module.parameters(recurse=False))
+        if holds and is_new_tensor(f"{name}.weight") and not isinstance(module, FSDPModule):
+            # Small, and a gather costs more than they weigh: gathered once a pass.
+            policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+            fully_shard(module, mp_policy=policy, reshard_after_forward=False)

@@ -1,0 +1,171 @@
+"""LoRA on the pretrained projections, gates and Pro parts trained in full beside them and saved in float32."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from retrofox.anatomy import is_new_tensor, lm_class
+from retrofox.config import LoraConfig, Recipe
+from retrofox.loading.adapter import (
+    WEIGHTS,
+    base_of,
+    float32_parts,
+    peft_is_behind,
+    refuse_plain_base,
+    with_adapter,
+)
+from retrofox.loading.converted import load
+from retrofox.loading.source import read_config
+from retrofox.model.gates import ForgetGate
+from retrofox.model.modeling_fox import NEW_MODULES
+
+
+def adapted(recipe: Recipe, source: Path, state: Any) -> Any:
+    """A converted model with adapters: a fresh one, or the one in `source` if that is an adapter directory.
+
+    Raises:
+        ValueError: the base is not converted, a target names no linear layer, quantize without bitsandbytes or a GPU.
+    """
+    assert recipe.lora is not None
+    if (source / "adapter_config.json").is_file():
+        return with_adapter(_base(recipe, base_of(source), state), source, trainable=True)
+    # An absolute path: the adapter must find its base from any directory.
+    where = str(source.resolve()) if source.is_dir() else str(source)
+    return add_adapters(_base(recipe, where, state), recipe.lora, where)
+
+
+def add_adapters(base: Any, lora: LoraConfig, source: str) -> Any:
+    """A converted model with fresh adapters on its projections, its gates and Pro parts trained in full."""
+    config = PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        use_dora=lora.dora,
+        target_modules=target_modules(base, lora),
+        modules_to_save=new_modules(base),
+    )
+    with peft_is_behind():
+        model: Any = get_peft_model(base, config)
+    model.peft_config["default"].base_model_name_or_path = source
+    return float32_parts(model)
+
+
+def _base(recipe: Recipe, source: str, state: Any) -> Any:
+    refuse_plain_base(source)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[recipe.precision]
+    assert recipe.lora is not None
+    if recipe.lora.quantize is None:
+        model = load(source, dtype=dtype)
+    else:
+        model = _quantized(source, dtype, state)
+    model.config.use_cache = False
+    model.config._name_or_path = source
+    return model
+
+
+def _quantized(source: str, dtype: torch.dtype, state: Any) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=["lm_head", *NEW_MODULES],
+    )
+    family = lm_class(read_config(source)["model_type"].removeprefix("fox_"))
+    model = family.from_pretrained(source, dtype=dtype, quantization_config=quantization, device_map={"": state.device})
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes 0.50: evaluation on such a CPU packs weights into a form that has no backward afterwards.
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def target_modules(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Names of the linear layers that get adapters: never the head, never a gate.
+
+    Raises:
+        ValueError: a name that is no linear layer, or a gate, with the names there are.
+    """
+    linear = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not is_new_tensor(name) and module is not model.get_output_embeddings()  # type: ignore[operator]
+    }
+    if config.targets == "all-linear":
+        return sorted(linear)
+    unknown = [name for name in config.targets if name not in linear]
+    if unknown:
+        raise ValueError(
+            f"lora.targets: {unknown} are no linear layers to adapt; there are {', '.join(sorted(linear))}"
+        )
+    return list(config.targets)
+
+
+def new_modules(model: nn.Module) -> list[str]:
+    """Names of the modules a conversion added and that hold parameters: they are trained in full and saved."""
+    found = set()
+    for name, _ in model.named_parameters():
+        if is_new_tensor(name):
+            found |= set(name.split(".")) & set(NEW_MODULES)
+    return sorted(found)
+
+
+def trained_in_full(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Current values, on the CPU, of the gates and Pro parts that an adapter must hold; gathered where sharded.
+
+    Raises:
+        RuntimeError: the model has gates, none of which is trained.
+    """
+    live = {
+        name.replace(".modules_to_save.default", "").removeprefix("base_model.model."): parameter
+        for name, parameter in model.named_parameters()
+        if ".modules_to_save." in name
+    }
+    gates = (module for module in model.modules() if isinstance(module, ForgetGate))
+    if not live and any(True for gate in gates for _ in gate.parameters()):  # fixed gates have none
+        raise RuntimeError("the adapter trains no forget gate: modules_to_save did not include them")
+    with _gathered(list(live.values())):
+        return {
+            name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu().clone()
+            for name, parameter in live.items()
+        }
+
+
+def _gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, parameters that DeepSpeed ZeRO-3 has partitioned are whole."""
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
+def assert_gates_saved(directory: Path, live: dict[str, torch.Tensor]) -> None:
+    """Opens the adapter file just written and asserts that every gate is in it, float32, with its present values.
+
+    Args:
+        live: what `trained_in_full` found.
+
+    Raises:
+        RuntimeError: a gate is missing, rounded, or not what was trained.
+    """
+    with safe_open(directory / WEIGHTS, "pt") as file:
+        names = {name.removeprefix("base_model.model."): name for name in file.keys()}  # noqa: SIM118, not a dict
+        for name, value in live.items():
+            if name not in names:
+                raise RuntimeError(f"{directory / WEIGHTS} lacks {name}: the trained gates would be lost")
+            saved = file.get_tensor(names[name])
+            if saved.dtype != torch.float32 or not torch.equal(saved, value):
+                raise RuntimeError(f"{directory / WEIGHTS} holds {name} as {saved.dtype}, not as trained")

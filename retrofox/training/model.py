@@ -1,0 +1,90 @@
+"""The model a stage trains: converted first where the recipe says so, float32 master weights, adapters, teacher."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from retrofox.anatomy import is_new_tensor
+from retrofox.config import Recipe
+from retrofox.conversion.convert import convert
+from retrofox.loading.base import load_base
+from retrofox.loading.converted import load
+from retrofox.loading.source import read_config, refuse_adapter
+from retrofox.training.lora import adapted
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def resolve_source(recipe: Recipe, out: Path, state: PartialState) -> Path:
+    """The checkpoint training starts from: the recipe's model, or OUTPUT/converted, made now if it is not there.
+
+    Raises:
+        ValueError: `fox:` with a model that is already converted; an adapter.
+        FileNotFoundError: no such model.
+    """
+    refuse_adapter(recipe.model)
+    is_gguf = recipe.model.endswith(".gguf")
+    model_type = "" if is_gguf else read_config(recipe.model).get("model_type", "")
+    if recipe.fox is None:
+        return Path(recipe.model)
+    if model_type.startswith("fox_"):
+        raise ValueError(
+            f"{recipe.model} is already converted ({model_type}): remove `fox:` from the recipe, or give its base model"
+        )
+    converted = out / "converted"
+    if state.is_main_process and not (converted / "config.json").is_file():
+        print(f"converting {recipe.model} into {converted}", flush=True)
+        # The texts that will be trained on are the ones to look at where the base's heads are measured.
+        texts = [source.path for source in recipe.data.train] if recipe.fox.init == "calibrated" else []
+        convert(recipe.model, converted, fox=recipe.fox, calibrate=texts)
+    state.wait_for_everyone()
+    return converted
+
+
+def build_model(recipe: Recipe, source: Path, state: PartialState) -> Any:
+    """The model to train, on the CPU in float32 (frozen bases of LoRA in the recipe's precision), adapters added."""
+    if recipe.lora is not None:
+        torch.manual_seed(recipe.seed)  # adapters start at random: alike in every run, whatever its processes
+        return adapted(recipe, source, state)
+    model = load_any(recipe, source, torch.float32)
+    model.config.use_cache = False
+    return model
+
+
+def load_any(recipe: Recipe, source: Path, dtype: torch.dtype) -> Any:
+    """A converted model through `retrofox.load`, a plain one with the recipe's `attention`."""
+    if not str(source).endswith(".gguf") and read_config(str(source)).get("model_type", "").startswith("fox_"):
+        if recipe.attention is not None:
+            raise ValueError(f"{source} is converted and always runs Forgetting Attention: remove `attention`")
+        return load(str(source), dtype=dtype)
+    model, _ = load_base(str(source), dtype=dtype)
+    set_attention(model, recipe)
+    return model
+
+
+def set_attention(model: Any, recipe: Recipe) -> None:
+    """Runs an unconverted model with the recipe's `attention`.
+
+    Raises:
+        ValueError: no such attention, or it is not installed.
+    """
+    if recipe.attention is not None:
+        if recipe.attention == "flex_attention" and not torch.cuda.is_available():
+            raise ValueError("attention: flex_attention can't run here: it has no backward on a CPU")
+        try:
+            model.set_attn_implementation(recipe.attention)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"attention: {recipe.attention} can't run here: {error}") from None
+
+
+def lower_frozen(model: Any, recipe: Recipe) -> None:
+    """The frozen base under adapters in the recipe's precision, as `adapted` loads it; gates and Pro parts float32."""
+    if recipe.lora is None:
+        return
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and not is_new_tensor(name):
+            parameter.data = parameter.data.to(DTYPES[recipe.precision])

@@ -1,0 +1,277 @@
+"""The three objectives of a retrofit, none of which ever holds the logits of all positions at once."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from retrofox.anatomy import attention_mode, attentions, causal_lm, inner_model, is_converted
+from retrofox.config import Stage
+from retrofox.training.chunked_loss import (
+    AnyRows,
+    Head,
+    PlainCrossEntropy,
+    RowLoss,
+    chunk_rows,
+    is_plain_head,
+    sum_over_rows,
+)
+from retrofox.training.teacher import require_own_original
+
+IGNORE = -100
+SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+"""Set to true by accelerate where it shards weights."""
+
+
+def next_token_targets(
+    input_ids: torch.Tensor, labels: torch.Tensor | None, position_ids: torch.Tensor
+) -> torch.Tensor:
+    """Targets (B, T) int64: the next token of the same document, IGNORE where there is none or its label is IGNORE."""
+    following = input_ids if labels is None else labels
+    targets = torch.full_like(input_ids, IGNORE)
+    targets[:, :-1] = following[:, 1:].masked_fill(position_ids[:, 1:] == 0, IGNORE)
+    return targets
+
+
+def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tuple[str, str]:
+    """(name, reason) of the cross-entropy to run: "chunked" (ours), "torch" (linear_cross_entropy) or "liger".
+
+    Raises:
+        ValueError: the requested one can't run here, with what is missing.
+    """
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    sharded = [name for name in SHARDING if os.environ.get(name, "false").lower() == "true"]
+    if requested == "auto":
+        # 65536 tokens x 128256 words x 2048, bfloat16 on an H200 (benchmarks/cross_entropy.json): liger 179 ms, 2.9 GB;
+        # chunked 248 ms, 5.0 GB. 512 x 49152 x 576, float32 on a CPU core: chunked 1.3 s, torch's (2.13) 5.9 s.
+        if device.type == "cuda" and installed and not sharded and is_plain_head(model):
+            return "liger", "auto: 1.4x as fast as chunked on a GPU"
+        return "chunked", "auto: 4x as fast as torch's on a CPU core, knows every family's logit rules, sharded or not"
+    if requested == "chunked":
+        return "chunked", "requested"
+    if not is_plain_head(model):
+        raise ValueError(f"cross_entropy={requested} can't apply this family's logit scale, cap or bias: use chunked")
+    if requested == "torch" and not hasattr(F, "linear_cross_entropy"):
+        raise ValueError(f"cross_entropy=torch needs torch >= 2.13, this is {torch.__version__}: use chunked")
+    if requested == "liger":
+        if not installed:
+            raise ValueError("cross_entropy=liger needs liger-kernel: pip install 'retrofox[liger]', or use chunked")
+        if device.type != "cuda":
+            raise ValueError(f"cross_entropy=liger needs a GPU, this is {device.type}: use chunked")
+        if sharded:
+            raise ValueError(f"cross_entropy=liger needs the head's whole weight, {sharded[0]} shards it: use chunked")
+    return requested, "requested"
+
+
+def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """The last hidden state (B, T, hidden_size) of a batch of packed documents.
+
+    A batch without cu_seqlens has one document a row and needs no positions; with them, converted models take the
+    boundaries as they are and plain ones find them where position_ids restart.
+    """
+    lm = causal_lm(model)
+    packed = {}
+    if batch.get("cu_seqlens") is not None:
+        packed["position_ids"] = batch["position_ids"]
+        if is_converted(lm):
+            packed["cu_seqlens"] = batch["cu_seqlens"]
+    return inner_model(lm)(input_ids=batch["input_ids"], use_cache=False, return_dict=True, **packed).last_hidden_state
+
+
+class Extend:
+    """Cross-entropy: L = sum_t -log p(x_{t+1} | x_{<=t}) / number of targets, over targets inside documents."""
+
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, model: Any, stage: Stage, device: torch.device):
+        self.kind, self.reason = choose_cross_entropy(stage.cross_entropy, model, device)
+        self.rows = chunk_rows(causal_lm(model).config.vocab_size, device)
+        self.plain = is_plain_head(model)
+
+    def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(loss summed over targets, metrics summed over targets)."""
+        return self.from_hidden(model, hidden_states(model, batch), batch["targets"])
+
+    def from_hidden(self, model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cross-entropy from hidden states (B, T, hidden) and targets (B, T)."""
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        if self.kind == "chunked":
+            loss_of = PlainCrossEntropy(targets) if self.plain else AnyRows(_cross_entropy_of(targets))
+            return sum_over_rows(model, hidden, loss_of, self.rows)
+        weight = causal_lm(model).get_output_embeddings().weight
+        if self.kind == "torch":
+            options = torch.nn.LinearCrossEntropyOptions()
+            dtype = hidden.dtype if not torch.is_autocast_enabled(hidden.device.type) else torch.bfloat16
+            with torch.autocast(hidden.device.type, enabled=False):
+                loss = F.linear_cross_entropy(
+                    hidden.to(dtype), weight.to(dtype), targets, reduction="sum", ignore_index=IGNORE, options=options
+                )
+        else:
+            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+            loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", ignore_index=IGNORE)(weight, hidden, targets)
+        return loss.float(), loss.new_zeros(0)
+
+
+def _cross_entropy_of(targets: torch.Tensor) -> RowLoss:
+    def loss_of(logits: torch.Tensor, part: slice) -> torch.Tensor:
+        return F.cross_entropy(logits, targets[part], reduction="sum", ignore_index=IGNORE)[None]
+
+    return loss_of
+
+
+class Distill:
+    """L = (1 - a) tau^2 KL(p_original(tau) || p_retrofit(tau)) + a CE, full vocabulary, mean over targets.
+
+    The original is `teacher` (a second model), or with teacher=None the very same weights in attention mode
+    "original" with adapters off: right only while they are the original's and frozen, else ValueError.
+    Source: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network" (2015), eq. 1 and section 2.
+    """
+
+    metrics = ("kl", "cross_entropy")
+
+    def __init__(self, model: Any, stage: Stage, device: torch.device, teacher: Any = None):
+        if teacher is None:
+            require_own_original(model)
+        self.teacher = teacher
+        self.temperature = stage.temperature or 1.0
+        self.ce_weight = stage.ce_weight or 0.0
+        self.rows = max(64, chunk_rows(causal_lm(model).config.vocab_size, device) // 4)
+        self.kind, self.reason = "chunked", "KL needs both distributions of a row"
+
+    def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        original = self.teacher if self.teacher is not None else model
+        with torch.no_grad(), original_form(original):
+            taught = hidden_states(original, batch).flatten(0, 1)
+        lm = causal_lm(original)
+        module = lm.get_output_embeddings()
+        device = taught.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else module.weight.dtype
+        targets = batch["targets"].flatten()
+        tau = self.temperature
+
+        def loss_of(logits: torch.Tensor, part: slice) -> torch.Tensor:
+            with torch.no_grad():
+                teacher = Head(lm.config, module.weight.to(dtype), module.bias)
+                log_p = torch.log_softmax(teacher.logits(taught[part].to(dtype)).float() / tau, -1)
+            log_q = torch.log_softmax(logits / tau, -1)
+            valid = (targets[part] >= 0).float()
+            kl = tau * tau * ((log_p.exp() * (log_p - log_q)).sum(-1) * valid).sum()
+            ce = F.cross_entropy(logits, targets[part], reduction="sum", ignore_index=IGNORE)
+            return torch.stack(((1 - self.ce_weight) * kl + self.ce_weight * ce, kl, ce))
+
+        hidden = hidden_states(model, batch).flatten(0, 1)
+        return sum_over_rows(model, hidden, AnyRows(loss_of), self.rows)
+
+
+class Align:
+    """L = mean over layers and rows of |A_fox(x_l) - A(x_l)|^2 / |A(x_l)|^2, x_l the original's own input to layer l.
+
+    Norms are over a row's tokens and channels, and a row weighs as many units as it has targets, so the loss does not
+    depend on which rows share a micro-batch or a device.
+
+    One pass of the original runs through all layers; in each, the retrofitted block is run beside it on the same
+    input. With teacher=None the original is the same module in mode "original": no second copy of anything, and
+    ValueError where its weights are not the original's, or not frozen.
+    Source: the alignment stages of RADLADS (arXiv 2505.03005) and PaTH (arXiv 2505.16381); the division by the
+    output's own power, so that all layers weigh the same, is ours.
+    """
+
+    metrics: tuple[str, ...] = ()
+
+    def __init__(self, model: Any, stage: Stage, device: torch.device, teacher: Any = None):
+        if teacher is None:
+            require_own_original(model)
+        self.teacher = teacher
+        self.kind, self.reason = "none", "align computes no logits"
+        self.recomputed = recomputed_layers(stage.gradient_checkpointing, len(list(attentions(causal_lm(model)))))
+
+    def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        lm = causal_lm(model)
+        original = lm if self.teacher is None else self.teacher
+        if self.teacher is not None:
+            gather_layers(lm)  # whose own forwards, which would do it, don't run
+        students = [module for _, module in attentions(lm)]
+        teachers = [module for _, module in attentions(original)]
+        errors: list[torch.Tensor] = []
+        hooks = [
+            module.register_forward_hook(_beside(student, errors, index in self.recomputed), with_kwargs=True)
+            for index, (module, student) in enumerate(zip(teachers, students, strict=True))
+        ]
+        try:
+            with torch.no_grad(), original_form(original):
+                hidden_states(original, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        # Summed like the other objectives' losses: one unit per target, so that packing does not change the weight.
+        counts = (batch["targets"] >= 0).sum(1)
+        return torch.stack(errors).mean(0) @ counts.float(), errors[0].new_zeros(0)
+
+
+def _beside(student: Any, errors: list[torch.Tensor], recomputed: bool) -> Any:
+    """A forward hook that runs `student` in mode "fox" on the inputs its original just had."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        wanted = output[0].float()
+
+        def error() -> torch.Tensor:
+            before, student.mode = student.mode, "fox"
+            try:
+                found = student.forward(*args, **kwargs)[0].float()
+            finally:
+                student.mode = before
+            return (found - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2)).clamp_min(1e-20)
+
+        with torch.enable_grad():
+            errors.append(checkpoint(error, use_reentrant=False) if recomputed else error())  # type: ignore[arg-type]
+
+    return hook
+
+
+def gather_layers(model: Any) -> None:
+    """Makes the layers' weights whole where FSDP2 has sharded them; its backward shards them again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module is not model:
+            module.unshard()
+
+
+def recomputed_layers(which: str | int, layers: int) -> range:
+    """Layers whose activations are recomputed in the backward: "none", "full", or every n-th."""
+    every = {"none": layers, "full": 1}[which] if isinstance(which, str) else which
+    return range(0, 0 if which == "none" else layers, every)
+
+
+@contextlib.contextmanager
+def original_form(model: Any) -> Iterator[None]:
+    """The model as it was before its retrofit: attention mode "original", adapters off."""
+    with _adapters_off(model), attention_mode(causal_lm(model), "original"):
+        yield
+
+
+@contextlib.contextmanager
+def _adapters_off(model: Any) -> Iterator[None]:
+    """Without adapters, if it has any; left to peft, those that a stage froze would be trainable afterwards."""
+    if not hasattr(model, "disable_adapter"):
+        yield
+        return
+    before = {name: (parameter, parameter.requires_grad) for name, parameter in model.named_parameters()}
+    try:
+        with model.disable_adapter():
+            yield
+    finally:
+        for name, now in model.named_parameters():  # others than before where FSDP2 gathered them in between
+            then, trained = before[name]
+            then.requires_grad_(trained)
+            now.requires_grad_(trained)
+
+
+OBJECTIVES: dict[str, Any] = {"extend": Extend, "distill": Distill, "align": Align}

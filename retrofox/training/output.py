@@ -1,0 +1,183 @@
+"""OUTPUT belongs to one recipe: the run begun there is resumed, or refused where it is another recipe's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retrofox.data.shards import Manifest
+from retrofox.support.files import write_whole
+
+if TYPE_CHECKING:
+    from retrofox.config import Recipe
+
+import shutil
+
+import yaml
+
+from retrofox.config import ROLES, Recipe, dump
+from retrofox.data.sources import is_hidden
+from retrofox.training import checkpoint
+from retrofox.training.groups import accumulation
+from retrofox.version import __version__
+
+FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers", "deterministic")
+FREE_IN_DATA = ("cache", "workers")
+FREE_IN_STAGE = ("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor")
+FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
+"""What may change in a stage that is not complete: a run that diverged goes on with lower rates. Their zeros stay."""
+
+
+def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
+    """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage.
+
+    OUTPUT/recipe.yaml then says what the run resumes with. A run that left nothing to resume (refused for a misspelt
+    path or pattern, say) leaves OUTPUT to the next.
+
+    Raises:
+        ValueError: OUTPUT holds another run or can't be written to; batch_tokens don't divide among the devices.
+    """
+    file = out / "recipe.yaml"
+    batches = batches_of(out, recipe)
+    begun = batches is not None
+    if batches is None:
+        batches = [
+            stage.batch_tokens or stage.sequence_length * stage.micro_batch * state.num_processes
+            for stage in recipe.stages
+        ]
+        checkpoint.check_writable(out, 0)
+    for stage, batch_tokens in zip(recipe.stages, batches, strict=True):
+        try:
+            accumulation(stage, batch_tokens, state.num_processes)
+        except ValueError as error:
+            if not begun:
+                raise
+            raise ValueError(f"{error} (the run in {out} began with {batch_tokens} tokens a step)") from None
+    state.wait_for_everyone()
+    if state.is_main_process:
+        if not begun:
+            _discard_conversion(out, recipe)
+            (out / "data.json").unlink(missing_ok=True)
+        values = {"retrofox": __version__, "batch_tokens": batches, "recipe": yaml.safe_load(dump(recipe))}
+        write_whole(file, yaml.safe_dump(values, sort_keys=False).encode())
+    state.wait_for_everyone()
+    return batches
+
+
+def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
+    """Tokens per optimizer step of each stage of the run begun in OUTPUT; None where none was.
+
+    Raises:
+        ValueError: it is another recipe's run, or OUTPUT/recipe.yaml is damaged.
+    """
+    file = out / "recipe.yaml"
+    if not file.is_file():
+        return None
+    try:
+        kept = yaml.safe_load(file.read_text(encoding="utf-8"))
+        changed = _changes(kept["recipe"], yaml.safe_load(dump(recipe)), _complete_stages(out, recipe))
+        batches = [int(tokens) for tokens in kept["batch_tokens"]]
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is damaged: delete it to continue with the recipe given, or choose another `output`"
+        ) from error
+    if not any(
+        path.exists() for path in (out / "model", *out.glob("stage-*/checkpoint-*"), *out.glob("stage-*/model"))
+    ):
+        return None
+    if changed:
+        raise ValueError(
+            f"{out} holds another run: {', '.join(changed)} differ from {file}. Choose another `output`, or delete it"
+        )
+    return batches
+
+
+def refuse_mingling(recipe: Recipe) -> None:
+    """Keeps a run from writing over, or into, what is not its own; writes nothing itself.
+
+    Raises:
+        ValueError: the model lies where OUTPUT's own models go, or OUTPUT inside it, or inside a directory of texts,
+            which would then change; OUTPUT has models of no run.
+    """
+    out = Path(recipe.output)
+    model, run = Path(recipe.model).resolve(), out.resolve()
+    if model.exists() and (model.is_relative_to(run / "model") or model.is_relative_to(run / "converted")):
+        raise ValueError(
+            f"the run would write over its own model, {recipe.model}: choose an `output` that is not {out}"
+        )
+    if model.is_dir() and run.is_relative_to(model):
+        raise ValueError(f"output {out} lies inside the model, {recipe.model}: choose another `output`")
+    for source in (*recipe.data.train, *recipe.data.eval):
+        texts = Path(source.path).expanduser().resolve()
+        if texts.is_dir() and run.is_relative_to(texts) and not is_hidden(run.relative_to(texts)):
+            raise ValueError(
+                f"output {out} lies inside the data, {source.path}, and would be read as texts: choose another `output`"
+            )
+    ours = (out / "recipe.yaml").exists() or (out / "data.json").exists()
+    theirs = [out / name for name in ("model", "converted") if (out / name).exists()]
+    if theirs and not ours:
+        raise ValueError(f"{theirs[0]} is there, and not of a run: move it away, or choose another `output`")
+
+
+def _discard_conversion(out: Path, recipe: Recipe) -> None:
+    """Deletes OUTPUT/converted where a run that never began had it made of another model, or in another way."""
+    file = out / "recipe.yaml"
+    if not file.is_file() or not (out / "converted").is_dir():
+        return
+    before, now = yaml.safe_load(file.read_text(encoding="utf-8"))["recipe"], yaml.safe_load(dump(recipe))
+    calibrated = recipe.fox is not None and recipe.fox.init == "calibrated"
+    if any(before.get(key) != now[key] for key in ("model", "fox", *(["data"] if calibrated else []))):
+        shutil.rmtree(out / "converted")
+
+
+def _complete_stages(out: Path, recipe: Recipe) -> int:
+    """How many stages of the run in OUTPUT are done."""
+    if (out / "model" / checkpoint.MARKER).is_file():
+        return len(recipe.stages)
+    folders = [out / f"stage-{number}-{stage.objective}" for number, stage in enumerate(recipe.stages)]
+    return sum((folder / "model" / checkpoint.MARKER).is_file() for folder in folders)
+
+
+def _changes(old: dict[str, Any], new: dict[str, Any], complete: int) -> list[str]:
+    """Keys whose change would make a resumed run another run; the first `complete` stages are done."""
+    old, new = ({**r, "data": {k: v for k, v in r["data"].items() if k not in FREE_IN_DATA}} for r in (old, new))
+    found = [key for key in new if key not in (*FREE_TO_CHANGE, "stages") and old.get(key) != new[key]]
+    if len(old["stages"]) != len(new["stages"]):
+        return [*found, "stages"]
+    for number, (before, after) in enumerate(zip(old["stages"], new["stages"], strict=True)):
+        free = FREE_IN_STAGE if number < complete else FREE_IN_STAGE + FREE_UNTIL_DONE
+        found += [f"stages.{number}.{k}" for k in after if k not in free and before.get(k) != after[k]]
+        rates = before["rates"], after["rates"]
+        if number >= complete and any((rates[0][role] > 0) != (rates[1][role] > 0) for role in ROLES):
+            found.append(f"stages.{number}.rates (which of them are 0)")
+    return found
+
+
+def claim_data(file: Path, train: Manifest, held_out: Manifest | None = None) -> None:
+    """Records in a run's folder which tokens it uses, and from then on refuses any others, whatever stage it is at.
+
+    Raises:
+        ValueError: a source or the tokenizer is not what it was when the run began.
+    """
+    now = {
+        "tokenizer": train.tokenizer,
+        "sources": [[s.path, s.fingerprint] for part in (train, held_out) if part for s in part.sources],
+    }
+    if not file.is_file():
+        write_whole(file, json.dumps(now, indent=1).encode() + b"\n")
+        return
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        before, sources = kept["tokenizer"], [tuple(pair) for pair in kept["sources"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is damaged ({error}): delete it if the data did not change since the run began"
+        ) from error
+    changed = [] if before == now["tokenizer"] else ["the tokenizer"]
+    changed += [path for path, fingerprint in now["sources"] if (path, fingerprint) not in sources]
+    if changed or len(sources) != len(now["sources"]):
+        raise ValueError(
+            f"the data under this run changed: {', '.join(changed) or 'the list of sources'}. Restore it, or choose "
+            "another `output`"
+        )

@@ -1,0 +1,214 @@
+"""What `train` refuses before anything runs, and `plan` names: parallelism, precision, trackers, data, OUTPUT."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from retrofox.anatomy import is_converted
+from retrofox.config import Recipe, Source, Stage
+from retrofox.data.packed import open_tokens
+from retrofox.data.shards import Manifest
+from retrofox.data.sources import resolve
+from retrofox.loading.source import read_config, refuse_adapter
+from retrofox.loading.tokenizers import recipe_tokenizer
+from retrofox.training.groups import set_trainable
+from retrofox.training.objectives import choose_cross_entropy
+from retrofox.training.output import batches_of, refuse_mingling
+from retrofox.training.speed import recompute
+from retrofox.training.teacher import named_original, needs_teacher
+
+
+def refuse_parallelism() -> None:
+    """Raises ValueError for what an accelerate config asks that would leave the gates behind, or fail later."""
+    for variable, name in (("PARALLELISM_CONFIG_CP_SIZE", "context"), ("PARALLELISM_CONFIG_SP_SIZE", "sequence")):
+        if int(os.environ.get(variable, "1")) > 1:
+            raise ValueError(
+                f"{name} parallelism ({variable}={os.environ[variable]}) moves queries, keys and values but not the "
+                "forget gates, so attention would be silently wrong: use DDP, FSDP2 or ZeRO-3"
+            )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        if int(os.environ.get("FSDP_VERSION", "1")) != 2:
+            raise ValueError("FSDP version 1 can't keep the forget gates in float32: set fsdp_version: 2")
+        if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true":
+            raise ValueError("set fsdp_cpu_ram_efficient_loading: false: it would leave the forget gates uninitialised")
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise ValueError(
+            "accelerate's dynamo_backend compiles the whole model, whose forward is the stage's objective here: set "
+            "dynamo_backend: 'no'; `compile: true` in a stage compiles its MLPs and norms"
+        )
+
+
+def refuse_precision(recipe: Recipe) -> None:
+    """Raises ValueError for a precision the device can't run."""
+    if deepspeed() and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        raise ValueError(
+            "DeepSpeed's 16-bit engines round the forget gates: set mixed_precision: 'no' in the accelerate config "
+            "(recipes/accelerate/zero3.yaml); the recipe's `precision` says what products run in"
+        )
+    if recipe.precision == "fp16" and deepspeed():
+        raise ValueError("precision fp16 under DeepSpeed would round the forget gates to 16 bits: use bf16 or fp32")
+    if recipe.precision == "fp16" and not torch.cuda.is_available():
+        raise ValueError("precision fp16 needs a GPU: use bf16 or fp32 on a CPU")
+    if recipe.precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        raise ValueError(f"{torch.cuda.get_device_name()} has no bfloat16: use precision fp16 or fp32")
+
+
+def deepspeed() -> bool:
+    """Whether accelerate launched this process for DeepSpeed."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def own_autocast(recipe: Recipe) -> bool:
+    """Whether bfloat16 products are ours to ask for: DeepSpeed's bfloat16 engine would round the forget gates, too."""
+    return recipe.precision == "bf16" and deepspeed()
+
+
+def refuse_quantization(recipe: Recipe) -> None:
+    """Raises ValueError for a 4-bit base without the package that makes it."""
+    if recipe.lora is not None and recipe.lora.quantize and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"lora.quantize: {recipe.lora.quantize} needs bitsandbytes: pip install bitsandbytes, or quantize: null"
+        )
+
+
+def refuse_trackers(recipe: Recipe) -> None:
+    """Raises ValueError for a tracker that is not installed."""
+    for name in recipe.log.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"log.report_to: {name} needs {name} installed: pip install 'retrofox[track]', or remove it"
+            )
+
+
+def refuse_optimizer(recipe: Recipe) -> None:
+    """Raises ValueError for an optimizer that is unknown, not installed, or makes its own parameter groups."""
+    from transformers import Trainer, TrainingArguments
+    from transformers.training_args import OptimizerNames
+
+    # The settings' defaults without their __init__, which starts devices and processes: `plan` may have neither.
+    settings: Any = SimpleNamespace(**{field.name: field.default for field in dataclasses.fields(TrainingArguments)})
+    try:
+        settings.optim = OptimizerNames(recipe.optim)
+        cls, options = Trainer.get_optimizer_cls_and_kwargs(settings)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"optim: {recipe.optim} can't be used: {error}") from None
+    own = [key for key in ("params", "model", "optimizer_dict") if key in options]
+    if own or not isinstance(cls, type):
+        raise ValueError(
+            f"optim: {recipe.optim} makes its own parameter groups, so rates by role would be lost: choose another, "
+            "e.g. adamw_torch_fused"
+        )
+
+
+def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, device: torch.device) -> None:
+    """Raises ValueError for a stage that this model, or this machine, can't run; leaves the model ready for it.
+
+    Args:
+        model: the one that is trained, on any device.
+        source: the checkpoint the run starts from; None: a conversion of the recipe's model.
+    """
+    if stage.objective != "extend" and not is_converted(model):
+        raise ValueError(f"{stage.objective} compares a retrofit with its original: give `fox:` to the recipe")
+    set_trainable(model, stage, adapters=recipe.lora is not None)
+    if needs_teacher(recipe, stage, model, source) and source is not None:
+        named_original(source)
+    recompute(model, stage.gradient_checkpointing)
+    if stage.objective == "extend":
+        choose_cross_entropy(stage.cross_entropy, model, device)
+
+
+def refuse_tokenizer(tokenizer: Any, vocabulary: int) -> None:
+    """Raises ValueError for a tokenizer whose words, special tokens aside, are more than the model embeds.
+
+    Special tokens beyond it are common (Gemma 3's picture token): what counts is whether a text holds one.
+    """
+    if tokenizer.vocab_size > vocabulary:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model embeds {vocabulary}: "
+            "set data.tokenizer to the model's own"
+        )
+
+
+def refuse_tokens(manifest: Manifest, tokenizer: Any, vocabulary: int) -> None:
+    """Raises ValueError for prepared texts that hold a token beyond what the model embeds."""
+    if max(tokenizer.get_vocab().values()) < vocabulary:
+        return
+    for tokens in open_tokens(manifest):
+        largest = max(int(shard.map(tokens.folder).max()) for shard in tokens.shards)
+        if largest >= vocabulary:
+            raise ValueError(
+                f"{tokens.source.path} holds the token {tokenizer.convert_ids_to_tokens(largest)!r}, number {largest}, "
+                f"and the model embeds {vocabulary}: set data.tokenizer to the model's own, or take it out of the text"
+            )
+
+
+def refuse_output(recipe: Recipe) -> None:
+    """Raises ValueError for an OUTPUT that holds another run or can't be written to; writes nothing itself."""
+    out = Path(recipe.output)
+    refuse_mingling(recipe)
+    batches_of(out, recipe)
+    place = _existing(out)
+    if not place.is_dir():
+        raise ValueError(f"can't write to {out}: {place} is a file; choose another `output`")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"can't write to {place}; choose another `output`")
+
+
+def free_bytes(out: Path) -> int:
+    """Free bytes on the disk where OUTPUT is or will be."""
+    place = _existing(out)
+    return shutil.disk_usage(place if place.is_dir() else place.parent).free
+
+
+def _existing(path: Path) -> Path:
+    """The path itself, or the nearest one above it that is there."""
+    whole = path.expanduser().absolute()
+    return next(place for place in (whole, *whole.parents) if place.exists())
+
+
+def _on_the_hub(reference: str) -> bool:
+    """Whether "org/name[:config][:split]" names a dataset of the Hub: "/..." and "./..." are directories."""
+    return not Path(reference).is_dir() and not reference.startswith(("/", "~", "."))
+
+
+def refuse_missing(recipe: Recipe) -> None:
+    """Raises ValueError or OSError for a model, a tokenizer or data that isn't there: before OUTPUT is begun."""
+    refuse_adapter(recipe.model)
+    if not recipe.model.endswith(".gguf"):
+        read_config(recipe.model)
+    for source in (*recipe.data.train, *recipe.data.eval):
+        _refuse_source(source)
+    recipe_tokenizer(recipe)
+
+
+def _refuse_source(source: Source) -> None:
+    """Raises ValueError or OSError for data that isn't there; on the Hub it isn't looked for."""
+    if not source.path.startswith("hf:") or not _on_the_hub(source.path[3:]):
+        resolve(source)
+    elif importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"{source.path} needs the package datasets: pip install 'retrofox[data]'")
+
+
+def refused_data(recipe: Recipe, vocabulary: int | None) -> list[str]:
+    """What keeps the recipe's data from being tokenised: sources that are not there, no tokenizer, one too large."""
+    found = []
+    for source in (*recipe.data.train, *recipe.data.eval):
+        try:
+            _refuse_source(source)
+        except (ValueError, OSError) as error:
+            found.append(str(error))
+    try:
+        tokenizer = recipe_tokenizer(recipe)
+        if vocabulary is not None:
+            refuse_tokenizer(tokenizer, vocabulary)
+    except (ValueError, OSError) as error:
+        found.append(str(error))
+    return found

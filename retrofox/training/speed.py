@@ -1,0 +1,131 @@
+"""What is done to a model so that it trains fast: a bfloat16 residual stream, fused norms, recomputation, compilation.
+
+Weights stay float32 (they are the master copy; gradients accumulate in float32) and autocast runs the products in
+bfloat16. Left alone, autocast keeps embeddings and norms, hence the whole residual stream, in float32: on a 576-wide
+model the elementwise kernels then move twice the bytes. Here the embedding returns bfloat16 and each norm is one
+fused kernel in the stream's dtype with its statistics in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import fox_kernels
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from retrofox.anatomy import causal_lm, decoder_layers
+from retrofox.training.objectives import recomputed_layers
+
+
+@contextlib.contextmanager
+def repeatable(on: bool) -> Iterator[None]:
+    """Inside, gradients on a GPU are the same bits in every run (on), or as fast as can be (off).
+
+    On: Forgetting Attention's ordered backward, torch.use_deterministic_algorithms (an operator without a repeatable
+    form warns) and cuBLAS with a workspace of its own, which counts only if no product ran before.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with fox_kernels.deterministic(on):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+def lower_precision_stream(model: Any, dtype: torch.dtype) -> None:
+    """Makes the token embedding return `dtype`, so that residual additions run in it."""
+
+    def cast(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.to(dtype)
+
+    causal_lm(model).get_input_embeddings().register_forward_hook(cast)
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Runs every RMSNorm y = w x / sqrt(mean(x^2) + eps) as one kernel; returns how many.
+
+    A module is one if torch's rms_norm agrees with it on random numbers, whatever its class is called; those that
+    differ (Gemma's 1 + w) are left as they are.
+    """
+    fused, verdicts = 0, {}
+    for module in model.modules():
+        weight, eps = getattr(module, "weight", None), _epsilon(module)
+        if eps is None or not isinstance(weight, torch.Tensor) or weight.ndim != 1 or weight.is_meta:
+            continue
+        if type(module) not in verdicts:
+            verdicts[type(module)] = _is_rms_norm(module, eps)
+        if verdicts[type(module)]:
+            module.forward = functools.partial(_rms_norm, module, eps)
+            fused += 1
+    return fused
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    if "RMSNorm" not in type(module).__name__:
+        return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return eps if isinstance(eps, float) else None
+
+
+def _is_rms_norm(module: nn.Module, eps: float) -> bool:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    # Its own generator: looking at a norm must not move the random numbers of the run.
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, weight.shape[0], generator=generator).to(weight.device)
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(torch.randn(weight.shape, generator=generator))
+        try:
+            return torch.allclose(module(x).float(), F.rms_norm(x, x.shape[-1:], weight.float(), eps), atol=1e-5)
+        finally:
+            weight.copy_(kept)
+
+
+def _rms_norm(module: Any, eps: float, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, x.shape[-1:], module.weight.to(x.dtype), eps)
+
+
+def recompute(model: Any, which: str | int) -> int:
+    """Turns on activation recomputation: "none", "full", or every n-th layer; returns how many layers recompute."""
+    layers = decoder_layers(model)
+    chosen = recomputed_layers(which, len(layers))
+    function = functools.partial(checkpoint, use_reentrant=False)
+    count = 0
+    for index, layer in enumerate(layers):
+        on = index in chosen
+        if on and not hasattr(type(layer), "gradient_checkpointing"):
+            raise ValueError(f"{type(layer).__name__} has no gradient checkpointing: set gradient_checkpointing: none")
+        layer.gradient_checkpointing = on
+        layer._gradient_checkpointing_func = function
+        count += on
+    return count
+
+
+def compile_parts(model: Any, on: bool) -> int:
+    """torch.compile of every MLP in place, parameters and names unchanged (or back to eager); returns how many."""
+    count = 0
+    for layer in decoder_layers(model):
+        mlp = getattr(layer, "mlp", None)
+        if not isinstance(mlp, nn.Module):
+            continue
+        if on:
+            mlp.compile(dynamic=False)
+            count += 1
+        else:
+            mlp._compiled_call_impl = None
+    if on and not count:
+        raise ValueError("compile: this model's layers have no `mlp` to compile: set compile: false")
+    return count

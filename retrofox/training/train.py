@@ -1,0 +1,291 @@
+"""`retrofox train`: a recipe from model to adapted model, stage by stage, resuming by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import PartialState
+
+from retrofox.anatomy import causal_lm
+from retrofox.config import Recipe, Stage
+from retrofox.loading.tokenizers import recipe_tokenizer
+from retrofox.support.files import write_json
+from retrofox.support.interruptions import Interruptions
+from retrofox.support.report import environment
+from retrofox.training import checkpoint
+from retrofox.training.arguments import STATE_BYTES, arguments
+from retrofox.training.callbacks import Clock
+from retrofox.training.data import StageData, prepare_tokens
+from retrofox.training.export import export
+from retrofox.training.flops import flops_per_token, peak_flops
+from retrofox.training.groups import accumulation, count_steps, role_of, set_trainable
+from retrofox.training.lock import OutputLock
+from retrofox.training.loop import FoxTrainer
+from retrofox.training.model import DTYPES, build_model, resolve_source
+from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.output import claim_data, claim_output, refuse_mingling
+from retrofox.training.refusals import (
+    refuse_missing,
+    refuse_optimizer,
+    refuse_parallelism,
+    refuse_precision,
+    refuse_quantization,
+    refuse_stage,
+    refuse_tokenizer,
+    refuse_tokens,
+    refuse_trackers,
+)
+from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
+from retrofox.training.teacher import teacher_for
+from retrofox.version import __version__
+
+PATIENCE = timedelta(hours=2)
+"""How long processes wait for the main one, which converts, tokenises and saves: NCCL's own is ten minutes."""
+
+
+def train(recipe: Recipe) -> dict[str, Any]:
+    """Runs every stage of a recipe and writes OUTPUT/model, ready for `retrofox.load`.
+
+    OUTPUT holds recipe.yaml (resolved), log.jsonl, stage-N-OBJECTIVE/checkpoint-STEP, model. Run again after any
+    interruption, the same command resumes from the newest complete checkpoint and says so.
+
+    Returns:
+        What was done: per stage steps, tokens, losses, seconds and tokens per second; the path of the model; command,
+        versions and machine.
+
+    Raises:
+        ValueError: the recipe can't run here, OUTPUT holds another run, the data changed, the loss diverged, a
+            checkpoint could not be written.
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM, the state saved.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    state: Any = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+    refuse_parallelism()
+    refuse_precision(recipe)
+    refuse_quantization(recipe)
+    refuse_trackers(recipe)
+    refuse_optimizer(recipe)
+    refuse_mingling(recipe)
+    out = Path(recipe.output)
+    interruptions = Interruptions("nothing was trained yet", quiet=not state.is_main_process)
+    with interruptions, repeatable(recipe.deterministic):
+        if (out / "model" / checkpoint.MARKER).is_file():
+            return _complete(out, recipe, state)
+        refuse_missing(recipe)
+        with OutputLock(out) if state.is_main_process else contextlib.nullcontext():
+            return _train(recipe, out, interruptions, state)
+
+
+def _complete(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:
+    """The result of a run that has nothing left to do."""
+    claim_output(out, recipe, state)
+    say(state, f"{out / 'model'} is complete: nothing left to do")
+    if (out / "result.json").is_file():
+        return json.loads((out / "result.json").read_text(encoding="utf-8"))
+    # killed between the two
+    folders = [*(_root(out, recipe, number) for number in range(len(recipe.stages) - 1)), out]
+    reports = [checkpoint.note_of(folder / "model")["report"] for folder in folders]
+    return _finish(out, reports, sum(report["seconds"] for report in reports), state)
+
+
+def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) -> dict[str, Any]:
+    started = time.perf_counter()
+    batches = claim_output(out, recipe, state)
+    source = resolve_source(recipe, out, state)
+    tokenizer = recipe_tokenizer(recipe)
+    tokens = prepare_tokens(recipe, tokenizer, state)
+    if state.is_main_process:
+        claim_data(out / "data.json", tokens.train, tokens.eval)
+    state.wait_for_everyone()
+    with state.main_process_first():
+        claim_data(out / "data.json", tokens.train, tokens.eval)
+    model: Any = None
+    rows: dict[int, int] = {}
+    reports = []
+    for number, stage in enumerate(recipe.stages):
+        first_row = rows.get(stage.sequence_length, 0)
+        steps = count_steps(stage, batches[number])
+        rows[stage.sequence_length] = first_row + steps * batches[number] // stage.sequence_length
+        root = _root(out, recipe, number)
+        if (root / "model" / checkpoint.MARKER).is_file():
+            reports.append(checkpoint.note_of(root / "model")["report"])
+            say(state, f"stage {number} ({stage.objective}) is complete")
+            interruptions.stands = f"stage {number} is complete"
+            continue
+        if model is None:
+            before = _root(out, recipe, number - 1) / "model" if number else source
+            model = build_model(recipe, before, state)
+            vocabulary = causal_lm(model).config.vocab_size
+            refuse_tokenizer(tokenizer, vocabulary)
+            for manifest in filter(None, (tokens.train, tokens.eval)):
+                refuse_tokens(manifest, tokenizer, vocabulary)
+            for later in range(number, len(recipe.stages)):
+                try:
+                    refuse_stage(recipe, recipe.stages[later], model, source, state.device)
+                except ValueError as error:
+                    raise ValueError(f"stages.{later}: {error}") from None
+            _prepare_speed(recipe, model)
+        data = StageData(tokens, recipe, stage, state)
+        trainer = _trainer(
+            recipe, number, model, source, root, data, first_row, batches[number], steps, interruptions, state
+        )
+        reports.append(_run_stage(trainer, root, steps, state))
+        model = trainer.release()
+        last = number == len(recipe.stages) - 1
+        note = {"report": reports[-1], "stage": number, "recipe": recipe.model_dump(mode="json")}
+        with interruptions.held():
+            export(trainer, model, (out if last else root) / "model", tokenizer, note, last)
+            interruptions.stands = f"stage {number} is complete"
+            if last:
+                result = _finish(out, reports, time.perf_counter() - started, state)
+                say(state, f"{out / 'model'} is complete")
+        interruptions.leave()
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            model = None  # sharded for what this stage trained: the next one starts from the export
+            trainer.accelerator.free_memory()
+    return result
+
+
+def _root(out: Path, recipe: Recipe, number: int) -> Path:
+    """The folder of a stage."""
+    return out / f"stage-{number}-{recipe.stages[number].objective}"
+
+
+def _finish(out: Path, reports: list[dict[str, Any]], seconds: float, state: Any) -> dict[str, Any]:
+    """Writes result.json: what was done, with what, on what."""
+    result = {
+        "output": str(out),
+        "model": str(out / "model"),
+        "stages": reports,
+        "seconds": seconds,
+        "version": __version__,
+        "environment": environment(),
+    }
+    if state.is_main_process:
+        write_json(out / "result.json", result)
+    state.wait_for_everyone()
+    return result
+
+
+def say(state: Any, text: str) -> None:
+    """Prints on the main process."""
+    if state.is_main_process:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _prepare_speed(recipe: Recipe, model: Any) -> None:
+    if recipe.precision != "fp32":
+        lower_precision_stream(model, DTYPES[recipe.precision])
+        fuse_norms(model)
+
+
+def _trainer(
+    recipe: Recipe,
+    number: int,
+    model: Any,
+    source: Path,
+    root: Path,
+    data: StageData,
+    first_row: int,
+    batch_tokens: int,
+    steps: int,
+    interruptions: Interruptions,
+    state: Any,
+) -> FoxTrainer:
+    stage = recipe.stages[number]
+    names = set_trainable(model, stage, adapters=recipe.lora is not None)
+    recompute(model, stage.gradient_checkpointing)
+    compile_parts(model, stage.compile)
+    objective = _objective(recipe, stage, model, source, state)
+    roles = sorted({role_of(name) for name in names})
+    say(
+        state,
+        f"stage {number}: {stage.objective}, {steps} steps of {batch_tokens:,} tokens at {stage.sequence_length}; "
+        f"training {', '.join(roles)}; cross-entropy {objective.kind} ({objective.reason})",
+    )
+    lm = causal_lm(model)
+    clock = Clock(batch_tokens, flops_per_token(lm, stage), peak_flops(state.device), state.device)
+    return FoxTrainer(
+        model,
+        arguments(recipe, stage, root, steps, accumulation(stage, batch_tokens, state.num_processes)),
+        recipe=recipe,
+        stage=stage,
+        number=number,
+        objective=objective,
+        batches=data.batches,
+        data_state=data.state,
+        first_row=first_row,
+        batch_tokens=batch_tokens,
+        clock=clock,
+        log_file=Path(recipe.output) / "log.jsonl",
+        evaluator=OBJECTIVES["extend"](model, Stage.model_construct(cross_entropy="chunked"), state.device),
+        eval_batches=None if data.held_out is None else data.eval_batches,
+        interruptions=interruptions,
+    )
+
+
+def _objective(recipe: Recipe, stage: Stage, model: Any, source: Path, state: Any) -> Any:
+    if stage.objective == "extend":
+        return OBJECTIVES["extend"](model, stage, state.device)
+    return OBJECTIVES[stage.objective](model, stage, state.device, teacher_for(recipe, stage, model, source, state))
+
+
+def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[str, Any]:
+    """Trains one stage from its newest good checkpoint; exits with 128 + signal after an interruption."""
+    good, skipped = checkpoint.newest_good(root)
+    resumed_at = None if good is None else checkpoint.note_of(good)["step"]  # rotation may take it away later
+    for reason in skipped:
+        say(state, f"passed over {reason}")
+    if good is not None:
+        note = checkpoint.note_of(good)
+        say(
+            state,
+            f"resumed stage {trainer.number} at step {note['step']} of {steps} ({note['tokens']:,} tokens) from {good}",
+        )
+        trainer.interruptions.stands = f"{good.name} of stage {trainer.number} stands"
+    else:
+        checkpoint.check_writable(root, _checkpoint_bytes(trainer))
+    state.wait_for_everyone()
+    started = time.perf_counter()
+    if good is None:
+        trainer.eval_before = trainer.evaluate_loss()
+    if good is None or resumed_at != steps:
+        trainer.train(resume_from_checkpoint=None if good is None else str(good))
+    else:
+        trainer.restore(good)
+    trainer.interruptions.stands = f"saved at step {trainer.state.global_step}"
+    trainer.interruptions.leave()
+    speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:])
+    before, after = trainer.eval_before, trainer.evaluate_loss()
+    if before is not None and after is not None:
+        say(state, f"stage {trainer.number}: held-out loss {before:.4f} -> {after:.4f}")
+    return {
+        "objective": trainer.stage.objective,
+        "steps": steps,
+        "tokens": steps * trainer.batch_tokens,
+        "resumed_at": resumed_at,
+        "loss_first": trainer.history[0]["loss"] if trainer.history else None,
+        "loss_last": trainer.history[-1]["loss"] if trainer.history else None,
+        "eval_before": before,
+        "eval_after": after,
+        "seconds": time.perf_counter() - started,
+        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
+    }
+
+
+def _checkpoint_bytes(trainer: FoxTrainer) -> int:
+    """Size of one checkpoint: all weights (of an adapter, what is trained), and two moments of what is trained."""
+    parameters = list(trainer.model.parameters())  # type: ignore[union-attr]
+    saved = [p for p in parameters if p.requires_grad or trainer.recipe.lora is None]
+    moments = STATE_BYTES.get(trainer.recipe.optim, 8)
+    return sum(p.numel() * p.element_size() for p in saved) + sum(
+        moments * p.numel() for p in parameters if p.requires_grad
+    )

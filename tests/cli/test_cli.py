@@ -1,0 +1,285 @@
+"""The command line: fast to start, clear when wrong, exit code 2 and nothing left behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from retrofox.cli import app as cli
+from retrofox.cli.convert import layer_wavelengths
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("base") / "base"
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def test_help_imports_no_torch():
+    code = "import sys; sys.argv = ['retrofox', '--help']\nimport retrofox.cli.app\n"
+    code += "try: retrofox.cli.app.main()\nexcept SystemExit: pass\n"
+    code += "heavy = {'torch', 'transformers', 'numpy', 'triton', 'pydantic'} & set(sys.modules)\n"
+    code += "sys.exit(f'imported {heavy}' if heavy else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "convert" in done.stdout
+
+
+def test_help_is_not_cut_off_on_a_narrow_terminal(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = [command.name or command.callback.__name__ for command in cli.app.registered_commands]  # type: ignore
+    assert {"convert", "train", "eval", "generate"} <= set(commands)
+    for command in commands:
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert "…" not in out, command
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(run, source, tmp_path):
+    arguments = ["convert", source, tmp_path / "out", "--dry-run", "--json", "--half-life", 8, 64]
+    code, out, _ = run(*arguments)
+    plan = json.loads(out)
+    assert code == 0
+    assert plan["half_lives_tokens"] == pytest.approx([8, 64], rel=1e-5)
+    assert plan["parameters_added"] == 2 * 16 + 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
+    options = "--rope anneal --anneal-to drop --anneal-tokens 1000 --prune -9 --sink-tokens 2 --log-n 128 --pro k-shift"
+    options += " --layer-max-wavelength 0=inf --gate bias --init slopes --half-life 4 8 --dry-run --json"
+    code, out, _ = run("convert", source, tmp_path / "out", *options.split())
+    assert code == 0
+    spec = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["spec"]
+    given = {
+        "rope": "anneal",
+        "anneal_to": "drop",
+        "anneal_tokens": 1000,
+        "prune": -9.0,
+        "sink_tokens": 2,
+        "log_n": 128,
+    }
+    assert given.items() <= spec.items()
+    assert spec["pro"] == ["k-shift"]
+    assert spec["layer_max_wavelength"] == {"0": 1e12}
+    assert spec["half_life"] == [4.0, 8.0]
+
+
+def test_layers_with_a_wavelength_of_their_own(run, source, tmp_path):
+    assert layer_wavelengths("0-2=8,5=0") == {0: 8.0, 1: 8.0, 2: 8.0, 5: 0.0}
+    arguments = ["convert", source, tmp_path / "out", "--layer-max-wavelength", "0=7", "--no-verify", "--json"]
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert json.loads(out)["plan"]["rotary_pairs_kept"] == [1]  # 2 pi tokens, the next is 63
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["fox"]["layer_max_wavelength"] == {"0": 7.0}
+
+
+def test_a_dry_run_says_what_would_be_refused(run, source, tmp_path):
+    code, out, _ = run("convert", source, tmp_path / "out", "--dry-run", "--prune", -10)
+    assert code == 0
+    for text in ("1 x 2", "2 tensors, 34 parameters, 136 bytes", "1 files", "copied, never loaded", "e^-10"):
+        assert text in out
+    cut = tmp_path / "cut"
+    shutil.copytree(source, cut)
+    (cut / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-8])
+    code, _, err = run("convert", cut, tmp_path / "out", "--dry-run")
+    assert code == 2
+    assert "download it again" in err
+    code, _, err = run("convert", source, cut, "--dry-run")
+    assert code == 2
+    assert "exists: remove it" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["cut"]
+
+
+def test_convert_prints_json_alone_on_stdout(run, source, tmp_path):
+    code, out, _ = run("convert", source, tmp_path / "out", "--no-verify", "--json", "--rope", "drop")
+    report = json.loads(out)
+    assert code == 0
+    assert report["parity"] == "skipped (--no-verify)"
+    assert report["plan"]["rotary_pairs_kept"] == [0]
+
+
+@pytest.mark.parametrize("options", ["--max-wavelength inf", "--half-life 1e-9 1e300", "--pro qk-norm,qk-norm"])
+def test_extreme_numbers_stay_numbers(run, source, tmp_path, options):
+    arguments = ["convert", source, tmp_path / "out", "--no-verify", "--json", *options.split()]
+    code, out, _ = run(*arguments)
+    assert code == 0
+    for text in (out, (tmp_path / "out" / "config.json").read_text()):
+        json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert json.loads(out)["plan"]["spec"]["pro"] in ([], ["qk-norm"])
+
+
+BAD = {
+    "--sink-tokens 99999999999": "sink_tokens must be an integer >= 0 and below 2^31",
+    "--rope keeep": "rope must be one of keep, partial, drop, anneal; got 'keeep' (did you mean 'keep'?)",
+    "--half-life 100 10": "0 < shortest <= longest",
+    "--half-life 0 10": "0 < shortest <= longest",
+    "--half-life 5": "--half-life",
+    "--half-life a b": "--half-life",
+    "--gate dta": "gate must be one of",
+    "--init slope": "init must be one of",
+    "--sink-tokens -1": "sink_tokens must be an integer >= 0",
+    "--max-wavelength 0": "max_wavelength must be a positive number",
+    "--pro qknorm": "pro must be one of",
+    "--log-n 1": "log_n",
+    "--rope drop --max-wavelength 100": "--max-wavelength sets which pairs --rope partial keeps, but --rope drop",
+    "--rope anneal --anneal-to drop --anneal-tokens 9 --max-wavelength 9": "--anneal-to drop leaves it without effect",
+    "--rope anneal": "anneal_tokens > 0",
+    "--anneal-tokens 100": "--anneal-tokens sets how long --rope anneal takes, but --rope partial",
+    "--anneal-to drop": "--anneal-to sets where --rope anneal ends",
+    "--init open --half-life 8 64": "--half-life sets where gates start, but --init open",
+    "--gate none --init slopes": "--init sets where gates start, but --gate none",
+    "--gate none --sink-tokens 2": "--sink-tokens sets which tokens never decay",
+    "--gate none --prune -10": "--prune sets which keys are skipped",
+    "--prune 10": "prune must be ln(eps)",
+    "--layer-max-wavelength 0:5": "--layer-max-wavelength takes layers and tokens",
+    "--layer-max-wavelength 0=5,0-1=6": "each layer once",
+    "--layer-max-wavelength 7=5": "layer_max_wavelength names layers [7]; the model has 0..0",
+    "--layer-max-wavelength 0-99999999999=5": "layer_max_wavelength names layers [1, 2, 3, 4, 5]; the model has 0..0",
+    "--calibrate-steps 5": "belong to --calibrate FILES",
+    "--no-refit-queries": "belong to --calibrate FILES",
+    "--calibrate missing.txt": "missing.txt, which is not there",
+    "--init calibrated": "--calibrate FILES",
+    "--revision main": "belongs to a Hub id",
+    "--bogus": "--bogus",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_options_exit_2_with_a_clear_text(run, source, tmp_path, arguments):
+    code, _, err = run("convert", source, tmp_path / "out", *arguments.split())
+    assert code == 2
+    assert BAD[arguments] in " ".join(err.split())
+    assert "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["convert", "missing/model/dir", "{out}"], "no such directory"),
+        (["convert", "{base}", "{base}"], "exists: remove it"),
+        (["train", "missing.yaml"], "missing.yaml"),
+        (["config", "show", "missing.yaml"], "missing.yaml"),
+        (["eval", "missing/model/dir", "--data", "{base}/config.json"], "missing/model/dir"),
+        (["generate", "missing/model/dir", "hello"], "missing/model/dir"),
+        (["inspect", "missing/model/dir"], "missing/model/dir"),
+    ],
+)
+def test_missing_things_exit_2(run, source, tmp_path, arguments, text):
+    places = {"base": source, "out": tmp_path / "out"}
+    code, _, err = run(*(a.format(**places) for a in arguments))
+    assert code == 2
+    assert text in " ".join(err.split())
+    assert "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_in_brackets_are_shown_as_they_are(run, source, tmp_path):
+    base, out = tmp_path / "ba[b]se", tmp_path / "out[" / "b]:x:"
+    shutil.copytree(source, base)
+    out.parent.mkdir()
+    code, shown, err = run("convert", str(base), str(out), "--no-verify")
+    assert (code, "Traceback" in err) == (0, False)
+    assert "out[/b]:x:" in "".join(shown.split())
+    (tmp_path / "text.txt").write_text("the fox " * 200)
+    recipe = tmp_path / "recipe[i].yaml"
+    stage = "{objective: extend, tokens: 128, sequence_length: 64, batch_tokens: 64, learning_rate: 1e-3}"
+    recipe.write_text(f"model: '{out}'\noutput: '{out}-run'\ndata: {{train: [text.txt]}}\nstages: [{stage}]\n")
+    code, shown, err = run("plan", str(recipe))
+    assert "Traceback" not in err
+    assert "out[/b]:x:->" in "".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_attention_heads": 3},
+        {"num_attention_heads": 0},
+        {"hidden_size": "16"},
+        {"rope_parameters": {"rope_type": "bogus", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        {"dtype": "bogus"},
+        {"is_causal": False},
+        {"pad_token_id": 100_000},
+    ],
+    ids=str,
+)
+def test_configs_that_make_no_model_exit_2(run, source, tmp_path, values):
+    shutil.copytree(source, tmp_path / "odd")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, **values}))
+    code, _, err = run("convert", tmp_path / "odd", tmp_path / "out")
+    assert code == 2
+    assert "makes no model in transformers" in err or "gates need a causal model" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["odd"]
+
+
+def test_a_stray_fox_section_in_a_plain_config_does_no_harm(run, source, tmp_path):
+    shutil.copytree(source, tmp_path / "odd")
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "fox": {"rope": "drop"}}))
+    code, out, _ = run("convert", tmp_path / "odd", tmp_path / "out", "--no-verify", "--json")
+    assert code == 0
+    assert json.loads(out)["plan"]["spec"]["rope"] == "partial"
+
+
+def test_unknown_recipe_key_names_the_nearest(run, tmp_path):
+    (tmp_path / "r.yaml").write_text("modle: x\noutput: y\ndata: {train: [z]}\nstages: []\n")
+    code, _, err = run("config", "show", tmp_path / "r.yaml")
+    assert code == 2
+    assert "modle" in err
+    assert "model" in err
+
+
+def test_config_schema_is_json_schema(run):
+    code, out, _ = run("config", "schema")
+    assert code == 0
+    assert "stages" in json.loads(out)["properties"]
+
+
+def test_tasks_may_have_spaces_between(run, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("retrofox.evaluation.evaluate.evaluate", lambda model, **options: asked.update(options))
+    assert run("eval", "MODEL", "--tasks", "arc_easy, piqa ,")[0] == 0
+    assert asked["tasks"] == ["arc_easy", "piqa"]
+
+
+def test_options_that_take_files_take_several():
+    spread = cli.spread(["eval", "MODEL", "--data", "a", "b", "--length", "7", "--against", "x"])
+    assert spread == ["eval", "MODEL", "--data", "a", "--data", "b", "--length", "7", "--against", "x"]
+    ahead = "--half-life 1 2 --link S --rope=drop O --calibrate=a"
+    assert cli.spread(["convert", *ahead.split(), "b", "--json"]) == [
+        *("convert", *ahead.split()),
+        *("--calibrate", "b", "--json"),
+    ]
+    for untouched in (
+        "eval --data a MODEL",
+        "eval --data a MODEL b",
+        "eval MODEL --length 7 b",
+        "eval MODEL --controls b",
+        "convert S O --half-life 1 2",
+        "generate MODEL a b",
+        "config show R a=1",
+        "bogus --data a b",
+        "",
+    ):
+        assert cli.spread([*untouched.split()]) == untouched.split()
+
+
+def test_terminals_of_another_encoding_get_a_question_mark_instead_of_an_error():
+    code = (
+        "from retrofox.cli import app as cli\n@cli.app.command('say')\ndef say(): print(input(), '\\xb1')\ncli.main()"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run([sys.executable, "-c", code, "say"], input=b"h\xff\n", capture_output=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, b"h? ?\n"), done.stderr

@@ -1,0 +1,73 @@
+"""The recipes in the package: all of them, listed, shown and copied by `retrofox recipes`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from retrofox.cli.shipped import HOME, copy, named, shipped
+from retrofox.config import load_recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_package_has_every_recipe_and_declares_it_for_the_wheel():
+    there = sorted(file.relative_to(ROOT / "recipes") for file in (ROOT / "recipes").rglob("*.yaml"))
+    declared = [file for pattern in ("*.yaml", "*/*.yaml") for file in HOME.glob(pattern)]
+    assert sorted(file.relative_to(HOME) for file in declared) == there
+    assert sorted(Path(f"{recipe.name}.yaml") for recipe in shipped()) == there
+    package_data = (ROOT / "pyproject.toml").read_text()
+    assert all(f'"{HOME.name}/{pattern}"' in package_data for pattern in ("*.yaml", "*/*.yaml"))
+
+
+def test_ls_says_what_each_is_for_and_takes(run):
+    code, out, _ = run("recipes", "ls")
+    assert code == 0
+    names = [line for line in out.splitlines() if not line.startswith(" ")]
+    assert names == [recipe.name for recipe in shipped()]
+    code, out, _ = run("recipes", "ls", "--json")
+    rows = json.loads(out)
+    for row in rows:
+        wanted = {"run"} if row["name"].startswith("accelerate/") else {"hardware", "tokens", "time", "result"}
+        assert row["about"]
+        assert wanted <= set(row)
+
+
+def test_show_prints_the_file_itself(run):
+    for name in ("smollm2-partial", "smollm2-partial.yaml", "recipes/smollm2-partial.yaml"):
+        code, out, _ = run("recipes", "show", name)
+        assert (code, out) == (0, (ROOT / "recipes" / "smollm2-partial.yaml").read_text())
+
+
+def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("recipes", "cp", "smollm2-lora")
+    assert (code, out.strip()) == (0, "smollm2-lora.yaml")
+    assert load_recipe(tmp_path / "smollm2-lora.yaml").lora is not None
+    (tmp_path / "smollm2-lora.yaml").write_text("mine")
+    code, _, err = run("recipes", "cp", "smollm2-lora")
+    assert code == 2
+    assert "exists: remove it" in err
+    assert (tmp_path / "smollm2-lora.yaml").read_text() == "mine"
+    assert copy("accelerate/ddp", tmp_path / "new" / "launch.yaml").read_text() == named("accelerate/ddp").text
+    assert copy("accelerate/ddp", tmp_path / "new") == tmp_path / "new" / "ddp.yaml"
+    code, out, _ = run("recipes", "cp", "smollm2-control", "another/folder/")
+    assert (code, out.strip()) == (0, "another/folder/smollm2-control.yaml")
+    (tmp_path / "file").touch()
+    for place, what in (
+        ("file", "file exists"),
+        ("file/x.yaml", "file exists"),
+        ("file/x/y.yaml", "can't write file/x/y"),
+    ):
+        code, _, err = run("recipes", "cp", "smollm2-control", place)
+        assert code == 2
+        assert what in err
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(run, tmp_path):
+    for command in ("show", "cp"):
+        code, _, err = run("recipes", command, "smollm2-partail")
+        assert code == 2
+        assert "did you mean 'smollm2-partial'?" in " ".join(err.split())
+    with pytest.raises(ValueError, match="there are smollm2-control"):
+        named("nothing of the kind at all")

@@ -1,0 +1,395 @@
+"""Converting checkpoint directories: nothing loaded, nothing half-written, pretrained tensors untouched."""
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import retrofox
+from retrofox import FoxSpec
+from retrofox.conversion.artefact import GATES_SHARD
+from retrofox.conversion.report import print_conversion
+from retrofox.conversion.verify import compare
+from retrofox.loading.shards import INDEX, Appearing
+
+TOKENS = torch.arange(2, 34)[None]
+
+
+@pytest.fixture(scope="module")
+def base() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def source(base, tmp_path) -> Path:
+    base.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"max_length": 77}')
+    (tmp_path / "base" / "chat_template.jinja").write_text("{{ messages }}")
+    return tmp_path / "base"
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    index = json.loads((directory / INDEX).read_text())["weight_map"]
+    files = {name: load_file(directory / name) for name in set(index.values())}
+    return {name: files[file][name] for name, file in index.items()}
+
+
+def test_gates_open_and_rope_kept_equal_the_base(base, source, tmp_path):
+    report = retrofox.convert(source, tmp_path / "out", fox=FoxSpec(rope="keep", init="open"))
+    assert report["parity"]["equal"]
+    assert report["parity"]["max_difference"] <= 1e-5
+    assert json.loads((tmp_path / "out" / "retrofox.json").read_text())["parity"] == report["parity"]
+    torch.testing.assert_close(logits(retrofox.load(tmp_path / "out")), logits(base), atol=1e-5, rtol=0)
+
+
+def test_pretrained_tensors_are_bit_equal_and_only_gates_are_added(base, source, tmp_path):
+    retrofox.convert(source, tmp_path / "out", verify=False)
+    before, after = load_file(source / "model.safetensors"), stored(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    added = set(after) - set(before)
+    assert added
+    assert all(".self_attn.forget_gate." in name and after[name].dtype == torch.float32 for name in added)
+
+
+def test_config_tokenizer_files_and_code_come_along(source, tmp_path):
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    for path in (source / "additional_chat_templates" / "rag.jinja", source / "additional_chat_templates", source):
+        path.chmod(0o555)
+    retrofox.convert(source, tmp_path / "out", verify=False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "fox_llama"
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_fox.FoxLlamaForCausalLM"
+    assert FoxSpec.from_dict(config["fox"]).max_wavelength == 64  # a quarter of the trained length
+    assert config["fox"]["base"] == str(source)
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"max_length": 77}'
+    source.chmod(0o755)
+    assert (tmp_path / "out" / "chat_template.jinja").is_file()
+    template = tmp_path / "out" / "additional_chat_templates" / "rag.jinja"
+    assert template.read_text() == "{{ documents }}"
+    assert template.stat().st_mode & 0o777 == 0o644
+    assert template.parent.stat().st_mode & 0o200
+    for name in ("modeling_fox.py", "forgetting_eager.py", "README.md"):
+        assert (tmp_path / "out" / name).is_file()
+        assert not (tmp_path / "out" / name).is_symlink()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sharded_input_keeps_its_dtype(base, tmp_path, dtype):
+    model: Any = LlamaForCausalLM(base.config)
+    model.to(dtype=dtype).save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    assert (tmp_path / "base" / INDEX).is_file()
+    retrofox.convert(tmp_path / "base", tmp_path / "out", verify=False)
+    after = stored(tmp_path / "out")
+    assert {t.dtype for n, t in after.items() if "forget_gate" not in n} == {dtype}
+    model = retrofox.load(tmp_path / "out")
+    assert model.dtype == dtype
+    assert model.model.layers[0].self_attn.forget_gate.weight.dtype == torch.float32
+
+
+def test_bin_input(base, tmp_path):
+    (tmp_path / "base").mkdir()
+    base.config.save_pretrained(tmp_path / "base")
+    torch.save(base.state_dict(), tmp_path / "base" / "pytorch_model.bin")
+    report = retrofox.convert(tmp_path / "base", tmp_path / "out", fox=FoxSpec(rope="keep", init="open"), verify=False)
+    assert report["weights"] == "converted from .bin"
+    torch.testing.assert_close(logits(retrofox.load(tmp_path / "out")), logits(base), atol=1e-5, rtol=0)
+
+
+def test_tied_embeddings_stay_tied(base, tmp_path):
+    config = LlamaConfig(**{**base.config.to_dict(), "tie_word_embeddings": True})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    retrofox.convert(tmp_path / "base", tmp_path / "out", verify=False)
+    model = retrofox.load(tmp_path / "out")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in stored(tmp_path / "out")
+
+
+def test_files_have_the_permissions_of_the_umask(source, tmp_path):
+    before = os.umask(0o027)
+    try:
+        retrofox.convert(source, tmp_path / "out", verify=False)
+    finally:
+        os.umask(before)
+    assert {f.stat().st_mode & 0o777 for f in (tmp_path / "out").iterdir()} == {0o640}
+
+
+def test_linking_shares_the_file(source, tmp_path):
+    retrofox.convert(source, tmp_path / "out", link=True, verify=False)
+    linked = tmp_path / "out" / "model-00001-of-00001.safetensors"
+    assert os.stat(linked).st_ino == os.stat(source / "model.safetensors").st_ino
+    assert (tmp_path / "out" / GATES_SHARD).stat().st_mode & 0o777 == 0o644
+
+
+def test_save_load_gives_equal_logits(source, tmp_path):
+    converted = retrofox.convert(source)
+    with torch.no_grad():
+        for name, parameter in converted.named_parameters():
+            if "forget_gate" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    converted.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(retrofox.load(tmp_path / "saved")), logits(converted))
+
+
+def test_a_base_with_attention_dropout_trains_once_converted(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+    report = retrofox.convert(source, tmp_path / "out", verify=False)
+    assert report["plan"]["settings_replaced"] == {"attention_dropout": 0.0}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["attention_dropout"] == 0.0
+    model = retrofox.load(tmp_path / "out").train()
+    model(TOKENS, labels=TOKENS).loss.backward()
+
+
+BROKEN_TOKENIZERS = {
+    "cut short": ("tokenizer.json", '{"version'),
+    "of another version": ("tokenizer.json", '{"version": "9", "model": {"type": "Unheard"}}'),
+    "its own code": ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", null]}}'),
+}
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
+)
+def test_a_full_disk_is_named_and_nothing_is_left(source, tmp_path, monkeypatch, error):
+    monkeypatch.setattr("retrofox.conversion.artefact.save_file", lambda *_, **__: (_ for _ in ()).throw(error))
+    with pytest.raises(ValueError, match=r"out could not be written: .*No space left on device; nothing was left"):
+        retrofox.convert(source, tmp_path / "out", verify=False)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("how", BROKEN_TOKENIZERS)
+def test_a_tokenizer_that_does_not_open_comes_along_and_stops_nothing(base, tmp_path, caplog, how):
+    base.save_pretrained(tmp_path / "base")
+    name, text = BROKEN_TOKENIZERS[how]
+    (tmp_path / "base" / name).write_text(text)
+    (tmp_path / "base" / "tokenization_own.py").write_text("raise SystemExit")
+    (tmp_path / "base" / "modeling_own.py").write_text("raise SystemExit")
+    report = retrofox.convert(tmp_path / "base", tmp_path / "out", fox=FoxSpec(pro=("qk-norm",)), verify=False)
+    assert "can't be opened" in caplog.text
+    assert report["plan"]["tensors_added"] == 8
+    parity = compare(tmp_path / "base", tmp_path / "out")
+    assert parity["equal"]
+    assert parity["text"] == "drawn tokens, for want of a tokenizer"
+    assert (tmp_path / "out" / name).read_text() == text
+    assert (tmp_path / "out" / "tokenization_own.py").is_file()
+    assert not (tmp_path / "out" / "modeling_own.py").exists()
+
+
+def refused(match: str, source, out: Path, error: type[Exception] = ValueError, **options) -> None:
+    with pytest.raises(error, match=match):
+        retrofox.convert(source, out, **options)
+    assert not out.exists()
+    assert not list(out.parent.glob(".*partial"))
+
+
+def test_refusals_leave_nothing_behind(source, tmp_path):
+    out = tmp_path / "out"
+    refused("no such directory", tmp_path / "missing", out, FileNotFoundError)
+    refused("no such file", tmp_path / "missing.gguf", out, FileNotFoundError)
+    (tmp_path / "file.gguf").touch()
+    refused("--link shares the weight files", tmp_path / "file.gguf", out, link=True)
+    (tmp_path / "empty").mkdir()
+    refused("no config.json", tmp_path / "empty", out, FileNotFoundError)
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    refused("LoRA adapter", tmp_path / "empty", out)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    refused("'gpt2' is not supported; families known: llama", source, out)
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
+    refused("quantised", source, out)
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "model.safetensors").unlink()
+    refused("holds no weights", source, out, FileNotFoundError)
+
+
+def test_converting_twice_is_refused(source, tmp_path):
+    retrofox.convert(source, tmp_path / "out", verify=False)
+    refused("already converted", tmp_path / "out", tmp_path / "twice")
+    with pytest.raises(ValueError, match="already converted"):
+        retrofox.convert(retrofox.load(tmp_path / "out"))
+
+
+def test_an_existing_out_is_not_touched(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    with pytest.raises(ValueError, match="exists: remove it or choose another"):
+        retrofox.convert(source, tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_loading_a_plain_model_is_refused(source):
+    with pytest.raises(ValueError, match="retrofox convert"):
+        retrofox.load(source)
+
+
+def test_a_failed_proof_leaves_nothing(source, tmp_path, monkeypatch):
+    import retrofox.conversion.artefact
+
+    def spoiled(directory, found, plan, appearing, *rest):
+        how = original(directory, found, plan, appearing, *rest)
+        appearing.wait()
+        partial, name = appearing.partial, "model-00001-of-00001.safetensors"
+        state = load_file(partial / name)
+        state["model.norm.weight"] = state["model.norm.weight"] * 1.01
+        save_file(state, partial / name, metadata={"format": "pt"})
+        return how
+
+    original = retrofox.conversion.artefact._write_directory
+    monkeypatch.setattr(retrofox.conversion.artefact, "_write_directory", spoiled)
+    refused("parity proof failed", source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"_attn_implementation": "eager"},
+        {"_attn_implementation": "flash_attention_2"},
+        {"attn_implementation": "flash_attention_2"},
+        {"output_attentions": True},
+    ],
+    ids=str,
+)
+def test_a_base_that_asks_for_an_attention_of_its_own_is_converted_and_proven(source, tmp_path, asked):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **asked}))
+    retrofox.convert(source, tmp_path / "out", verify=False)
+    assert compare(source, tmp_path / "out")["equal"]
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not written.get("output_attentions")
+    assert not {"_attn_implementation", "attn_implementation"} & written.keys()
+
+
+def test_a_proof_that_is_killed_says_what_may_have_been_wrong(source, tmp_path, monkeypatch):
+    kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr("retrofox.conversion.verify.fresh_python", lambda program: kill)
+    refused("killed by signal 9: it holds the base.*--no-verify", source, tmp_path / "out")
+
+
+def test_damaged_weights_are_told_from_a_fault_of_the_conversion(source, tmp_path):
+    state = load_file(source / "model.safetensors")
+    state["model.norm.weight"][0] = float("nan")
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    refused("the base's own loss on .* is nan in float32", source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("words", [WordLevel({"[UNK]": 0}, unk_token="[UNK]"), BPE({"ф": 0}, [])], ids=["one", "none"])
+def test_the_proof_draws_tokens_where_a_tokenizer_knows_nothing_of_its_text(source, tmp_path, words):
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(source)
+    parity = retrofox.convert(source, tmp_path / "out", fox=FoxSpec(pro=("qk-norm",)))["parity"]
+    assert parity["text"] == "drawn tokens, for want of a tokenizer"
+    assert math.isfinite(parity["loss_base"])
+
+
+def test_a_shard_named_as_the_one_that_is_added(source, tmp_path):
+    names = dict.fromkeys(load_file(source / "model.safetensors"), GATES_SHARD)
+    (source / "model.safetensors").rename(source / GATES_SHARD)
+    (source / INDEX).write_text(json.dumps({"weight_map": names}))
+    refused(f"has a shard called {GATES_SHARD}", source, tmp_path / "out", verify=False)
+
+
+def test_the_proof_runs_where_a_module_of_the_users_hides_one_of_pythons(source, tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+    assert retrofox.convert("base", "out")["parity"]["equal"]
+
+
+def test_files_are_utf8_whatever_the_locale(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    text = json.dumps({**config, "note": "größer"}, ensure_ascii=False)
+    (source / "config.json").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-X", "utf8=0", "-m", "retrofox", "convert", source, tmp_path / "out", "--no-verify"]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([*map(str, command)], env=environment, check=True, stdout=subprocess.DEVNULL)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["note"] == "größer"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_interruption_leaves_no_half_written_out(source, tmp_path, how):
+    out = tmp_path / "out"
+    slow = "import retrofox.conversion.artefact as a, time, sys, signal\n"
+    slow += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    slow += "a.write_remote_code = lambda d: (print('writing', flush=True), time.sleep(60))\n"
+    slow += f"import retrofox; retrofox.convert({str(source)!r}, {str(out)!r}, verify=False)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    time.sleep(0.1)
+    process.send_signal(how)
+    assert process.wait(timeout=60) != 0
+    process.stdout.close()
+    assert not out.exists()
+    assert (out.parent / ".out.partial").exists() == (how == signal.SIGKILL)
+    retrofox.convert(source, out, verify=False)  # starts clean
+    assert retrofox.load(out).config.model_type == "fox_llama"
+    assert not (out.parent / ".out.partial").exists()
+
+
+def test_calibration_lands_in_the_checkpoint(pico_checkpoint, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("a fox forgets what it need not keep, and keeps what it must not forget. " * 400)
+    before = (pico_checkpoint / "model.safetensors").read_bytes()
+    spec = FoxSpec(rope="partial", init="calibrated", half_life=(4, 64))
+    report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=spec, link=True, calibrate=[str(text)])
+    assert report["calibration"]["rewritten"]
+    assert report["parity"]["equal"]  # with the base's queries put back
+    assert report["parity"]["refit"]["undone"] == 2
+    assert report["parity"]["refit"]["residual"] < 1e-5
+    assert report["parity"]["refit"]["max_difference_as_stored"] > 1e-3
+    assert (tmp_path / "out" / "calibration" / "calibration.json").is_file()
+    assert (pico_checkpoint / "model.safetensors").read_bytes() == before  # a linked shard is not written through
+    original, state = load_file(pico_checkpoint / "model.safetensors"), stored(tmp_path / "out")
+    changed = {name for name in original if not torch.equal(original[name], state[name])}
+    assert changed == set(report["calibration"]["rewritten"])
+    assert all(name.endswith("q_proj.weight") for name in changed)
+    assert not (tmp_path / ".out.calibration").exists()
+    assert not (tmp_path / "out" / "calibration" / "layers").exists()
+    lives = [x for layer in report["calibration"]["half_lives_tokens"] for x in layer]
+    assert len(lives) == 2 * 4
+    assert f"half-lives {min(lives):.0f} to {max(lives):.0f} tokens" in (tmp_path / "out" / "README.md").read_text()
+    print_conversion(report, tmp_path / "out")
+    assert f"fitted to the base: {min(lives):.0f} to {max(lives):.0f} tokens" in capsys.readouterr().out
+    assert retrofox.load(tmp_path / "out").config.fox["init"] == "calibrated"
+
+
+def test_a_second_calibrated_conversion_into_one_out_is_refused_before_it_calibrates(pico_checkpoint, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The fox forgets the gate. " * 200)
+    with Appearing(tmp_path / "out"), pytest.raises(ValueError, match="another conversion is writing"):
+        retrofox.convert(pico_checkpoint, tmp_path / "out", calibrate=[str(text)])
+    assert not (tmp_path / ".out.calibration").exists()
+
+
+def test_calibrated_init_without_text_is_refused(source, tmp_path):
+    refused("--calibrate FILES", source, tmp_path / "out", fox=FoxSpec(init="calibrated"))

@@ -1,0 +1,429 @@
+"""Per-token loss: exact values, paired statistics, controls, files, refusals."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import random
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from tokenizers import Tokenizer, trainers
+from transformers import PreTrainedTokenizerFast
+
+import retrofox
+from retrofox import anatomy
+from retrofox.anatomy import token_losses
+from retrofox.data.windows import Window, choose_windows
+from retrofox.evaluation.evaluate import evaluate
+from retrofox.evaluation.gates import inspect
+from retrofox.evaluation.loss_report import print_table, verdicts
+from retrofox.evaluation.needle import needle
+from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, slope, window_losses
+from retrofox.loading.opened import open_model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pico_tokenizer):
+    return pico_tokenizer
+
+
+@pytest.fixture(params=["pico_llama", "pico_fox"])
+def build(request):
+    """Builds a plain and a converted pico model in turn."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory) -> list[str]:
+    folder, draw = tmp_path_factory.mktemp("documents"), random.Random(0)
+    paths = []
+    for number, words in enumerate((60, 90, 25)):
+        text = " ".join(draw.choice(["the", "fox", "forgets", "a", "gate", "often"]) for _ in range(words))
+        path = folder / f"{number}.txt"
+        path.write_text(text, encoding="utf-8")
+        paths.append(str(path))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def on_disk(pico_llama, pico_fox, tokenizer, tmp_path_factory) -> tuple[str, str]:
+    """(base, converted) directories; the conversion is exact: RoPE kept, gates open."""
+    folder = tmp_path_factory.mktemp("models")
+    exact = pico_fox(stirred=False, rope="keep", init="open", sink_tokens=0)
+    for name, model in (("base", pico_llama()), ("fox", exact)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return str(folder / "base"), str(folder / "fox")
+
+
+def tokens_of(tokenizer, path: str) -> list[int]:
+    """A document's tokens as training sees them."""
+    return [*tokenizer(Path(path).read_text())["input_ids"], tokenizer.eos_token_id]
+
+
+def whole_losses(model, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+    return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+def test_token_losses_equal_the_models_own_cross_entropy(build, monkeypatch):
+    monkeypatch.setitem(anatomy.LOGIT_BYTES, "cpu", 288 * 4 * 7)  # three positions of a batch of two at a time
+    model, ids = build(), torch.randint(0, 288, (2, 50), generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(token_losses(model, ids), whole_losses(model, ids), atol=1e-5)
+
+
+def test_logits_never_exist_for_the_whole_text(pico_llama, monkeypatch):
+    monkeypatch.setitem(anatomy.LOGIT_BYTES, "cpu", 288 * 4 * 5)
+    model, widths = pico_llama(), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
+    token_losses(model, torch.randint(0, 288, (1, 64)))
+    assert max(widths) <= 5
+    assert sum(widths) == 63
+
+
+def test_windows_of_unequal_length_in_a_batch_give_what_they_give_alone(build):
+    draw = np.random.default_rng(0)
+    windows = [Window(n, draw.integers(0, 288, size)) for n, size in enumerate((30, 7, 64, 41))]
+    model = build()
+    for together, window in zip(window_losses(model, windows, batch=3), windows, strict=True):
+        [alone] = window_losses(model, [window])
+        assert len(together) == len(window.token_ids) - 1
+        np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+def test_bucket_edges_are_standard_from_4k_and_scaled_below():
+    assert bucket_edges(4096) == [0, 512, 2048, 4096]
+    assert bucket_edges(32768) == [0, 512, 2048, 4096, 8192, 16384, 24576, 32768]
+    assert bucket_edges(65536)[-3:] == [32768, 49152, 65536]
+    assert bucket_edges(100_000)[-3:] == [65536, 98304, 100_000]
+    assert bucket_edges(5000) == [0, 512, 2048, 4096, 5000]
+    assert bucket_edges(1024) == [0, 16, 64, 128, 256, 512, 768, 1024]
+    assert bucket_edges(2) == [0, 2]
+    assert bucket_edges(100) == [0, 6, 12, 25, 50, 75, 100]  # position 0 has no loss: no bucket for it alone
+    assert bucket_edges(4096, reach=1000) == [0, 512, 1000]
+
+
+def test_documents_shorter_than_the_length_give_the_positions_they_have(pico_llama, tokenizer, documents, capsys):
+    result = evaluate(pico_llama(), None, documents, 4096, tokenizer=tokenizer, progress=False)
+    assert result["buckets"][-1]["to"] == result["longest"] < 4096
+    assert result["buckets"][-1]["documents"] < result["buckets"][0]["documents"] + 1
+    assert sum(row["tokens"] for row in result["buckets"]) == result["tokens"] - 3
+    assert "no document reaches 4096 tokens" in capsys.readouterr().out
+
+
+def test_bucket_statistics_take_documents_as_the_sample():
+    windows = [Window(0, np.arange(5)), Window(0, np.arange(3)), Window(1, np.arange(5))]
+    losses = [np.array([1.0, 2, 3, 4]), np.array([3.0, 5]), np.array([5.0, 5, 5, 5])]
+    low, high = PositionSums(losses, windows, [0, 3, 5]).statistics()
+    assert (low["tokens"], low["documents"], low["mean"]) == (6, 2, pytest.approx(21 / 6))
+    assert (high["tokens"], high["mean"]) == (4, pytest.approx(17 / 4))
+    residual = [11 - 4 * 21 / 6, 10 - 2 * 21 / 6]
+    assert low["standard_error"] == pytest.approx(math.sqrt(2 / 1 * sum(r * r for r in residual)) / 6)
+
+
+def test_a_paired_difference_has_no_error_where_the_models_differ_by_a_constant():
+    windows = [Window(n, np.arange(9)) for n in range(3)]
+    base = [np.random.default_rng(n).normal(3, 1, 8) for n in range(3)]
+    sums, other = (PositionSums(x, windows, [0, 9]) for x in ([b + 0.25 for b in base], base))
+    [difference] = sums.statistics(other)
+    assert difference["mean"] == pytest.approx(0.25)
+    assert difference["standard_error"] == pytest.approx(0, abs=1e-12)
+
+
+def test_slope_is_within_documents():
+    windows = [Window(0, np.arange(101)), Window(1, np.arange(51))]
+    losses = [5.0 - 0.01 * np.arange(1, 101), 2.0 - 0.01 * np.arange(1, 51)]  # the shorter document is the easier one
+    found = slope(losses, windows, 1, 101, lambda i: i / 1000)
+    assert found["slope"] == pytest.approx(-10)
+    assert found["standard_error"] == pytest.approx(0, abs=1e-9)
+
+
+def test_evaluate_reports_every_line_and_writes_every_file(
+    pico_llama, pico_fox, tokenizer, documents, tmp_path, capsys
+):
+    fox, base = pico_fox(), pico_llama()
+    result = evaluate(fox, base, documents, 128, tmp_path / "out", tokenizer=tokenizer, batch=2, progress=False)
+    assert [line["key"] for line in result["lines"]] == ["model", "open", "shuffled", "base"]
+    assert result["documents"] == 3
+    losses = {key: [] for key in ("model", "base")}
+    for key, model in (("model", fox), ("base", base)):
+        for path in documents:
+            ids = torch.tensor([tokens_of(tokenizer, path)[:128]])
+            losses[key].append(whole_losses(model, ids)[0])
+    for line in result["lines"]:
+        if line["key"] in losses:
+            assert line["mean"] == pytest.approx(torch.cat(losses[line["key"]]).mean().item(), abs=1e-5)
+        assert line["peak_memory_bytes"] > 0
+        assert line["tokens_per_second"] > 0
+    first = result["buckets"][0]
+    assert first["difference"]["model-base"]["mean"] == pytest.approx(
+        first["loss"]["model"]["mean"] - first["loss"]["base"]["mean"], abs=1e-6
+    )
+    written = json.loads(Path(result["files"]["json"]).read_text())
+    assert written["buckets"] == result["buckets"]
+    assert written["environment"]["versions"]["torch"] == torch.__version__
+    rows = list(csv.DictReader(Path(result["files"]["per_token_loss"]).read_text().splitlines()))
+    assert [int(row["position"]) for row in rows] == list(range(1, 128))
+    assert float(rows[0]["model"]) == pytest.approx(np.mean([x[0].item() for x in losses["model"]]), abs=1e-5)
+    assert Path(result["files"]["png"]).read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in Path(result["files"]["svg"]).read_text()
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "eval.json", "buckets.csv", "per_token_loss.csv", "per_token_loss.png", "per_token_loss.svg"
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "gates forced open" in printed
+    assert "forcing the gates open changes the loss by" in printed
+
+
+def test_controls_are_the_surgery_modes(pico_fox, tokenizer, documents):
+    fox = pico_fox()
+    result = evaluate(fox, None, documents[:1], 128, tokenizer=tokenizer, progress=False)
+    means = {line["key"]: line["mean"] for line in result["lines"]}
+    assert abs(means["open"] - means["model"]) > 1e-4
+    assert abs(means["shuffled"] - means["model"]) > 1e-4
+    ids = torch.tensor([tokens_of(tokenizer, documents[0])[:128]])
+    with retrofox.anatomy.attention_mode(fox, "open"):
+        assert means["open"] == pytest.approx(whole_losses(fox, ids).mean().item(), abs=1e-5)
+    without = evaluate(fox, None, documents[:1], 128, tokenizer=tokenizer, controls=False, progress=False)
+    assert [line["key"] for line in without["lines"]] == ["model"]
+
+
+def test_gates_that_do_nothing_are_said_to_do_nothing(pico_fox, tokenizer, documents):
+    idle = evaluate(pico_fox(stirred=False, init="open"), None, documents, 128, tokenizer=tokenizer, progress=False)
+    assert all("no clear difference" in sentence for sentence in verdicts(idle))
+    for change, error, word in ((0.3, 0.01, "gating helps"), (-0.3, 0.01, "gating hurts"), (0.3, 0.2, "no clear")):
+        difference = {"mean": change, "standard_error": error}
+        row = {"from": 0, "to": 128, "tokens": 5, "difference": {"open-model": difference}}
+        [sentence] = verdicts({"lines": [{"key": "open", "difference": difference}], "buckets": [row]})
+        assert word in sentence
+
+
+def test_several_bases_share_one_table(pico_llama, tokenizer, documents, capsys):
+    result = evaluate(
+        pico_llama(),
+        [pico_llama(initializer_range=0.2), pico_llama(initializer_range=0.1)],
+        documents,
+        64,
+        tokenizer=tokenizer,
+        progress=False,
+    )
+    assert [line["key"] for line in result["lines"]] == ["model", "base", "base2"]
+    assert len({line["label"] for line in result["lines"]}) == 3
+    assert set(result["buckets"][0]["difference"]) == {"model-base", "base2-base"}
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_no_number_is_cut_off_on_a_narrow_terminal(pico_fox, pico_llama, tokenizer, documents, width):
+    bases = [pico_llama(), pico_llama(initializer_range=0.2)]
+    result = evaluate(pico_fox(), bases, documents, 128, tokenizer=tokenizer, progress=False)
+    console = Console(width=width, file=io.StringIO())
+    print_table(result, console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = [line for line in printed.splitlines() if line.startswith(("│", "├"))]
+    assert all("…" not in line and len(line) <= width for line in lines)
+    for row in result["buckets"]:
+        assert all(f"{loss['mean']:.4f}" in printed for loss in row["loss"].values())
+        assert all(f"{row['difference'][name]['mean']:+.4f}" in printed for name in ("model-base", "base2-base"))
+    assert sum("├" in line for line in lines) == printed.count("tokens ┃")  # tables
+
+
+def test_windows_and_lengths_are_chosen_as_asked(tokenizer, documents):
+    sizes = [len(tokens_of(tokenizer, path)) for path in documents]
+    first = choose_windows(documents, tokenizer, 50)
+    assert [len(w.token_ids) for w in first] == [min(50, n) for n in sizes]
+    every = choose_windows(documents, tokenizer, 50, windows=None)
+    assert sum(len(w.token_ids) for w in every) >= sum(sizes) - 3  # less windows of a single token
+    assert [w.document for w in every] == sorted(w.document for w in every)
+    longest = max(sizes)
+    assert len(choose_windows(documents, tokenizer, 10_000, min_tokens=longest)) == 1
+    assert len(choose_windows(documents, tokenizer, 50, max_documents=2)) == 2
+
+
+def test_one_file_may_be_given_by_itself(pico_fox, tokenizer, documents):
+    model = pico_fox()
+    options: dict = {"tokenizer": tokenizer, "progress": False, "out": None}
+    for data in (documents[0], Path(documents[0])):
+        result = evaluate(model, data=data, length=32, controls=False, **options)
+        assert result["data"] == documents[:1]
+        assert inspect(model, data, length=32, **options)["data"] == documents[:1]
+        assert needle(model, data=data, lengths=[256], depths=1, trials=1, **options)["data"] == documents[:1]
+
+
+def test_models_on_disk_open_through_their_own_loaders(on_disk, documents):
+    base, fox = on_disk
+    result = evaluate(fox, base, documents, 64, progress=False)
+    assert [line["label"] for line in result["lines"]] == ["fox", "gates forced open", "gates shuffled", "base"]
+    assert result["lines"][0]["difference"]["mean"] == pytest.approx(0, abs=1e-6)
+
+
+def test_models_of_training_runs_are_called_after_their_runs(on_disk, documents, tmp_path):
+    for run, source in zip(("partial", "control"), on_disk[::-1], strict=True):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "model").symlink_to(source)
+    result = evaluate(
+        str(tmp_path / "partial/model/"),
+        str(tmp_path / "control/model"),
+        documents[:1],
+        64,
+        controls=False,
+        progress=False,
+    )
+    assert [line["label"] for line in result["lines"]] == ["partial", "control"]
+
+
+def test_names_with_brackets_and_colons_are_printed_whole(on_disk, documents, tmp_path, run):
+    model, out, name = tmp_path / "run[lora]:x:", tmp_path / "of[" / "b]", "run[lora]:x:"
+    model.symlink_to(on_disk[1])
+    short = ["--lengths", 320, "--depths", 1, "--trials", 1]
+    for command, options, files in (("eval", ["--no-controls"], 5), ("inspect", [], 4), ("needle", short, 4)):
+        code, printed, _ = run(command, model, "--data", documents[0], "--out", out, *options)
+        assert (code, printed.count(name), printed.count("of[/b]/")) == (0, 1, files)
+    code, _, err = run("eval", "no[red]:x:", "--data", documents[0])
+    assert code == 2
+    assert "no[red]:x:" in err
+
+
+def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, documents, tmp_path, monkeypatch):
+    model = pico_llama()
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
+        evaluate(model, None, ["nowhere.txt"], tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="nothing to evaluate on"):
+        evaluate(model, None, [], tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="no text in"):
+        evaluate(model, None, [str(empty)], tokenizer=tokenizer, progress=False)
+    with pytest.raises(ValueError, match="too short"):
+        evaluate(model, None, documents, 4096, min_tokens=4096, tokenizer=tokenizer, progress=False)
+    for length in (1, 10**30):
+        with pytest.raises(ValueError, match="length must be at least 2"):
+            evaluate(model, None, documents, length, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="vocabulary of 100"):
+        evaluate(pico_llama(vocab_size=100), None, documents, 64, tokenizer=tokenizer, progress=False)
+    with pytest.raises(ValueError, match="name tasks, or drop them"):
+        evaluate(model, None, documents, limit=3, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"empty\.txt is a file; name a directory"):
+        evaluate(model, None, documents, out=empty / "results", tokenizer=tokenizer)
+    monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path)  # the superuser may write anywhere
+    with pytest.raises(ValueError, match=r"results can't go to .*sub/out: .* can't be written to"):
+        evaluate(model, None, documents, out=tmp_path / "sub" / "out", tokenizer=tokenizer)
+    with pytest.raises(FileNotFoundError, match="/no/such/model"):
+        evaluate("/no/such/model", None, documents)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_base_with_another_tokenizer_is_refused(pico_llama, tokenizer, documents, tmp_path):
+    for name in ("model", "base"):
+        pico_llama().save_pretrained(tmp_path / name)
+    tokenizer.save_pretrained(tmp_path / "model")
+    other = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    other.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, trainers.BpeTrainer(vocab_size=270))
+    PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="tokenizer mismatch"):
+        evaluate(str(tmp_path / "model"), str(tmp_path / "base"), documents, 64, progress=False)
+
+
+def test_a_loss_that_is_no_number_is_told_before_anything_is_written(pico_llama, tokenizer, documents, tmp_path):
+    model = pico_llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"the loss at position 1 of .* is nan in float32: the weights are damaged"):
+        evaluate(model, None, documents, 64, tmp_path / "out", tokenizer=tokenizer, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_run_leaves_earlier_results_alone(pico_llama, tokenizer, documents, tmp_path):
+    out = tmp_path / "out"
+    evaluate(pico_llama(), None, documents, 64, out, tokenizer=tokenizer, progress=False)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(ValueError, match="vocabulary"):
+        evaluate(pico_llama(), pico_llama(vocab_size=60), documents, 64, out, tokenizer=tokenizer, progress=False)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.filterwarnings("ignore")  # lm-eval and its dependencies warn on import
+def test_lm_eval_tasks_run_with_the_length_asked_for(pico_llama, pico_fox, tokenizer, tmp_path):
+    pytest.importorskip("lm_eval")
+    (tmp_path / "pico.yaml").write_text(
+        "task: pico_choice\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/pico.jsonl}}}}\n"
+        "doc_to_text: '{{q}}'\ndoc_to_choice: '{{choices}}'\ndoc_to_target: '{{gold}}'\n"
+        "metric_list: [{metric: acc}]\n"
+    )
+    rows = [{"q": "the fox " * 100, "choices": [" gate", " fox"], "gold": n % 2} for n in range(4)]
+    (tmp_path / "pico.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    seen = []
+    fox = pico_fox()
+    fox.model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"].shape[1]), with_kwargs=True)
+    result = evaluate(
+        fox, pico_llama(), length=300, tasks=["pico_choice"], include_path=str(tmp_path), limit=3, tokenizer=tokenizer
+    )
+    assert set(result["tasks"]) == {"model", "base"}
+    assert 0 <= result["tasks"]["model"]["pico_choice"]["acc,none"] <= 1
+    whole = evaluate(fox, length=300, tasks=["pico_ch*"], include_path=str(tmp_path), limit=3, tokenizer=tokenizer)
+    assert whole["tasks"]["model"] == result["tasks"]["model"]
+    assert max(seen) > 128  # the model's max_position_embeddings, to which lm-eval would cut
+    with pytest.raises(ValueError, match="unknown task nonsense"):
+        evaluate(fox, length=300, tasks=["nonsense"], include_path=str(tmp_path), tokenizer=tokenizer)
+
+
+def test_metrics_that_are_no_numbers_are_written_as_none(pico_llama, tokenizer, tmp_path, monkeypatch, capsys):
+    metrics = {
+        "alias": "odd",
+        "acc,none": np.float32(0.5),
+        "acc_stderr,none": "N/A",
+        "f1,none": math.nan,
+        "sample_len": 3,
+    }
+    found = [{"results": {"odd": metrics}}, {"results": {"odd": {**metrics, "acc,none": math.inf}}}]
+    manager = SimpleNamespace(match_tasks=lambda tasks: tasks)
+    monkeypatch.setattr("retrofox.evaluation.evaluate.find_tasks", lambda *arguments: manager)
+    harness = SimpleNamespace(simple_evaluate=lambda **options: found.pop(0), HFLM=lambda **options: None)
+    monkeypatch.setattr("retrofox.evaluation.lm_eval.import_module", lambda name: harness)
+    evaluate(pico_llama(), pico_llama(), out=tmp_path, tasks=["odd"], tokenizer=tokenizer)
+    written = json.loads((tmp_path / "eval.json").read_text())["tasks"]
+    assert written["model"] == {"odd": {"acc,none": 0.5, "acc_stderr,none": "N/A", "f1,none": None}}
+    assert written["base"]["odd"]["acc,none"] is None
+    rows = [line.split("│")[2:5] for line in capsys.readouterr().out.splitlines() if "odd" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [["acc,none", "0.5000", "-"], ["f1,none", "-", "-"]]
+
+
+def test_tasks_without_lm_eval_name_the_remedy(pico_llama, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ValueError, match=r"retrofox\[eval\]"):
+        evaluate(pico_llama(), tasks=["lambada"], tokenizer=tokenizer)
+
+
+def test_models_are_named_after_their_run_from_within_it_too(on_disk, tokenizer, tmp_path, monkeypatch):
+    shutil.copytree(on_disk[1], tmp_path / "run7" / "model")
+    for folder, source in ((tmp_path, "run7/model/"), (tmp_path / "run7", "model"), (tmp_path / "run7/model", ".")):
+        monkeypatch.chdir(folder)
+        assert open_model(source, tokenizer=tokenizer).name == "run7"
+
+
+def test_opening_a_converted_directory_asks_no_question(tokenizer, on_disk, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(f"asked {prompt!r}"))
+    fox = on_disk[1]
+    opened = open_model(fox)
+    assert opened.fox is not None
+    assert opened.tokenizer("the fox")["input_ids"] == tokenizer("the fox")["input_ids"]
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        open_model(fox, dtype="int3")
+    with pytest.raises(ValueError, match="device 'gpu' is unknown"):
+        open_model(fox, device="gpu")
+    for device in ("meta", "xpu:99"):
+        with pytest.raises(ValueError, match=f"device '{device}' can't be used here"):
+            open_model(fox, device=device)
+    with pytest.raises(FileNotFoundError, match="no such model"):
+        open_model("./nothing/here")

@@ -1,0 +1,151 @@
+"""Gate inspection: half-lives as they are by definition, kinds of heads, rotary pairs, files, refusals."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from retrofox.anatomy import attentions
+from retrofox.evaluation.gates import inspect
+
+TEXT = "the fox forgets the gate and the gate forgets the fox, often. " * 5
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pico_tokenizer):
+    return pico_tokenizer
+
+
+@pytest.fixture(scope="module")
+def make_fox(pico_fox):
+    """A converted pico model of trained length 256, gates as the spec asks."""
+
+    def build(**spec) -> Any:
+        config = {"max_position_embeddings": 256}
+        return pico_fox(stirred=False, config=config, **{"half_life": (4.0, 1000.0), **spec})
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> list[str]:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return [str(path)]
+
+
+def test_half_lives_of_the_parameters_are_the_ladder_the_spec_asked_for(make_fox, tokenizer):
+    result = inspect(make_fox(), tokenizer=tokenizer)
+    expected = [4.0 * 250.0 ** (h / 3) for h in range(4)] * 2
+    assert [head["half_life"] for head in result["heads"]] == pytest.approx(expected, rel=1e-4)
+    assert [head["kind"] for head in result["heads"][:4]] == ["local", "medium", "medium", "global"]
+    assert result["summary"] | {"half_life_percentiles": None} == {
+        "heads": 8, "local": 2, "medium": 4, "global": 2, "dead": 0, "saturated": 0, "half_life_percentiles": None
+    }  # fmt: skip
+
+
+def test_measured_half_lives_are_ln2_over_the_mean_decay_of_the_gates(make_fox, tokenizer, text):
+    model = make_fox()
+    torch.manual_seed(1)
+    gates: list[Any] = [attention.forget_gate for _, attention in attentions(model)]
+    for gate in gates:
+        gate.weight.data.normal_(0, 0.3)
+        gate.record = True
+    result = inspect(model, text, 64, tokenizer=tokenizer, progress=False)
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"][:64]])
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    for layer, gate in enumerate(gates):
+        decay = -gate.last_log_f[0].double().numpy()
+        heads = [head for head in result["heads"] if head["layer"] == layer]
+        assert [h["half_life"] for h in heads] == pytest.approx((math.log(2) / decay.mean(0)).tolist(), rel=1e-5)
+        for number, head in enumerate(heads):
+            for p in (5, 50, 95):
+                expected = math.log(2) / np.percentile(decay[:, number], 100 - p)
+                assert head["half_life_percentiles"][str(p)] == pytest.approx(expected, rel=1e-4)
+            assert list(head["half_life_percentiles"].values()) == sorted(head["half_life_percentiles"].values())
+            logit = np.log(np.exp(-decay[:, number]) / -np.expm1(-decay[:, number]))
+            assert head["logit_std"] == pytest.approx(logit.std(), rel=1e-3)
+    assert result["tokens"] == 64
+
+
+def test_dead_and_saturated_gates_are_found_and_told_apart(make_fox, tokenizer, text):
+    model = make_fox()
+    gate: Any = next(attentions(model))[1].forget_gate
+    gate.bias.data = torch.tensor([200.0, 20.0, -20.0, 3.0])  # exactly open, open in effect, shut, working
+    for data in (None, text):
+        heads = inspect(model, data, 64, tokenizer=tokenizer, progress=False)["heads"][:4]
+        assert [head["dead"] for head in heads] == [True, True, False, False]
+        assert [head["saturated"] for head in heads] == [True, True, True, False]
+        assert [head["kind"] for head in heads] == ["global", "global", "local", "local"]
+        assert heads[0]["half_life"] is None or heads[0]["half_life"] > 1e30
+
+
+def test_kept_rotary_pairs_and_sinks_are_reported(make_fox, tokenizer):
+    for spec, kept in (({"rope": "keep"}, 4), ({"rope": "drop"}, 0), ({"max_wavelength": 100.0}, 2)):
+        result = inspect(make_fox(**spec, sink_tokens=3), tokenizer=tokenizer)
+        for layer in result["layers"]:
+            assert (layer["rotary_pairs"], layer["rotary_pairs_kept"], layer["sink_tokens"]) == (4, kept, 3)
+    assert result["layers"][0]["longest_wavelength"] == pytest.approx(2 * math.pi * 10000 ** (1 / 4), rel=1e-4)
+
+
+def test_data_independent_and_absent_gates_are_inspected_too(make_fox, tokenizer, text):
+    fixed = inspect(make_fox(gate="fixed"), text, 64, tokenizer=tokenizer, progress=False)
+    assert all(head["weight_norm"] == 0 and head["logit_std"] < 1e-4 for head in fixed["heads"])
+    none = inspect(make_fox(gate="none", rope="partial"), text, 64, tokenizer=tokenizer, progress=False)
+    assert none["heads"] == []
+    assert len(none["layers"]) == 2
+
+
+def test_table_and_files(make_fox, tokenizer, text, tmp_path, capsys):
+    result = inspect(make_fox(), text, 64, tmp_path, tokenizer=tokenizer, progress=False)
+    assert "8 heads: 2 local" in capsys.readouterr().out
+    assert json.loads((tmp_path / "gates.json").read_text())["heads"] == result["heads"]
+    rows = list(csv.DictReader((tmp_path / "gates.csv").read_text().splitlines()))
+    assert [float(row["half_life"]) for row in rows] == [head["half_life"] for head in result["heads"]]
+    assert {"half_life_p5", "half_life_p95"} <= set(rows[0])
+    assert Path(result["files"]["png"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_checkpoint_without_a_tokenizer_shows_its_parameters(make_fox, text, tmp_path):
+    make_fox().save_pretrained(tmp_path)
+    assert len(inspect(tmp_path)["heads"]) == 8
+    with pytest.raises(ValueError, match="no tokenizer for"):
+        inspect(tmp_path, text)
+
+
+def test_inspection_leaves_no_hook_behind(make_fox, tokenizer, text):
+    model = make_fox()
+    inspect(model, text, 64, tokenizer=tokenizer, progress=False)
+    gates: list[Any] = [attention.forget_gate for _, attention in attentions(model)]
+    assert not any(gate._forward_hooks for gate in gates)
+
+
+@pytest.mark.parametrize("where", ["self_attn.forget_gate.bias", "input_layernorm.weight"])
+def test_gates_that_are_no_numbers_are_named(make_fox, tokenizer, text, tmp_path, where):
+    model = make_fox()
+    with torch.no_grad():
+        model.get_parameter(f"model.layers.1.{where}")[1] = float("nan")
+    with pytest.raises(ValueError, match=r"gates of .* are not finite, such as layer 1 head"):
+        inspect(model, text, 64, tmp_path / "out", tokenizer=tokenizer, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_refusals(pico_llama, make_fox, tokenizer, tmp_path):
+    pico_llama().config.save_pretrained(tmp_path)
+    for plain in (pico_llama(), tmp_path):  # the second without weights, for they are not looked at
+        with pytest.raises(ValueError, match="no forget gates to inspect: run `retrofox convert"):
+            inspect(plain, tokenizer=tokenizer)
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
+        inspect(make_fox(), ["nowhere.txt"], tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="length must be at least 2"):
+        inspect(make_fox(), None, 1, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="max_documents must be at least 1"):
+        inspect(make_fox(), ["nowhere.txt"], tokenizer=tokenizer, max_documents=0)

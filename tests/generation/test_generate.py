@@ -1,0 +1,372 @@
+"""Generation: the cache, batches, beams, sampling, streaming and chat, each against the plain computation."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import retrofox
+from retrofox.generation.chat import ChatSession, chat
+from retrofox.generation.generate import complete, generate
+from retrofox.loading.opened import Opened, open_model
+from retrofox.model import attention as attention_module
+
+PROMPTS = ["the fox forgets", "a", "the gate is open and the fox forgets the gate"]
+
+
+@pytest.fixture(scope="module", params=["pico_llama", "pico_fox"])
+def opened(request, pico_tokenizer) -> Opened:
+    """A plain and a converted pico model in turn."""
+    return open_model(request.getfixturevalue(request.param)(), tokenizer=pico_tokenizer)
+
+
+def run(opened: Opened, prompts: list[str], new: int = 16, **options) -> dict:
+    return generate(opened.model, prompts, new, tokenizer=opened.tokenizer, stream=False, ignore_eos=True, **options)
+
+
+def by_hand(opened: Opened, prompt: str, new: int) -> list[int]:
+    """Greedy tokens, each from a forward pass over everything so far."""
+    ids = opened.tokenizer(prompt)["input_ids"]
+    start = len(ids)
+    for _ in range(new):
+        with torch.no_grad():
+            logits = opened.model(input_ids=torch.tensor([ids]), use_cache=False).logits
+        ids = [*ids, int(logits[0, -1].argmax())]
+    return ids[start:]
+
+
+def test_greedy_with_cache_equals_greedy_without_and_by_hand(opened):
+    for prompt in PROMPTS:
+        expected = by_hand(opened, prompt, 16)
+        assert run(opened, [prompt])["token_ids"] == [expected]
+        assert run(opened, [prompt], use_cache=False)["token_ids"] == [expected]
+
+
+def test_a_left_padded_batch_equals_one_by_one(opened):
+    together = run(opened, PROMPTS)
+    assert together["token_ids"] == [run(opened, [prompt])["token_ids"][0] for prompt in PROMPTS]
+    assert together["new_tokens"] == 16 * len(PROMPTS)
+    assert together["tokens_per_second"] == pytest.approx(together["new_tokens"] / together["seconds"])
+
+
+def test_beam_search_with_cache_equals_beam_search_without(opened):
+    cached = run(opened, PROMPTS, num_beams=4)["token_ids"]
+    assert cached == run(opened, PROMPTS, num_beams=4, use_cache=False)["token_ids"]
+    assert cached != run(opened, PROMPTS)["token_ids"]  # else the beams never crossed and nothing was reordered
+
+
+def test_the_gates_take_part_in_decoding(pico_fox, pico_tokenizer):
+    opened = open_model(pico_fox(), tokenizer=pico_tokenizer)
+    gated = run(opened, PROMPTS)["token_ids"]
+    with retrofox.anatomy.attention_mode(opened.model, "open"):
+        assert run(opened, PROMPTS)["token_ids"] != gated
+
+
+def test_a_seed_repeats_a_draw_and_leaves_the_global_state_alone(opened):
+    torch.manual_seed(11)
+    untouched = torch.rand(3)
+    torch.manual_seed(11)
+    first = run(opened, PROMPTS, temperature=1.0, top_p=0.9, seed=4)["token_ids"]
+    assert torch.equal(torch.rand(3), untouched)
+    assert run(opened, PROMPTS, temperature=1.0, top_p=0.9, seed=4)["token_ids"] == first
+    assert run(opened, PROMPTS, temperature=1.0, top_p=0.9, seed=5)["token_ids"] != first
+
+
+def test_a_vanishing_top_p_is_greedy(opened):
+    assert run(opened, PROMPTS, temperature=1.0, top_p=1e-6)["token_ids"] == run(opened, PROMPTS)["token_ids"]
+
+
+def test_the_checkpoints_sampling_defaults_do_not_leak_in(opened):
+    greedy = run(opened, PROMPTS)["token_ids"]
+    saved = opened.model.generation_config
+    try:
+        opened.model.generation_config = type(saved)(
+            do_sample=True, temperature=9.0, repetition_penalty=3.0, num_beams=2
+        )
+        assert run(opened, PROMPTS)["token_ids"] == greedy
+    finally:
+        opened.model.generation_config = saved
+
+
+def test_text_ends_at_the_end_token(opened):
+    free = run(opened, PROMPTS)["token_ids"]
+    end = free[0][5]
+    saved = opened.model.generation_config.eos_token_id
+    try:
+        opened.model.generation_config.eos_token_id = [end]
+        result = generate(opened.model, PROMPTS, 16, tokenizer=opened.tokenizer, stream=False)
+    finally:
+        opened.model.generation_config.eos_token_id = saved
+    for ids, whole in zip(result["token_ids"], free, strict=True):
+        assert ids == (whole[: whole.index(end) + 1] if end in whole else whole)
+
+
+def test_the_stream_holds_exactly_the_texts(opened, capsys):
+    for prompts, echo in ((PROMPTS[:1], False), (PROMPTS, False), (PROMPTS, True)):
+        output = io.StringIO()
+        result = generate(opened.model, prompts, 12, tokenizer=opened.tokenizer, output=output, echo=echo)
+        shown = [prompt + text if echo else text for prompt, text in zip(prompts, result["texts"], strict=True)]
+        if len(prompts) == 1:
+            assert output.getvalue() == shown[0] + "\n"
+        else:
+            assert output.getvalue() == "".join(f"[{n}] {text}\n" for n, text in enumerate(shown, 1))
+        assert "tokens/s" in capsys.readouterr().err
+
+
+def test_the_first_prompt_streams_token_by_token(opened):
+    class Pieces(io.StringIO):
+        flushes = 0
+
+        def flush(self):
+            self.flushes += 1
+
+    output = Pieces()
+    generate(opened.model, [PROMPTS[0]], 12, tokenizer=opened.tokenizer, output=output, ignore_eos=True)
+    assert output.flushes > 4
+
+
+def test_bad_options_are_refused(opened):
+    for options, message in (
+        ({"prompts": []}, "no prompt"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": 1e-45}, "temperature must be 0"),
+        ({"top_p": 0.0, "temperature": 1.0}, "top_p"),
+        ({"top_p": 0.5}, "no effect on greedy"),
+        ({"num_beams": 0}, "num_beams"),
+        ({"seed": 2**63}, "seed must lie between"),
+        ({"prompts": ["a", "\udcff"]}, "is not UTF-8 text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(opened.model, **{"prompts": ["a"], "tokenizer": opened.tokenizer, **options})
+
+
+def test_a_tokenizer_of_another_model_is_refused(pico_llama, pico_tokenizer):
+    with pytest.raises(ValueError, match="outside the model's vocabulary of 64: the tokenizer belongs to another"):
+        generate(pico_llama(vocab_size=64), ["the fox"], tokenizer=pico_tokenizer)
+
+
+def test_chat_keeps_its_cache_over_turns_and_answers_as_without_it(opened):
+    tokenizer = opened.tokenizer
+    session = ChatSession(opened, system="be brief")
+    for turn, text in enumerate(["the fox", "the gate", "again"]):
+        messages = [*session.messages, {"role": "user", "content": text}]
+        rendered = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        [fresh] = complete(opened, [ids], 10)
+        assert session.reply(text, 10) == tokenizer.decode(fresh, skip_special_tokens=True)
+        shared = len(tokenizer(TEMPLATE_START, add_special_tokens=False)["input_ids"])
+        assert (session.reused_tokens >= shared) == (turn > 0)
+    session.reset()
+    assert session.messages == [{"role": "system", "content": "be brief"}]
+    assert session.cache.get_seq_length() == 0
+
+
+TEMPLATE_START = "<s>system:be brief</s><s>user:the fox</s><s>assistant:"
+
+
+def test_chat_reads_until_exit_and_returns_the_conversation(opened, capsys):
+    tokenizer = opened.tokenizer
+    lines = iter(["the fox", "", "/reset", "the gate", "/exit"])
+    output = io.StringIO()
+    conversation = chat(
+        opened.model,
+        tokenizer=tokenizer,
+        max_new_tokens=5,
+        temperature=0.0,  # and top_p, which is for drawing, as it is by default
+        read=lambda prompt: next(lines),
+        output=output,
+    )
+    assert [message["role"] for message in conversation] == ["user", "assistant"]
+    assert conversation[0]["content"] == "the gate"
+    assert conversation[1]["content"] in output.getvalue()
+    assert "tokens/s" in capsys.readouterr().err
+
+
+def test_chat_without_a_template_is_refused(opened):
+    plain = copy.deepcopy(opened.tokenizer)
+    plain.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        chat(opened.model, tokenizer=plain, read=lambda prompt: "/exit")
+    with pytest.raises(ValueError, match="no chat template"):
+        generate(opened.model, ["a"], tokenizer=plain, chat_template=True)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{% for m in messages %}"])
+def test_a_template_that_can_not_render_a_role_says_so_at_once(opened, template):
+    strict = copy.deepcopy(opened.tokenizer)
+    strict.chat_template = template
+    with pytest.raises(ValueError, match="the chat template can't render messages of system, user: "):
+        chat(opened.model, system="be brief", tokenizer=strict, read=lambda prompt: pytest.fail("asked for a message"))
+    with pytest.raises(ValueError, match="the chat template can't render messages of user: "):
+        generate(opened.model, ["a"], tokenizer=strict, chat_template=True)
+
+
+# the cache
+
+
+def filled(opened: Opened, ids: torch.Tensor, **options):
+    cache = DynamicCache(config=opened.model.config)
+    with torch.no_grad():
+        opened.model(input_ids=ids, past_key_values=cache, **options)
+    return cache
+
+
+@pytest.fixture
+def pico(pico_fox, pico_tokenizer) -> Opened:
+    return open_model(pico_fox(), tokenizer=pico_tokenizer)
+
+
+def tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
+    return torch.randint(2, 288, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def after(opened: Opened, cache, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the last 6 tokens of ids (B, T): the cache holds those before."""
+    with torch.no_grad():
+        return opened.model(input_ids=ids[:, -6:], past_key_values=cache).logits
+
+
+def from_scratch(opened: Opened, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return opened.model(input_ids=ids, use_cache=False).logits[:, -6:]
+
+
+def bound_holds(cache, slack: float = 1.0) -> bool:
+    """Whether each layer's bound is the norm of its longest key, or up to `slack` times that."""
+    for layer in cache.layers:
+        longest, bound = layer.keys.norm(dim=-1).amax(-1), layer.key_bound(layer.keys.shape[-1])
+        if not bool((bound >= longest * (1 - 1e-6)).all() and (bound <= slack * longest * (1 + 1e-6)).all()):
+            return False
+    return True
+
+
+OPERATIONS = {
+    "reorder_cache": (torch.tensor([2, 0, 0]), lambda x: x[[2, 0, 0]]),
+    "batch_select_indices": (torch.tensor([1]), lambda x: x[[1]]),
+    "batch_select_mask": (torch.tensor([True, False, True]), lambda x: x[[True, False, True]]),
+    "batch_repeat_interleave": (2, lambda x: x.repeat_interleave(2, 0)),
+    "crop": (-7, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("asked", [False, True])  # for a bound on the keys, before
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_cache_operations_keep_sums_and_bound(pico, name, asked):
+    argument, change = OPERATIONS[name]
+    ids = tokens(3, 40)
+    kept = ids[:, : 33 if name == "crop" else 40]
+    cache = filled(pico, ids)
+    assert not asked or bound_holds(cache)
+    getattr(cache, name.replace("mask", "indices"))(argument)
+    for step in range(2):  # the second goes on in place
+        kept = torch.cat([kept if step else change(kept), tokens(change(ids).shape[0], 6, seed=step)], 1)
+        torch.testing.assert_close(after(pico, cache, kept), from_scratch(pico, kept), atol=2e-5, rtol=2e-5)
+        assert bound_holds(cache, slack=1.5 if name == "crop" else 1.0)
+    copied = copy.deepcopy(cache)
+    longer = torch.cat([kept, tokens(kept.shape[0], 6, seed=7)], 1)
+    expected = from_scratch(pico, longer)
+    for one in (cache, copied):  # each writes to memory of its own
+        torch.testing.assert_close(after(pico, one, longer), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_cache_is_kept_over_growth_and_modes(pico):
+    """Prefilled in chunks, past what was allocated, with and without gradients, in inference mode and out of it."""
+    ids = tokens(2, 400)
+    cache: Any = DynamicCache()
+    parts = []
+    contexts = [torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad, torch.no_grad]
+    for n, (a, b) in enumerate(itertools.pairwise([0, 100, 101, 120, 121, 130, 131, 132, 390, 391, 392, 399, 400])):
+        with contexts[n % len(contexts)]():
+            parts.append(pico.model(input_ids=ids[:, a:b], past_key_values=cache).logits.detach().clone())
+    with torch.no_grad():
+        whole = pico.model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=5e-5, rtol=5e-5)
+    assert bound_holds(cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(after(pico, cache, ids[:, :6]), whole[:, :6], atol=5e-5, rtol=5e-5)
+
+
+def test_gradients_reach_through_a_cache(pico):
+    ids, model = tokens(2, 20), pico.model
+    gradients = []
+    for cached in (True, False):
+        model.zero_grad()
+        if cached:
+            cache = DynamicCache(config=model.config)
+            parts = [model(input_ids=x, past_key_values=cache).logits for x in ids.split(10, 1)]
+            logits = torch.cat(parts, 1)
+            with torch.no_grad():  # what the backward needs is not written over
+                model(input_ids=tokens(2, 5), past_key_values=cache)
+        else:
+            logits = model(input_ids=ids, use_cache=False).logits
+        logits[:, 10:].square().mean().backward()
+        layer = model.model.layers[-1].self_attn  # the first keys of deeper layers hang on no earlier gates
+        gradients.append([layer.k_proj.weight.grad.clone(), layer.q_proj.weight.grad.clone()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_a_decoding_step_copies_nothing_of_the_cache(pico_fox, monkeypatch):
+    """Beside the attention itself, what a step reads and writes per cached token are the mask's few bytes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    views = {"view", "slice", "select", "transpose", "unsqueeze", "expand", "t", "detach", "split", "permute", "alias"}
+    moved = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if function.__name__.split(".")[0] not in views:
+                tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+                moved[-1] += sum(x.numel() * x.element_size() for x in tensors)
+            return out
+
+    monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+    monkeypatch.setattr(attention_module, "decodes", lambda q, k, v: True)
+    monkeypatch.setattr(attention_module, "decode_attention", lambda q, *_, **__: q.contiguous())
+    model = pico_fox(prune=-8.0)
+    for length in (1100, 2100):
+        ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+        mask[1, :9] = 0
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            for a, b in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
+                moved.append(0)
+                with Count():
+                    model(input_ids=ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache)
+    layer: Any = cache.layers[0]
+    kept = 2 * 2 * sum(x.numel() * x.element_size() for x in (layer.keys, layer.values, layer.sums)) / (2 * 2100)
+    assert (moved[5] - moved[2]) / 1000 < 0.3 * kept  # pico heads have 8 channels: with 64 it is 0.03
+
+
+def test_a_cache_of_another_model_or_batch_is_refused(pico, pico_llama):
+    ids = tokens(2, 20)
+    with pytest.raises(ValueError, match="new cache"):
+        pico_llama()(input_ids=ids, past_key_values=filled(pico, ids))
+    foreign = DynamicCache(config=pico.model.config)
+    pico_llama()(input_ids=ids, past_key_values=foreign)
+    with pytest.raises(ValueError, match="without forget gates"):
+        after(pico, foreign, ids)
+    with pytest.raises(ValueError, match="batch_repeat_interleave"):
+        after(pico, filled(pico, ids), tokens(1, 6))
+    replaced: Any = filled(pico, ids)
+    for layer in replaced.layers:
+        layer.keys, layer.values = layer.keys[:, :, :9], layer.values[:, :, :9]
+    with pytest.raises(ValueError, match="from outside"):
+        after(pico, replaced, ids)
+
+
+def test_assisted_generation_equals_greedy(pico):
+    ids = tokens(1, 30)
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    plain = pico.model.generate(ids, **options)
+    assert torch.equal(pico.model.generate(ids, prompt_lookup_num_tokens=3, **options), plain)

@@ -1,0 +1,353 @@
+"""Every supported family: its own logits with gates open and RoPE kept; every mode trained, saved, generated from."""
+
+import pickle
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import retrofox
+from retrofox import FoxSpec
+from retrofox.anatomy import attention_mode, attentions, inner_model, is_new_tensor, logits_from_hidden
+from retrofox.families import check_supported, fitting_families, trained_length
+from retrofox.model import attention as attention_module
+from retrofox.model.configuration_fox import SUPPORTED
+
+PICO = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+MIXED = ["sliding_attention", "full_attention"]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GEMMA = {"sliding_window": 7, "query_pre_attn_scalar": 24, "layer_types": MIXED}
+MOE = {"num_experts_per_tok": 2}
+SCALED_QUERIES = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.3}
+ROWS = {
+    "llama": {},
+    "llama 2": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    "llama 3.1": {"rope_parameters": LLAMA3},
+    "mistral": {"sliding_window": 7},
+    "mistral without a window": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 7, "layer_types": MIXED},
+    "qwen3": {"head_dim": 16},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": GEMMA,
+    "olmo2": {},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+    "cohere2": {"sliding_window": 7, "logit_scale": 0.25, "layer_types": MIXED},
+    "ministral": {"sliding_window": 7, "layer_types": MIXED},
+    "ministral3": {"rope_parameters": {**SCALED_QUERIES, "original_max_position_embeddings": 128}},
+    "mixtral": {"num_local_experts": 4, **MOE},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, **MOE},
+    "arcee": {},
+    "cohere": {"logit_scale": 0.25, "use_qk_norm": True},
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": 7, "layer_types": MIXED},
+    "gemma": {},
+    "glm4": {},
+    "granitemoe": {"num_local_experts": 4, "attention_multiplier": 0.3, **MOE},
+    "olmo": {"clip_qkv": 1.0},
+    "olmo3": {"sliding_window": 7, "layer_types": MIXED},
+    "olmoe": {"num_experts": 4, **MOE},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, **MOE},
+    "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.0},
+    "starcoder2": {"sliding_window": 7},
+}
+MODES = {
+    "keep": {"rope": "keep"},
+    "partial": {"rope": "partial", "max_wavelength": 40.0},
+    "drop": {"rope": "drop"},
+    "anneal": {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 1000, "annealed_tokens": 300},
+}
+LENGTH = 24
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 4.0, "original_max_position_embeddings": 16}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 5e3, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.2],
+    "long_factor": [2.0, 4.0],
+    "original_max_position_embeddings": 16,
+}
+TWO_BASES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+}
+UNUSUAL = {
+    "llama biased, tied, 5:1 heads of 6, yarn": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "hidden_size": 30,
+        "head_dim": 6,
+        "rope_parameters": YARN,
+    },
+    "mistral narrow window, dynamic": {"sliding_window": 3, "rope_parameters": DYNAMIC},
+    "qwen2 tied, first layers full": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3 wide heads, biased": {"head_dim": 32, "attention_bias": True, "rope_parameters": YARN},
+    "gemma3_text two bases, one scaled": {**GEMMA, "sliding_window": 3, "rope_parameters": TWO_BASES},
+    "gemma2 uncapped": {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "phi3 longrope": {
+        "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5},
+        "original_max_position_embeddings": 16,
+    },
+    "ministral3 queries scaled by position": {
+        "rope_parameters": {**SCALED_QUERIES, "original_max_position_embeddings": 8}
+    },
+    "olmo2 biased, llama3": {"attention_bias": True, "rope_parameters": LLAMA3},
+}
+ROWS_AND_UNUSUAL = {**ROWS, **UNUSUAL}
+
+
+def make_base(row: str):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(row.split()[0], **{**PICO, **ROWS_AND_UNUSUAL[row]})
+    # transformers before 5.23 runs Gemma 2 through sdpa, which ignores its soft-cap
+    options = {"attn_implementation": "eager"} if row == "gemma2" else {}
+    return AutoModelForCausalLM.from_config(config, **options).eval()
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def row(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def base(row):
+    return make_base(row)
+
+
+@pytest.fixture(scope="module")
+def fox(base, stir):
+    return stir(retrofox.convert(base, fox=FoxSpec(half_life=(2.0, 100.0), max_wavelength=40.0))).eval()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(2, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=["short", "operator"])
+def path(request, monkeypatch) -> str:
+    if request.param == "operator":
+        monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+    return request.param
+
+
+def logits(model, input_ids, **kwargs) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids, **kwargs).logits
+
+
+def close(actual, expected, tolerance=1e-5) -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
+
+
+def test_every_supported_family_has_a_row_here():
+    assert {name.split()[0] for name in ROWS} == set(SUPPORTED)
+
+
+def test_open_gates_and_rope_kept_are_the_base(base, tokens, path):
+    model = retrofox.convert(base, fox=FoxSpec(rope="keep", init="open"))
+    expected = logits(base, tokens)
+    assert expected.abs().max() > 0.3
+    close(logits(model, tokens), expected)
+
+
+def test_original_mode_is_the_base_also_packed_and_padded(base, fox, tokens, path):
+    positions = torch.cat([torch.arange(15), torch.arange(9)])[None]
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    padded = (mask.cumsum(1) - 1).clamp_min(0)
+    with attention_mode(fox, "original"):
+        packed = logits(fox, tokens[:1], position_ids=positions, use_cache=False)
+        close(packed[:, :15], logits(base, tokens[:1, :15]))
+        close(packed[:, 15:], logits(base, tokens[:1, 15:]))
+        both = logits(fox, tokens, attention_mask=mask, position_ids=padded)
+        close(both[1, 5:], logits(base, tokens[1:, 5:])[0])
+    assert (logits(fox, tokens) - logits(base, tokens)).abs().max() > 1e-2
+
+
+def test_a_pickled_model_is_the_model(fox, tokens):
+    again = pickle.loads(pickle.dumps(fox))
+    assert torch.equal(logits(again, tokens), logits(fox, tokens))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_trains_a_step(base, stir, tokens, mode):
+    model = stir(retrofox.convert(base, fox=FoxSpec(half_life=(2.0, 100.0), **MODES[mode]))).train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loss = model(tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    missing = [n for n, p in model.named_parameters() if is_new_tensor(n) and not (p.grad is not None and p.grad.any())]
+    assert missing == []
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.sub_(p.grad / p.grad.norm().clamp_min(1e-6), alpha=1e-3)
+        after = model(tokens, labels=tokens, use_cache=False).loss
+        for name, p in model.named_parameters():  # the base's own tensors
+            p.copy_(before[name])
+    assert after < loss
+    base.zero_grad()
+
+
+def test_saved_and_loaded_gives_equal_logits(fox, tokens, tmp_path):
+    fox.save_pretrained(tmp_path)
+    loaded = retrofox.load(tmp_path)
+    assert type(loaded) is type(fox)
+    assert torch.equal(logits(loaded, tokens), logits(fox, tokens))
+
+
+def test_a_converted_directory_loads(base, tokens, tmp_path):
+    base.save_pretrained(tmp_path / "base")
+    spec = FoxSpec(half_life=(2.0, 100.0), max_wavelength=40.0)
+    retrofox.convert(tmp_path / "base", tmp_path / "out", fox=spec, verify=False)
+    close(logits(retrofox.load(tmp_path / "out"), tokens), logits(retrofox.convert(base, fox=spec), tokens), 1e-6)
+
+
+def test_generation_with_a_cache_equals_generation_without(fox, tokens, path):
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    plain = fox.generate(tokens, use_cache=False, **options)
+    assert torch.equal(fox.generate(tokens, **options), plain)
+    assert torch.equal(fox.generate(tokens, cache_implementation="static", **options), plain)
+
+
+@pytest.mark.parametrize("settings", UNUSUAL)
+def test_unusual_settings(settings, stir, tokens, path):
+    base = make_base(settings)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+    expected = logits(base, tokens)
+    close(logits(retrofox.convert(base, fox=FoxSpec(rope="keep", init="open")), tokens), expected)
+    fox = stir(retrofox.convert(base, fox=FoxSpec(half_life=(2.0, 100.0), max_wavelength=40.0))).eval()
+    with attention_mode(fox, "original"):
+        close(logits(fox, tokens), expected)
+    mask = torch.ones_like(tokens)
+    mask[1, :7] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    padded = fox.generate(tokens, attention_mask=mask, **options)
+    assert torch.equal(padded[1, LENGTH:], fox.generate(tokens[1:, 7:], **options)[0, LENGTH - 7 :])
+    beams = fox.generate(tokens, num_beams=3, **options)
+    assert torch.equal(beams, fox.generate(tokens, num_beams=3, use_cache=False, **options))
+
+
+def test_windows_and_rotated_layers_are_the_familys_own(base, fox, row):
+    natives = [layer.self_attn for layer in base.model.layers]
+    converted = [module for _, module in attentions(fox)]
+    assert len(converted) == len(natives)
+    for native, module in zip(natives, converted, strict=True):
+        assert type(module).__mro__[2] is type(native)
+        assert getattr(module, "sliding_window", None) == getattr(native, "sliding_window", None)
+        rotated = {"smollm3": "use_rope", "cohere2": "sliding_window", "exaone4": "is_sliding"}.get(row, "scaling")
+        assert (module.rotary_fade is not None) == bool(getattr(native, rotated))
+
+
+def test_dropped_positions_are_gone_and_partial_ones_are_not(base, row, tokens, path):
+    stretched = torch.arange(LENGTH)[None] * 3
+    mask = torch.ones_like(tokens)
+    model = retrofox.convert(base, fox=FoxSpec(rope="drop", gate="none"))
+    expected = logits(model, tokens, attention_mask=mask)
+    close(logits(model, tokens, attention_mask=mask, position_ids=stretched), expected)
+    assert (expected - logits(base, tokens)).abs().max() > 1e-3
+    model = retrofox.convert(base, fox=FoxSpec(rope="partial", max_wavelength=40.0, gate="none"))
+    assert {sum(m.rotary_fade.fade) for _, m in attentions(model) if m.rotary_fade is not None} <= {1.0, 2.0, 3.0}
+    moved = logits(model, tokens, attention_mask=mask, position_ids=stretched)
+    assert (moved - logits(model, tokens, attention_mask=mask)).abs().max() > 1e-3
+
+
+def test_a_window_hides_what_is_beyond_it(fox, tokens, path):
+    windows = [getattr(m, "sliding_window", None) or 0 for _, m in attentions(fox)]
+    if not any(windows):
+        pytest.skip("no sliding layer")
+    index = next(i for i, window in enumerate(windows) if window)
+    module = [m for _, m in attentions(fox)][index]
+    seen = {}
+    hook = module.register_forward_hook(lambda _, args, kwargs, out: seen.update(kwargs, out=out[0]), with_kwargs=True)
+    logits(fox, tokens, use_cache=False)
+    hook.remove()
+    before, changed = seen.pop("out"), seen["hidden_states"].clone()
+    changed[:, 3] += 1.0
+    with torch.no_grad():
+        after = module(**{**seen, "hidden_states": changed})[0]
+    moved = (after - before).abs().amax(-1).gt(1e-6).any(0)
+    assert moved.nonzero()[:, 0].tolist() == list(range(3, 3 + windows[index]))
+
+
+def test_logits_from_hidden_states(base, fox, tokens):
+    for model in (base, fox):
+        with torch.no_grad():
+            hidden = inner_model(model)(tokens).last_hidden_state
+            close(logits_from_hidden(model, hidden), model(tokens).logits, 1e-6)
+
+
+def test_trained_length_is_the_length_before_scaling():
+    config = AutoConfig.for_model("llama", max_position_embeddings=131072, rope_parameters={**LLAMA3})
+    assert trained_length(config) == 32
+    assert trained_length(AutoConfig.for_model("llama", max_position_embeddings=4096)) == 4096
+    assert trained_length(AutoConfig.for_model("gemma3_text", max_position_embeddings=512)) == 512
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 48,
+        "long_factor": [4.0] * 48,
+        "original_max_position_embeddings": 4096,
+    }
+    config = AutoConfig.for_model("phi3", max_position_embeddings=131072, rope_parameters=longrope)
+    assert trained_length(config) == 4096
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma3", "mamba", "deepseek_v3"])
+def test_other_families_are_refused_with_the_list(model_type):
+    with pytest.raises(ValueError, match="not supported") as error:
+        check_supported(AutoConfig.for_model(model_type))
+    assert all(family in str(error.value) for family in SUPPORTED)
+
+
+def test_windows_that_the_attention_is_not_told_of_are_refused():
+    settings = {"use_sliding_window": True, "sliding_window": 7, "layer_types": MIXED}
+    config = AutoConfig.for_model("qwen2_moe", **{**PICO, **ROWS["qwen2_moe"], **settings})
+    with pytest.raises(ValueError, match="set use_sliding_window to false"):
+        retrofox.convert(AutoModelForCausalLM.from_config(config))
+
+
+def test_families_that_borrow_the_classes_of_another_are_found():
+    borrowed = {name for name, c in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if c == "LlamaForCausalLM"}
+    assert borrowed <= set(fitting_families())
+
+
+def test_fitting_families_without_a_row_are_reported_and_refused(record_property):
+    fitting = fitting_families()
+    assert set(SUPPORTED) <= set(fitting), "a supported family no longer follows the attention convention"
+    missing = sorted(set(fitting) - set(SUPPORTED))
+    record_property("families that fit but have no row", ", ".join(missing))
+    print(f"{len(SUPPORTED)} families supported; {len(missing)} more fit the convention: {', '.join(missing)}")
+    for model_type in missing:
+        with pytest.raises(ValueError, match="not supported"):
+            check_supported({"model_type": model_type})

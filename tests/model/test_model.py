@@ -1,0 +1,431 @@
+"""A converted Llama against its base and against itself: parity, caches, documents, padding, precision, refusals."""
+
+import json
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import retrofox
+from retrofox import FoxSpec
+from retrofox.anatomy import attention_mode, attentions, is_new_tensor
+from retrofox.model import attention as attention_module
+
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(2, 288, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def fox(pico_fox):
+    return pico_fox()
+
+
+@pytest.fixture(params=["short", "operator"])
+def path(request, monkeypatch) -> str:
+    """Both ways through the attention: SDPA with a bias for short texts on a CPU, and the operator."""
+    if request.param == "operator":
+        monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+    return request.param
+
+
+def logits(model, input_ids, **kwargs) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids, **kwargs).logits
+
+
+def close(actual, expected, tolerance=2e-5) -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+# parity
+
+
+@pytest.mark.parametrize("sink_tokens", [0, 2])
+def test_open_gates_and_rope_kept_are_the_base(pico_llama, tokens, path, sink_tokens):
+    base = pico_llama()
+    model = retrofox.convert(base, fox=FoxSpec(rope="keep", init="open", sink_tokens=sink_tokens))
+    close(logits(model, tokens), logits(base, tokens), 1e-5)
+
+
+def test_no_gate_and_rope_kept_are_the_base(pico_llama, tokens, path):
+    base = pico_llama()
+    model = retrofox.convert(base, fox=FoxSpec(rope="keep", gate="none"))
+    assert not [name for name, _ in model.named_parameters() if is_new_tensor(name)]
+    close(logits(model, tokens), logits(base, tokens), 1e-5)
+
+
+def test_original_mode_is_the_base_whatever_was_converted(pico_llama, pico_fox, tokens, path):
+    model = pico_fox(rope="drop", log_n=4)
+    assert (logits(model, tokens) - logits(pico_llama(), tokens)).abs().max() > 0.1
+    with attention_mode(model, "original"):
+        close(logits(model, tokens), logits(pico_llama(), tokens), 1e-5)
+
+
+def test_open_and_shuffled_modes(fox, tokens):
+    chosen = logits(fox, tokens)
+    with attention_mode(fox, "shuffled"):
+        shuffled = logits(fox, tokens)
+        for _, module in attentions(fox):
+            module.forget_gate.record = True
+        with attention_mode(fox, "fox"):
+            logits(fox, tokens)
+        for _, module in attentions(fox):
+            gate = module.forget_gate
+            x = torch.randn(1, 3, 32)
+            assert torch.equal(module.log_f(x), gate(x).roll(2, dims=-1))
+            gate.record, gate.last_log_f = False, None
+    with attention_mode(fox, "open"):
+        open_ = logits(fox, tokens)
+        assert all(not module.log_f(torch.randn(1, 3, 32)).any() for _, module in attentions(fox))
+    for a, b in ((chosen, shuffled), (chosen, open_), (shuffled, open_)):
+        assert (a - b).abs().max() > 0.1
+    assert torch.equal(logits(fox, tokens), chosen)
+
+
+def test_pretrained_tensors_are_shared_and_untouched(pico_llama):
+    base = pico_llama()
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    model = retrofox.convert(base)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(after[name].data_ptr() == tensor.data_ptr() for name, tensor in base.state_dict().items())
+    assert {name.split(".")[-2] for name in set(after) - set(before)} == {"forget_gate"}
+
+
+def test_converting_twice_is_refused(fox):
+    with pytest.raises(ValueError, match="already converted"):
+        retrofox.convert(fox)
+
+
+def test_causality(fox, tokens, path):
+    changed = tokens.clone()
+    changed[:, 10] = (changed[:, 10] + 1) % 288
+    before, after = logits(fox, tokens), logits(fox, changed)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert (before[:, 10:] - after[:, 10:]).abs().amax(-1).min() > 0
+
+
+# checkpoints
+
+
+def test_saved_and_loaded_gives_equal_logits(fox, tokens, tmp_path):
+    fox.save_pretrained(tmp_path)
+    assert torch.equal(logits(retrofox.load(tmp_path), tokens), logits(fox, tokens))
+
+
+def test_auto_class_in_a_fresh_process_gives_equal_logits(fox, tokens, tmp_path):
+    fox.save_pretrained(tmp_path)
+    torch.save(tokens, tmp_path / "tokens.pt")
+    code = (
+        "import sys, torch, transformers\n"
+        "where = sys.argv[1]\n"
+        "model = transformers.AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True)\n"
+        "assert type(model).__name__ == 'FoxLlamaForCausalLM', type(model)\n"
+        "assert model.config.model_type == 'fox_llama'\n"
+        "with torch.no_grad(): out = model(torch.load(where + '/tokens.pt')).logits\n"
+        "torch.save(out, where + '/out.pt')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=_hub_home(tmp_path))
+    close(torch.load(tmp_path / "out.pt"), logits(fox, tokens), 1e-6)
+
+
+def _hub_home(directory) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "HF_MODULES_CACHE": str(directory / "modules"), "OMP_NUM_THREADS": "1"}
+
+
+def test_plain_transformers_refuses_the_checkpoint_instead_of_dropping_the_gates(fox, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    fox.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["auto_map"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"(?i)fox_?llama"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+# caches
+
+
+def cache_of(kind: str, model):
+    if kind == "none":
+        return None
+    if kind == "dynamic":
+        return DynamicCache(config=model.config)
+    return StaticCache(config=model.config, max_cache_len=LENGTH + 8)
+
+
+def decode(model, input_ids, cache, prefill: int, **kwargs) -> torch.Tensor:
+    """Logits from a prefill of some tokens, a chunk of three, then token by token through the cache."""
+    steps = [prefill, 3] + [1] * (input_ids.shape[1] - prefill - 3)
+    parts, done = [], 0
+    for step in steps:
+        mask = kwargs.get("attention_mask")
+        extra = {} if mask is None else {"attention_mask": mask[:, : done + step]}
+        if "position_ids" in kwargs:
+            extra["position_ids"] = kwargs["position_ids"][:, done : done + step]
+        parts.append(logits(model, input_ids[:, done : done + step], past_key_values=cache, **extra))
+        done += step
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("spec", [{}, {"log_n": 4}, {"rope": "drop", "sink_tokens": 3}, {"gate": "bias"}])
+def test_decoding_equals_prefill(pico_fox, tokens, path, kind, spec):
+    model = pico_fox(**spec)
+    close(decode(model, tokens, cache_of(kind, model), 9), logits(model, tokens, use_cache=False))
+
+
+@pytest.mark.parametrize("spec", [{"log_n": 4}, {"rope": "anneal", "anneal_tokens": 9, "annealed_tokens": 4}])
+def test_positions_count_from_a_documents_start_where_none_are_given(pico_fox, tokens, path, spec):
+    model = pico_fox(**spec)
+    starts, flat = [0, 7, 7, tokens.shape[1], tokens.numel() - 5, tokens.numel()], tokens.flatten()
+    packed = logits(model, tokens, cu_seqlens=torch.tensor(starts, dtype=torch.int32), use_cache=False).flatten(0, 1)
+    for start, end in pairwise(starts):
+        if end > start:
+            close(packed[start:end], logits(model, flat[None, start:end])[0])
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    close(logits(model, tokens, attention_mask=mask)[1, 5:], logits(model, tokens[1:, 5:])[0])
+
+
+def test_decoding_equals_prefill_beyond_a_sliding_window(tokens, path, stir, pico_llama):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    values = {k: v for k, v in pico_llama().config.to_dict().items() if k not in ("model_type", "architectures")}
+    base = MistralForCausalLM(MistralConfig(**{**values, "sliding_window": 7})).eval()
+    model = stir(retrofox.convert(base, fox=FoxSpec(half_life=(2.0, 200.0), rope="keep")))
+    whole = logits(model, tokens, use_cache=False)
+    for kind in ("dynamic", "static"):
+        close(decode(model, tokens, cache_of(kind, model), 9), whole)
+    with attention_mode(model, "open"):
+        close(logits(model, tokens), logits(base, tokens), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_the_cache_keeps_gates_exactly_in_bfloat16(pico_fox, tokens, kind):
+    model = pico_fox().to(torch.bfloat16)
+    cache: Any = cache_of(kind, model)
+    for _, module in attentions(model):
+        module.forget_gate.record = True
+    logits(model, tokens, past_key_values=cache)
+    for index, (_, module) in enumerate(attentions(model)):
+        layer, log_f = cache.layers[index], module.forget_gate.last_log_f
+        if kind == "dynamic":
+            c = sum(x.double() for x in layer.cumulative()) * math.log(2)
+            close(c, log_f.transpose(1, 2).double().cumsum(-1), 1e-9)
+        else:
+            bits = layer.keys[:, :, : tokens.shape[1], 8:].contiguous().view(torch.float32)
+            assert torch.equal(bits.transpose(1, 2).reshape(log_f.shape), log_f)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
+def test_greedy_generation_with_and_without_a_cache(fox, tokens, cache):
+    if cache == "offloaded" and not torch.cuda.is_available():
+        pytest.skip("offloading needs a GPU")
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    plain = fox.generate(tokens, use_cache=False, **options)
+    assert torch.equal(fox.generate(tokens, cache_implementation=cache, **options), plain)
+
+
+def test_batched_left_padding_equals_one_by_one(fox, tokens, path):
+    short = tokens[1, 9:]
+    batch = torch.stack([tokens[0], torch.cat([torch.full((9,), 1), short])])
+    mask = torch.ones_like(batch)
+    mask[1, :9] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    alone = logits(fox, short[None])
+    both = logits(fox, batch, attention_mask=mask, position_ids=positions)
+    close(both[1, 9:], alone[0])
+    close(both[0], logits(fox, tokens[:1])[0])
+    cached = decode(fox, batch, cache_of("dynamic", fox), 12, attention_mask=mask, position_ids=positions)
+    close(cached[1, 9:], alone[0])
+    generated = fox.generate(batch, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    single = fox.generate(short[None], max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert torch.equal(generated[1, 9:], single[0])
+
+
+def test_beam_search_reorders_the_gates(fox, tokens):
+    options = {"max_new_tokens": 10, "num_beams": 4, "do_sample": False, "eos_token_id": None}
+    expected = fox.generate(tokens, use_cache=False, **options)
+    assert torch.equal(fox.generate(tokens, **options), expected)
+
+
+def test_a_cropped_cache_goes_on_as_if_nothing_had_followed(fox, tokens):
+    cache = DynamicCache(config=fox.config)
+    logits(fox, tokens, past_key_values=cache)
+    cache.crop(10 - LENGTH)
+    close(logits(fox, tokens[:, 10:], past_key_values=cache), logits(fox, tokens)[:, 10:])
+
+
+# documents
+
+
+@pytest.mark.parametrize("how", ["position_ids", "cu_seqlens"])
+def test_packed_documents_have_the_logits_they_have_alone(fox, tokens, path, how):
+    first, second = tokens[0, :15], tokens[1, :9]
+    packed = torch.cat([first, second])[None]
+    positions = torch.cat([torch.arange(15), torch.arange(9)])[None]
+    extra = {"cu_seqlens": torch.tensor([0, 15, 24], dtype=torch.int32)} if how == "cu_seqlens" else {}
+    out = logits(fox, packed, position_ids=positions, use_cache=False, **extra)
+    close(out[0, :15], logits(fox, first[None])[0])
+    close(out[0, 15:], logits(fox, second[None])[0])
+
+
+def test_packing_over_several_rows(fox, tokens, path):
+    positions = torch.stack([torch.arange(24), torch.cat([torch.arange(10), torch.arange(14)])])
+    cu_seqlens = torch.tensor([0, 24, 34, 48], dtype=torch.int32)
+    expected = [logits(fox, tokens[:1])[0], logits(fox, tokens[1:, :10])[0], logits(fox, tokens[1:, 10:])[0]]
+    for extra in ({}, {"cu_seqlens": cu_seqlens}):
+        out = logits(fox, tokens, position_ids=positions, use_cache=False, **extra)
+        close(out.flatten(0, 1), torch.cat(expected))
+
+
+def test_cu_seqlens_with_a_mask_or_a_filled_cache_is_refused(fox, tokens):
+    cu_seqlens = torch.tensor([0, 24, 48], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        fox(tokens, cu_seqlens=cu_seqlens, attention_mask=torch.ones_like(tokens))
+    cache = DynamicCache(config=fox.config)
+    logits(fox, tokens, past_key_values=cache)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        fox(tokens, cu_seqlens=cu_seqlens, past_key_values=cache)
+
+
+def test_a_custom_4d_mask_is_obeyed(fox, tokens):
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    close(logits(fox, tokens, attention_mask=mask), logits(fox, tokens))
+    mask[:, :, 5:, 2] = False
+    assert (logits(fox, tokens, attention_mask=mask) - logits(fox, tokens))[:, 5:].abs().max() > 1e-3
+
+
+# precision and training
+
+
+def test_a_bfloat16_model_keeps_its_gates_in_float32(pico_fox, tmp_path):
+    model = pico_fox()
+    model.save_pretrained(tmp_path)
+    for cast in (retrofox.load(tmp_path, dtype=torch.bfloat16), model.to(torch.bfloat16)):
+        kinds = {is_new_tensor(name): set() for name, _ in cast.named_parameters()}
+        for name, parameter in cast.named_parameters():
+            kinds[is_new_tensor(name)].add(parameter.dtype)
+        assert kinds == {True: {torch.float32}, False: {torch.bfloat16}}
+    assert all(
+        m.log_f(torch.randn(1, 3, 32, dtype=torch.bfloat16)).dtype == torch.float32 for _, m in attentions(model)
+    )
+
+
+def test_autocast_leaves_the_gate_in_float32(fox):
+    _, module = next(attentions(fox))
+    x = torch.randn(1, 5, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = module.log_f(x)
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, module.log_f(x))
+
+
+def test_gradients_reach_gates_and_base(pico_fox, tokens):
+    model = pico_fox().train()
+    model(tokens, labels=tokens).loss.backward()
+    missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert missing == []
+
+
+def test_gradients_through_both_paths_agree(pico_fox, tokens, path):
+    model = pico_fox()
+    model(tokens, labels=tokens).loss.backward()
+    gradient = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    model(tokens, labels=tokens, attention_mask=mask).loss.backward()  # the masked path
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradient[name], atol=1e-5, rtol=1e-3)
+
+
+def test_gradient_checkpointing_changes_nothing(pico_fox, tokens):
+    gradients = []
+    for checkpointed in (False, True):
+        model = pico_fox().train()
+        if checkpointed:
+            model.model.gradient_checkpointing = True
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_fixed_gates_have_nothing_to_train(pico_fox):
+    model = pico_fox(gate="fixed", stirred=False)
+    assert not [name for name, _ in model.named_parameters() if is_new_tensor(name)]
+    assert sum(name.endswith("forget_gate.bias") for name in model.state_dict()) == 2
+
+
+# pruning
+
+
+@pytest.mark.parametrize("sink_tokens", [0, 1])
+def test_pruning_loses_at_most_its_share_of_the_attention(pico_fox, tokens, monkeypatch, sink_tokens):
+    monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+    spec = {"half_life": (0.3, 3.0), "sink_tokens": sink_tokens, "rope": "drop"}
+    whole, pruned = pico_fox(**spec), pico_fox(**spec, prune=-8.0)
+    seen = []
+    operator = attention_module.forgetting_attention
+
+    def watched(q, k, v, log_f, **options):
+        seen.append(options["prune"])
+        out = operator(q, k, v, log_f, **options)
+        exact = operator(q, k, v, log_f, **{**options, "prune": None})
+        assert isinstance(out, torch.Tensor)
+        assert isinstance(exact, torch.Tensor)
+        limit = 2 * 2.72**-8 * v.abs().amax()
+        assert (out - exact).abs().max() <= limit
+        return out
+
+    monkeypatch.setattr(attention_module, "forgetting_attention", watched)
+    close(logits(pruned, tokens), logits(whole, tokens), 0.05)
+    assert set(seen) == {None, -8.0}
+    pruned(tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None for p in pruned.parameters())
+    close(decode(pruned, tokens, cache_of("dynamic", pruned), 9), logits(whole, tokens), 0.05)
+    seen.clear()
+    with attention_mode(pruned, "original"):
+        logits(pruned, tokens)
+    assert set(seen) == {None}
+
+
+def test_pruning_is_kept_with_the_config(pico_fox, tmp_path):
+    pico_fox(prune=-10).save_pretrained(tmp_path)
+    model = retrofox.load(tmp_path)
+    assert model.config.fox["prune"] == -10.0
+    assert all(module.prune == -10.0 for _, module in attentions(model))
+
+
+@pytest.mark.parametrize("prune", [0.5, float("nan"), float("-inf"), True])
+def test_a_prune_that_is_no_log_share_is_refused(prune):
+    with pytest.raises(ValueError, match="prune"):
+        FoxSpec(prune=prune)
+
+
+def test_a_generation_config_that_can_not_be_saved_does_not_stop_a_save(pico_fox, tmp_path):
+    model = pico_fox()
+    model.generation_config.temperature = 0.6  # without do_sample, as many published checkpoints have it
+    model.generation_config.pad_token_id = -1
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        model.generation_config.save_pretrained(tmp_path / "refused")
+    model.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert "temperature" not in saved
+    assert saved["eos_token_id"] == 1
+    assert model.generation_config.temperature == 0.6
+    assert retrofox.load(tmp_path / "saved").config.model_type == "fox_llama"

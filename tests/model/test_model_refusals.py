@@ -1,0 +1,175 @@
+"""Every way to run a converted model that would drop or break its gates is refused with a clear error."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from accelerate.big_modeling import _attach_context_parallel_hooks
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import retrofox
+from retrofox.anatomy import attentions
+from retrofox.model.attention import fox_attention
+from retrofox.model.cache import GateCache
+
+TOKENS = torch.arange(2, 14)[None]
+
+
+@pytest.fixture
+def fox(pico_fox):
+    return pico_fox()
+
+
+@pytest.fixture(scope="module")
+def directory(pico_fox, tmp_path_factory):
+    path = tmp_path_factory.mktemp("fox")
+    pico_fox().save_pretrained(path)
+    return path
+
+
+OTHERS = ["sdpa", "eager", "flash_attention_2", "flex_attention", "paged|eager"]
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_loading_with_another_attention(directory, implementation):
+    with pytest.raises(ValueError, match="ignore the forget gates"):
+        type(retrofox.load(directory)).from_pretrained(directory, attn_implementation=implementation)
+
+
+def test_loading_with_another_attention_through_the_auto_class(directory, remote_code):
+    with pytest.raises(ValueError, match="ignore the forget gates"):
+        AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_changing_the_attention_later(fox, implementation):
+    with pytest.raises(ValueError, match="ignore the forget gates"):
+        fox.set_attn_implementation(implementation)
+    with pytest.raises(ValueError, match="ignore the forget gates"):
+        fox.set_attn_implementation({"": implementation})
+    assert fox(TOKENS).logits.isfinite().all()
+
+
+def test_editing_the_config_later(fox):
+    fox.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="ignore the forget gates"):
+        fox(TOKENS)
+
+
+def test_continuous_batching(fox):
+    module, hidden = fox.model.layers[0].self_attn, torch.randn(1, 3, 32)
+    with pytest.raises(ValueError, match="continuous batching"):
+        module(hidden, position_embeddings=(torch.ones(1, 3, 8), torch.zeros(1, 3, 8)), cache=object())
+
+
+def test_accelerate_context_parallelism(fox):
+    _attach_context_parallel_hooks(fox)
+    with pytest.raises(ValueError, match="context parallelism"):
+        fox(TOKENS)
+
+
+@pytest.mark.parametrize("asked", [{"tp_plan": "auto"}, {"tp_size": 2}, {"distributed_config": {"tp_plan": "auto"}}])
+def test_tensor_parallelism(directory, asked):
+    with pytest.raises(ValueError, match="splits the heads of attention without their forget gates"):
+        type(retrofox.load(directory)).from_pretrained(directory, **asked)
+
+
+def test_a_replaced_attention_function(fox):
+    """DeepSpeed's sequence parallelism registers a wrapper under the attention's name."""
+
+    def sequence_parallel(module, query, key, value, attention_mask, *args, **kwargs):
+        return fox_attention(module, query, key, value, attention_mask, *args, **kwargs)
+
+    AttentionInterface.register("fox", sequence_parallel)
+    try:
+        with pytest.raises(ValueError, match="sequence parallelism"):
+            fox(TOKENS)
+    finally:
+        AttentionInterface.register("fox", fox_attention)
+    assert fox(TOKENS).logits.isfinite().all()
+
+
+def test_the_attention_function_without_a_converted_model():
+    query = torch.randn(1, 4, 3, 8)
+    with pytest.raises(ValueError, match="needs a converted model"):
+        ALL_ATTENTION_FUNCTIONS["fox"](torch.nn.Module(), query, query, query, None)
+
+
+def test_a_plain_model_with_the_fox_attention(pico_llama):
+    model = pico_llama()
+    model.set_attn_implementation("fox")
+    with pytest.raises(ValueError, match="needs a converted model"):
+        model(TOKENS)
+
+
+def test_attention_dropout_in_training(pico_fox):
+    model = pico_fox()
+    attention: Any
+    for _, attention in attentions(model):
+        attention.attention_dropout = 0.1
+    assert model(TOKENS).logits.isfinite().all()
+    with pytest.raises(ValueError, match="attention_dropout to 0"):
+        model.train()(TOKENS)
+
+
+def test_a_quantised_cache(fox):
+    class QuantizedLayer(DynamicLayer):
+        pass
+
+    cache: Any = DynamicCache(config=fox.config)
+    cache.layers = [QuantizedLayer() for _ in cache.layers]
+    with pytest.raises(ValueError, match="quantised"):
+        fox(TOKENS, past_key_values=cache)
+
+
+def test_training_through_a_static_cache(fox):
+    with pytest.raises(ValueError, match="static cache"):
+        fox(TOKENS, past_key_values=StaticCache(config=fox.config, max_cache_len=32))
+
+
+def test_attention_weights(fox):
+    with pytest.raises(ValueError, match="output_attentions"):
+        fox(TOKENS, output_attentions=True)
+
+
+def test_attention_sinks_as_parameters(fox):
+    gates = GateCache(None, torch.zeros(1, 3, 4))
+    query = torch.randn(1, 4, 3, 8)
+    module = fox.model.layers[0].self_attn
+    with pytest.raises(ValueError, match="s_aux"):
+        fox_attention(module, query, query, query, None, gates=gates, s_aux=torch.zeros(4))
+
+
+def test_bidirectional_attention(fox):
+    module = fox.model.layers[0].self_attn
+    module.is_causal = False
+    with pytest.raises(ValueError, match="bidirectional"):
+        module.add_fox(fox.config, None)
+
+
+def test_serving_engines_may_not_swap_the_attention(fox):
+    """vLLM and SGLang read this flag before they replace a transformers model's attention by their own."""
+    assert not fox._supports_attention_backend
+    assert not fox.model._supports_attention_backend
+    assert not type(fox).is_backend_compatible()  # what vLLM's and SGLang's transformers backends ask before loading
+    assert not type(fox.model).is_backend_compatible()
+    assert not fox._supports_flash_attn
+    assert not fox._supports_flex_attn
+
+
+def test_an_adapter_on_a_plain_base(pico_llama, tmp_path):
+    pico_llama().save_pretrained(tmp_path / "plain")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "plain")}))
+    with pytest.raises(ValueError, match=r"needs a converted base model: .* is a plain llama"):
+        retrofox.load(adapter)
+
+
+def test_a_checkpoint_without_a_spec(fox, tmp_path):
+    fox.config.fox = None
+    with pytest.raises(ValueError, match="not a converted checkpoint"):
+        type(fox)(fox.config)

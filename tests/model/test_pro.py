@@ -1,0 +1,298 @@
+"""The Pro parts: exact identities at the start, each formula, caches, documents, padding, calibration, training."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+
+import retrofox
+from retrofox import FoxSpec
+from retrofox.anatomy import attention_mode, attentions, is_new_tensor
+from retrofox.model import attention as attention_module
+from retrofox.model.configuration_fox import PRO_PARTS
+from retrofox.model.pro import HeadNorm, OutputGate, Shift
+
+LENGTH = 24
+MODULES = {
+    "qk-norm": {"q_norm_fox", "k_norm_fox"},
+    "output-norm": {"output_norm"},
+    "output-gate": {"output_gate"},
+    "k-shift": {"k_shift"},
+    "v-shift": {"v_shift"},
+}
+IDENTITIES = ("output-gate", "k-shift", "v-shift")
+TRANSFORMER_PRO = {"gate": "none", "rope": "keep", "pro": "all"}
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(2, 288, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=[*PRO_PARTS, "all", "transformer"])
+def fox(request, pico_fox):
+    """A stirred model with one part, with all, and Transformer (Pro): all without gates."""
+    return pico_fox(**(TRANSFORMER_PRO if request.param == "transformer" else {"pro": request.param}))
+
+
+@pytest.fixture(params=["short", "operator"])
+def path(request, monkeypatch) -> str:
+    if request.param == "operator":
+        monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+    return request.param
+
+
+def logits(model, input_ids, **kwargs) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids, **kwargs).logits
+
+
+def close(actual, expected, tolerance=5e-5) -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+# what is added, and what it does at the start
+
+
+@pytest.mark.parametrize("part", PRO_PARTS)
+def test_each_part_adds_its_own_float32_modules(pico_llama, part):
+    model = retrofox.convert(pico_llama().to(torch.bfloat16), fox=FoxSpec(gate="none", pro=(part,)))
+    added = {name: p for name, p in model.named_parameters() if is_new_tensor(name)}
+    assert {name.split(".")[-2] for name in added} == MODULES[part]
+    assert {p.dtype for p in added.values()} == {torch.float32}
+    assert all(".self_attn." in name for name in added)
+
+
+@pytest.mark.parametrize("part", IDENTITIES)
+def test_output_gate_and_shifts_start_as_exact_identities(pico_llama, tokens, path, part):
+    spec = FoxSpec(rope="keep", half_life=(2.0, 100.0))
+    without = retrofox.convert(pico_llama(), fox=spec)
+    spec.pro = (part,)
+    assert torch.equal(logits(retrofox.convert(pico_llama(), fox=spec), tokens), logits(without, tokens))
+
+
+@pytest.mark.parametrize("part", ["qk-norm", "output-norm"])
+def test_calibrated_norms_start_close_and_uncalibrated_ones_do_not(pico_llama, tokens, part):
+    expected = logits(pico_llama(), tokens).log_softmax(-1)
+    model = retrofox.convert(pico_llama(), fox=FoxSpec(rope="keep", gate="none", pro=(part,)))
+
+    def divergence() -> float:
+        return float((expected.exp() * (expected - logits(model, tokens).log_softmax(-1))).sum(-1).mean())
+
+    raw = divergence()
+    report = model.calibrate_norms([tokens])
+    assert divergence() < raw
+    assert divergence() < 1.0
+    assert {name.split(".")[-1] for name in report} == MODULES[part]
+    layer = model.model.layers[0].self_attn
+    name = sorted(MODULES[part])[-1]
+    rms = torch.tensor(report[f"model.layers.0.self_attn.{name}"])
+    assert torch.allclose(getattr(layer, name).gain, rms[:, None].float().expand(-1, 8))
+    if part == "qk-norm":
+        hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(tokens))
+        q = layer.q_proj(hidden).unflatten(-1, (-1, 8))
+        torch.testing.assert_close(rms, q.square().mean((0, 1, 3)).sqrt().detach().double().to(rms.dtype))
+    with pytest.raises(ValueError, match="at least one batch"):
+        model.calibrate_norms([])
+
+
+def test_a_familys_own_qk_norm_is_kept_instead_of_a_second_one(pico_llama, tokens):
+    values = {k: v for k, v in pico_llama().config.to_dict().items() if k not in ("model_type", "architectures")}
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **values)).eval()
+    model = retrofox.convert(base, fox=FoxSpec(rope="keep", gate="none", pro=("qk-norm",)))
+    assert not [name for name, _ in model.named_parameters() if is_new_tensor(name)]
+    assert torch.equal(logits(model, tokens), logits(base, tokens))
+
+
+def test_original_mode_runs_without_the_parts(fox, pico_llama, tokens, path):
+    assert (logits(fox, tokens) - logits(pico_llama(), tokens)).abs().max() > 0.05
+    with attention_mode(fox, "original"):
+        close(logits(fox, tokens), logits(pico_llama(), tokens), 1e-5)
+
+
+# formulas
+
+
+def test_head_norm_formula():
+    norm = HeadNorm(3, 4, 1e-6)
+    torch.nn.init.normal_(norm.gain)
+    x = torch.randn(2, 5, 3, 4)
+    expected = torch.stack([torch.nn.functional.rms_norm(x[:, :, h], (4,), norm.gain[h], 1e-6) for h in range(3)], 2)
+    close(norm(x), expected, 1e-6)
+
+
+def test_output_gate_formula():
+    gate = OutputGate(6, 3, 4)
+    out, hidden = torch.randn(2, 5, 3, 4), torch.randn(2, 5, 6)
+    assert torch.equal(gate(out, hidden), out)
+    torch.nn.init.normal_(gate.weight)
+    close(gate(out, hidden), out * 2 * torch.sigmoid(hidden @ gate.weight.T).view(2, 5, 3, 4), 1e-6)
+
+
+def test_shift_formula():
+    shift = Shift(6, 3)
+    states, before, hidden = torch.randn(2, 5, 3, 4), torch.randn(2, 3, 4), torch.randn(2, 5, 6)
+    joined = torch.tensor([[True, True, False, True, True], [False, True, True, True, True]])
+    assert torch.equal(shift(states, before, joined, hidden), states)
+    torch.nn.init.normal_(shift.weight)
+    torch.nn.init.ones_(shift.gain)  # the paper's form: alpha k_{t-1} + (1 - alpha) k_t
+    alpha = torch.sigmoid(hidden @ shift.weight.T)[..., None] * joined[..., None, None]
+    previous = torch.cat([before[:, None], states[:, :-1]], 1)
+    close(shift(states, before, joined, hidden), alpha * previous + (1 - alpha) * states, 1e-6)
+
+
+def test_a_layer_with_all_parts_is_the_formula(pico_fox, tokens):
+    model = pico_fox(pro="all", rope="drop", gate="none")
+    layer = model.model.layers[0].self_attn
+    x = torch.randn(1, LENGTH, 32, generator=torch.Generator().manual_seed(4))
+    heads = lambda flat: flat.unflatten(-1, (-1, 8))  # noqa: E731  (a name for a reshape)
+    joined = torch.arange(LENGTH)[None] > 0
+    q = layer.q_norm_fox(heads(layer.q_proj(x)))
+    k = layer.k_norm_fox(layer.k_shift(heads(layer.k_proj(x)), None, joined, x))
+    v = layer.v_shift(heads(layer.v_proj(x)), None, joined, x)
+    q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    expected = layer.o_proj(layer.output_gate(layer.output_norm(out), x).flatten(2))
+    positions = torch.arange(LENGTH)[None]
+    rotary = model.model.rotary_emb(x, positions)
+    actual, _ = layer(x, position_embeddings=rotary, attention_mask=None, position_ids=positions)
+    close(actual, expected, 1e-5)
+
+
+# caches, documents, padding
+
+
+def decode(model, input_ids, cache, **kwargs) -> torch.Tensor:
+    steps, parts, done = [9, 3] + [1] * (input_ids.shape[1] - 12), [], 0
+    for step in steps:
+        extra = {k: v[:, done : done + step] for k, v in kwargs.items()}
+        if "attention_mask" in kwargs:
+            extra["attention_mask"] = kwargs["attention_mask"][:, : done + step]
+        parts.append(logits(model, input_ids[:, done : done + step], past_key_values=cache, **extra))
+        done += step
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_decoding_equals_prefill(fox, tokens, path, kind):
+    cache = DynamicCache(config=fox.config) if kind == "dynamic" else StaticCache(config=fox.config, max_cache_len=30)
+    close(decode(fox, tokens, cache), logits(fox, tokens, use_cache=False))
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3", "gemma3_text", "olmo2"])
+def test_all_parts_in_other_families(pico_llama, stir, tokens, path, family):
+    values = {k: v for k, v in pico_llama().config.to_dict().items() if k in AutoConfig.for_model(family).to_dict()}
+    for key in ("model_type", "architectures", "rope_parameters", "layer_types", "transformers_version"):
+        values.pop(key, None)
+    if family in ("mistral", "gemma3_text"):
+        values["sliding_window"] = 7
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values)).eval()
+    model = stir(retrofox.convert(base, fox=FoxSpec(half_life=(2.0, 100.0), max_wavelength=40.0, pro=PRO_PARTS)))
+    whole = logits(model, tokens, use_cache=False)
+    close(decode(model, tokens, DynamicCache(config=model.config)), whole)
+    close(decode(model, tokens, StaticCache(config=model.config, max_cache_len=30)), whole)
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    padded = logits(model, tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
+    close(padded[1, 5:], logits(model, tokens[1:, 5:])[0])
+    with attention_mode(model, "original"):
+        close(logits(model, tokens), logits(base, tokens), 1e-5)
+
+
+def test_beam_search_and_generation_with_a_cache_equal_those_without(fox, tokens):
+    for options in ({}, {"num_beams": 3}, {"cache_implementation": "static"}):
+        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, **options}
+        plain = {k: v for k, v in options.items() if k != "cache_implementation"}
+        assert torch.equal(fox.generate(tokens, **options), fox.generate(tokens, use_cache=False, **plain))
+
+
+def test_a_cropped_cache_goes_on_as_if_nothing_had_followed(fox, tokens):
+    cache = DynamicCache(config=fox.config)
+    logits(fox, tokens, past_key_values=cache)
+    cache.crop(10 - LENGTH)
+    close(logits(fox, tokens[:, 10:], past_key_values=cache), logits(fox, tokens)[:, 10:])
+
+
+def test_nothing_is_shifted_over_a_document_boundary(fox, tokens, path):
+    positions = torch.stack([torch.arange(24), torch.cat([torch.arange(10), torch.arange(14)])])
+    cu_seqlens = torch.tensor([0, 24, 34, 48], dtype=torch.int32)
+    alone = [logits(fox, tokens[:1])[0], logits(fox, tokens[1:, :10])[0], logits(fox, tokens[1:, 10:])[0]]
+    for extra in ({}, {"cu_seqlens": cu_seqlens}):
+        packed = logits(fox, tokens, position_ids=positions, use_cache=False, **extra)
+        close(packed.flatten(0, 1), torch.cat(alone))
+
+
+def test_nothing_is_shifted_from_padding(fox, tokens, path):
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    alone = logits(fox, tokens[1:, 5:])[0]
+    close(logits(fox, tokens, attention_mask=mask, position_ids=positions)[1, 5:], alone)
+    whole = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril() & mask[:, None, None].bool()
+    close(logits(fox, tokens, attention_mask=whole, position_ids=positions)[1, 5:], alone)
+    cached = decode(fox, tokens, DynamicCache(config=fox.config), attention_mask=mask, position_ids=positions)
+    close(cached[1, 5:], alone)
+
+
+def test_causality(fox, tokens):
+    changed = tokens.clone()
+    changed[:, 10] = (changed[:, 10] + 1) % 288
+    assert torch.equal(logits(fox, tokens)[:, :10], logits(fox, changed)[:, :10])
+
+
+def test_an_offloaded_cache_is_refused_by_the_shifts(pico_fox, tokens):
+    model = pico_fox(pro=("k-shift",))
+    cache = DynamicCache(config=model.config)
+    logits(model, tokens, past_key_values=cache)
+    cache.offloading = True
+    with pytest.raises(ValueError, match="offloaded"):
+        model(tokens[:, :1], past_key_values=cache)
+
+
+# checkpoints and training
+
+
+def test_saved_and_loaded_gives_equal_logits(fox, tokens, tmp_path):
+    fox.save_pretrained(tmp_path)
+    assert (tmp_path / "pro.py").is_file()
+    assert torch.equal(logits(retrofox.load(tmp_path), tokens), logits(fox, tokens))
+    half = retrofox.load(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for n, p in half.named_parameters() if is_new_tensor(n)} <= {torch.float32}
+    assert logits(half, tokens).isfinite().all()
+
+
+def test_gradients_reach_every_part_from_the_first_step(pico_llama, tokens):
+    model = retrofox.convert(pico_llama(), fox=FoxSpec(half_life=(2.0, 100.0), pro=PRO_PARTS)).train()
+    model(tokens, labels=tokens).loss.backward()
+    missing = {n.split("self_attn.")[-1] for n, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+    assert missing == {"k_shift.weight", "v_shift.weight"}, "only the shifts' weights wait for their gains to leave 0"
+
+
+def test_autocast_and_gradient_checkpointing(fox, tokens):
+    fox.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fox(tokens, labels=tokens).loss.isfinite()
+    fox(tokens, labels=tokens, use_cache=False).loss.backward()
+    gradients = {n: p.grad.clone() for n, p in fox.named_parameters()}
+    fox.zero_grad()
+    fox.model.gradient_checkpointing = True
+    fox.train()
+    fox(tokens, labels=tokens, use_cache=False).loss.backward()
+    fox.eval()
+    fox.model.gradient_checkpointing = False
+    for name, p in fox.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name], atol=1e-5, rtol=1e-4)
+
+
+def test_parts_by_name():
+    assert FoxSpec.from_dict({"pro": "all"}).pro == PRO_PARTS
+    assert FoxSpec.from_dict({"pro": "none"}).pro == ()
+    assert FoxSpec.from_dict({"pro": "k-shift,output-gate"}).pro == ("k-shift", "output-gate")
+    with pytest.raises(ValueError, match="did you mean 'qk-norm'"):
+        FoxSpec.from_dict({"pro": "qknorm"})
+
+
+def test_all_parts_are_added_to_every_layer(pico_fox):
+    for _, module in attentions(pico_fox(pro="all")):
+        assert {name for name, _ in module.new_modules()} == {"forget_gate"}.union(*MODULES.values())

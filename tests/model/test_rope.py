@@ -1,0 +1,268 @@
+"""The rotary dial: which pairs stay, fade and go, under every kind of RoPE, layer by layer and step by step."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+
+import retrofox
+from retrofox import FoxSpec
+from retrofox.anatomy import attention_mode, attentions
+from retrofox.model import attention as attention_module
+from retrofox.model.fused import unrotated, with_rotary
+from retrofox.model.rope import fades
+
+PICO = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+PAIRS = 8
+THETA = {"rope_theta": 10000.0}
+LONG = {
+    "short_factor": [1.0 + 0.1 * i for i in range(PAIRS)],
+    "long_factor": [2.0 + i for i in range(PAIRS)],
+    "original_max_position_embeddings": 16,
+    "factor": 4.0,
+}
+KINDS = {
+    "default": {"rope_type": "default", **THETA},
+    "linear": {"rope_type": "linear", "factor": 2.0, **THETA},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16, **THETA},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+        **THETA,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, **THETA},
+    "longrope": {"rope_type": "longrope", **LONG, **THETA},
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(2, 96, (1, 24), generator=torch.Generator().manual_seed(1))
+
+
+def make_base(kind: str, family: str = "llama", **config):
+    torch.manual_seed(0)
+    values = {**PICO, "rope_parameters": KINDS[kind], **config}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values)).eval()
+
+
+def convert(base, **spec):
+    return retrofox.convert(base, fox=FoxSpec(**{"gate": "none", **spec})).eval()
+
+
+def logits(model, input_ids, **kwargs) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids, **kwargs).logits
+
+
+def close(actual, expected, tolerance=1e-5) -> None:
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=0)
+
+
+class Dialled(torch.nn.Module):
+    """A base's rotary module with faded frequencies: what a converted model has to equal."""
+
+    def __init__(self, rotary, fade):
+        super().__init__()
+        self.rotary: Any
+        self.rotary, self.fade = rotary, torch.tensor(fade)
+
+    def forward(self, x, position_ids):
+        self.rotary(x, position_ids)  # dynamic and longrope RoPE take their frequencies of this length
+        angle = position_ids[..., None].float() * (self.rotary.inv_freq * self.fade)
+        angle = torch.cat([angle, angle], -1)
+        scaling = self.rotary.attention_scaling
+        return (angle.cos() * scaling).to(x.dtype), (angle.sin() * scaling).to(x.dtype)
+
+
+MODES = {
+    "keep": {"rope": "keep"},
+    "partial": {"rope": "partial", "max_wavelength": 150.0},
+    "drop": {"rope": "drop"},
+    "anneal": {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 800, "annealed_tokens": 350},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("path", ["short", "operator"])
+def test_a_dialled_model_is_the_base_with_dialled_frequencies(monkeypatch, kind, mode, path, tokens):
+    if path == "operator":
+        monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+    base = make_base(kind)
+    model = convert(base, **MODES[mode])
+    [fade] = {tuple(module.rotary_fade.fade) for _, module in attentions(model)}
+    assert {"keep": fade.count(1.0) == PAIRS, "drop": fade.count(0.0) == PAIRS}.get(mode, 0 < sum(fade) < PAIRS)
+    converted = logits(model, tokens)
+    with attention_mode(model, "original"):
+        original = logits(model, tokens)
+    close(original, logits(base, tokens))
+    base.model.rotary_emb = Dialled(base.model.rotary_emb, fade)
+    close(converted, logits(base, tokens))
+    close(logits(model, tokens), converted, 1e-6)
+
+
+@pytest.mark.parametrize("mode", ["partial", "anneal"])
+def test_interleaved_rotary_channels_are_dialled_pair_by_pair(mode, tokens):
+    base = make_base("default", "cohere2", layer_types=["sliding_attention"] * 2, sliding_window=64)
+    model = convert(base, **MODES[mode])
+    [fade] = {tuple(module.rotary_fade.fade) for _, module in attentions(model)}
+    converted = logits(model, tokens)
+    rotary = base.model.rotary_emb
+
+    def dialled(x, position_ids):
+        angle = (position_ids[..., None].float() * (rotary.inv_freq * torch.tensor(fade))).repeat_interleave(2, -1)
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+    rotary.forward = dialled
+    close(converted, logits(base, tokens))
+
+
+def test_partial_keeps_the_wavelengths_up_to_the_limit():
+    inv_freq = [10000.0 ** (-i / PAIRS) for i in range(PAIRS)]
+    wavelengths = [2 * math.pi / w for w in inv_freq]
+    for kept in range(1, PAIRS + 1):
+        spec = FoxSpec(rope="partial", max_wavelength=wavelengths[kept - 1])
+        assert fades(inv_freq, spec, 0) == [1.0] * kept + [0.0] * (PAIRS - kept)
+    assert fades(inv_freq, FoxSpec(rope="partial", max_wavelength=1.0), 0) == [0.0] * PAIRS
+
+
+def test_a_layer_can_have_its_own_limit(tokens):
+    base = make_base("default")
+    whole, none = convert(base, rope="keep"), convert(base, rope="drop")
+    mixed = convert(base, rope="partial", max_wavelength=30.0, layer_max_wavelength={0: math.inf, 1: 0.0})
+    first, second = (module for _, module in attentions(mixed))
+    assert first.rotary_fade.kept
+    assert second.rotary_fade.gone
+    hidden, positions = torch.randn(1, 24, 32), torch.arange(24)[None]
+    options = {"position_embeddings": base.model.rotary_emb(hidden, positions), "position_ids": positions}
+    for index, (module, reference) in enumerate(((first, whole), (second, none))):
+        expected = [m for _, m in attentions(reference)][index](hidden, attention_mask=None, **options)[0]
+        close(module(hidden, attention_mask=None, **options)[0], expected, 1e-6)
+    with pytest.raises(ValueError, match="layer_max_wavelength names layers"):
+        convert(base, layer_max_wavelength={2: 10.0})
+
+
+def test_annealing_fades_the_lowest_frequencies_first():
+    inv_freq = [10000.0 ** (-i / PAIRS) for i in range(PAIRS)]
+    spec = FoxSpec(rope="anneal", anneal_to="drop", anneal_tokens=PAIRS * 100)
+    seen = []
+    for tokens in range(0, PAIRS * 100 + 150, 50):
+        spec.annealed_tokens = tokens
+        seen.append(fades(inv_freq, spec, 0))
+    assert seen[0] == [1.0] * PAIRS
+    assert seen[1] == [1.0] * (PAIRS - 1) + [0.5]
+    assert seen[2] == [1.0] * (PAIRS - 1) + [0.0]
+    assert seen[5] == [1.0] * (PAIRS - 3) + [0.5, 0.0, 0.0]
+    assert seen[16] == seen[-1] == [0.0] * PAIRS
+    partial = FoxSpec(rope="anneal", anneal_to="partial", max_wavelength=100.0, anneal_tokens=10, annealed_tokens=10)
+    assert fades(inv_freq, partial, 0) == fades(inv_freq, FoxSpec(rope="partial", max_wavelength=100.0), 0)
+
+
+def test_annealing_starts_as_the_base_ends_as_dropped_and_resumes_from_the_checkpoint(tokens, tmp_path):
+    base = make_base("default")
+    model = convert(base, rope="anneal", anneal_to="drop", anneal_tokens=800)
+    close(logits(model, tokens), logits(base, tokens))
+    model.set_annealed_tokens(350)
+    middle = logits(model, tokens)
+    model.save_pretrained(tmp_path)
+    loaded: Any = retrofox.load(tmp_path)
+    assert loaded.config.fox["annealed_tokens"] == 350
+    assert torch.equal(logits(loaded, tokens), middle)
+    for resumed in (model, loaded):
+        resumed.set_annealed_tokens(800)
+        close(logits(resumed, tokens), logits(convert(base, rope="drop"), tokens))
+    assert (middle - logits(model, tokens)).abs().max() > 1e-2
+
+
+def test_annealing_decodes_as_it_prefills(tokens):
+    model = convert(make_base("longrope"), **MODES["anneal"], log_n=8)
+    whole = logits(model, tokens[:, :14])
+    for cache in (None, StaticCache(config=model.config, max_cache_len=32)):
+        out = model(tokens[:, :6], past_key_values=cache, use_cache=True)
+        parts = [out.logits]
+        for i in range(6, 14):
+            out = model(tokens[:, i : i + 1], past_key_values=out.past_key_values)
+            parts.append(out.logits)
+        close(torch.cat(parts, 1), whole)
+
+
+def test_log_n_scales_the_logits_beyond_the_trained_length(tokens):
+    base: Any = make_base("default")
+    model = convert(base, rope="keep", log_n=8)
+    close(logits(model, tokens)[:, :8], logits(base, tokens)[:, :8])
+    assert (logits(model, tokens) - logits(base, tokens))[:, 8:].abs().amax(-1).min() > 1e-5
+    layer: Any = base.model.layers[0].self_attn
+    hidden = torch.randn(1, 24, 32, generator=torch.Generator().manual_seed(2))
+    position_ids = torch.arange(24)[None]
+    factor = (torch.arange(1, 25).log() / math.log(8)).clamp_min(1.0)
+    q, k, v = (p(hidden).unflatten(-1, (-1, 16)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    cos, sin = base.model.rotary_emb(hidden, position_ids)
+    rotate = type(layer).forward.__globals__["apply_rotary_pos_emb"]
+    q, k = rotate(q * factor[:, None], k, cos, sin)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = layer.o_proj(expected.transpose(1, 2).flatten(2))
+    _, module = next(attentions(model))
+    out, _ = module(hidden, position_embeddings=(cos, sin), attention_mask=None, position_ids=position_ids)
+    close(out, expected)
+
+
+def test_a_dropped_rotary_is_skipped_not_multiplied_by_one(tokens):
+    base = make_base("default")
+    model = convert(base, rope="drop")
+    _, module = next(attentions(model))
+    assert module.unrotated_forward is not None
+    names = module.unrotated_forward.__func__.__globals__
+    calls = []
+    names["apply_rotary_pos_emb"], real = lambda q, k, *_: (calls.append(1), (q, k))[1], names["apply_rotary_pos_emb"]
+    try:
+        logits(model, tokens)
+    finally:
+        names["apply_rotary_pos_emb"] = real
+    assert len(calls) == 2
+    native = type(base.model.layers[0].self_attn).forward
+    assert native.__globals__["apply_rotary_pos_emb"] is not real, "the base's own module is left alone"
+    q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 1, 3, 16)
+    assert real(q, k, None, None) == (q, k)
+    assert with_rotary(torch.nn.Linear.forward, unrotated) is None
+
+
+def test_attention_scaling_of_dropped_pairs_stays(tokens):
+    model = convert(make_base("yarn"), rope="drop")
+    _, module = next(attentions(model))
+    assert module.rotary_fade.attention_scaling > 1.0
+    assert not module.rotary_fade.skippable
+
+
+def test_a_dropped_rotary_stays_dropped_under_torch_compile(tokens):
+    model = convert(make_base("default"), rope="drop", sink_tokens=0)
+    hidden = torch.randn(1, 24, 32)
+    position_ids = torch.arange(24)[None]
+    _, module = next(attentions(model))
+    wrong = (torch.full((1, 24, 16), 3.0), torch.full((1, 24, 16), 2.0))
+    options = {"position_embeddings": wrong, "attention_mask": None, "position_ids": position_ids}
+    compiled = torch.compile(module, backend="eager")
+    with torch.no_grad():
+        close(compiled(hidden, **options)[0], module(hidden, **options)[0])

@@ -1,0 +1,216 @@
+"""The plan: what it counts is what there is, and every refusal is in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from retrofox.config import load_recipe, validate
+from retrofox.planning.memory import memory
+from retrofox.planning.plan import plan
+from retrofox.training.flops import flops_per_token
+from retrofox.training.model import load_any
+from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.output import claim_output
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+NO_WAIT = {"wait_for_everyone": lambda: None}
+
+
+@pytest.fixture
+def make_recipe(pico_checkpoint, tmp_path):
+    (tmp_path / "books.txt").write_text("the fox forgets the gate")
+
+    def build(**values):
+        stage = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 128, "micro_batch": 2}
+        return validate(
+            {
+                "model": str(pico_checkpoint),
+                "fox": {"half_life": [2, 200], "max_wavelength": 40},
+                "output": str(tmp_path / "out"),
+                "data": {"train": [str(tmp_path / "books.txt")]},
+                "stages": [stage],
+                "precision": "fp32",
+                **values,
+            }
+        )
+
+    return build
+
+
+def test_counts_are_the_models(make_recipe, pico_fox):
+    report = plan(make_recipe())
+    model = pico_fox()
+    assert report["parameters"] == sum(p.numel() for p in model.parameters())
+    assert report["parameters_added"] == 2 * 4 * (32 + 1)
+    stage = report["stages"][0]
+    assert sum(group["parameters"] for group in stage["groups"]) == report["parameters"]
+    assert (stage["steps"], stage["tokens"], stage["tokens_asked"]) == (8, 1024, 1000)
+    assert stage["fits"]
+    assert stage["longest_sequence"] > 64
+    assert report["refusals"] == []
+    assert report["disk_gb"]["total"] > 0
+
+
+def test_several_devices_are_planned_in_one_process_and_printed_once(make_recipe, monkeypatch, capsys):
+    one = plan(make_recipe())["stages"][0]["memory_gb"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    report = plan(make_recipe(), show=True)
+    assert len(report["refusals"]) == 1
+    assert report["refusals"][0].startswith("batch_tokens = 128 must be a multiple of sequence_length x micro_batch x")
+    assert report["devices"] == 2
+    assert "2 x " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 in one process: measuring takes as many"):
+        plan(make_recipe(), measure=True)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    for stage, weights in (("2", one["weights"]), ("3", one["weights"] / 2)):
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage)
+        assert plan(make_recipe(), show=True)["stages"][0]["memory_gb"]["weights"] == pytest.approx(weights)
+    assert capsys.readouterr().out == ""
+
+
+def test_memory_is_what_autograd_keeps(make_recipe, pico_fox):
+    recipe = make_recipe()
+    stage = recipe.stages[0]
+    model = pico_fox().train()
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    ids = torch.randint(0, 280, (2, 64))
+    batch = {"input_ids": ids, "position_ids": torch.arange(64).expand(2, -1), "targets": ids}
+    objective = OBJECTIVES["extend"](model, stage, torch.device("cpu"))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss, _ = objective(model, batch)
+    found = sum(size for pointer, size in kept.items() if pointer not in weights)
+    del loss
+    expected = memory(recipe, stage, pico_fox(), 1, False, torch.device("cpu"))["activations"]
+    assert expected == pytest.approx(found, rel=0.15)
+
+
+def test_recomputation_and_freezing_save_memory(make_recipe):
+    def total(key, **stage):
+        base = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 128, "micro_batch": 2}
+        return plan(make_recipe(stages=[{**base, **stage}]))["stages"][0]["memory_gb"][key]
+
+    assert total("activations", gradient_checkpointing="full") < total("activations")
+    assert total("optimizer", rates={"rest": 0}) < total("optimizer")
+    assert total("logits", objective="align") == 0
+
+
+def test_adapters_are_planned_as_adapters(make_recipe):
+    report = plan(make_recipe(lora={"rank": 2}))
+    stage = report["stages"][0]
+    full = plan(make_recipe())["stages"][0]
+    trained = sum(group["parameters"] for group in stage["groups"])
+    rank_two = 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))  # two layers: q, o; k, v; the MLP
+    assert trained == rank_two + report["parameters_added"]
+    assert stage["memory_gb"]["optimizer"] < full["memory_gb"]["optimizer"]
+    assert stage["adapter_parameters"] == rank_two
+    assert stage["frozen_parameters"] == report["parameters"] - report["parameters_added"]
+
+
+def test_flops_follow_the_textbook(pico_llama, make_recipe):
+    stage = make_recipe().stages[0]
+    model = pico_llama()
+    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    assert flops_per_token(model, stage) == 6 * matrices + 6 * 2 * 32 * 64
+
+
+def test_refusals_are_collected(make_recipe):
+    stage = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 192, "micro_batch": 2}
+    found = plan(make_recipe(stages=[stage], precision="fp16"))["refusals"]
+    assert any("multiple of sequence_length x micro_batch" in text for text in found)
+    if not torch.cuda.is_available():
+        assert any("fp16" in text for text in found)
+    assert any("give the recipe a `fox:`" in text for text in plan(make_recipe(fox=None, lora={"rank": 2}))["refusals"])
+    align = [{"objective": "align", "tokens": 100, "sequence_length": 64}]
+    assert any("give `fox:`" in text for text in plan(make_recipe(fox=None, stages=align))["refusals"])
+
+
+def test_what_a_machine_lacks_is_refused(make_recipe, tmp_path, monkeypatch):
+    def refusal(**values):
+        (found,) = plan(make_recipe(**values))["refusals"]
+        return found
+
+    assert "lora.targets: ['nope'] are no linear layers" in refusal(lora={"targets": ["nope"]})
+    assert "can't be loaded" in refusal(data={"train": [f"hf:{tmp_path / 'nowhere'}"]})
+    absent = {"fox": None, "attention": "flash_attention_3"}
+    assert "stages.0: attention: flash_attention_3 can't run here" in refusal(**absent)
+    with pytest.raises(ValueError, match="attention: flash_attention_3 can't run here"):
+        load_any(make_recipe(**absent), Path(make_recipe().model), torch.float32)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert "FSDP version 1 can't keep the forget gates" in refusal()
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert "leave the forget gates uninitialised" in refusal()
+
+
+def test_disk_is_what_all_stages_leave(make_recipe):
+    stage = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 128, "micro_batch": 2}
+    once = {**stage, "tokens": 128}
+
+    def disk(**values):
+        report = plan(make_recipe(**values))
+        trained = sum(group["parameters"] for group in report["stages"][0]["groups"])
+        return report["disk_gb"], report["parameters"] / 1e9, trained / 1e9
+
+    # 8 steps, of which 2 checkpoints stay; one step with one; the one being written
+    found, parameters, trained = disk(stages=[stage, once], checkpoint={"every_steps": 2, "keep": 2})
+    assert trained == parameters
+    assert found["one_checkpoint"] == pytest.approx((4 + 8) * parameters)
+    assert found["checkpoints"] == pytest.approx((2 + 1 + 1) * (4 + 8) * parameters)
+    assert found["models"] == pytest.approx(2 * 4 * parameters)
+    found, parameters, trained = disk(lora={"rank": 2}, precision="bf16", optim="sgd")
+    assert trained < parameters
+    assert found["one_checkpoint"] == found["models"] == pytest.approx(4 * trained)
+
+
+def test_measured_steps_are_real(make_recipe, capsys):
+    measured = plan(make_recipe(), measure=True, show=True)["stages"][0]
+    shown = capsys.readouterr().out
+    assert "measured" in shown
+    assert "gate_bias" in shown
+    assert measured["measured"]["tokens_per_second"] > 0
+    assert measured["hours"] == pytest.approx(1024 / measured["measured"]["tokens_per_second"] / 3600)
+
+
+def test_what_training_would_find_missing_is_refused(make_recipe, tmp_path, monkeypatch):
+    def refusals(**values):
+        return plan(make_recipe(**values))["refusals"]
+
+    data = {"train": [str(tmp_path / "nowhere.txt")], "eval": [str(tmp_path / "*.none")], "tokenizer": str(tmp_path)}
+    found = refusals(data=data)
+    assert [text.split(":")[0] for text in found[:2]] == [
+        f"no data at {tmp_path / 'nowhere.txt'}",
+        f"no file matches {tmp_path / '*.none'}",
+    ]
+    assert len(found) == 3
+    assert "tokenizer" in found[2]
+    (found,) = refusals(output=str(tmp_path / "books.txt" / "run"))
+    assert "can't write to" in found
+    claim_output(tmp_path / "out", make_recipe(), SimpleNamespace(num_processes=1, is_main_process=True, **NO_WAIT))
+    assert refusals(seed=1) == []
+    (tmp_path / "out" / "stage-0-extend" / "checkpoint-1").mkdir(parents=True)
+    assert refusals() == []
+    (found,) = refusals(seed=1)
+    assert "holds another run: seed differ" in found
+    monkeypatch.setattr("retrofox.planning.plan.free_bytes", lambda out: 1000.0)
+    (found,) = refusals()
+    assert "free and a checkpoint takes" in found
+
+
+@pytest.mark.parametrize("name", ["smollm2-partial", "smollm2-control", "smollm2-lora", "smollm2-three-stages"])
+def test_shipped_recipes_can_be_planned(name, pico_checkpoint, tmp_path):
+    (tmp_path / "books.txt").write_text("the fox forgets the gate")
+    changes = [f"data.{part}=[{tmp_path / 'books.txt'}]" for part in ("train", "eval")]
+    changes += [f"model={pico_checkpoint}", "stages.0.sequence_length=64"]
+    report = plan(load_recipe(RECIPES / f"{name}.yaml", changes))
+    assert report["refusals"] == []

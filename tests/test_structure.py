@@ -1,0 +1,94 @@
+"""The shape of the package, read from its source: imports point one way, no circles, no hidden imports."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ORDER = (
+    *("version", "support", "model", "families", "config_yaml", "config", "anatomy", "loading", "surgery", "data"),
+    *("calibration", "conversion", "training", "planning", "generation", "evaluation", "hub", "cli", "__main__"),
+)
+"""Rooms from the ground up: each may import itself and those before it."""
+FREE = ("cli",)
+"""Rooms whose functions import, so that `retrofox --help` needs no torch."""
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module of retrofox, those that travel to the Hub included."""
+    found = {}
+    for file in sorted((ROOT / "retrofox").rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = file
+    return found
+
+
+def imports(name: str, file: Path) -> list[tuple[str, bool]]:
+    """(imported module, whether inside a function) of every import of ours; those for type checkers left out."""
+    known, found = modules(), []
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            targets = []
+            if isinstance(child, ast.Import):
+                targets = [alias.name for alias in child.names]
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    above = package.split(".")[: len(package.split(".")) - child.level + 1]
+                    base = ".".join([*above, *([base] if base else [])])
+                names = [f"{base}.{alias.name}" for alias in child.names]
+                targets = [full if full in known else base for full in names]
+            found.extend((target, inside) for target in targets if target.split(".")[0] == "retrofox")
+            visit(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    visit(ast.parse(file.read_text(encoding="utf-8")), False)
+    return found
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def test_every_room_has_its_place_in_the_order():
+    assert {room(name) for name in modules()} - {"__init__"} == set(ORDER)
+
+
+@pytest.mark.parametrize(("name", "file"), modules().items(), ids=list(modules()))
+def test_imports_point_downwards(name: str, file: Path):
+    if room(name) == "__init__":
+        return  # the package itself imports on first use only; test_cli holds it to that
+    allowed = {"__init__", *ORDER[: ORDER.index(room(name)) + 1]}
+    upwards = sorted({target for target, _ in imports(name, file) if room(target) not in allowed})
+    assert not upwards, f"{name} imports {upwards}, which lie above it"
+
+
+@pytest.mark.parametrize(("name", "file"), modules().items(), ids=list(modules()))
+def test_no_function_hides_an_import_of_ours(name: str, file: Path):
+    hidden = sorted({target for target, inside in imports(name, file) if inside})
+    assert not hidden or room(name) in FREE, f"{name} imports {hidden} inside a function"
+
+
+def test_there_are_no_circles():
+    graph = {name: {t for t, _ in imports(name, file)} - {name} for name, file in modules().items()}
+    done: set[str] = set()
+
+    def walk(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a circle: {' -> '.join((*path[path.index(name) :], name))}"
+        if name not in done:
+            for target in sorted(graph.get(name, ())):
+                walk(target, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        walk(name, ())
+
+
+def test_few_modules_stand_beside_the_packages():
+    assert len(list((ROOT / "retrofox").glob("*.py"))) <= 12

@@ -1,0 +1,126 @@
+"""Checkpoints: only complete ones count, the newest good one is found, rotation never removes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+
+from retrofox.support.files import write_json
+from retrofox.training import checkpoint
+
+
+def make(root, step, complete=True):
+    directory = root / f"checkpoint-{step}"
+    (directory / "inner").mkdir(parents=True)
+    (directory / "weights.bin").write_bytes(os.urandom(1000))
+    (directory / "inner" / "state.json").write_text(json.dumps({"step": step}))
+    if complete:
+        checkpoint.commit(directory, {"step": step})
+    return directory
+
+
+def test_commit_names_every_file_and_its_note_comes_back(tmp_path):
+    directory = make(tmp_path, 3)
+    marker = json.loads((directory / checkpoint.MARKER).read_text())
+    assert sorted(marker["files"]) == ["inner/state.json", "weights.bin"]
+    assert checkpoint.problem(directory) is None
+    assert checkpoint.note_of(directory) == {"step": 3}
+
+
+@pytest.mark.parametrize("damage", ["marker", "torn-marker", "missing", "short", "flipped"])
+def test_newest_good_falls_back_and_says_why(tmp_path, damage):
+    good, bad = make(tmp_path, 9), make(tmp_path, 10)
+    weights, marker = bad / "weights.bin", bad / checkpoint.MARKER
+    if damage == "marker":
+        marker.unlink()
+    elif damage == "torn-marker":
+        marker.write_text(marker.read_text()[:40])
+    elif damage == "missing":
+        weights.unlink()
+    elif damage == "short":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    else:
+        weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
+    found, skipped = checkpoint.newest_good(tmp_path)
+    assert found == good
+    assert len(skipped) == 1
+    assert skipped[0].startswith("checkpoint-10: ")
+
+
+def test_a_marker_damaged_in_any_byte_is_passed_over(tmp_path):
+    make(tmp_path, 9)
+    marker = make(tmp_path, 10) / checkpoint.MARKER
+    whole = marker.read_bytes()
+    damaged = [whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :] for at in range(len(whole)) for bit in (1, 0x80)]
+    for content in (*damaged, b"", b"[]", b"null", b'{"files": {}}', b'{"files": []}', whole[:-2]):
+        marker.write_bytes(content)
+        found, _ = checkpoint.newest_good(tmp_path)
+        assert found is not None
+        if found.name == "checkpoint-10":  # a bit of the white space between the values
+            assert json.loads(content) == json.loads(whole)
+
+
+def test_a_save_outlives_later_ones_that_were_passed_over(tmp_path):
+    make(tmp_path, 4)
+    for step in (6, 8):  # damaged after they were complete
+        (make(tmp_path, step) / "weights.bin").write_bytes(b"torn")
+    found, skipped = checkpoint.newest_good(tmp_path)
+    assert found is not None
+    assert (found.name, len(skipped)) == ("checkpoint-4", 2)
+    make(tmp_path, 5)
+    checkpoint.rotate(tmp_path, keep=2)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_nothing_there_is_no_checkpoint(tmp_path):
+    assert checkpoint.newest_good(tmp_path / "absent") == (None, [])
+    make(tmp_path, 1, complete=False)
+    found, skipped = checkpoint.newest_good(tmp_path)
+    assert found is None
+    assert "COMPLETE" in skipped[0]
+
+
+def test_rotation_keeps_the_newest_complete_and_whatever_is_newer(tmp_path):
+    for step in (2, 4, 6, 10):
+        make(tmp_path, step)
+    make(tmp_path, 8, complete=False)
+    make(tmp_path, 12, complete=False)  # being written
+    checkpoint.rotate(tmp_path, keep=2)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [
+        "checkpoint-6",
+        "checkpoint-10",
+        "checkpoint-12",
+    ]
+    shutil.rmtree(tmp_path / "checkpoint-10")
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    checkpoint.rotate(tmp_path, keep=1)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-12"]
+
+
+def test_a_full_disk_is_refused_before_training(tmp_path):
+    with pytest.raises(ValueError, match=r"[GM]B free and a checkpoint takes 1000000000\.0 GB"):
+        checkpoint.check_writable(tmp_path, 10**18)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_directory_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ValueError, match="can't write to"):
+        checkpoint.check_writable(tmp_path / "out", 0)
+
+
+def test_a_file_in_the_way_is_refused(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(ValueError, match="can't write to"):
+        checkpoint.check_writable(tmp_path / "out", 0)
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "values.json"
+    write_json(file, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(file, {"a": object()})
+    assert json.loads(file.read_text()) == {"a": 1}

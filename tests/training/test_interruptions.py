@@ -1,0 +1,295 @@
+"""Real kills of real processes: what runs again equals, bit for bit, what would have run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from retrofox.config import load_recipe
+from retrofox.training import checkpoint
+from retrofox.training.train import train
+
+RUNNER = """
+import os, signal, sys
+from retrofox.training import checkpoint
+from retrofox.config import load_recipe
+from retrofox.training.loop import FoxTrainer
+
+event, when, sharded = sys.argv[2], int(sys.argv[3]), sys.argv[4] == "fsdp"
+if event in ("SIGKILL", "SIGTERM", "SIGINT"):
+    plain, sent = FoxTrainer.training_step, []
+    def training_step(self, *args, **kwargs):
+        if self.state.global_step == when and not sent:
+            sent.append(event)
+            os.kill(os.getpid(), getattr(signal, event))
+        return plain(self, *args, **kwargs)
+    FoxTrainer.training_step = training_step
+if event == "kill-save":
+    whole = checkpoint.commit
+    def commit(directory, note):
+        if note["step"] == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        whole(directory, note)
+    checkpoint.commit = commit
+if sharded:  # accelerate runs DDP on CPUs when asked for FSDP2: make it mean it
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    ordinary = FoxTrainer.create_accelerator_and_postprocess
+    def create(self):
+        ordinary(self)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        if self.args.bf16:
+            plugin.set_mixed_precision("bf16")
+        self.accelerator.state.fsdp_plugin = plugin
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.is_fsdp_enabled = True
+    FoxTrainer.create_accelerator_and_postprocess = create
+    from retrofox.model.gates import ForgetGate
+    forward = ForgetGate.forward
+    def checked(self, x):
+        assert self.weight.dtype == self.bias.dtype and str(self.weight.dtype) == "torch.float32"
+        return forward(self, x)
+    ForgetGate.forward = checked
+from retrofox.training.train import train
+train(load_recipe(sys.argv[1]))
+"""
+FSDP = {
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+@pytest.fixture
+def recipe_for(tmp_path, pico_fox, pico_tokenizer):
+    """recipe_for(output) -> path of a recipe of 8 steps, a checkpoint every 2, with annealing rotary pairs."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(400)))
+    # 6 heads: of their gates the last of 4 processes holds nothing
+    config = {"num_attention_heads": 6, "hidden_size": 48, "tie_word_embeddings": True}
+    model = pico_fox(rope="anneal", anneal_tokens=700, config=config)
+    model.save_pretrained(tmp_path / "model")
+    pico_tokenizer.save_pretrained(tmp_path / "model")
+
+    def build(output: str, **values) -> Path:
+        stage = {
+            "objective": "extend",
+            "tokens": 1024,
+            "sequence_length": 64,
+            "batch_tokens": 128,
+            "learning_rate": 3e-3,
+        }
+        recipe = {
+            "model": str(tmp_path / "model"),
+            "output": str(tmp_path / output),
+            "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
+            "stages": [{**stage, "schedule": "linear"}],
+            "precision": "fp32",
+            "log": {"every": 1},
+            "checkpoint": {"every_steps": 2},
+            "dataloader_workers": 0,
+            **values,
+        }
+        file = tmp_path / f"{output}.yaml"
+        file.write_text(yaml.safe_dump(recipe))
+        return file
+
+    return build
+
+
+def run(file: Path, event: str = "none", when: int = 0, processes: int = 1, mode: str = "ddp"):
+    """Runs a recipe in a process (or several over gloo) of its own; returns the finished process."""
+    runner = file.parent / "runner.py"
+    runner.write_text(RUNNER)
+    command = [sys.executable]
+    if processes > 1:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
+        command += launch
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(FSDP if mode == "fsdp" else {})}
+    command += [str(runner), str(file), event, str(when), mode]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250)
+
+
+def curve(file: Path) -> list[tuple]:
+    """(step, loss, gradient norm) of every step, as logged: JSON keeps every bit of a float."""
+    log = Path(load_recipe(file).output) / "log.jsonl"
+    return [(v["step"], v["loss"], v["grad_norm"]) for v in map(json.loads, log.read_text().splitlines())]
+
+
+def test_kills_and_signals_change_no_bit(recipe_for):
+    whole = recipe_for("whole")
+    train(load_recipe(whole))
+    file = recipe_for("killed")
+    stage = Path(load_recipe(file).output) / "stage-0-extend"
+
+    killed = run(file, "kill-save", 4)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert checkpoint.problem(stage / "checkpoint-4") is not None
+    good, _ = checkpoint.newest_good(stage)
+    assert good is not None
+    assert good.name == "checkpoint-2"
+
+    terminated = run(file, "SIGTERM", 4)
+    assert terminated.returncode == 128 + signal.SIGTERM, terminated.stderr
+    assert "passed over checkpoint-4: it has no COMPLETE marker" in terminated.stderr
+    assert "resumed stage 0 at step 2 of 8" in terminated.stderr
+    good, _ = checkpoint.newest_good(stage)
+    assert good is not None
+    assert good.name == "checkpoint-5"
+    assert json.loads((good / "config.json").read_text())["fox"]["annealed_tokens"] == 5 * 128
+
+    assert run(file, "SIGKILL", 6).returncode == -signal.SIGKILL
+    result = train(load_recipe(file))
+    assert result["stages"][0]["resumed_at"] == 6
+    assert curve(file) == curve(whole)
+    left, right = (Path(load_recipe(f).output) / "model" / "model.safetensors" for f in (whole, file))
+    assert left.read_bytes() == right.read_bytes()
+
+
+def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(recipe_for):
+    whole = recipe_for("whole")
+    train(load_recipe(whole))
+    file = recipe_for("two")
+    assert run(file, "SIGKILL", 3, processes=2).returncode != 0
+    resumed = run(file, "SIGTERM", 5, processes=2)
+    assert resumed.returncode != 0  # the launcher's own code: both processes left with 143
+    assert "resumed stage 0 at step 2 of 8" in resumed.stderr
+    assert "signal 15: saved at step 6" in resumed.stderr
+    result = train(load_recipe(file))  # one process goes on where two stopped
+    assert result["stages"][0]["resumed_at"] == 6
+    # Two summands commute, so even one process and two agree to the last bit here.
+    assert curve(file) == curve(whole)
+
+
+def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for):
+    common = {"sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
+    stages = [
+        {"objective": "align", "tokens": 256, **common, "rates": {"attention": 1e-3}},  # beside a second model
+        {"objective": "extend", "tokens": 768, **common, "schedule": "linear"},
+    ]
+    whole = recipe_for("whole", stages=stages)
+    train(load_recipe(whole))
+    file = recipe_for("sharded", stages=stages)
+    sharded = run(file, processes=2, mode="fsdp")
+    assert sharded.returncode == 0, sharded.stderr
+    for ours, theirs in zip(curve(file), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    out = Path(load_recipe(file).output)
+    left, right = (load_file(place / "model" / "model.safetensors") for place in (whole.with_suffix(""), out))
+    assert left.keys() == right.keys()  # tied embeddings are written once
+    (out / "model" / checkpoint.MARKER).unlink()
+    with pytest.raises(ValueError, match=r"was saved with FSDP \(SHARDED_STATE_DICT\), this run has no sharding"):
+        train(load_recipe(file))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_adapters_in_two_processes_equal_those_in_one(recipe_for):
+    """Both begin with the same random numbers; sharded gates are gathered for the file and for the look into it."""
+    stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
+    values = {"stages": [stage], "lora": {"rank": 2}, "checkpoint": {"every_steps": 1}}
+    whole = recipe_for("whole", **values)
+    train(load_recipe(whole))
+    left = load_file(Path(load_recipe(whole).output) / "model" / "adapter_model.safetensors")
+    for mode in ("ddp", "fsdp"):
+        file = recipe_for(mode, **values)
+        found = run(file, processes=2, mode=mode)
+        assert found.returncode == 0, found.stderr
+        for ours, theirs in zip(curve(file), curve(whole), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        right = load_file(Path(load_recipe(file).output) / "model" / "adapter_model.safetensors")
+        assert left.keys() == right.keys()
+        assert sum("forget_gate" in name for name in right) == 4
+        for name, value in right.items():
+            torch.testing.assert_close(value, left[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_fsdp2_survives_a_kill_and_runs_every_objective_in_bfloat16(recipe_for):
+    common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128}
+    stages = [
+        {"objective": "align", **common},
+        {"objective": "distill", **common},
+        {"objective": "extend", **common, "tokens": 512, "gradient_checkpointing": "full"},
+    ]
+    whole = recipe_for("whole", stages=stages, precision="bf16", checkpoint={"every_steps": 1})
+    assert run(whole, processes=2, mode="fsdp").returncode == 0
+    file = recipe_for("killed", stages=stages, precision="bf16", checkpoint={"every_steps": 1})
+    assert run(file, "kill-save", 3, processes=2, mode="fsdp").returncode != 0
+    resumed = run(file, processes=2, mode="fsdp")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed stage 2 at step 2 of 4" in resumed.stderr
+    assert curve(file) == curve(whole)
+
+
+@pytest.mark.slow
+def test_fsdp2_saved_on_four_processes_goes_on_on_two(recipe_for):
+    stage = {"objective": "extend", "tokens": 2048, "sequence_length": 64, "batch_tokens": 256, "learning_rate": 3e-3}
+    whole = recipe_for("whole", stages=[stage])
+    train(load_recipe(whole))
+    file = recipe_for("sharded", stages=[stage])
+    four = run(file, "SIGTERM", 3, processes=4, mode="fsdp")
+    assert "signal 15: saved at step 4" in four.stderr, four.stderr
+    two = run(file, processes=2, mode="fsdp")
+    assert two.returncode == 0, two.stderr
+    assert "resumed stage 0 at step 4 of 8" in two.stderr
+    for ours, theirs in zip(curve(file), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("mixed_precision", ["'no'", "bf16"])
+def test_zero3_keeps_gates_float32_or_refuses(recipe_for, tmp_path, mixed_precision):
+    file = recipe_for("zero3", precision="bf16")
+    shipped = (Path(__file__).parents[2] / "recipes" / "accelerate" / "zero3.yaml").read_text()
+    settings = re.sub("mixed_precision: .*", f"mixed_precision: {mixed_precision}\nuse_cpu: true", shipped)
+    (tmp_path / "accelerate.yaml").write_text(settings)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
+    found = subprocess.run(
+        [*command, "-m", "retrofox", "train", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        timeout=250,
+    )
+    if mixed_precision == "bf16":
+        assert found.returncode != 0
+        assert "16-bit engines round the forget gates" in found.stderr + found.stdout
+        return
+    assert found.returncode == 0, found.stderr
+    model = Path(load_recipe(file).output) / "model" / "model.safetensors"
+    gates = {name: value for name, value in load_file(model).items() if "forget_gate" in name}
+    assert len(gates) == 4
+    for value in gates.values():
+        assert value.dtype == torch.float32
+        assert not torch.equal(value, value.bfloat16().float())
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_exits_with_130(recipe_for):
+    file = recipe_for("stopped")
+    stopped = run(file, "SIGINT", 3)
+    assert stopped.returncode == 128 + signal.SIGINT, stopped.stderr
+    good, skipped = checkpoint.newest_good(Path(load_recipe(file).output) / "stage-0-extend")
+    assert good is not None
+    assert good.name == "checkpoint-4"
+    assert skipped == []

@@ -1,0 +1,253 @@
+"""LoRA: gates trained in full and in the file, refusals, merges proven in a fresh process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+import retrofox
+from retrofox.config import LoraConfig, validate
+from retrofox.conversion.merge import merge
+from retrofox.planning.plan import plan
+from retrofox.support.files import new_file_mode
+from retrofox.training.lora import adapted, assert_gates_saved, target_modules, trained_in_full
+from retrofox.training.train import train
+
+# peft 0.21 asks transformers 5.23 by a name that it deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+@pytest.fixture
+def make_recipe(tmp_path, pico_fox_checkpoint):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(300)))
+
+    def build(**values):
+        common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-2}
+        return validate(
+            {
+                "model": str(pico_fox_checkpoint),
+                "output": str(tmp_path / "out"),
+                "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
+                "stages": [{"objective": "extend", **common}],
+                "lora": {"rank": 2},
+                "precision": "fp32",
+                "log": {"every": 1},
+                "dataloader_workers": 0,
+                **values,
+            }
+        )
+
+    return build
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_gates_are_trained_saved_and_merged(make_recipe, tmp_path, dora, monkeypatch):
+    recipe = make_recipe(lora={"rank": 2, "dora": dora})
+    adapter = Path(train(recipe)["model"])
+    saved = load_file(adapter / "adapter_model.safetensors")
+    gates = {name: value for name, value in saved.items() if "forget_gate" in name}
+    assert len(gates) == 4
+    assert all(value.dtype == torch.float32 for value in gates.values())
+    start = retrofox.load(recipe.model)
+    before = start.get_parameter("model.layers.0.self_attn.forget_gate.bias")
+    assert not torch.equal(gates["base_model.model.model.layers.0.self_attn.forget_gate.bias"], before)
+    targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    assert sorted(targets) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    (tmp_path / "random.py").write_text("raise SystemExit('a module of the user, not of Python')")
+    monkeypatch.chdir(tmp_path)
+    report = merge(adapter, tmp_path / "merged")
+    assert report["relative_difference"] < report["limit"]
+    assert {f.stat().st_mode & 0o777 for f in (tmp_path / "merged").glob("*.*")} == {new_file_mode()}
+    merged, adapted = retrofox.load(tmp_path / "merged"), retrofox.load(adapter)
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(input_ids=ids).logits, adapted(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+        difference = (merged(input_ids=ids).logits - start(input_ids=ids).logits).abs().max()
+    assert difference > 1e-2  # something was learned, else equality proves nothing
+    with pytest.raises(ValueError, match="exists"):
+        merge(adapter, tmp_path / "merged")
+
+
+def test_the_seed_decides_where_adapters_begin(make_recipe, tmp_path):
+    def norms(name, **values):
+        recipe = make_recipe(output=str(tmp_path / name), **values)
+        train(recipe)
+        return [json.loads(line)["grad_norm"] for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+
+    first = norms("first")
+    torch.rand(7)  # what else drew random numbers before decides nothing
+    assert norms("second") == first
+    assert norms("other", seed=1) != first
+
+
+def test_dora_beside_the_pro_parts_is_merged(make_recipe, pico_fox, pico_tokenizer, tmp_path):
+    pico_fox(pro="all").save_pretrained(tmp_path / "pro")
+    pico_tokenizer.save_pretrained(tmp_path / "pro")
+    recipe = make_recipe(model=str(tmp_path / "pro"), lora={"rank": 2, "dora": True})
+    adapter = Path(train(recipe)["model"])
+    saved = load_file(adapter / "adapter_model.safetensors")
+    for part in ("forget_gate", "q_norm_fox", "k_norm_fox", "output_norm", "output_gate", "k_shift", "v_shift"):
+        found = [value for name, value in saved.items() if f".{part}." in name]
+        assert found, part
+        assert all(value.dtype == torch.float32 for value in found)
+    assert not any("output_gate.lora" in name or "forget_gate.lora" in name for name in saved)
+    report = merge(adapter, tmp_path / "merged")
+    assert report["relative_difference"] < report["limit"]
+
+
+def test_fixed_gates_have_nothing_to_be_saved_in_an_adapter(make_recipe, pico_checkpoint, tmp_path):
+    recipe = make_recipe(model=str(pico_checkpoint), fox={"half_life": [2, 200], "gate": "fixed"})
+    report = merge(train(recipe)["model"], tmp_path / "merged")
+    assert report["relative_difference"] < report["limit"]
+
+
+def test_a_base_that_moved_with_its_adapter_is_found(make_recipe, pico_checkpoint, tmp_path, capsys):
+    recipe = make_recipe(model=str(pico_checkpoint), fox={"half_life": [2, 200]})
+    adapter = Path(train(recipe)["model"])
+    assert "names its base by a path of this machine" in capsys.readouterr().err
+    assert Path(json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]).is_absolute()
+    moved = tmp_path / "elsewhere"
+    Path(recipe.output).rename(moved)
+    report = merge(moved / "model", tmp_path / "merged")
+    assert report["relative_difference"] < report["limit"]
+    assert "merged" in json.loads((tmp_path / "merged" / "retrofox.json").read_text())
+    (moved / "converted").rename(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match="Set base_model_name_or_path"):
+        merge(moved / "model", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_merge_that_cannot_be_written_leaves_nothing(make_recipe, tmp_path, monkeypatch):
+    adapter = Path(train(make_recipe())["model"])
+
+    def full_disk(self, *arguments, **options):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full_disk)
+    with pytest.raises(ValueError, match=r"could not write .*merged: .*No space left"):
+        merge(adapter, tmp_path / "merged")
+    assert [path.name for path in tmp_path.iterdir() if "merged" in path.name] == []
+
+
+def test_adapters_distil_from_the_weights_they_sit_on_and_resume(make_recipe):
+    common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128}
+    stages = [{"objective": "distill", **common}, {"objective": "extend", **common}]
+    recipe = make_recipe(stages=stages, checkpoint={"every_steps": 1})
+    whole = train(recipe)
+    out = Path(recipe.output)
+    (out / "model" / "COMPLETE").unlink()
+    (out / "stage-1-extend" / "checkpoint-2" / "COMPLETE").unlink()
+    resumed = train(recipe)
+    assert resumed["stages"][1]["resumed_at"] == 1
+    assert resumed["stages"][1]["loss_last"] == whole["stages"][1]["loss_last"]
+
+
+def test_an_unconverted_base_is_refused(make_recipe, pico_checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="LoRA here adapts converted models"):
+        train(make_recipe(model=str(pico_checkpoint)))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(pico_checkpoint)}))
+    with pytest.raises(ValueError, match="LoRA here adapts converted models"):
+        merge(adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    with pytest.raises(FileNotFoundError, match="adapter_config"):
+        merge(tmp_path / "absent", tmp_path / "merged")
+
+
+def test_damaged_and_foreign_adapters_are_named(make_recipe, pico_fox, tmp_path):
+    adapter = Path(train(make_recipe())["model"])
+    file, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    whole, tensors, values = file.read_bytes(), load_file(file), json.loads(config.read_text())
+
+    def refused(reason):
+        with pytest.raises(ValueError, match=reason):
+            merge(adapter, tmp_path / "merged")
+        with pytest.raises(ValueError, match=reason):
+            retrofox.load(adapter)
+        assert [path.name for path in tmp_path.iterdir() if "merged" in path.name] == []
+
+    save_file({name: value for name, value in tensors.items() if "layers.1.self_attn.forget" not in name}, file)
+    refused("lacks model.layers.1.self_attn.forget_gate.weight: it was not saved by")
+    file.write_bytes(whole[:-9])
+    refused(r"adapter_model.safetensors can't be read: .*header")
+    file.unlink()
+    refused("adapter_model.safetensors can't be read: No such file")
+    file.write_bytes(whole)
+    pico_fox(config={"hidden_size": 64}).save_pretrained(tmp_path / "wide")
+    config.write_text(json.dumps({**values, "base_model_name_or_path": str(tmp_path / "wide")}))
+    refused("does not fit its base, .*wide")
+    for damage in ("{", "[]", "{}"):
+        config.write_text(damage)
+        refused("adapter_config.json is damaged, or names no base")
+
+
+def test_targets_are_checked(pico_fox):
+    model = pico_fox()
+    assert "lm_head" not in target_modules(model, LoraConfig())
+    with pytest.raises(ValueError, match="forget_gate"):
+        target_modules(model, LoraConfig(targets=["forget_gate"]))
+    assert target_modules(model, LoraConfig(targets=["q_proj"])) == ["q_proj"]
+
+
+def test_a_file_without_its_gates_is_caught(make_recipe, pico_fox):
+    recipe = make_recipe()
+    adapter = Path(train(recipe)["model"])
+    live = trained_in_full(retrofox.load(adapter))
+    assert_gates_saved(adapter, live)
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "forget_gate.bias" in name)
+    save_file({**tensors, name: tensors[name].bfloat16()}, file)
+    with pytest.raises(RuntimeError, match="not as trained"):
+        assert_gates_saved(adapter, live)
+    save_file({key: value for key, value in tensors.items() if key != name}, file)
+    with pytest.raises(RuntimeError, match="lacks"):
+        assert_gates_saved(adapter, live)
+
+
+def test_four_bits_need_bitsandbytes(make_recipe, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    recipe = make_recipe(lora={"rank": 2, "quantize": "nf4"})
+    with pytest.raises(ValueError, match="nf4 needs bitsandbytes"):
+        train(recipe)
+    assert any("nf4 needs bitsandbytes" in text for text in plan(recipe)["refusals"])
+    assert not Path(recipe.output).exists()
+
+
+def test_four_bit_bases_learn_as_their_rounded_weights_would(make_recipe, pico_fox, pico_tokenizer, tmp_path):
+    bnb = pytest.importorskip("bitsandbytes")
+    pico_fox(config={"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}).save_pretrained(tmp_path / "wide")
+    pico_tokenizer.save_pretrained(tmp_path / "wide")
+    recipe = make_recipe(model=str(tmp_path / "wide"), lora={"rank": 2, "quantize": "nf4"})
+    four_bits = adapted(recipe, tmp_path / "wide", SimpleNamespace(device=torch.device("cpu")))
+    dense = adapted(make_recipe(model=recipe.model), tmp_path / "wide", None)
+    dense.load_state_dict({name: p for name, p in four_bits.named_parameters() if p.requires_grad}, strict=False)
+    layers = {name: module for name, module in four_bits.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
+    assert len(layers) == 14
+    assert not any("forget_gate" in name for name in layers)
+    for name, layer in layers.items():
+        weight = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        dense.get_submodule(name).weight.data.copy_(weight)
+
+    def gradients(model):
+        ids = torch.arange(80).view(2, 40) + 2
+        model.eval()
+        with torch.no_grad():  # as the held-out loss is computed before the first step
+            model(input_ids=ids)
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+    wanted = gradients(dense)
+    for name, gradient in gradients(four_bits).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+    assert merge(train(recipe)["model"], tmp_path / "merged")["relative_difference"] < 1e-4

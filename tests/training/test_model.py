@@ -1,0 +1,128 @@
+"""The teacher of align and distill is the original, however the model that is trained came about."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import PartialState
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import retrofox
+from retrofox.config import validate
+from retrofox.planning.plan import plan
+from retrofox.training.groups import set_trainable
+from retrofox.training.objectives import original_form
+from retrofox.training.teacher import changed_since_conversion, needs_teacher, teacher_for
+from retrofox.training.train import train
+
+GATES_ONLY = {"attention": 0, "rest": 0}
+
+
+@pytest.fixture
+def converted(pico_checkpoint, tmp_path):
+    retrofox.convert(pico_checkpoint, tmp_path / "converted", fox=retrofox.FoxSpec(half_life=(2, 200)), verify=False)
+    return tmp_path / "converted"
+
+
+@pytest.fixture
+def refitted(converted):
+    """What calibration leaves: query projections that are not the base's, and a report that says so."""
+    file = next(path for path in converted.glob("*.safetensors") if any("q_proj" in name for name in load_file(path)))
+    tensors = load_file(file)
+    names = [name for name in tensors if "q_proj" in name]
+    save_file(
+        {name: value * 1.5 if name in names else value for name, value in tensors.items()}, file, {"format": "pt"}
+    )
+    report = json.loads((converted / "retrofox.json").read_text())
+    (converted / "retrofox.json").write_text(json.dumps({**report, "calibration": {"rewritten": names}}))
+    return converted
+
+
+def recipe_of(model, tmp_path, **stage):
+    values = {"objective": "distill", "tokens": 128, "sequence_length": 64, "rates": GATES_ONLY, **stage}
+    text = tmp_path / "text.txt"
+    text.write_text("the fox forgets the gate, and so on and on, " * 60)
+    return validate(
+        {
+            "model": str(model),
+            "output": str(tmp_path / "out"),
+            "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
+            "stages": [values],
+            "precision": "fp32",
+            "dataloader_workers": 0,
+        }
+    )
+
+
+def teacher_of(recipe, source):
+    model = retrofox.load(source)
+    set_trainable(model, recipe.stages[0])
+    return teacher_for(recipe, recipe.stages[0], model, Path(source), PartialState(cpu=True))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.arange(2, 60)[None]).logits
+
+
+def test_frozen_weights_of_a_conversion_teach_themselves(converted, tmp_path):
+    assert teacher_of(recipe_of(converted, tmp_path), converted) is None
+    copied = teacher_of(recipe_of(converted, tmp_path, teacher="copy"), converted)
+    assert copied is not None
+
+
+def test_after_a_refit_the_base_itself_teaches(refitted, pico_checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=r"teacher: shared .* calibration rewrote 2 query projections.* teacher: copy"):
+        teacher_of(recipe_of(refitted, tmp_path, teacher="shared"), refitted)
+    teacher = teacher_of(recipe_of(refitted, tmp_path), refitted)
+    base = logits(AutoModelForCausalLM.from_pretrained(pico_checkpoint))
+    with original_form(teacher):
+        torch.testing.assert_close(logits(teacher), base, rtol=1e-4, atol=1e-4)
+    student = retrofox.load(refitted)
+    with original_form(student):
+        assert (logits(student) - base).abs().max() > 1e-2
+    shutil.rmtree(pico_checkpoint)
+    with pytest.raises(ValueError, match=r"must teach it: .*pico-llama"):
+        teacher_of(recipe_of(refitted, tmp_path), refitted)
+
+
+def test_a_trained_model_does_not_pass_for_its_original(converted, tmp_path):
+    recipe = recipe_of(converted, tmp_path, objective="extend", rates={}, learning_rate=1e-2)
+    trained = train(recipe)["model"]
+    assert "training moved" in str(changed_since_conversion(Path(trained)))
+    again = recipe_of(trained, tmp_path, teacher="shared")
+    with pytest.raises(ValueError, match="training moved the pretrained tensors"):
+        teacher_of(again, trained)
+
+
+def test_a_base_that_is_another_model_by_now_or_gone_teaches_nobody(converted, tmp_path, pico_checkpoint, pico_llama):
+    trained = train(recipe_of(converted, tmp_path, objective="extend", rates={}))["model"]
+    again = recipe_of(trained, tmp_path).model_copy(update={"output": str(tmp_path / "again")})
+    assert plan(again)["refusals"] == []
+    for change in ({"vocab_size": 320}, {"num_hidden_layers": 3}, {"num_key_value_heads": 4}):
+        shutil.rmtree(pico_checkpoint)
+        pico_llama(**change).save_pretrained(pico_checkpoint)
+        with pytest.raises(ValueError, match=rf"is not the original of .*: its {next(iter(change))} is "):
+            teacher_of(again, trained)
+    shutil.rmtree(pico_checkpoint)
+    (found,) = plan(again)["refusals"]
+    assert f"must teach it: {pico_checkpoint}" in found
+    with pytest.raises(ValueError, match="must teach it"):
+        train(again)
+
+
+def test_trained_tensors_and_a_shared_teacher_exclude_each_other(converted, tmp_path):
+    for rates in ({"attention": 1e-4, "rest": 0}, {"attention": 0, "rest": 1e-4}):
+        with pytest.raises(ValueError, match=r"this stage trains .*: set rates.attention and rates.rest to 0"):
+            teacher_of(recipe_of(converted, tmp_path, teacher="shared", rates=rates), converted)
+    recipe = recipe_of(converted, tmp_path, rates={})
+    model = retrofox.load(converted)
+    set_trainable(model, recipe.stages[0])
+    assert needs_teacher(recipe, recipe.stages[0], model, converted)
+    calibrated = recipe.model_copy(update={"fox": retrofox.FoxSpec(init="calibrated"), "stages": [recipe.stages[0]]})
+    assert needs_teacher(calibrated, recipe.stages[0], model)

@@ -1,0 +1,302 @@
+"""Objectives against their definitions: loss and gradients, chunk by chunk, for every way a head can make logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import retrofox
+from retrofox.anatomy import attention_mode, attentions, inner_model
+from retrofox.calibration.calibrate import Calibration, apply_to
+from retrofox.config import LoraConfig, Stage
+from retrofox.training import checkpoint
+from retrofox.training.chunked_loss import chunk_rows, is_plain_head
+from retrofox.training.groups import set_trainable
+from retrofox.training.lora import add_adapters
+from retrofox.training.objectives import (
+    IGNORE,
+    Align,
+    Distill,
+    Extend,
+    choose_cross_entropy,
+    next_token_targets,
+    original_form,
+)
+
+CPU = torch.device("cpu")
+
+
+def stage(objective: str, **values) -> Stage:
+    return Stage(objective=objective, tokens=10, sequence_length=5, **values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(1)
+    ids = torch.randint(2, 280, (2, 24))
+    positions = torch.cat([torch.arange(15), torch.arange(9)]).expand(2, -1)
+    cu_seqlens = torch.tensor([0, 15, 24, 39, 48], dtype=torch.int32)
+    targets = next_token_targets(ids, None, positions)
+    return {"input_ids": ids, "position_ids": positions, "cu_seqlens": cu_seqlens, "targets": targets}
+
+
+def freeze_original(model):
+    """Leaves the gates to be trained; returns the model."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("forget_gate" in name)
+    return model
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_targets_stay_inside_documents_and_honour_labels():
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    assert next_token_targets(ids, None, positions).tolist() == [[6, 7, IGNORE, 9, IGNORE]]
+    labels = torch.tensor([[IGNORE, 6, IGNORE, IGNORE, 9]])
+    assert next_token_targets(ids, labels, positions).tolist() == [[6, IGNORE, IGNORE, 9, IGNORE]]
+
+
+@pytest.mark.parametrize("kind", ["chunked", "torch"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_extend_is_cross_entropy_with_its_gradients(pico_fox, batch, kind, tied):
+    if kind == "torch" and not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("torch before 2.13")
+    model = pico_fox(config={"tie_word_embeddings": tied})
+    objective = Extend(model, stage("extend", cross_entropy=kind), CPU)
+    objective.rows = 7  # several chunks, the last one short
+    loss, _ = objective(model, batch)
+    found = gradients(model, loss)
+    hidden = inner_model(model)(
+        input_ids=batch["input_ids"],
+        position_ids=batch["position_ids"],
+        cu_seqlens=batch["cu_seqlens"],
+        use_cache=False,
+    )[0]
+    wanted = F.cross_entropy(model.lm_head(hidden).flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+    expected = gradients(model, wanted)
+    torch.testing.assert_close(loss, wanted)
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_plain_models_learn_the_same_boundaries(pico_llama, batch):
+    model = pico_llama()
+    packed, _ = Extend(model, stage("extend"), CPU)(model, batch)
+    apart = 0.0
+    for row in range(2):
+        for part in (slice(0, 15), slice(15, 24)):
+            ids = batch["input_ids"][row : row + 1, part]
+            logits = model(input_ids=ids).logits
+            apart += F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
+    torch.testing.assert_close(packed, torch.as_tensor(apart), rtol=1e-5, atol=1e-4)
+
+
+def test_heads_with_rules_take_the_general_road(pico_fox, batch):
+    model = pico_fox()
+    assert is_plain_head(model)
+    model.config.final_logit_softcapping = 5.0
+    assert not is_plain_head(model)
+    objective = Extend(model, stage("extend"), CPU)
+    objective.rows = 7
+    loss, _ = objective(model, batch)
+    found = gradients(model, loss)
+    hidden = inner_model(model)(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)[0]
+    logits = 5.0 * torch.tanh(model.lm_head(hidden) / 5.0)
+    wanted = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+    expected = gradients(model, wanted)
+    torch.testing.assert_close(loss, wanted)
+    torch.testing.assert_close(found["lm_head.weight"], expected["lm_head.weight"], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="use chunked"):
+        choose_cross_entropy("torch", model, CPU)
+
+
+def test_choice_says_why_and_refuses_what_is_missing(pico_llama):
+    model = pico_llama()
+    kind, reason = choose_cross_entropy("auto", model, CPU)
+    assert kind == "chunked"
+    assert reason
+    with pytest.raises(ValueError, match="liger"):
+        choose_cross_entropy("liger", model, CPU)
+
+
+def test_the_fastest_is_chosen_where_it_is_there_and_weights_are_whole(pico_llama, monkeypatch):
+    from retrofox.training import objectives
+
+    model, cuda = pico_llama(), torch.device("cuda")
+    monkeypatch.setattr(objectives.importlib.util, "find_spec", lambda name: name)
+    assert choose_cross_entropy("auto", model, cuda)[0] == "liger"
+    assert choose_cross_entropy("auto", model, CPU)[0] == "chunked"
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert choose_cross_entropy("auto", model, cuda)[0] == "chunked"
+    with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP shards it"):
+        choose_cross_entropy("liger", model, cuda)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    model.config.final_logit_softcapping = 5.0
+    assert choose_cross_entropy("auto", model, cuda)[0] == "chunked"
+
+
+def test_logits_of_all_positions_never_exist_at_once():
+    for vocabulary in (49152, 128256, 262144):
+        assert chunk_rows(vocabulary, torch.device("cuda")) * vocabulary <= 2**28
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_distill_is_kl_and_cross_entropy(pico_fox, batch, shared):
+    model, teacher = pico_fox(), None
+    if shared:
+        freeze_original(model)
+    else:
+        teacher = pico_fox().requires_grad_(False)
+    settings = stage("distill", temperature=2.0, ce_weight=0.25)
+    objective = Distill(model, settings, CPU, teacher)
+    objective.rows = 7
+    loss, metrics = objective(model, batch)
+    found = gradients(model, loss)
+
+    def logits():
+        return model.lm_head(
+            inner_model(model)(
+                input_ids=batch["input_ids"],
+                position_ids=batch["position_ids"],
+                cu_seqlens=batch["cu_seqlens"],
+                use_cache=False,
+            )[0]
+        )
+
+    with torch.no_grad(), attention_mode(model, "original"):
+        taught = torch.log_softmax(logits() / 2.0, -1)
+    z = logits()
+    valid = batch["targets"] >= 0
+    kl = 4.0 * ((taught.exp() * (taught - torch.log_softmax(z / 2.0, -1))).sum(-1) * valid).sum()
+    ce = F.cross_entropy(z.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+    expected = gradients(model, 0.75 * kl + 0.25 * ce)
+    torch.testing.assert_close(loss, 0.75 * kl + 0.25 * ce, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(metrics, torch.stack((kl, ce)).detach(), rtol=1e-4, atol=1e-4)
+    names = ["model.layers.0.self_attn.forget_gate.weight", "model.layers.1.self_attn.forget_gate.bias"]
+    for name in names + ([] if shared else ["model.embed_tokens.weight", "lm_head.weight"]):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_the_original_form_leaves_frozen_adapters_and_gates_frozen(pico_fox, batch):
+    model = add_adapters(pico_fox(), LoraConfig(rank=2), "base")
+    settings = stage("distill", rates={"rest": 0, "gate_bias": 0})
+    chosen = set_trainable(model, settings, adapters=True)
+    found = gradients(model, Distill(model, settings, CPU)(model, batch)[0])
+    assert sorted(found) == sorted(chosen)
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == chosen
+
+
+def test_align_compares_each_block_on_the_originals_inputs(pico_fox, batch):
+    model = pico_fox()
+    freeze_original(model)
+    captured = {}
+    hooks = [
+        module.register_forward_hook(
+            lambda m, args, kwargs, out, name=name: captured.__setitem__(name, (args, kwargs, out[0])), with_kwargs=True
+        )
+        for name, module in attentions(model)
+    ]
+    with torch.no_grad(), original_form(model):
+        inner_model(model)(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
+            cu_seqlens=batch["cu_seqlens"],
+            use_cache=False,
+        )
+    for hook in hooks:
+        hook.remove()
+    errors = []
+    for name, module in attentions(model):
+        args, kwargs, wanted = captured[name]
+        found = module.forward(*args, **kwargs)[0]
+        for row, targets in enumerate(batch["targets"]):
+            error = (found[row] - wanted[row]).square().sum() / wanted[row].square().sum()
+            errors.append(error * (targets >= 0).sum() / 2)  # two layers
+    expected = gradients(model, sum(errors))
+    loss, _ = Align(model, stage("align"), CPU)(model, batch)
+    torch.testing.assert_close(loss, sum(errors))
+    found = gradients(model, loss)
+    assert found.keys() == expected.keys()
+    assert all("forget_gate" in name for name in found)
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def test_align_recomputes_what_it_is_told_to_and_finds_the_same_gradients(pico_fox, batch, monkeypatch):
+    from retrofox.training import objectives
+
+    calls = []
+    plain = objectives.checkpoint
+    monkeypatch.setattr(objectives, "checkpoint", lambda *args, **options: calls.append(1) or plain(*args, **options))
+    found = {}
+    for which, layers in (("none", 0), (2, 1), ("full", 2)):
+        model, before = pico_fox(), len(calls)
+        freeze_original(model)
+        loss, _ = Align(model, stage("align", gradient_checkpointing=which), CPU)(model, batch)
+        found[which] = gradients(model, loss)
+        assert len(calls) - before == layers
+        assert all(module.mode == "fox" for _, module in attentions(model))
+    for which in (2, "full"):
+        for name in found["none"]:
+            assert torch.equal(found[which][name], found["none"][name])
+
+
+def test_align_is_zero_where_the_retrofit_is_the_original(pico_fox, batch):
+    model = freeze_original(pico_fox(stirred=False, rope="keep", init="open"))
+    loss, _ = Align(model, stage("align"), CPU)(model, batch)
+    assert float(loss.detach()) < 1e-8
+
+
+def test_gradients_of_half_precision_heads_are_close(pico_fox, batch):
+    model = pico_fox()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, _ = Extend(model, stage("extend"), CPU)(model, batch)
+    low = gradients(model, loss)
+    high = gradients(model, Extend(model, stage("extend"), CPU)(model, batch)[0])
+    difference = (low["lm_head.weight"] - high["lm_head.weight"]).norm() / high["lm_head.weight"].norm()
+    assert low["lm_head.weight"].dtype == torch.float32
+    assert difference < 0.02
+
+
+@pytest.mark.parametrize("objective", [Align, Distill])
+def test_a_model_that_is_not_its_own_original_any_more_is_refused_without_a_teacher(
+    pico_fox, pico_llama, tmp_path, objective
+):
+    settings = stage(objective.__name__.lower())
+
+    def refused(model, because):
+        with pytest.raises(ValueError, match=f"can't be its own teacher: .*{because}.*Give the original as `teacher`"):
+            objective(model, settings, CPU)
+
+    refused(pico_llama(), "no gates: convert it first")
+    refused(pico_fox(), "embed_tokens.weight is trained")
+    model = freeze_original(pico_fox())
+    objective(model, settings, CPU)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    refit = Calibration({name: model.get_parameter(name).detach() * 1.01}, {}, {})
+    apply_to(model, refit)
+    freeze_original(model)
+    refused(model, "calibration rewrote its query projections")
+    objective(model, settings, CPU, pico_fox())
+    model.save_pretrained(tmp_path / "refitted")
+    refused(freeze_original(retrofox.load(str(tmp_path / "refitted"))), "calibration rewrote its query projections")
+
+
+def test_trained_weights_are_refused_as_their_own_original_but_not_before_their_stage(pico_fox, tmp_path):
+    pico_fox().save_pretrained(tmp_path)
+    frozen, moving = {"attention": 0.0, "rest": 0.0}, {"attention": 1e-3, "rest": 1e-3}
+    note = {"recipe": {"lora": None, "stages": [{"rates": frozen}, {"rates": moving}]}}
+    checkpoint.commit(tmp_path, {**note, "stage": 0})
+    model = freeze_original(retrofox.load(str(tmp_path)))
+    Distill(model, stage("distill"), CPU)
+    checkpoint.commit(tmp_path, {**note, "stage": 1})
+    with pytest.raises(ValueError, match="training moved the pretrained tensors"):
+        Distill(model, stage("distill"), CPU)

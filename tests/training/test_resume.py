@@ -1,0 +1,201 @@
+"""What a run that stopped at an awkward place does when it is started again: goes on bit for bit, or says why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+import retrofox.training.train
+from retrofox.config import load_recipe
+from retrofox.training import checkpoint
+from retrofox.training.output import claim_output
+from retrofox.training.train import train
+
+
+@pytest.fixture
+def recipe(tmp_path, pico_fox, pico_tokenizer) -> Path:
+    """Two stages of 4 steps with a checkpoint each, the first annealing rotary pairs half way."""
+    (tmp_path / "text.txt").write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(200)))
+    pico_fox(rope="anneal", anneal_tokens=700).save_pretrained(tmp_path / "model")
+    pico_tokenizer.save_pretrained(tmp_path / "model")
+    stage = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
+    values = {
+        "model": str(tmp_path / "model"),
+        "output": str(tmp_path / "run"),
+        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
+        "stages": [stage, {**stage, "anneal": False}],
+        "precision": "fp32",
+        "log": {"every": 1},
+        "checkpoint": {"every_steps": 1, "keep": 9},
+        "dataloader_workers": 0,
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+REPORTED = ("loss_first", "loss_last", "eval_before", "eval_after")
+
+
+def run(recipe: Path, *changes: str) -> dict:
+    return train(load_recipe(recipe, list(changes)))
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_stage_restored_at_its_end_gives_the_next_what_it_would_have_had(recipe, tmp_path, monkeypatch):
+    run(recipe, f"output={tmp_path / 'whole'}")
+
+    def full(*arguments, **options):
+        raise ValueError("no space left")
+
+    export = retrofox.training.train.export
+    monkeypatch.setattr(retrofox.training.train, "export", full)
+    with pytest.raises(ValueError, match="no space left"):
+        run(recipe)
+    monkeypatch.setattr(retrofox.training.train, "export", export)
+    assert run(recipe)["stages"][0]["resumed_at"] == 4
+    for inner in ("stage-0-extend", "."):
+        left, right = tmp_path / "whole" / inner, tmp_path / "run" / inner
+        assert weights(left) == weights(right)
+        dials = [json.loads((out / "model" / "config.json").read_text())["fox"] for out in (left, right)]
+        assert dials[0]["annealed_tokens"] == dials[1]["annealed_tokens"] == 512
+
+
+def test_data_changed_between_stages_is_refused(recipe, tmp_path):
+    run(recipe)
+    shutil.rmtree(tmp_path / "run" / "model")
+    shutil.rmtree(tmp_path / "run" / "stage-1-extend")
+    text = (tmp_path / "text.txt").read_text()
+    (tmp_path / "text.txt").write_text(text.replace("fox", "sow"))
+    with pytest.raises(ValueError, match=r"data under this run changed: .*text\.txt"):
+        run(recipe)
+    (tmp_path / "text.txt").write_text(text)
+    shutil.move(tmp_path / "cache", tmp_path / "elsewhere")
+    run(recipe, f"data.cache={tmp_path / 'elsewhere'}", "data.workers=2")
+
+
+def test_a_run_killed_before_its_result_was_written_has_one_when_it_is_run_again(recipe, tmp_path):
+    result = run(recipe)
+    (tmp_path / "run" / "result.json").unlink()
+    again = run(recipe)
+    assert again["stages"] == result["stages"]
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == again
+    assert again["environment"]["versions"]["retrofox"] == again["version"]
+
+
+@pytest.mark.parametrize("left", ["checkpoint-2", "checkpoint-4"])
+def test_a_resumed_stage_reports_its_losses_from_the_start(recipe, tmp_path, capsys, left):
+    held_out = f"data.eval=[{tmp_path / 'text.txt'}]"
+    whole = run(recipe, held_out)["stages"][1]
+    assert f"stage 1: held-out loss {whole['eval_before']:.4f} -> {whole['eval_after']:.4f}" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run" / "model")
+    for path in (tmp_path / "run" / "stage-1-extend").glob("checkpoint-*"):
+        if path.name > left:
+            shutil.rmtree(path)
+    resumed = run(recipe, held_out)["stages"][1]
+    assert resumed["resumed_at"] == int(left[-1])
+    assert [resumed[key] for key in REPORTED] == [whole[key] for key in REPORTED]
+
+
+def test_a_damaged_checkpoint_is_written_again_when_its_step_comes(recipe, tmp_path):
+    run(recipe)
+    before, root = weights(tmp_path / "run"), tmp_path / "run" / "stage-1-extend"
+    shutil.rmtree(tmp_path / "run" / "model")
+    for step in (3, 4):
+        file = root / f"checkpoint-{step}" / "optimizer.pt"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert run(recipe)["stages"][1]["resumed_at"] == 2
+    assert [checkpoint.problem(path) for path in checkpoint.checkpoints(root)] == [None] * 4
+    assert weights(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff", b"[]", b"a: [", b"recipe: {}"])
+def test_a_damaged_copy_of_the_recipe_is_named(recipe, tmp_path, damage):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_bytes(damage)
+    with pytest.raises(ValueError, match=r"recipe\.yaml is damaged: delete it"):
+        run(recipe)
+
+
+def test_a_signal_to_the_whole_group_saves_too(recipe, tmp_path):
+    """As Slurm and systemd send it: the loader's processes must not die of it before the checkpoint is written."""
+    slow = (
+        "import sys, time\n"
+        "from retrofox.training.loop import FoxTrainer\n"
+        "plain = FoxTrainer.training_step\n"
+        "def step(self, *a, **k):\n"
+        "    print(self.state.global_step, flush=True)\n"
+        "    time.sleep(0.5)\n"
+        "    return plain(self, *a, **k)\n"
+        "FoxTrainer.training_step = step\n"
+        "from retrofox.cli.app import main\n"
+        f"sys.argv = ['retrofox', 'train', {str(recipe)!r}, 'dataloader_workers=2']\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "1":
+            break
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert "signal 15: saved at step 2" in said
+
+
+def test_tokens_a_step_that_do_not_divide_among_the_devices_name_what_the_run_began_with(recipe, tmp_path):
+    loaded = load_recipe(recipe, ["stages.0.batch_tokens=null", "stages.1.batch_tokens=null"])
+    one = SimpleNamespace(num_processes=1, is_main_process=True, wait_for_everyone=lambda: None)
+    assert claim_output(tmp_path / "run", loaded, one) == [64, 64]
+    (tmp_path / "run" / "stage-0-extend" / "checkpoint-1").mkdir(parents=True)
+    two = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
+    with pytest.raises(ValueError, match=r"x devices = 64 x 1 x 2 = 128.*began with 64 tokens a step"):
+        claim_output(tmp_path / "run", loaded, two)
+
+
+def test_a_run_that_never_began_leaves_its_output_to_a_corrected_recipe(recipe, tmp_path, pico_llama, pico_tokenizer):
+    for name, theta in (("base", 1e4), ("other", 1e5)):
+        pico_llama(rope_theta=theta).save_pretrained(tmp_path / name)
+        pico_tokenizer.save_pretrained(tmp_path / name)
+    fox = "fox={half_life: [2, 200]}"
+    with pytest.raises(FileNotFoundError, match="nowhere: no such directory"):
+        run(recipe, f"model={tmp_path / 'nowhere'}")
+    with pytest.raises(FileNotFoundError, match="no data at"):
+        run(recipe, f"model={tmp_path / 'base'}", fox, f"data.train=[{tmp_path / 'nowhere.txt'}]")
+    with pytest.raises(FileNotFoundError, match="no data at"):
+        run(recipe, f"model={tmp_path / 'base'}", fox, f"data.eval=[{tmp_path / 'nowhere.txt'}]")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "torn.jsonl").write_text('{"text": "the fox')
+    torn = f"data.train=[{tmp_path / 'torn.jsonl'}]"
+    with pytest.raises(ValueError, match=r"torn\.jsonl"):
+        run(recipe, f"model={tmp_path / 'base'}", fox, torn)
+    made = (tmp_path / "run" / "converted" / "config.json").stat().st_ino
+    with pytest.raises(ValueError, match=r"torn\.jsonl"):
+        run(recipe, f"model={tmp_path / 'base'}", fox, "seed=1", torn)
+    assert (tmp_path / "run" / "converted" / "config.json").stat().st_ino == made
+    run(recipe, f"model={tmp_path / 'other'}", fox, "stages.1.tokens=128")
+    converted = json.loads((tmp_path / "run" / "converted" / "config.json").read_text())
+    assert converted["fox"]["base"] == str(tmp_path / "other")
+    with pytest.raises(ValueError, match="holds another run: seed differ"):
+        run(recipe, f"model={tmp_path / 'other'}", fox, "stages.1.tokens=128", "seed=1")

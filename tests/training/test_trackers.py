@@ -1,0 +1,92 @@
+"""Trackers get what the log gets, gate statistics included, through the Trainer's own integrations."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from retrofox.config import validate
+from retrofox.planning.plan import plan
+from retrofox.training.train import train
+
+WANTED = ("loss", "grad_norm", "tokens_per_second", "half_life_mean", "half_life_p90", "gates_saturated", "gates_dead")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the trackers, not ours
+
+
+@pytest.fixture
+def run(tmp_path, pico_fox_checkpoint, monkeypatch):
+    """run(tracker) trains two steps with a tracker in the test's own directory."""
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("the fox forgets the gate, and so on and on, " * 60)
+
+    def start(tracker: str) -> Path:
+        if importlib.util.find_spec(tracker) is None:
+            pytest.skip(f"{tracker} is not installed (pip install 'retrofox[track]')")
+        recipe = validate(
+            {
+                "model": str(pico_fox_checkpoint),
+                "output": str(tmp_path / "out"),
+                "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
+                "stages": [{"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128}],
+                "precision": "fp32",
+                "log": {"every": 1, "report_to": [tracker]},
+                "dataloader_workers": 0,
+            }
+        )
+        train(recipe)
+        return Path(recipe.output)
+
+    return start
+
+
+def test_tensorboard(run):
+    out = run("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (directory,) = {path.parent for path in out.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(directory)).Reload()
+    for name in WANTED:
+        assert [event.step for event in events.Scalars(f"train/{name}")] == [1, 2]
+
+
+def test_wandb_offline(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    run("wandb")
+    import wandb
+
+    wandb.finish()
+    (file,) = tmp_path.rglob("*.wandb")
+    stored = file.read_bytes()
+    for name in WANTED:
+        assert f"train/{name}".encode() in stored
+
+
+def test_trackio(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run("trackio")
+    stored = b"".join(path.read_bytes() for path in (tmp_path / "trackio").rglob("*.db*"))
+    for name in WANTED:
+        assert f"train/{name}".encode() in stored or name.encode() in stored
+
+
+def test_a_tracker_that_is_not_installed_is_refused(pico_fox_checkpoint, tmp_path, monkeypatch):
+    recipe = validate(
+        {
+            "model": str(pico_fox_checkpoint),
+            "output": str(tmp_path / "out"),
+            "data": {"train": ["text.txt"]},
+            "stages": [{"objective": "extend", "tokens": 256, "sequence_length": 64}],
+            "log": {"report_to": ["wandb"]},
+        }
+    )
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest)
+    )
+    with pytest.raises(ValueError, match=r"report_to: wandb needs wandb installed: pip install 'retrofox\[track\]'"):
+        train(recipe)
+    assert any("wandb needs wandb" in text for text in plan(recipe)["refusals"])

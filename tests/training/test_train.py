@@ -1,0 +1,447 @@
+"""Training in one process: stages, roles, schedules, speed-ups that change nothing, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import PartialState
+from safetensors import SafetensorError
+
+import retrofox
+from retrofox.config import Recipe, Stage, validate
+from retrofox.planning.plan import plan
+from retrofox.training import checkpoint
+from retrofox.training.callbacks import Diverged, Guard, JsonLog, half_life_statistics, log_line
+from retrofox.training.data import StageData, prepare_tokens
+from retrofox.training.groups import (
+    accumulation,
+    count_steps,
+    group_schedules,
+    parameter_groups,
+    role_of,
+    schedule,
+    set_trainable,
+)
+from retrofox.training.loop import FoxTrainer
+from retrofox.training.speed import fuse_norms, recompute
+from retrofox.training.train import train
+
+WORDS = ["the fox ", "forgets ", "a gate ", "and so on ", "far away "]
+
+
+def make_stage(**values) -> Stage:
+    return Stage(**{"objective": "extend", "tokens": 1000, "sequence_length": 10, **values})
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number}.txt").write_text("".join(WORDS[(number * i + i * i) % 5] for i in range(20 + 13 * number)))
+    return folder
+
+
+@pytest.fixture
+def make_recipe(tmp_path, texts, pico_fox_checkpoint):
+    def build(**values) -> Recipe:
+        stage = {
+            "objective": "extend",
+            "tokens": 512,
+            "sequence_length": 64,
+            "batch_tokens": 128,
+            "learning_rate": 3e-3,
+        }
+        defaults = {
+            "model": str(pico_fox_checkpoint),
+            "output": str(tmp_path / "out"),
+            "data": {"train": [str(texts)], "eval": [str(texts)], "cache": str(tmp_path / "cache"), "workers": 1},
+            "stages": [stage],
+            "precision": "fp32",
+            "log": {"every": 1},
+            "dataloader_workers": 0,
+        }
+        return validate({**defaults, **values})
+
+    return build
+
+
+def lines(recipe):
+    return [json.loads(line) for line in (Path(recipe.output) / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_logs_and_leaves_a_loadable_model(make_recipe, capsys):
+    recipe = make_recipe()
+    result = train(recipe)
+    log = lines(recipe)
+    assert [line["step"] for line in log] == [1, 2, 3, 4]
+    wanted = {"loss", "tokens", "tokens_per_second", "memory_gb", "eta_seconds", "grad_norm", "half_life_mean"}
+    wanted |= {"half_life_p10", "half_life_p50", "half_life_p90", "gates_saturated", "gates_dead"}
+    assert wanted <= set(log[0])
+    assert "tok/s" in capsys.readouterr().err
+    stage = result["stages"][0]
+    assert stage["eval_after"] < stage["eval_before"]
+    model = retrofox.load(result["model"])
+    start = retrofox.load(recipe.model)
+    moved = {n for (n, a), b in zip(model.named_parameters(), start.parameters(), strict=True) if not torch.equal(a, b)}
+    assert any("forget_gate.weight" in name for name in moved)
+    assert any("q_proj" in name for name in moved)
+    assert (Path(result["model"]) / "tokenizer.json").is_file()
+    again = train(recipe)
+    assert again == result
+    assert "nothing left to do" in capsys.readouterr().err
+    changed = recipe.model_copy(update={"seed": 5})
+    with pytest.raises(ValueError, match="holds another run: seed differ"):
+        train(changed)
+
+
+def test_three_stages_move_what_they_should(make_recipe):
+    common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
+    recipe = make_recipe(
+        stages=[
+            {"objective": "align", **common},
+            {"objective": "distill", **common, "teacher": "copy", "ce_weight": 0.5, "gradient_checkpointing": 2},
+            {"objective": "extend", **common, "rates": {"attention": 0, "rest": 0}, "schedule": "wsd"},
+        ]
+    )
+    result = train(recipe)
+    out = Path(recipe.output)
+    start, aligned = retrofox.load(recipe.model), retrofox.load(out / "stage-0-align" / "model")
+    distilled, final = retrofox.load(out / "stage-1-distill" / "model"), retrofox.load(result["model"])
+
+    def moved(before, after):
+        pairs = zip(before.named_parameters(), after.parameters(), strict=True)
+        return {role_of(name) for (name, a), b in pairs if not torch.equal(a, b)}
+
+    assert moved(start, aligned) == {"gate_bias", "gate_weight"}
+    assert moved(aligned, distilled) == {"gate_bias", "gate_weight", "attention", "rest"}
+    assert moved(distilled, final) == {"gate_bias", "gate_weight"}
+    assert {"kl", "cross_entropy"} <= set(lines(recipe)[2])
+    assert [line["stage"] for line in lines(recipe)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_unconverted_models_are_converted_first_and_annealed(make_recipe, pico_checkpoint, tmp_path):
+    fox = {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 256, "half_life": [2, 200]}
+    recipe = make_recipe(model=str(pico_checkpoint), fox=fox)
+    result = train(recipe)
+    model = retrofox.load(result["model"])
+    assert model.config.fox["annealed_tokens"] == 256
+    halfway = tmp_path / "out" / "stage-0-extend" / "checkpoint-3" / "config.json"
+    assert (tmp_path / "out" / "converted" / "config.json").is_file()
+    assert json.loads(halfway.read_text())["fox"]["annealed_tokens"] == 256
+    converted = make_recipe(model=str(tmp_path / "out" / "converted"), fox=fox, output=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="already converted"):
+        train(converted)
+
+
+def test_plain_models_train_as_they_are(make_recipe, pico_checkpoint):
+    recipe = make_recipe(model=str(pico_checkpoint), precision="bf16", optim="sgd")
+    result = train(recipe)
+    config = json.loads((Path(result["model"]) / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["dtype"] == "bfloat16"
+    assert all(math.isfinite(line["loss"]) for line in lines(recipe))
+    if not torch.cuda.is_available():
+        flex = make_recipe(model=str(pico_checkpoint), attention="flex_attention", output=recipe.output + "1")
+        assert plan(flex)["refusals"] == [
+            "stages.0: attention: flex_attention can't run here: it has no backward on a CPU"
+        ]
+        with pytest.raises(ValueError, match="no backward on a CPU"):
+            train(flex)
+    align = [{"objective": "align", "tokens": 128, "sequence_length": 64}]
+    with pytest.raises(ValueError, match="give `fox:`"):
+        train(make_recipe(model=str(pico_checkpoint), stages=align, output=recipe.output + "2"))
+
+
+@pytest.mark.parametrize("objective", ["extend", "distill", "align"])
+def test_accumulated_micro_batches_are_one_batch(make_recipe, tmp_path, objective):
+    stage = {"objective": objective, "tokens": 256, "sequence_length": 64, "batch_tokens": 256}
+    runs = []
+    for micro_batch in (1, 4):
+        output = str(tmp_path / f"micro-{micro_batch}")
+        recipe = make_recipe(stages=[{**stage, "micro_batch": micro_batch}], output=output)
+        train(recipe)
+        runs.append(lines(recipe)[0])
+    assert runs[0]["loss"] == pytest.approx(runs[1]["loss"], rel=1e-5)
+    assert runs[0]["grad_norm"] == pytest.approx(runs[1]["grad_norm"], rel=1e-4)
+
+
+def test_held_out_windows_are_the_same_for_any_number_of_processes(make_recipe, pico_tokenizer):
+    recipe = make_recipe(log={"eval_tokens": 64 * 7})
+    tokens = prepare_tokens(recipe, pico_tokenizer, PartialState(cpu=True))
+
+    def scored(world: int) -> tuple[list[tuple], set[int]]:
+        rows, passes = [], set()
+        for rank in range(world):
+            state = SimpleNamespace(num_processes=world, process_index=rank)
+            stage = recipe.stages[0].model_copy(update={"micro_batch": 2})
+            batches = list(StageData(tokens, recipe, stage, state).eval_batches())
+            passes.add(len(batches))
+            rows += [tuple(row.tolist()) for batch in batches for row in batch["targets"] if (row >= 0).any()]
+        return sorted(rows), passes
+
+    for world in (2, 3, 5, 9):
+        assert scored(world)[0] == scored(1)[0]
+        assert len(scored(world)[1]) == 1
+
+
+def test_changed_data_under_a_run_is_refused(make_recipe, texts):
+    stage = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128}
+    recipe = make_recipe(stages=[stage], checkpoint={"every_steps": 2})
+    train(recipe)
+    out = Path(recipe.output)
+    (out / "model" / checkpoint.MARKER).unlink()
+    checkpoint.discard(out / "stage-0-extend" / "checkpoint-4")
+    (texts / "0.txt").write_text("another text altogether, long enough to be packed somewhere else " * 9)
+    with pytest.raises(ValueError, match="the data under this run changed"):
+        train(recipe)
+
+
+def test_divergence_stops_and_the_run_goes_on_as_advised(make_recipe, tmp_path):
+    stage = {"objective": "extend", "tokens": 1024, "sequence_length": 64, "batch_tokens": 128, "clip": 0}
+    wild = {**stage, "learning_rate": 1e4, "rates": {"gate_bias": 0, "gate_weight": 0}, "warmup_tokens": 128}
+    tame = {**wild, "learning_rate": 1e-3, "clip": 1.0, "warmup_tokens": 256}
+    first = Path(make_recipe().output) / "stage-0-extend" / "checkpoint-1"
+
+    def recipe(values):
+        return make_recipe(stages=[{**values, "spike_factor": 0.1}], checkpoint={"every_steps": 1, "keep": 9})
+
+    with pytest.raises(Diverged, match="There is no checkpoint yet: run again after lowering learning_rate"):
+        train(make_recipe(stages=[{**wild, "spike_factor": 1e-9}], log={"every": 1}, checkpoint={"every_steps": 9}))
+    with pytest.raises(Diverged, match=r"checkpoint-1 stands \(.* delete it to go back to the start"):
+        train(recipe(wild))
+    assert checkpoint.problem(first) is None
+    for refused in ({**tame, "rates": {"attention": 0}}, {**tame, "betas": [0.5, 0.5]}):
+        with pytest.raises(ValueError, match=r"holds another run: stages\.0\.(rates \(which|betas)"):
+            train(recipe(refused))
+    again = make_recipe(stages=[tame], checkpoint={"every_steps": 1, "keep": 9})
+    assert plan(again)["refusals"] == []
+    assert train(again)["stages"][0]["resumed_at"] == 1
+    rates = [schedule(again.stages[0], 128)(step) * 1e-3 for step in range(8)]
+    assert [line["learning_rate"] for line in lines(again)[1:]] == pytest.approx(rates[1:])
+    assert "learning_rate: 0.001" in (Path(again.output) / "recipe.yaml").read_text()
+    with pytest.raises(ValueError, match=r"holds another run: stages\.0\.learning_rate, stages\.0\.rates differ"):
+        train(make_recipe(stages=[{**tame, "learning_rate": 2e-3}]))
+
+
+def test_guard_lets_ordinary_losses_pass():
+    guard = Guard(3.0, fp16=False)
+    for step, loss in enumerate((4.0, 3.8, 5.0, 3.7)):
+        guard.check(loss, 1.0, step)
+    with pytest.raises(Diverged, match="jumped"):
+        guard.check(20.0, 1.0, 5)
+    with pytest.raises(Diverged, match="not finite"):
+        guard.check(math.nan, 1.0, 5)
+    with pytest.raises(Diverged, match="not finite"):
+        guard.check(3.0, math.inf, 5)
+    Guard(3.0, fp16=True).check(3.0, math.inf, 5)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(make_recipe, monkeypatch):
+    recipe = make_recipe(checkpoint={"every_steps": 2})
+    whole = checkpoint.commit
+
+    def full_disk(directory, note):
+        if note["step"] == 4:
+            raise OSError(28, "No space left on device")
+        whole(directory, note)
+
+    monkeypatch.setattr(checkpoint, "commit", full_disk)
+    with pytest.raises(ValueError, match=r"No space left on device.*checkpoint-2 is complete"):
+        train(recipe)
+    monkeypatch.undo()
+    good, skipped = checkpoint.newest_good(Path(recipe.output) / "stage-0-extend")
+    assert good is not None
+    assert good.name == "checkpoint-2"
+    assert len(skipped) == 1
+    assert train(recipe)["stages"][0]["resumed_at"] == 2
+
+
+def test_a_model_that_cannot_be_written_leaves_the_checkpoint_to_write_it_from(make_recipe, monkeypatch):
+    recipe = make_recipe()
+
+    def full_disk(self, *arguments, **options):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    whole = FoxTrainer.release
+
+    def release(self):
+        model = whole(self)
+        monkeypatch.setattr(type(model), "save_pretrained", full_disk)
+        return model
+
+    monkeypatch.setattr(FoxTrainer, "release", release)
+    with pytest.raises(ValueError, match=r"could not write .*model: .*left on device.* free there.*checkpoint-4 is"):
+        train(recipe)
+    monkeypatch.undo()
+    assert train(recipe)["stages"][0]["resumed_at"] == 4
+
+
+def test_roles_and_groups(pico_fox):
+    model = pico_fox()
+    stage = make_stage(learning_rate=1e-4, rates={"rest": 1e-5})
+    assert role_of("base_model.model.model.layers.0.self_attn.forget_gate.modules_to_save.default.bias") == "gate_bias"
+    set_trainable(model, stage)
+    groups = parameter_groups(model, stage)
+    assert [group["role"] for group in groups] == ["gate_bias", "gate_weight", "attention", "rest", "rest"]
+    assert [group["lr"] for group in groups] == [5e-4, 5e-4, 1e-4, 1e-5, 1e-5]
+    assert [group["weight_decay"] for group in groups] == [0, 0, 0.1, 0, 0.1]
+    assert sum(p.numel() for group in groups for p in group["params"]) == sum(p.numel() for p in model.parameters())
+    only = set_trainable(model, make_stage(trainable=["*.q_proj.weight"]))
+    assert len(only) == 2
+    with pytest.raises(ValueError, match="matches no parameter"):
+        set_trainable(model, make_stage(trainable=["*.qq_proj.*"]))
+    with pytest.raises(ValueError, match="nothing to train"):
+        set_trainable(model, make_stage(learning_rate=0.0))
+    some = {"rates": {"attention": 0}, "trainable": ["*.mlp.*", "*.q_proj.weight"]}
+    with pytest.raises(ValueError, match=r"'\*\.q_proj\.weight' trains nothing: it matches attention, whose rate is 0"):
+        set_trainable(model, make_stage(**some))
+
+
+def test_schedules_in_tokens():
+    def factors(steps, **values):
+        factor = schedule(make_stage(tokens=1000, **values), 100)
+        return [round(factor(step), 4) for step in steps]
+
+    assert factors([0, 5, 9], schedule="linear") == [1.0, 0.5, 0.1]
+    assert factors([0, 5], schedule="cosine", min_lr_ratio=0.5) == [1.0, 0.75]
+    assert factors([0, 1, 3], schedule="constant", warmup_tokens=400) == [0.25, 0.5, 1.0]
+    assert factors([0, 7, 8, 9], schedule="wsd", decay_tokens=200) == [1.0, 1.0, 1.0, 0.5]
+    assert factors([7, 8, 9], schedule="wsd", warmup_tokens=900) == [0.8889, 1.0, 1.0]  # nothing left but the decay
+    delayed = make_stage(tokens=1000, schedule="constant", gate_delay_tokens=200)
+    gate, other = group_schedules([{"role": "gate_bias"}, {"role": "rest"}], delayed, 100)
+    assert [gate(step) for step in (0, 1, 2)] == [0.0, 0.0, 1.0]
+    assert other(0) == 1.0
+    assert count_steps(make_stage(tokens=1001), 100) == 11
+    assert accumulation(make_stage(micro_batch=2), 200, 5) == 2
+    with pytest.raises(ValueError, match="nearest: 200 or 300"):
+        accumulation(make_stage(micro_batch=2), 240, 5)
+
+
+def test_fused_norms_change_nothing(pico_fox):
+    model = pico_fox()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        assert fuse_norms(model) == 5
+        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-5, atol=1e-5)
+
+
+def test_recomputation_changes_nothing(pico_fox):
+    model = pico_fox().train()
+    ids = torch.arange(40)[None]
+
+    def gradient(which):
+        assert recompute(model, which) == {"none": 0, "full": 2, 2: 1}[which]
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return model.model.layers[0].self_attn.forget_gate.weight.grad.clone()
+
+    plain = gradient("none")
+    assert torch.equal(gradient("full"), plain)
+    assert torch.equal(gradient(2), plain)
+
+
+def test_half_life_statistics():
+    log_f = torch.tensor([-math.log(2) / 8, -math.log(2) / 128, -1e-9])
+    found = half_life_statistics(log_f, torch.tensor([0.0, 0.5, 1.0]), 1000)
+    assert found["half_life_p50"] == pytest.approx(128, rel=1e-5)
+    assert found["gates_saturated"] == pytest.approx(1 / 3)
+    assert found["gates_dead"] == pytest.approx(1 / 3)
+    line = log_line({"loss": 3.0, "eta_seconds": 3661.0, **found}, 1, 2)
+    assert "eta 1:01:01" in line
+
+
+def test_json_log_survives_what_a_power_cut_left_of_it(tmp_path):
+    file = tmp_path / "log.jsonl"
+    file.write_bytes(b'\xff\xfe garbage}\n[]\n{"stage": 0, "step": 1}\n\0\0\0}\n{"stage": 0}\n')
+    JsonLog(file, 0, 2).write({"step": 3})
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 3]
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ValueError, match=r"could not write .*log\.jsonl: .*the same command again"):
+        JsonLog(tmp_path / "log.jsonl" / "absent" / "log.jsonl", 0, 0)
+
+
+def test_json_log_drops_what_will_be_run_again(tmp_path):
+    file = tmp_path / "log.jsonl"
+    log = JsonLog(file, 0, 0)
+    for step in (1, 2, 3):
+        log.write({"step": step})
+    with open(file, "a") as torn:
+        torn.write('{"stage": 0, "st')
+    JsonLog(file, 0, 2).write({"step": 3, "again": True})
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"stage": 0, "step": 1},
+        {"stage": 0, "step": 2},
+        {"stage": 0, "step": 3, "again": True},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "match"),
+    [("PARALLELISM_CONFIG_CP_SIZE", "2", "context parallelism"), ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_back")],
+)
+def test_accelerate_configs_that_can_not_work_are_refused(make_recipe, monkeypatch, variable, value, match):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=match):
+        train(make_recipe())
+
+
+def test_fp16_and_optimizers_with_groups_of_their_own_are_refused(make_recipe):
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="fp16 needs a GPU"):
+            train(make_recipe(precision="fp16"))
+    with pytest.raises(ValueError, match="not a valid OptimizerNames"):
+        train(make_recipe(optim="adamww"))
+    for name in ("galore_adamw", "apollo_adamw"):
+        with pytest.raises(ValueError, match=f"optim: {name} "):
+            train(make_recipe(optim=name))
+        assert any(name in text for text in plan(make_recipe(optim=name))["refusals"])
+
+
+def test_deterministic_reaches_the_operator(make_recipe, monkeypatch):
+    from fox_kernels import determinism
+
+    seen, plain = [], FoxTrainer.training_step
+
+    def training_step(self, *args, **kwargs):
+        seen.append((determinism.is_deterministic(), torch.are_deterministic_algorithms_enabled()))
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(FoxTrainer, "training_step", training_step)
+    train(make_recipe(deterministic=True))
+    train(make_recipe(deterministic=False, output=make_recipe().output + "2"))
+    assert set(seen[: len(seen) // 2]) == {(True, True)}
+    assert set(seen[len(seen) // 2 :]) == {(False, False)}
+    assert determinism.is_deterministic()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_recipe_says_what_products_run_in_whatever_accelerate_was_told(make_recipe, monkeypatch, precision):
+    seen, plain = set(), FoxTrainer.training_step
+
+    def training_step(self, *args, **kwargs):
+        seen.add(self.accelerator.mixed_precision)
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(FoxTrainer, "training_step", training_step)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16" if precision == "fp32" else "no")
+    train(make_recipe(precision=precision))
+    assert seen == {"no" if precision == "fp32" else "bf16"}
+
+
+def test_pro_parts_are_a_group_of_their_own(pico_fox):
+    model = pico_fox(pro="all")
+    stage = make_stage(learning_rate=1e-4, rates={"pro": 3e-4, "attention": 0, "rest": 0})
+    names = set_trainable(model, stage)
+    assert {role_of(name) for name in names} == {"gate_bias", "gate_weight", "pro"}
+    pro = [group for group in parameter_groups(model, stage) if group["role"] == "pro"]
+    assert {group["lr"] for group in pro} == {3e-4}
+    assert sum(len(group["params"]) for group in pro) == sum(role_of(name) == "pro" for name in names)
