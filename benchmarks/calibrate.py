@@ -21,7 +21,7 @@ import torch
 
 from retrofox.anatomy import attention_mode, token_losses
 from retrofox.calibration.calibrate import apply_to, calibrate
-from retrofox.calibration.windows import choose_windows, documents_of
+from retrofox.calibration.windows import documents_of, fitting_windows
 from retrofox.data.windows import choose_windows
 from retrofox.loading.base import load_base
 from retrofox.model.configuration_fox import FoxSpec
@@ -44,7 +44,7 @@ def main() -> None:
     base = base.float().eval()
     count = options.windows + HELD_OUT + options.judged
     found = documents_of(options.calibrate, tokenizer)
-    fitted, same_text = choose_windows(found, tokenizer, [options.length], count, count, seed=0).split(
+    fitted, same_text = fitting_windows(found, tokenizer, [options.length], count, count, seed=0).split(
         [options.windows + HELD_OUT, options.judged]
     )
     judged = torch.cat([_windows(options.evaluate, tokenizer, options.length, options.judged), same_text])

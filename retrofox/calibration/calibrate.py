@@ -22,7 +22,7 @@ from retrofox.calibration.half_life import calibrate_half_lives, write_half_live
 from retrofox.calibration.run import Run, put
 from retrofox.calibration.source import Source, open_source
 from retrofox.calibration.state import State, fingerprint
-from retrofox.calibration.windows import choose_windows, documents_of, full_windows
+from retrofox.calibration.windows import documents_of, fitting_windows, full_windows
 from retrofox.families import trained_length
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
@@ -156,7 +156,7 @@ def calibrate(
         tokens = _checked(files)
     else:
         lengths = [length] if length else [n for n in LENGTHS if n <= max(64, trained_length(model.config))]
-        tokens = choose_windows(found, tokenizer, lengths, windows + held_out, 1 + held_out, seed)
+        tokens = fitting_windows(found, tokenizer, lengths, windows + held_out, 1 + held_out, seed)
     if len(tokens) <= held_out:
         raise ValueError(
             f"{len(tokens)} windows of {tokens.shape[1]} tokens are too few to hold {held_out} out: give more text"

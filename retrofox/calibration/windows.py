@@ -63,7 +63,7 @@ def pieces(found: Sequence[np.ndarray], tokenizer: Any, length: int) -> list[np.
     return cut
 
 
-def choose_windows(
+def fitting_windows(
     found: Sequence[np.ndarray], tokenizer: Any, lengths: Sequence[int], most: int, least: int, seed: int
 ) -> torch.Tensor:
     """(N, T) int64 tokens, least <= N <= most, from all over the documents, chosen by seed.
