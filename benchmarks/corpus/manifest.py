@@ -4,7 +4,7 @@
     python benchmarks/corpus/manifest.py REBUILT.jsonl --check benchmarks/corpus/manifest.jsonl
 
 Each input line is a document with id, source, title, author, licence, tokens and text; `.xz` files are read as they
-are. A line of the manifest has the same without the text, with the sha256 of the text's UTF-8 bytes and the file's name.
+are. The manifest's line has the file's name and the sha256 of the text (UTF-8) in place of the text.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def documents(file: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: a document lacks a field.
     """
-    opened = lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else open(file, encoding="utf-8")
-    with opened as lines:
+    with (lzma.open if file.suffix == ".xz" else open)(file, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             record = json.loads(line)
             missing = [field for field in (*FIELDS, "text") if field not in record]
