@@ -5,6 +5,7 @@ Each function returns Markdown; a page names it in `<!-- generated: name -->`.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,11 @@ import figures
 import typer
 from figures import table
 
-from retrofox.cli import app
+from retrofox.cli import main
 from retrofox.config import schema
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+
+app = importlib.import_module(main.__module__).app  # the Typer application that `retrofox` runs
 
 
 def part(name: str) -> str:
