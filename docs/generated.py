@@ -97,7 +97,8 @@ def _takes(field: dict[str, Any]) -> str:
         return f"list of {_takes(field['items'])}"
     if "pattern" in field:
         return "a count such as 64K or 20M"
-    return {"null": "null", "string": "text", "boolean": "true or false"}.get(field["type"], field["type"])
+    kind: str = field["type"]
+    return {"null": "null", "string": "text", "boolean": "true or false"}.get(kind, kind)
 
 
 def families() -> str:

@@ -32,7 +32,7 @@ class ForgettingLayer(nn.Module):
         q, k, v = self.qkv(y).unflatten(-1, (sum(self.shapes), -1)).split(self.shapes, dim=2)  # (B, T, heads, D)
         log_f = F.logsigmoid(self.gate(y).float())  # (B, T, H), float32, <= 0
         o = forgetting_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, sink=1)
-        return x + self.out(o.flatten(2))
+        return x + self.out(o.flatten(2))  # type: ignore[union-attr]
 
 
 def main(arguments: list[str] | None = None) -> None:
