@@ -36,9 +36,9 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(BIN)/pyright
 
-# Needs no network. Material's notice of its successor is no warning about these pages.
+# Needs no network. Not --quiet: that hides the warnings from --strict. Material's notice of its successor is none about these pages.
 docs: $(VENV)/.ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(VENV)/.ready
 	$(BIN)/pytest $(PARALLEL)

@@ -75,6 +75,12 @@ def test_readme_is_short_and_has_the_two_commands_and_the_recall():
     assert "beyond 1k tokens it is lost today" in text
 
 
+def test_make_test_builds_the_pages_with_warnings_as_errors():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "\ntest: lint types docs\n" in makefile
+    assert "$(BIN)/mkdocs build --strict\n" in makefile  # with --quiet no warning would be counted
+
+
 def test_every_page_is_in_the_navigation():
     named = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     pages = [page for entry in named for page in (next(iter(entry.values())) if isinstance(entry, dict) else [entry])]
