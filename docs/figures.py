@@ -1,0 +1,181 @@
+"""Tables of the pages that are drawn from the results on file: each function returns Markdown.
+
+The figures come out of benchmarks/, so a page can't disagree with what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> str:
+    """A Markdown table whose first `left` columns are aligned left, the others right."""
+    marks = ["---" if column < left else "---:" for column in range(len(header))]
+    lines = [header, marks, *[[str(cell).replace("|", "\\|") for cell in row] for row in rows]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def read(name: str) -> Any:
+    return json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
+
+
+LINES = {
+    "base": "base",
+    "base2": "control (RoPE)",
+    "model": "**retrofit**",
+    "open": "gates forced open",
+    "shuffled": "gates shuffled over heads",
+}
+
+
+def first_result() -> str:
+    """Loss by position of `smollm2-partial`, its base, its control, and with its gates forced open or shuffled."""
+    rows = []
+    for bucket in read("first-result/eval/eval.json")["buckets"]:
+        rows.append([_positions(bucket), *(f"{bucket['loss'][key]['mean']:.3f}" for key in LINES)])
+    return table(["positions", *LINES.values()], rows)
+
+
+def three_recipes() -> str:
+    """Loss by position of the three recipes, on the same documents."""
+    names = {"eval": "smollm2-partial", "eval-lora": "smollm2-lora", "eval-three-stages": "smollm2-three-stages"}
+    found = {name: read(f"first-result/{folder}/eval.json")["buckets"] for folder, name in names.items()}
+    rows = [
+        [_positions(buckets[0]), *(f"{bucket['loss']['model']['mean']:.3f}" for bucket in buckets)]
+        for buckets in zip(*found.values(), strict=True)
+    ]
+    return table(["positions", *(f"`{name}`" for name in found)], rows)
+
+
+def _positions(bucket: dict[str, Any]) -> str:
+    return f"{bucket['from']:,} to {bucket['to']:,}"
+
+
+def demo() -> str:
+    """What `make demo` cost and what it did to the loss, from benchmarks/demo.json."""
+    result = read("demo.json")
+    steps = [[s["name"], f"{s['seconds']:.1f}", s["peak_mib"] or ""] for s in result["steps"]]
+    losses = [
+        [
+            _positions(row) if "from" in row else "all",
+            *(f"{row[key]:.3f}" for key in ("original", "converted", "adapted")),
+        ]
+        for row in result["loss"]
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    machine = result["machine"]
+    note = f" {result['note']}" if "note" in result else ""
+    where = f"{machine['processor']}, {machine['cores']} cores"
+    return "\n\n".join(
+        [
+            f"`{result['command']}`: {result['seconds']:.0f} seconds on {where} ({versions}), {result['date']}.{note}",
+            table(["step", "seconds", "peak memory, MiB"], steps),
+            table(["positions of held-out books", "original", "converted", "adapted"], losses),
+        ]
+    )
+
+
+def training_speed() -> str:
+    """Tokens per second of converted and unconverted models, from train-step*.json."""
+    rows = []
+    for name in ("train-step.json", "train-step-h200.json"):
+        result = read(name)
+        for what, runs in (("packed documents", result["train"]), ("one document a row", result["profile"])):
+            speed = {key: f"{run['tokens_per_second']:,.0f}" for key, run in runs.items()}
+            cells = [speed.get(key, "") for key in ("unconverted", "converted", "deterministic")]
+            rows.append([result["gpu"], f"{what}, `{name}`", *cells])
+    header = ["GPU", "rows of 4096 tokens", "unconverted", "converted", "converted, deterministic"]
+    return table(header, rows, left=2)
+
+
+def shapes() -> str:
+    """Speed of larger models' shapes with random weights, from shapes.json."""
+    by: dict[tuple[str, int], dict[bool, dict[str, Any]]] = defaultdict(dict)
+    for row in read("shapes.json")["rows"]:
+        by[row["shape"], row["length"]][row["converted"]] = row
+    rows = []
+    for (shape, length), pair in by.items():
+        plain, fox = pair[False], pair[True]
+        ratio = fox["tokens_per_second"] / plain["tokens_per_second"]
+        speeds = (f"{run['tokens_per_second']:,.0f}" for run in (plain, fox))
+        steps = "one step, not warmed up" if fox["steps"] == 1 else f"{fox['steps']} steps"
+        rows.append([f"{shape}, {fox['trains']}", fox["device"], f"{length:,}", steps, *speeds, f"{ratio:.2f}"])
+    header = ["shape, what trains", "GPU", "tokens in a row", "timed", "unconverted", "converted", "ratio"]
+    return table(header, rows, left=4)
+
+
+KERNELS = {
+    "ours": "retrofox",
+    "official": "official FoX kernel",
+    "fla": "fla",
+    "FlashAttention-2, no gate": "FlashAttention-2, no gates",
+    "cuDNN, no gate": "cuDNN, no gates",
+    "ours, pruned": "retrofox, pruned",
+    "official, pruned": "official, pruned",
+}
+CUDNN = "cuDNN, no gate"
+
+
+def kernel_times() -> dict[tuple[tuple[int, ...], str], dict[str, float]]:
+    """((B, T, H, Hkv, D), gates) -> contender -> milliseconds of forward + backward; whole rows, no documents."""
+    found: dict[tuple[tuple[int, ...], str], dict[str, float]] = defaultdict(dict)
+    for row in read("kernels.json")["rows"]:
+        if not row["document"] and row["stage"] != "flex":
+            shape = tuple(row[key] for key in ("B", "T", "H", "Hkv", "D"))
+            found[shape, row["gates"]][row["contender"]] = row["total_ms"]
+    return found
+
+
+def kernel_table() -> str:
+    """Milliseconds of a step beside its peers, gates short; the head dims without a Hopper backward at the end."""
+    rows = []
+    for (shape, gates), times in sorted(kernel_times().items(), key=lambda item: item[0][0][-1] not in (64, 128)):
+        if gates == "short":
+            cells = [f"{times[name]:.3g}" if name in times else "-" for name in KERNELS]
+            rows.append([", ".join(map(str, shape)), *cells])
+    return table(["B, T, heads, kv heads, head dim", *KERNELS.values()], rows)
+
+
+def kernel_ratios() -> str:
+    """Time over cuDNN's without gates, gates short and open; the same cuDNN time under both."""
+    times = kernel_times()
+    rows = []
+    for (shape, gates), short in times.items():
+        if gates == "short" and CUDNN in short:
+            opened = times.get((shape, "open"), {}).get("ours")
+            rest = f"{opened / short[CUDNN]:.2f}" if opened else "-"
+            two = short["ours"] / short["FlashAttention-2, no gate"]
+            rows.append([", ".join(map(str, shape)), f"{short['ours'] / short[CUDNN]:.2f}", rest, f"{two:.2f}"])
+    rows.sort(key=lambda row: row[2] == "-")
+    header = ["shape", "short gates / cuDNN", "open gates / cuDNN", "short gates / FlashAttention-2"]
+    return table(["B, T, heads, kv heads, head dim", *header[1:]], rows)
+
+
+def corpus() -> str:
+    """Documents and tokens of each part of the measured corpus, from its manifest."""
+    documents: Counter[tuple[str, str]] = Counter()
+    tokens: Counter[tuple[str, str]] = Counter()
+    with open(BENCHMARKS / "corpus" / "manifest.jsonl", encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            documents[row["file"], row["source"]] += 1
+            tokens[row["file"], row["source"]] += row["tokens"]
+    files = list(dict.fromkeys(file for file, _ in documents))
+    rows = []
+    for source in sorted({source for _, source in documents}, key=lambda s: -sum(tokens[f, s] for f in files)):
+        cells = [
+            f"{documents[f, source]} / {tokens[f, source] / 1e6:.2f}M" if documents[f, source] else "" for f in files
+        ]
+        rows.append([source, *cells])
+    totals = [
+        f"{sum(documents[f, s] for s in {s for _, s in documents})} / "
+        f"{sum(tokens[f, s] for s in {s for _, s in documents}) / 1e6:.1f}M"
+        for f in files
+    ]
+    return table(["source: documents / tokens", *files], [*rows, ["all", *totals]])

@@ -1,0 +1,132 @@
+"""The generated parts of the pages: what the package says of itself, and the tables of figures.py.
+
+Each function returns Markdown; a page names it in `<!-- generated: name -->`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import figures
+import typer
+from figures import table
+
+from retrofox.cli import main
+from retrofox.config import schema
+from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+
+app = importlib.import_module(main.__module__).app  # the Typer application that `retrofox` runs
+
+
+def part(name: str) -> str:
+    """The Markdown of one generated part.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if name not in PARTS:
+        raise ValueError(f"no generated part {name!r}; there are {', '.join(PARTS)}")
+    return PARTS[name]()
+
+
+def commands() -> str:
+    """Every command with its help text, arguments and options."""
+    return "\n\n".join(_command(typer.main.get_command(app), "retrofox"))
+
+
+def _command(command: Any, name: str) -> list[str]:
+    """A command's sections; of a group those of its commands, too."""
+    context = command.make_context(name, [], resilient_parsing=True)
+    inner = getattr(command, "commands", None)
+    if inner:
+        title = [] if name == "retrofox" else [f"## {name}", command.help]
+        return title + [text for key, value in inner.items() for text in _command(value, f"{name} {key}")]
+    sections = [f"## {name}", " ".join(command.help.split("\n\n")[0].split())]
+    sections += [" ".join(text.split()) for text in command.help.split("\n\n")[1:]]
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+    usage = " ".join([name, *(f"{p.name.upper()}{'...' if p.nargs == -1 else ''}" for p in arguments)])
+    sections.append(f"```text\n{usage}{' [OPTIONS]' if len(arguments) < len(command.params) else ''}\n```")
+    rows = []
+    for parameter in command.params:
+        record = parameter.get_help_record(context)
+        if record is not None:
+            word = parameter.name.upper() if parameter in arguments else record[0]
+            rows.append([f"`{word}`", " ".join(record[1].replace("<", "&lt;").replace("  [", " [").split())])
+    if rows:
+        sections.append(table(["argument or option", "meaning"], rows, left=2))
+    return sections
+
+
+def recipe_fields() -> str:
+    """Every field of a recipe, by section: what it takes, its default, its meaning."""
+    whole = schema()
+    sections = {"The recipe": whole, **whole["$defs"]}
+    texts = []
+    for name, section in sections.items():
+        if name == FoxSpec.__name__:
+            continue  # its fields have a page of their own: FoxSpec in the Python API
+        required = section.get("required", ())
+        rows = []
+        for key, field in section["properties"].items():
+            default = "required" if key in required else _default(field)
+            rows.append([f"`{key}`", _takes(field), default, field.get("description", "")])
+        texts.append(f"## {name}\n\n{section['description']}\n\n" + table(["field", "takes", "default", ""], rows, 4))
+    return "\n\n".join(texts)
+
+
+def _default(field: dict[str, Any]) -> str:
+    value = field.get("default")
+    return "" if isinstance(value, dict) else f"`{json.dumps(value)}`"
+
+
+def _takes(field: dict[str, Any]) -> str:
+    """What a field of a JSON schema takes, in a few words."""
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "$ref" in field:
+        name = field["$ref"].rsplit("/", 1)[1]
+        return "[FoxSpec](api.md#retrofox.FoxSpec)" if name == FoxSpec.__name__ else f"[{name}](#{name.lower()})"
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_takes(option) for option in field["anyOf"]))
+    if field["type"] == "array":
+        return f"list of {_takes(field['items'])}"
+    if "pattern" in field:
+        return "a count such as 64K or 20M"
+    kind: str = field["type"]
+    return {"null": "null", "string": "text", "boolean": "true or false"}.get(kind, kind)
+
+
+def families() -> str:
+    """The table of families that can be converted."""
+    rows = [
+        [f"`{model_type}`", f"`{prefix}ForCausalLM`", f"`fox_{model_type}`", f"`Fox{prefix}ForCausalLM`"]
+        for model_type, prefix in sorted(SUPPORTED.items())
+    ]
+    header = ["model_type", "class in transformers", "converted model_type", "converted class"]
+    return f"{len(rows)} model types:\n\n" + table(header, rows, left=4)
+
+
+def shipped_recipes() -> str:
+    """The recipes that ship, as `retrofox recipes ls --json` has them."""
+    from typer.testing import CliRunner  # only here: it is made for tests
+
+    rows = json.loads(CliRunner().invoke(app, ["recipes", "ls", "--json"]).stdout)
+    texts = []
+    for row in rows:
+        facts = [[key, row[key]] for key in ("hardware", "tokens", "time", "result", "run") if key in row]
+        texts.append(f"### {row['name']}\n\n{row['about']}\n\n" + table(["", ""], facts, left=2))
+    return "\n\n".join(texts)
+
+
+OF_RESULTS = (
+    *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
+    *(figures.kernel_table, figures.kernel_ratios, figures.corpus),
+)
+PARTS: dict[str, Callable[[], str]] = {
+    function.__name__: function for function in (commands, recipe_fields, families, shipped_recipes, *OF_RESULTS)
+}

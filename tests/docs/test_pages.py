@@ -1,0 +1,190 @@
+"""The documentation: links resolve, generated parts are whole, figures in the text are those on file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+import yaml
+
+from retrofox.config import Recipe
+from retrofox.model.configuration_fox import SUPPORTED
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.md"),
+        *(ROOT / "kernels").glob("*.md"),
+    ]
+)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """docs/hooks.py, imported as mkdocs does it."""
+    pytest.importorskip("mkdocs")
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^( *)```.*?^\1```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that headings make, as GitHub and mkdocs spell them."""
+    titles = (re.sub(r"[^\w\s-]", "", title.lower()).strip() for title in re.findall(r"^#+ (.+)$", text, re.M))
+    return {re.sub(r"\s+", "-", title) for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_resolves(page, hooks):
+    for link in LINK.findall(prose(page)):
+        if link.startswith(("http:", "https:", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page if not path else page.parent / path
+        assert target.exists(), link
+        if anchor and not anchor.startswith(("retrofox.", "fox_kernels.")):  # mkdocstrings makes those; mkdocs checks
+            assert anchor in anchors(hooks.fill_in(target.read_text(encoding="utf-8"))), link
+
+
+def test_readme_is_short_and_has_the_two_commands_and_the_recall():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    assert "    make demo " in text
+    assert "    make test " in text
+    assert "beyond 1k tokens it is lost today" in text
+
+
+def test_make_test_builds_the_pages_with_warnings_as_errors():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "\ntest: lint types docs\n" in makefile
+    assert "$(BIN)/mkdocs build --strict\n" in makefile  # with --quiet no warning would be counted
+
+
+def test_every_page_is_in_the_navigation():
+    named = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    pages = [page for entry in named for page in (next(iter(entry.values())) if isinstance(entry, dict) else [entry])]
+    assert sorted(pages) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_every_command_and_option_is_on_the_page(hooks):
+    text = hooks.generated.part("commands")
+    group = typer.main.get_command(hooks.generated.app)
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        assert f"## retrofox {name}\n" in text
+        for parameter in command.params:
+            wanted = parameter.opts[0] if parameter.param_type_name == "option" else parameter.name.upper()
+            section = text.split(f"## retrofox {name}\n")[1].split("\n## ")[0]
+            assert wanted == "--help" or f"`{wanted}" in section, (name, wanted)
+    assert "## retrofox recipes cp" in text
+
+
+def test_every_recipe_field_and_family_is_on_its_page(hooks):
+    fields = hooks.generated.part("recipe_fields")
+    assert all(f"| `{name}` |" in fields for name in Recipe.model_fields)
+    assert "| `objective` | `align`, `distill`, `extend` | required |" in fields
+    families = hooks.generated.part("families")
+    assert all(f"| `{name}` |" in families for name in SUPPORTED)
+    assert f"{len(SUPPORTED)} model types" in families
+
+
+def test_every_generated_part_is_used_and_an_unknown_one_is_refused(hooks):
+    used = {name for page in PAGES for name in hooks.MARK.findall(page.read_text(encoding="utf-8"))}
+    assert used == set(hooks.generated.PARTS)
+    for name in used:
+        assert "|" in hooks.generated.part(name)
+    with pytest.raises(ValueError, match="no generated part 'famlies'"):
+        hooks.fill_in("<!-- generated: famlies -->")
+
+
+def test_links_that_leave_the_folder_work_in_the_site(hooks):
+    filled = hooks.on_page_markdown("![a](../benchmarks/kernels.png) [b](../kernels/LOG.md#decode)")
+    assert filled == f"![a](figures/benchmarks-kernels.png) [b]({hooks.REPOSITORY}/kernels/LOG.md#decode)"
+    with pytest.raises(ValueError, match=r"links to \.\./nothing"):
+        hooks.on_page_markdown("[c](../nothing.md)")
+
+
+def test_figures_in_the_text_are_those_on_file(hooks):
+    """Each sentence is written anew from the JSON file, and has to stand in the page as it is."""
+    figures = hooks.generated.figures
+    times = figures.kernel_times()
+    table = {shape: row for (shape, gates), row in times.items() if gates == "short" and shape[-1] in (64, 128)}
+
+    def between(mine, other, gates="short"):
+        ratios = [times[shape, gates][mine] / row[other] for shape, row in table.items()]
+        return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+    wide = times[(2, 8192, 8, 8, 256), "short"]
+    two, cudnn = (f"{wide['ours'] / wide[name]:.2f}" for name in ("FlashAttention-2, no gate", figures.CUDNN))
+    short, opened = between("ours", figures.CUDNN), between("ours", figures.CUDNN, "open")
+    lines = {line["key"]: line for line in figures.read("first-result/eval/eval.json")["lines"]}
+    late = lines["model"]["late_slope_per_1k"]
+    last = figures.read("first-result/eval/eval.json")["buckets"][-1]["slope_per_1k"]["model"]
+    data, convert = figures.read("data.json"), figures.read("convert.json")["rows"]
+    rounds = [
+        convert[f"convert, copying{again}"]["seconds"] / convert[f"cp{again}"]["seconds"] for again in ("", " again")
+    ]
+    sentences = {
+        "README.md": [
+            f"{between('ours', 'official')} of the official FoX kernel's time, {between('ours', 'fla')} of fla's",
+            f"{short} with short gates and {opened} with open ones",
+            f"{cudnn} of cuDNN's",
+            f"{len(SUPPORTED)} model types",
+        ],
+        "CHANGELOG.md": [f"{short} with short gates, {opened} with open ones; {cudnn} at head dim 256"],
+        "docs/kernels.md": [
+            f"{short} with short gates, {opened} with open gates",
+            f"{two} of FlashAttention-2's time without gates, {cudnn} of cuDNN's",
+            f"{between('ours', 'official')} of the official kernel's time and {between('ours', 'fla')} of fla's",
+            f"takes {between('plain Triton', 'official')} of the official kernel's time",
+        ],
+        "docs/results.md": [
+            f"{late['slope']:.4f} ± {late['standard_error']:.4f} over the second half",
+            f"+{last['slope']:.3f} ± {last['standard_error']:.3f} from 24k to 32k",
+            f"{rounds[0]:.2f} and {rounds[1]:.2f} times as long as `cp`",
+        ],
+        "docs/recipes.md": [
+            f"{data['prepare_tokens_per_s'] / 1e6:.2f}M tokens/s",
+            f"{data['ratio_to_encode_batch']:.2f} of its `encode_batch`",
+        ],
+    }
+    for page, wanted in sentences.items():
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        for sentence in wanted:
+            assert sentence in text, page
+    for bucket in figures.read("first-result/eval/eval.json")["buckets"]:
+        if bucket["from"] in (4096, 8192, 24576):
+            values = [f"{bucket['loss'][key]['mean']:.3f}" for key in ("base", "base2", "model")]
+            row = "| {} | {} | **{}** |".format(*values)
+            assert row in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_manifest_lists_each_document_once_with_its_digest():
+    lines = (ROOT / "benchmarks" / "corpus" / "manifest.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len({row["id"] for row in rows}) == len(rows) == 2329
+    wanted = ["file", "id", "source", "title", "author", "licence", "tokens", "sha256"]
+    assert all(list(row) == wanted and re.fullmatch("[0-9a-f]{64}", row["sha256"]) for row in rows)
+    evaluation = json.loads((ROOT / "benchmarks" / "first-result" / "eval" / "eval.json").read_text())
+    long = [n for n, row in enumerate((r for r in rows if r["file"] == "dev"), 1) if row["tokens"] >= 32768]
+    assert [f"dev.jsonl.xz:{n}" for n in long] == evaluation["document_names"]

@@ -1,0 +1,155 @@
+"""Every script in examples/ runs on a pico model and does what its docstring says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+import retrofox
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+SIX = (
+    *("convert_live_model", "attention_in_your_layer", "train_on_your_files"),
+    *("lora_and_merge", "inspect_gates", "sft_with_trl"),
+)
+# peft 0.21 and TRL 1.16 use names that transformers 5.23 deprecates
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "texts" / "fox.txt"
+    file.parent.mkdir()
+    file.write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(200)))
+    return file
+
+
+@pytest.fixture
+def commanding(monkeypatch, run):
+    """commanding(name) -> a script whose `python -m retrofox` runs in this process, and the commands that it ran."""
+
+    def build(name: str) -> tuple[ModuleType, list[str]]:
+        module, commands = script(name), []
+
+        def run_here(command: list[str], check: bool) -> None:
+            assert check
+            assert command[:3] == [sys.executable, "-m", "retrofox"]
+            code, _, err = run(*command[3:])
+            assert code == 0, err
+            commands.append(command[3])
+
+        monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=run_here))
+        return module, commands
+
+    return build
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_an_example_is_short_and_says_what_it_shows(name):
+    lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
+    assert len(lines) < 61
+    assert lines[0].startswith('"""')
+    assert any(f"python examples/{name}.py" in line for line in lines[:8])
+    assert any('parser.add_argument("--' in line for line in lines)
+
+
+def test_every_example_is_tested_here():
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == {*SIX, "demo"}
+
+
+def test_a_live_model_is_converted_and_saved(pico_checkpoint, tmp_path, capsys):
+    script("convert_live_model").main(["--model", str(pico_checkpoint), "--out", str(tmp_path / "out")])
+    out = capsys.readouterr().out
+    difference = float(out.split("by at most ")[1].split()[0])
+    assert difference < 1e-3
+    assert "4 tensors added, such as model.layers.0.self_attn.forget_gate" in out
+    assert retrofox.load(tmp_path / "out").config.fox["rope"] == "partial"
+
+
+def test_the_operator_learns_in_a_layer_of_ones_own(text, capsys):
+    module = script("attention_in_your_layer")
+    module.main(["--text", str(text), "--steps", "21"])
+    losses = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] - 1
+    torch.manual_seed(0)
+    layer, x = module.ForgettingLayer(32), torch.randn(1, 20, 32)
+    packed = layer(x, torch.tensor([0, 8, 20], dtype=torch.int32))
+    torch.testing.assert_close(packed[:, 8:], layer(x[:, 8:]))
+
+
+def test_a_recipe_trains_on_ones_own_files(pico_checkpoint, text, tmp_path, commanding):
+    arguments = ["--model", str(pico_checkpoint), "--train", str(text.parent), "--heldout", str(text)]
+    out = tmp_path / "out"
+    module, commands = commanding("train_on_your_files")
+    module.main([*arguments, "--out", str(out), "--tokens", "256", "--length", "32"])
+    assert commands == ["plan", "train", "eval"]
+    lines = json.loads((out / "results" / "eval.json").read_text())["lines"]
+    assert {"model", "open", "shuffled", "base"} == {line["key"] for line in lines}
+    assert (out / "results" / "per_token_loss.png").is_file()
+
+
+def test_lora_is_trained_and_merged(pico_fox_checkpoint, text, tmp_path, commanding):
+    arguments = ["--model", str(pico_fox_checkpoint), "--train", str(text), "--rank", "2"]
+    out = tmp_path / "out"
+    module, commands = commanding("lora_and_merge")
+    module.main([*arguments, "--out", str(out), "--tokens", "128", "--length", "32"])
+    assert commands == ["train", "merge", "generate"]
+    start, merged = retrofox.load(pico_fox_checkpoint), retrofox.load(out / "merged")
+    for name in ("q_proj.weight", "forget_gate.bias"):
+        key = f"model.layers.0.self_attn.{name}"
+        assert not torch.equal(start.get_parameter(key), merged.get_parameter(key)), name
+
+
+def test_gates_are_read_over_a_text(pico_fox_checkpoint, text, capsys):
+    script("inspect_gates").main(["--model", str(pico_fox_checkpoint), "--text", str(text), "--tokens", "64"])
+    lines = capsys.readouterr().out.splitlines()
+    heads = [line.split(": ")[1].split() for line in lines if "forget_gate: " in line]
+    assert [len(values) for values in heads] == [4, 4]
+    assert all(float(value) > 0 for values in heads for value in values)
+    nats = [float(line.split()[2]) for line in lines if line.startswith("  position")]
+    assert len(nats) == 10
+    assert nats == sorted(nats, reverse=True)
+
+
+def test_trl_tunes_a_chat_model_on_the_assistants_tokens_and_keeps_its_gates(
+    pico_fox_checkpoint, tmp_path, monkeypatch, capsys
+):
+    trl = pytest.importorskip("trl")
+    batches = []
+
+    class Watched(trl.SFTTrainer):
+        def compute_loss(self, model, inputs, *rest, **options):
+            batches.append({name: inputs[name].clone() for name in ("input_ids", "labels")})
+            return super().compute_loss(model, inputs, *rest, **options)
+
+    data, out = tmp_path / "chat.jsonl", tmp_path / "tuned"
+    turns = [{"role": "user", "content": "where?"}, {"role": "assistant", "content": "far away"}]
+    data.write_text((json.dumps({"messages": turns * 2}) + "\n") * 4)
+    module = script("sft_with_trl")
+    monkeypatch.setattr(module, "SFTTrainer", Watched)
+    given = ["--model", str(pico_fox_checkpoint), "--data", str(data), "--out", str(out), "--cpu"]
+    module.main([*given, "--steps", "2", "--learning-rate", "1e-2"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=False)
+    for row, labels in zip(batches[0]["input_ids"], batches[0]["labels"], strict=True):
+        assert tokenizer.decode(row[labels != -100]) == "far away</s>" * 2
+    start, tuned = retrofox.load(pico_fox_checkpoint), retrofox.load(out)
+    assert tuned.config.model_type == "fox_llama"
+    for name, before in start.named_parameters():
+        assert not torch.equal(before, tuned.get_parameter(name)), name
