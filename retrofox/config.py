@@ -7,6 +7,7 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from pathlib import Path
@@ -24,26 +25,33 @@ from pydantic import (
 )
 
 from retrofox.config_yaml import apply_override, read_yaml, write_yaml
-from retrofox.model.configuration_fox import FoxSpec
+from retrofox.model.configuration_fox import PRESETS, FoxSpec
+from retrofox.support.counts import ALLOWED, PATTERN, parse_count
 
 ROLES = ("gate_bias", "gate_weight", "pro", "attention", "rest")
 GATE_RATE_FACTOR = 5.0
 """Rates of the new parts over `learning_rate` where the recipe names none: Adam moves a bias by about lr per step."""
 
-_COUNT = r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKmMbBtT]?)\s*"
 _FOX_COUNTS = {"anneal_tokens", "annealed_tokens"}
-_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_FOX_TOKENS = {"max_wavelength", "log_n", "half_life", "t_min", "t_max", "layer_max_wavelength", "sink_tokens"}
+"""Keys of a `fox:` section that take tokens, alone, in a list or in a mapping."""
 
 
-def parse_count(value: object) -> object:
-    """A whole number from 65536, 6.5e6, "64k", "20M", "1.5B" (powers of ten); anything else is returned untouched."""
-    if isinstance(value, str):
-        match = re.fullmatch(_COUNT, value)
-        if match:
-            value = float(match[1]) * _SUFFIXES.get(match[2].lower(), 1)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+def _whole(value: object) -> object:
+    """A count as an integer; text that is none is an error that lists the suffixes."""
+    number = parse_count(value)
+    if isinstance(number, str) or (isinstance(number, float) and math.isfinite(number)):
+        raise ValueError(f"given {value!r}: it takes {ALLOWED}")
+    return number
+
+
+def _tokens(value: Any) -> Any:
+    """The tokens in a value of a `fox:` section, suffixes read."""
+    if isinstance(value, (list, tuple)):
+        return [parse_count(item) for item in value]
+    if isinstance(value, dict):
+        return {key: parse_count(item) for key, item in value.items()}
+    return parse_count(value)
 
 
 def _fox(value: object) -> object:
@@ -51,11 +59,11 @@ def _fox(value: object) -> object:
         return value
     if not isinstance(value, dict):
         raise ValueError(f"a mapping such as {{rope: partial, max_wavelength: 1400}}, or null; got {value!r}")
-    values = {str(key): parse_count(item) if key in _FOX_COUNTS else item for key, item in value.items()}
+    values = {str(key): _tokens(item) if key in _FOX_COUNTS | _FOX_TOKENS else item for key, item in value.items()}
     for key in _FOX_COUNTS & values.keys():
         count = values[key]
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise ValueError(f"{key} must be a number of tokens, 0 or more, such as 5M; got {value[key]!r}")
+            raise ValueError(f"{key} must be {ALLOWED}, 0 or more; got {value[key]!r}")
     try:
         return FoxSpec.from_dict(values)
     except (TypeError, AttributeError) as error:
@@ -78,7 +86,7 @@ def _source(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
-_count = BeforeValidator(parse_count, json_schema_input_type=int | Annotated[str, Field(pattern=f"^{_COUNT}$")])
+_count = BeforeValidator(_whole, json_schema_input_type=int | Annotated[str, Field(pattern=f"^{PATTERN}$")])
 Count = Annotated[int, _count, Field(ge=0)]
 Positive = Annotated[int, _count, Field(gt=0)]
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
@@ -351,7 +359,16 @@ def dump(recipe: Recipe) -> str:
 
 def schema() -> dict[str, Any]:
     """The JSON schema of a recipe, for editors."""
-    return Recipe.model_json_schema()
+    result = Recipe.model_json_schema()
+    text = {"type": "string", "pattern": f"^{PATTERN}$"}
+    properties = result["$defs"]["FoxSpec"]["properties"]
+    for key in (_FOX_COUNTS | _FOX_TOKENS) - {"half_life", "layer_max_wavelength"}:
+        properties[key] = {"anyOf": [properties[key], text]}
+    numbers = {"anyOf": [{"type": "number"}, text]}
+    properties["half_life"]["anyOf"][0]["prefixItems"] = [numbers, numbers]
+    properties["layer_max_wavelength"]["additionalProperties"] = numbers
+    properties["preset"] = {"enum": [*PRESETS, None], "default": None, "title": "Preset"}
+    return result
 
 
 _UNION_MEMBERS = ("constrained-int", "int", "str", "function-before", "FoxSpec")

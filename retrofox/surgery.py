@@ -7,7 +7,7 @@ linked or copied, new tensors go into one new shard, index and config are rewrit
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -85,12 +85,8 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
     """Plans the conversion of a model with this config; raises ValueError for what can't be converted."""
     check_supported(config)
     check_settings(config)
-    spec = replace(
-        spec.resolved(trained_length(config)),
-        base=spec.base or base,
-        base_revision=spec.base_revision or revision,
-        version=__version__,
-    )
+    spec = spec.resolved(trained_length(config))
+    spec.base, spec.base_revision, spec.version = spec.base or base, spec.base_revision or revision, __version__
     assert spec.max_wavelength is not None  # resolved
     spec.max_wavelength = min(spec.max_wavelength, NO_LIMIT)
     spec.layer_max_wavelength = {i: min(tokens, NO_LIMIT) for i, tokens in spec.layer_max_wavelength.items()}

@@ -1,5 +1,6 @@
 """The recipe: strict, with hints, and the same after a round trip."""
 
+import math
 import os
 import re
 import subprocess
@@ -95,7 +96,14 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.objective=aline", ["'aline'", "'align'"]),
         ("stages.0.gradient_checkpointing=ful", ["stages.0.gradient_checkpointing", "'full'"]),
         ("stages.0.tokens=-5", ["stages.0.tokens", "greater than 0"]),
-        ("stages.0.tokens=many", ["stages.0.tokens", "'many'"]),
+        ("stages.0.tokens=many", ["stages.0.tokens", "'many'", "K, M, B, T: powers of 1000; Ki, Mi, Gi: of 1024"]),
+        ("stages.0.tokens=1.5", ["stages.0.tokens: given 1.5", "whole"]),
+        ("log.eval_tokens=5Ti", ["log.eval_tokens: given '5Ti'", "512Ki"]),
+        ("fox.preset=fox-por", ["preset must be one of fox-partial, fox-llama", "(did you mean 'fox-pro'?)"]),
+        ("fox={half_life: [8, 64], t_min: 2, t_max: 9}", ["give half_life, or t_min and t_max", "not both"]),
+        ("fox.t_min=2", ["t_min and t_max", "belong together"]),
+        ("fox={t_min: 9, t_max: 2}", ["0 < t_min <= t_max"]),
+        ("fox={preset: alibi, half_life: [8, 64]}", ["no effect with init 'alibi'"]),
         ("stages.0.learning_rate='3'", ["stages.0.learning_rate", "'3'"]),
         ("stages.0.learning_rate=.nan", ["stages.0.learning_rate"]),
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
@@ -167,8 +175,12 @@ def test_schema_takes_what_recipes_say():
     definitions = schema()["$defs"]
     whole, text = definitions["Stage"]["properties"]["tokens"]["anyOf"]
     assert (whole["type"], text["type"]) == ("integer", "string")
-    assert re.search(text["pattern"], "20M")
+    assert all(re.search(text["pattern"], count) for count in ("20M", "512Ki", "1.5Gi"))
     assert not re.search(text["pattern"], "many")
+    fox = definitions["FoxSpec"]["properties"]
+    assert re.search(fox["anneal_tokens"]["anyOf"][1]["pattern"], "256Mi")
+    assert fox["half_life"]["anyOf"][0]["prefixItems"][0]["anyOf"][1] == fox["t_max"]["anyOf"][1]
+    assert "fox-pro" in fox["preset"]["enum"]
     assert {"type": "string"} in definitions["DataConfig"]["properties"]["train"]["items"]["anyOf"]
 
 
@@ -192,12 +204,38 @@ def test_counts_with_suffixes():
         6_000_000,
         1000,
     ]
-    assert parse_count("20Mi") == "20Mi"
+    assert [parse_count(text) for text in ("512Ki", "256Mi", "1.5 Gi", "4ki", "0.5Ki")] == [
+        512 * 2**10,
+        256 * 2**20,
+        3 * 2**29,
+        4096,
+        512,
+    ]
+    assert [parse_count(text) for text in ("20Ti", "5 i", "many", "-3")] == ["20Ti", "5 i", "many", "-3"]
     assert read_yaml("a: 6e-4", "x") == {"a": 6e-4}
     fox = {"rope": "anneal", "anneal_tokens": "5M"}
     recipe = validate({**read_yaml(MINIMAL, "x"), "fox": fox})
     assert recipe.fox is not None
     assert recipe.fox.anneal_tokens == 5_000_000
+
+
+def test_counts_of_a_fox_section_take_suffixes(recipe_file):
+    fox = "fox={rope: partial, max_wavelength: 1Ki, half_life: [256, 64Ki], sink_tokens: 1, log_n: 8Ki}"
+    spec = load_recipe(recipe_file, [fox, "stages.0.tokens=1Mi", "stages.0.batch_tokens=1Ki"]).fox
+    assert spec is not None
+    assert (spec.max_wavelength, spec.half_life, spec.log_n) == (1024, (256.0, 65536.0), 8192)
+
+
+def test_a_preset_in_a_recipe_is_written_out_in_full(recipe_file):
+    recipe = load_recipe(recipe_file, ["fox={preset: fox-pro, sink_tokens: 2, t_min: 2, t_max: 1Ki}"])
+    written = yaml.safe_load(dump(recipe))["fox"]
+    assert written["preset"] == "fox-pro"
+    assert (written["rope"], written["gate"], written["sink_tokens"]) == ("drop", "data", 2)
+    assert written["pro"] == ["qk-norm", "output-norm", "output-gate", "k-shift", "v-shift"]
+    assert written["half_life"] == pytest.approx([2 * math.log(2), 1024 * math.log(2)])
+    assert "t_min" not in written
+    recipe_file.write_text(dump(recipe), encoding="utf-8")
+    assert dump(load_recipe(recipe_file)) == dump(recipe)
 
 
 def test_override_values_are_yaml():

@@ -15,6 +15,8 @@ from rich.text import Text
 
 from retrofox.cli import convert as cli_convert
 from retrofox.cli import recipes as cli_recipes
+from retrofox.cli.tokens import METAVAR, count
+from retrofox.support.counts import ALLOWED
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -121,11 +123,18 @@ def evaluate(
     model: Annotated[str, typer.Argument(help=MODEL)],
     data: Annotated[list[str] | None, typer.Option(help="Files or directories of documents, one or more.")] = None,
     against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens per window; by default the first ones of each document.")] = 4096,
+    length: Annotated[
+        int,
+        typer.Option(
+            parser=count, metavar=METAVAR, help="Tokens per window; by default the first ones of each document."
+        ),
+    ] = 4096,
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
     max_documents: Annotated[int | None, typer.Option(help="Use only the first N documents.")] = None,
     windows: Annotated[int, typer.Option(help="Windows per document; 0 = all.")] = 1,
-    min_tokens: Annotated[int, typer.Option(help="Skip documents with fewer tokens.")] = 2,
+    min_tokens: Annotated[
+        int, typer.Option(parser=count, metavar=METAVAR, help="Skip documents with fewer tokens.")
+    ] = 2,
     batch: Annotated[int, typer.Option(help="Windows per batch.")] = 1,
     controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
     text_field: TextField = "text",
@@ -165,7 +174,7 @@ def evaluate(
 def generate(
     model: Annotated[str, typer.Argument(help=MODEL)],
     prompt: Annotated[list[str], typer.Argument(help="One or more prompts; several run as one batch.")],
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
     num_beams: Annotated[int, typer.Option(help="Beam search width.")] = 1,
@@ -206,7 +215,7 @@ def generate(
 def chat(
     model: Annotated[str, typer.Argument(help=MODEL)],
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Most tokens per answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
     top_p: Annotated[
         float | None,
@@ -243,10 +252,11 @@ def needle(
     from retrofox.evaluation.needle import needle as run
 
     try:
-        sizes = [int(part) for part in lengths.split(",")]
-    except ValueError:
+        sizes = [count(part) for part in lengths.split(",")]
+    except typer.BadParameter:
         raise ValueError(
-            f"lengths must be whole numbers with commas between, such as 1024,4096; got {lengths!r}"
+            f"lengths must be whole numbers with commas between, such as 1024,4096 or 4Ki,32Ki; got {lengths!r}: each "
+            f"takes {ALLOWED}"
         ) from None
     options: dict[str, Any] = {"depths": depths, "mode": mode, "trials": trials, "seed": seed, "batch": batch}
     run(model, against, data, sizes, **options, text_field=text_field, out=out, device=device, dtype=dtype)
@@ -256,7 +266,7 @@ def needle(
 def inspect(
     model: Annotated[str, typer.Argument(help="A converted model: directory or Hub id.")],
     data: Annotated[list[str] | None, typer.Option(help="Measure the gates on these texts.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens to read of each document.")] = 2048,
+    length: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens to read of each document.")] = 2048,
     max_documents: Annotated[int, typer.Option(help="Use only the first N documents.")] = 8,
     text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,

@@ -10,15 +10,36 @@ from typing import Annotated, Any
 
 import typer
 
+from retrofox.cli.tokens import METAVAR, count, length
+from retrofox.model.configuration_fox import PRESETS, FoxSpec
+from retrofox.support.counts import parse_tokens
+
+NAMES = "; ".join(f"{name}: {what}" for name, (_, what) in PRESETS.items())
+
 
 def convert(
     source: Annotated[str, typer.Argument(help="Hub id, local directory, or .gguf file of a pretrained model.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; new, or empty.")],
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help=f"A published system; other options change single parts of it. {NAMES}. [default: fox-partial]"
+        ),
+    ] = None,
     rope: Annotated[
-        str, typer.Option(help="keep, partial (keep the short wavelengths), drop, or anneal (fade while training).")
-    ] = "partial",
+        str | None,
+        typer.Option(
+            help="keep, partial (keep the short wavelengths), drop, or anneal (fade while training). "
+            "[default: partial, or the preset's]"
+        ),
+    ] = None,
     max_wavelength: Annotated[
-        float | None, typer.Option(help="partial: longest wavelength kept, in tokens. [default: trained length / 4]")
+        float | None,
+        typer.Option(
+            parser=length,
+            metavar=METAVAR,
+            help="partial: longest wavelength kept, in tokens. [default: trained length / 4]",
+        ),
     ] = None,
     layer_max_wavelength: Annotated[
         str | None,
@@ -26,28 +47,58 @@ def convert(
     ] = None,
     anneal_to: Annotated[str | None, typer.Option(help="anneal: where it ends, partial or drop.")] = None,
     anneal_tokens: Annotated[
-        int | None, typer.Option(help="anneal: training tokens over which pairs fade, lowest frequencies first.")
+        int | None,
+        typer.Option(
+            parser=count,
+            metavar=METAVAR,
+            help="anneal: training tokens over which pairs fade, lowest frequencies first.",
+        ),
     ] = None,
-    gate: Annotated[str, typer.Option(help="data (from the hidden state), bias, fixed (ALiBi) or none.")] = "data",
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            help="data (from the hidden state), bias (learned, data-independent), fixed or none. "
+            "[default: data, or the preset's]"
+        ),
+    ] = None,
     init: Annotated[
         str | None,
-        typer.Option(help="slopes (log-spaced half-lives), open (starts as the base) or calibrated. [default: slopes]"),
+        typer.Option(
+            help="slopes (log-spaced half-lives), open (starts as the base), calibrated, or alibi (ALiBi's slopes). "
+            "[default: slopes, or the preset's]"
+        ),
     ] = None,
     half_life: Annotated[
-        tuple[float, float] | None,
+        tuple[str, str] | None,
         typer.Option(metavar="MIN MAX", help="Half-lives of the heads, in tokens. [default: length/32 length*8]"),
     ] = None,
+    t_min: Annotated[
+        float | None,
+        typer.Option(
+            parser=length,
+            metavar=METAVAR,
+            help="Shortest time constant T, f = exp(-1/T): the FoX paper's T_min, in place of --half-life (T ln 2).",
+        ),
+    ] = None,
+    t_max: Annotated[
+        float | None, typer.Option(parser=length, metavar=METAVAR, help="Longest time constant: the paper's T_max.")
+    ] = None,
     sink_tokens: Annotated[
-        int | None, typer.Option(help="First tokens of a document that never decay; the paper has 0. [default: 1]")
+        int | None,
+        typer.Option(
+            help="First tokens of a document that never decay; the paper has 0. [default: 1, or the preset's]"
+        ),
     ] = None,
     pro: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Parts of FoX (Pro), comma-separated: qk-norm, output-norm, output-gate, k-shift, v-shift; all; none."
+            help="Parts of FoX (Pro), comma-separated: qk-norm, output-norm, output-gate, k-shift, v-shift; all; none. "
+            "[default: none, or the preset's]"
         ),
-    ] = "none",
+    ] = None,
     log_n: Annotated[
-        int | None, typer.Option(help="Scale logits by ln(position)/ln(N) beyond N trained tokens.")
+        int | None,
+        typer.Option(parser=count, metavar=METAVAR, help="Scale logits by ln(position)/ln(N) beyond N trained tokens."),
     ] = None,
     prune: Annotated[
         float | None,
@@ -75,28 +126,32 @@ def convert(
     Weights are copied or linked, never loaded (a .gguf file is dequantised); OUT appears whole or not at all. It ends
     with a parity proof in a fresh process: gates open + RoPE kept must give the base model's logits.
     """
-    from retrofox.model.configuration_fox import FoxSpec
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a plain kill cleans up as Ctrl-C does
     given: dict[str, Any] = {
+        "preset": preset,
+        "rope": rope,
+        "gate": gate,
+        "pro": pro,
         "max_wavelength": max_wavelength,
         "anneal_to": anneal_to,
         "anneal_tokens": anneal_tokens,
         "init": init,
-        "half_life": half_life,
+        "half_life": None if half_life is None else half_lives(half_life),
+        "t_min": t_min,
+        "t_max": t_max,
         "sink_tokens": sink_tokens,
         "log_n": log_n,
         "prune": prune,
         "layer_max_wavelength": None if layer_max_wavelength is None else layer_wavelengths(layer_max_wavelength),
     }
     given = {name: value for name, value in given.items() if value is not None}
-    refuse_idle(rope, gate, given)
+    spec = FoxSpec.from_dict(given)
+    refuse_idle(given)
     files = [str(file) for file in calibrate or []]
     if not files and (calibrate_steps is not None or no_refit_queries):
         raise ValueError(
             "--calibrate-steps and --no-refit-queries belong to --calibrate FILES: name files, or drop them"
         )
-    spec = FoxSpec(rope=rope, gate=gate, pro=pro, **given)  # type: ignore[arg-type]
     if dry_run:
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report
@@ -132,34 +187,56 @@ IDLE = {
     "anneal_to": "where --rope anneal ends",
     "anneal_tokens": "how long --rope anneal takes",
     "half_life": "where gates start",
+    "t_min": "where gates start",
+    "t_max": "where gates start",
     "init": "where gates start",
     "sink_tokens": "which tokens never decay",
     "prune": "which keys are skipped",
 }
 """Options that other options can leave without effect, and what they set."""
+LADDER = ("half_life", "t_min", "t_max")
 
 
-def refuse_idle(rope: str, gate: str, given: dict[str, Any]) -> None:
+def refuse_idle(given: dict[str, Any]) -> None:
     """Raises ValueError for an option that has no effect beside the others.
 
     Args:
         given: FoxSpec field -> value, of the options that were given.
     """
+    preset = PRESETS[given.get("preset", "fox-partial")][0]
+    values = {"rope": "partial", "gate": "data", **preset, **given}
+    rope, gate = values["rope"], values["gate"]
+
+    def option(name: str) -> str:
+        """What set a field: the option itself, or the preset."""
+        chosen = f"--{name.replace('_', '-')} {values[name]}"
+        return f"--preset {given['preset']} ({chosen})" if name in preset and name not in given else chosen
+
     idle: dict[str, str] = {}
     if rope in ("keep", "drop"):
-        idle |= {"max_wavelength": f"--rope {rope}"}
+        idle |= {"max_wavelength": option("rope")}
     elif given.get("anneal_to") == "drop":
         idle |= {"max_wavelength": "--anneal-to drop"}
     if rope != "anneal":
-        idle |= dict.fromkeys(("anneal_to", "anneal_tokens"), f"--rope {rope}")
-    if given.get("init") == "open":
-        idle |= dict.fromkeys(("half_life", "prune"), "--init open")
+        idle |= dict.fromkeys(("anneal_to", "anneal_tokens"), option("rope"))
+    if values.get("init") == "open":
+        idle |= dict.fromkeys((*LADDER, "prune"), option("init"))
+    if values.get("init") == "alibi":
+        idle |= dict.fromkeys(LADDER, option("init"))
     if gate == "none":
-        idle |= dict.fromkeys(("half_life", "init", "sink_tokens", "prune"), "--gate none")
+        idle |= dict.fromkeys((*LADDER, "init", "sink_tokens", "prune"), option("gate"))
     for name, why in idle.items():
         if name in given:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} sets {IDLE[name]}, but {why} leaves it without effect: drop one of them")
+            text = "--" + name.replace("_", "-")
+            raise ValueError(f"{text} sets {IDLE[name]}, but {why} leaves it without effect: drop one of them")
+
+
+def half_lives(texts: tuple[str, str]) -> tuple[float, float]:
+    """The two numbers of --half-life, suffixes read."""
+    try:
+        return length(texts[0]), length(texts[1])
+    except typer.BadParameter as error:
+        raise ValueError(f"--half-life: {error.message}") from None
 
 
 MOST_LAYERS = 10_000
@@ -178,7 +255,7 @@ def layer_wavelengths(text: str) -> dict[int, float]:
         first, dash, last = layers.partition("-")
         try:
             names = range(int(first), int(last if dash else first) + 1)[:MOST_LAYERS]
-            value = float(tokens)
+            value = float(str(parse_tokens(tokens)))
         except ValueError:
             names = range(0)
             value = 0.0

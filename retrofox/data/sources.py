@@ -19,6 +19,8 @@ from retrofox.data import read as data_read
 from retrofox.data.files import Digests
 from retrofox.data.longcrawl64 import blocks
 from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT, Batch, compression, form_of, require_text
+from retrofox.data.streamed import sliced
+from retrofox.data.streamed import units as streamed_units
 
 GROUP_FILES = 256
 """Above this many files in one source, neighbours are joined into units of about GROUP_BYTES."""
@@ -130,7 +132,8 @@ def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
     Args:
         source: its path is a file, a directory (searched, through links too, for .txt, .jsonl, .json, .ndjson and
             .parquet, each also .gz, .xz, .zst, .bz2; names that begin with . or _ are left out), a glob,
-            "hf:org/name[:config][:split]", "hf:DIRECTORY[:config][:split]", or "longcrawl64:DIRECTORY".
+            "hf:org/name[:config][:split]", "hf:DIRECTORY[:config][:split]", or "longcrawl64:DIRECTORY". A split of a
+            set on the Hub with a range of rows, "train[:500]", is streamed: only the files of those rows are fetched.
         leave_out: a folder that is not searched: token shards may lie inside the directory of their texts.
 
     Raises:
@@ -229,7 +232,11 @@ def _hugging_face(reference: str) -> list[Unit]:
             config = parts[0]
     local = Path(name).expanduser()
     data: Any
+    rows_wanted = None if local.is_dir() else sliced(split)
     try:
+        if rows_wanted is not None:
+            builder = datasets.load_dataset_builder(name, config)
+            return list(streamed_units(builder, local.name, *rows_wanted))
         if name and any((local / mark).is_file() for mark in SAVED):
             data = _saved(datasets.load_from_disk(str(local)), config, split)
         else:

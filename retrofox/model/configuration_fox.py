@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import InitVar, asdict, dataclass, field, fields
 from typing import Any
 
 ROPE_MODES = ("keep", "partial", "drop", "anneal")
 GATE_KINDS = ("data", "bias", "fixed", "none")
-GATE_INITS = ("open", "slopes", "calibrated")
+GATE_INITS = ("open", "slopes", "calibrated", "alibi")
 PRO_PARTS = ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")
 
 OPEN_BIAS = 30.0
 """Gate bias of `init="open"`: log f = -1e-13 per token, below float32's resolution of a logit at any length. Such a
 gate is saturated and hardly trains: it is for proofs and ablations; to train from nearly open, take long half-lives."""
+
+PRESETS: dict[str, tuple[dict[str, Any], str]] = {
+    "fox-partial": ({}, "gates and the short-wavelength rotary pairs: retrofox's defaults"),
+    "fox-llama": ({"rope": "drop", "sink_tokens": 0}, "FoX (LLaMA): gates, no RoPE"),
+    "fox-pro": ({"rope": "drop", "sink_tokens": 0, "pro": PRO_PARTS}, "FoX (Pro): gates, the Pro parts, no RoPE"),
+    "transformer-llama": ({"rope": "keep", "gate": "none"}, "Transformer (LLaMA): RoPE, no gates: the base itself"),
+    "transformer-pro": (
+        {"rope": "keep", "gate": "none", "pro": PRO_PARTS},
+        "Transformer (Pro): Pro parts, RoPE, no gates",
+    ),
+    "alibi": ({"rope": "drop", "gate": "fixed", "init": "alibi", "sink_tokens": 0}, "fixed gates with ALiBi's slopes"),
+    "drope": ({"rope": "drop", "gate": "none"}, "DroPE: neither RoPE nor gates"),
+}
+"""Name of a published system -> the fields in which it differs from FoxSpec(), and what it is. The systems are those of
+Lin et al. (ICLR 2025), Press et al. (2022, ALiBi) and arXiv 2512.12167 (DroPE)."""
 
 
 @dataclass
@@ -35,8 +50,11 @@ class FoxSpec:
         annealed_tokens: training tokens annealed so far (state, kept in the checkpoint).
         gate: "data" (w_f and b_f learned), "bias" (b_f only), "fixed" (b_f frozen: ALiBi), "none" (no gate).
         init: "open" (f = 1: the start is the base model), "slopes" (half-lives log-spaced over the heads of each
-            layer), "calibrated" (half-lives fitted to where the base model's heads look).
+            layer), "calibrated" (half-lives fitted to where the base model's heads look), "alibi" (ALiBi's slopes:
+            log f = -2^(-8h/H) for head h of H).
         half_life: (shortest, longest) in tokens for "slopes"; None = (length / 32, length * 8) of the base's length.
+        t_min, t_max: the same ladder in the FoX paper's words, for construction only: time constants T in tokens,
+            log-spaced over the heads, f = exp(-1/T); kept as half_life = (t_min ln 2, t_max ln 2).
         sink_tokens: first positions of each document whose keys are exempt from decay; 0 is the paper's FoX.
         pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift".
         log_n: if set, logits of position i are scaled by max(1, ln(i + 1) / ln(log_n)), log_n in tokens.
@@ -47,6 +65,7 @@ class FoxSpec:
         base: model id or path the weights come from (filled in by convert).
         base_revision: commit of `base` on the Hub, if known.
         version: retrofox version that converted the model.
+        preset: the name in PRESETS that `from_preset` or a `fox.preset` started from; a note, the fields above hold.
 
     Raises:
         ValueError: a field has a value outside the ones above.
@@ -68,8 +87,11 @@ class FoxSpec:
     base: str | None = None
     base_revision: str | None = None
     version: str | None = None
+    preset: str | None = field(default=None, init=False, compare=False)
+    t_min: InitVar[float | None] = None
+    t_max: InitVar[float | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, t_min: float | None, t_max: float | None) -> None:
         for spec_field in fields(self):
             _check_type(spec_field, getattr(self, spec_field.name))
         _one_of("rope", self.rope, ROPE_MODES)
@@ -88,6 +110,12 @@ class FoxSpec:
         self.layer_max_wavelength = _numbers_by_layer(self.layer_max_wavelength)
         if any(not v >= 0 for v in self.layer_max_wavelength.values()):
             raise ValueError(f"layer_max_wavelength must be >= 0 tokens per layer, got {self.layer_max_wavelength}")
+        if t_min is not None or t_max is not None:
+            self.half_life = half_life_of_time_constants(t_min, t_max, self.half_life)
+        if self.half_life is not None and self.init == "alibi":
+            raise ValueError(
+                "half_life (or t_min and t_max) has no effect with init 'alibi': drop it, or take 'slopes'"
+            )
         if self.half_life is not None:
             try:
                 low, high = (float(x) for x in self.half_life)
@@ -124,13 +152,26 @@ class FoxSpec:
         """Builds a spec from the `fox` section of a config; an unknown key is an error that names the nearest one."""
         if not isinstance(values, dict):
             raise ValueError(f"the fox section must be a mapping of keys to values, got a {type(values).__name__}")
-        known = [f.name for f in fields(cls)]
+        known = [*(f.name for f in fields(cls)), "t_min", "t_max"]
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise ValueError(f"unknown key {key!r} in fox{hint}; known keys: {', '.join(known)}")
-        return cls(**values)
+        preset = values.get("preset")
+        start = {} if preset is None else _preset(preset)
+        spec = cls(**{**start, **{key: value for key, value in values.items() if key != "preset"}})
+        spec.preset = preset
+        return spec
+
+    @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> FoxSpec:
+        """The system of this name in PRESETS, such as "fox-pro", with single fields changed.
+
+        Raises:
+            ValueError: no such preset, no such field, or a value outside its range.
+        """
+        return cls.from_dict({"preset": name, **changes})
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: plain lists, numbers and strings, layer numbers as strings."""
@@ -145,7 +186,7 @@ class FoxSpec:
         values = self.to_dict()
         if self.max_wavelength is None:
             values["max_wavelength"] = trained_length / 4
-        if self.half_life is None:
+        if self.half_life is None and self.init != "alibi":
             values["half_life"] = (max(1.0, trained_length / 32), trained_length * 8.0)
         return FoxSpec.from_dict(values)
 
@@ -222,6 +263,40 @@ def half_life_ladder(num_heads: int, half_life: tuple[float, float]) -> list[flo
     return [low ** (1 - share) * high**share for share in shares]
 
 
+def half_life_of_time_constants(t_min: Any, t_max: Any, half_life: object = None) -> tuple[float, float]:
+    """(t_min ln 2, t_max ln 2): the half-lives of gates with f = exp(-1/T), T from t_min to t_max tokens.
+
+    Raises:
+        ValueError: one of them is missing or no number, t_min is above t_max, or a half-life is given as well.
+    """
+    if half_life is not None:
+        raise ValueError(
+            f"give half_life, or t_min and t_max (half-life = T ln 2), not both: got half_life {half_life}, "
+            f"t_min {t_min}, t_max {t_max}"
+        )
+    numbers = all(isinstance(t, (int, float)) and not isinstance(t, bool) for t in (t_min, t_max))
+    if not numbers or not (0 < t_min <= t_max and math.isfinite(t_max)):
+        raise ValueError(
+            "t_min and t_max, time constants in tokens, belong together and must be numbers, 0 < t_min <= t_max, "
+            f"finite; got t_min {t_min!r} and t_max {t_max!r}"
+        )
+    return t_min * math.log(2.0), t_max * math.log(2.0)
+
+
+def alibi_half_lives(num_heads: int) -> list[float]:
+    """Half-lives in tokens, ln 2 / slope, of ALiBi's slopes 2^(-8h/H), h = 1..H (Press et al. 2022).
+
+    Where H is no power of two, the slopes of the largest power M below it come first, then every second one of 2M.
+    """
+
+    def slopes(heads: int) -> list[float]:
+        return [2.0 ** (-8.0 * h / heads) for h in range(1, heads + 1)]
+
+    below = 1 << (num_heads.bit_length() - 1)
+    chosen = slopes(below) + slopes(2 * below)[0::2][: num_heads - below]
+    return [math.log(2.0) / slope for slope in chosen]
+
+
 TAKES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(
         ("max_wavelength", "anneal_tokens", "annealed_tokens", "log_n"), ((int, float), "a number of tokens")
@@ -240,6 +315,11 @@ def _check_type(spec_field: Any, value: object) -> None:
         return
     if not isinstance(value, types) or (types == (int, float) and isinstance(value, bool)):
         raise ValueError(f"{spec_field.name} has the wrong type: {value!r}; it takes {wanted}")
+
+
+def _preset(name: object) -> dict[str, Any]:
+    _one_of("preset", name, tuple(PRESETS))
+    return PRESETS[str(name)][0]
 
 
 def _numbers_by_layer(values: dict[Any, Any]) -> dict[int, float]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import fused
-from .configuration_fox import OPEN_BIAS, FoxSpec, bias_from_half_life, half_life_ladder
+from .configuration_fox import OPEN_BIAS, FoxSpec, alibi_half_lives, bias_from_half_life, half_life_ladder
 
 
 class AddedModule(nn.Module):
@@ -90,9 +90,11 @@ class ForgetGate(AddedModule):
 
 
 def initial_bias(spec: FoxSpec, num_heads: int) -> list[float]:
-    """The gate biases a layer starts with: open, or the ladder of half-lives (also where calibration starts from)."""
+    """The gate biases a layer starts with: open, ALiBi's, or the ladder of half-lives (calibration starts there)."""
     if spec.init == "open":
         return [OPEN_BIAS] * num_heads
+    if spec.init == "alibi":
+        return [bias_from_half_life(h) for h in alibi_half_lives(num_heads)]
     if spec.half_life is None:
         raise ValueError("half_life is not resolved: call FoxSpec.resolved(trained_length) first")
     return [bias_from_half_life(h) for h in half_life_ladder(num_heads, spec.half_life)]

@@ -1,14 +1,18 @@
 """The command line: fast to start, clear when wrong, exit code 2 and nothing left behind."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import retrofox
+from retrofox import FoxSpec
 from retrofox.cli import app as cli
 from retrofox.cli.convert import layer_wavelengths
 
@@ -73,6 +77,83 @@ def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
     assert spec["half_life"] == [4.0, 8.0]
 
 
+PRO = ["qk-norm", "output-norm", "output-gate", "k-shift", "v-shift"]
+PRESETS = {
+    "fox-partial": ("partial", "data", "slopes", 1, []),
+    "fox-llama": ("drop", "data", "slopes", 0, []),
+    "fox-pro": ("drop", "data", "slopes", 0, PRO),
+    "transformer-llama": ("keep", "none", "slopes", 1, []),
+    "transformer-pro": ("keep", "none", "slopes", 1, PRO),
+    "alibi": ("drop", "fixed", "alibi", 0, []),
+    "drope": ("drop", "none", "slopes", 1, []),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_the_published_systems(run, source, tmp_path, name):
+    code, out, _ = run("convert", source, tmp_path / "out", "--preset", name, "--dry-run", "--json")
+    assert code == 0
+    spec = json.loads(out)["spec"]
+    assert tuple(spec[key] for key in ("rope", "gate", "init", "sink_tokens", "pro")) == PRESETS[name]
+    assert spec["preset"] == name
+
+
+def test_a_converted_preset_carries_its_fields_and_runs(run, source, tmp_path):
+    options = "--preset alibi --log-n 2Ki --no-verify"
+    assert run("convert", source, tmp_path / "out", *options.split())[0] == 0
+    for file, path in (("config.json", ("fox",)), ("retrofox.json", ("plan", "spec"))):
+        spec = json.loads((tmp_path / "out" / file).read_text())
+        for key in path:
+            spec = spec[key]
+        assert (spec["preset"], spec["gate"], spec["init"], spec["log_n"]) == ("alibi", "fixed", "alibi", 2048)
+        assert spec["half_life"] is None
+    model = retrofox.load(tmp_path / "out")
+    bias = model.model.layers[0].self_attn.forget_gate.bias
+    slopes = -torch.nn.functional.logsigmoid(bias.double())
+    assert slopes.tolist() == pytest.approx([2**-4, 2**-8], rel=1e-5)  # 2^(-8h/H), H = 2
+
+
+def test_options_beside_a_preset_change_single_fields(run, source, tmp_path):
+    options = "--preset fox-pro --sink-tokens 2 --pro k-shift --rope partial --max-wavelength 1Ki --half-life 8 2Ki"
+    code, out, _ = run("convert", source, tmp_path / "out", *options.split(), "--dry-run", "--json")
+    assert code == 0
+    spec = json.loads(out)["spec"]
+    given = {"rope": "partial", "max_wavelength": 1024.0, "sink_tokens": 2, "pro": ["k-shift"], "gate": "data"}
+    assert given.items() <= spec.items()
+    assert spec["half_life"] == [8.0, 2048.0]
+
+
+def test_time_constants_are_half_lives_over_ln_2(run, source, tmp_path):
+    options = "--gate bias --t-min 2 --t-max 1Ki --dry-run --json"
+    code, out, _ = run("convert", source, tmp_path / "out", *options.split())
+    assert code == 0
+    plan = json.loads(out)
+    assert plan["spec"]["half_life"] == pytest.approx([2 * math.log(2), 1024 * math.log(2)])
+    model = retrofox.convert(LlamaForCausalLM.from_pretrained(source), fox=FoxSpec(gate="fixed", t_min=2, t_max=1024))
+    log_f = torch.nn.functional.logsigmoid(model.model.layers[0].self_attn.forget_gate.bias)
+    assert (-1 / log_f).tolist() == pytest.approx([2, 1024], rel=1e-3)
+
+
+def test_token_options_take_suffixes(run, source, tmp_path):
+    options = "--rope anneal --anneal-tokens 256Mi --layer-max-wavelength 0=1Ki --dry-run --json"
+    code, out, _ = run("convert", source, tmp_path / "out", *options.split())
+    assert code == 0
+    spec = json.loads(out)["spec"]
+    assert (spec["anneal_tokens"], spec["layer_max_wavelength"]) == (2**28, {"0": 1024.0})
+    for arguments in (
+        ("eval", source, "--data", "x.txt", "--length", "4KB"),
+        ("inspect", source, "--length", "4KB"),
+        ("generate", source, "hi", "--max-new-tokens", "4KB"),
+        ("needle", source, "--data", "x.txt", "--lengths", "1Ki,4KB"),
+        ("convert", source, tmp_path / "out", "--anneal-tokens", "4KB"),
+        ("convert", source, tmp_path / "out", "--half-life", "4KB", "8"),
+    ):
+        code, _, err = run(*arguments)
+        assert code == 2
+        assert "Ki, Mi, Gi: of 1024" in " ".join(err.replace("│", " ").split()), arguments
+        assert "4KB" in err
+
+
 def test_layers_with_a_wavelength_of_their_own(run, source, tmp_path):
     assert layer_wavelengths("0-2=8,5=0") == {0: 8.0, 1: 8.0, 2: 8.0, 5: 0.0}
     arguments = ["convert", source, tmp_path / "out", "--layer-max-wavelength", "0=7", "--no-verify", "--json"]
@@ -119,6 +200,14 @@ def test_extreme_numbers_stay_numbers(run, source, tmp_path, options):
 
 
 BAD = {
+    "--preset fox-por": "preset must be one of fox-partial, fox-llama, fox-pro, transformer-llama",
+    "--preset fox-llama --max-wavelength 99": "but --preset fox-llama (--rope drop) leaves it without effect",
+    "--preset transformer-pro --sink-tokens 1": "but --preset transformer-pro (--gate none) leaves it without effect",
+    "--preset alibi --half-life 8 64": "no effect with init 'alibi'",
+    "--half-life 8 64 --t-min 2 --t-max 9": "give half_life, or t_min and t_max",
+    "--t-min 2": "belong together",
+    "--t-min 9 --t-max 2": "0 < t_min <= t_max",
+    "--init open --t-min 2 --t-max 9": "--t-min sets where gates start, but --init open",
     "--sink-tokens 99999999999": "sink_tokens must be an integer >= 0 and below 2^31",
     "--rope keeep": "rope must be one of keep, partial, drop, anneal; got 'keeep' (did you mean 'keep'?)",
     "--half-life 100 10": "0 < shortest <= longest",

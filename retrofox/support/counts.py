@@ -1,0 +1,25 @@
+"""Token counts as people write them: 65536, 6.5e6, "64K", "512Ki", "20M", "1.5B". Importing it imports no torch."""
+
+from __future__ import annotations
+
+import re
+
+SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+"""Suffix in lower case -> what it multiplies by; either case is read."""
+PATTERN = r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*((?:[kKmMgG][iI]|[kKmMbBtT])?)\s*"
+"""What a count looks like, as a regular expression (also of the recipes' JSON schema)."""
+ALLOWED = (
+    "a number of tokens, whole, such as 65536, 20M or 512Ki (suffixes K, M, B, T: powers of 1000; Ki, Mi, Gi: of 1024)"
+)
+
+
+def parse_count(value: object) -> object:
+    """A whole number from 65536, 6.5e6, "64K", "512Ki", "20M", "1.5B"; anything else is returned untouched."""
+    number = parse_tokens(value)
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def parse_tokens(value: object) -> object:
+    """As `parse_count`, but a number of tokens that need not be whole: "1.5" is 1.5; any other text is untouched."""
+    match = re.fullmatch(PATTERN, value) if isinstance(value, str) else None
+    return value if match is None else float(match[1]) * SUFFIXES.get(match[2].lower(), 1)
