@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from retrofox.config import Recipe, dump, load_recipe, parse_count, schema, validate
 from retrofox.config_yaml import apply_override, read_yaml
+from retrofox.model.configuration_fox import FoxSpec
 
 MINIMAL = """
 model: base
@@ -221,3 +223,36 @@ def test_shipped_recipes_parse_and_are_short(path):
 def test_config_imports_no_torch():
     code = "import sys, retrofox.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+IDLE_SPECS = {
+    "max_wavelength sets .* but rope keep leaves it without effect": {"rope": "keep", "max_wavelength": 100},
+    "max_wavelength .* anneal_to drop": {
+        "rope": "anneal", "anneal_to": "drop", "anneal_tokens": 9, "max_wavelength": 9,
+    },
+    "anneal_tokens .* rope partial": {"anneal_tokens": 5},
+    "anneal_to .* rope drop": {"rope": "drop", "anneal_to": "drop"},
+    "half_life .* gate none": {"gate": "none", "half_life": [2, 3]},
+    "prune .* gate none": {"gate": "none", "prune": -10},
+    "sink_tokens .* gate none": {"gate": "none", "sink_tokens": 4},
+    "init .* gate none": {"gate": "none", "init": "open"},
+    "half_life .* init open": {"init": "open", "half_life": [2, 3]},
+    "prune .* init open": {"init": "open", "prune": -10},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "fox"), IDLE_SPECS.items(), ids=list(IDLE_SPECS))
+def test_fields_without_effect_are_refused_in_python_and_in_recipes(message, fox):
+    with pytest.raises(ValueError, match=f"{message}.*: drop one of them"):
+        FoxSpec(**fox)
+    with pytest.raises(ValueError, match=f"fox: {message}.*: drop one of them"):
+        validate({**read_yaml(MINIMAL, "x"), "fox": fox})
+
+
+@pytest.mark.parametrize("fox", [{"rope": "keep"}, {"gate": "none"}, {"init": "open"}, {"rope": "drop"}], ids=str)
+def test_a_resolved_spec_is_read_back_from_a_config(fox):
+    resolved = replace(FoxSpec(**fox), version="0.1.0").resolved(2048)
+    assert FoxSpec.from_dict(resolved.to_dict()) == resolved
+    assert (resolved.max_wavelength, resolved.half_life) == (512, (64, 16384))
+    shown = FoxSpec(**fox)
+    assert FoxSpec.from_dict(shown.to_dict()) == shown  # as `config show` writes a recipe

@@ -90,7 +90,7 @@ def convert(
         "layer_max_wavelength": None if layer_max_wavelength is None else layer_wavelengths(layer_max_wavelength),
     }
     given = {name: value for name, value in given.items() if value is not None}
-    refuse_idle(rope, gate, given)
+    refuse_idle({"rope": rope, "gate": gate, **given})
     files = [str(file) for file in calibrate or []]
     if not files and (calibrate_steps is not None or no_refit_queries):
         raise ValueError(
@@ -127,39 +127,18 @@ def convert(
     print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)
 
 
-IDLE = {
-    "max_wavelength": "which pairs --rope partial keeps",
-    "anneal_to": "where --rope anneal ends",
-    "anneal_tokens": "how long --rope anneal takes",
-    "half_life": "where gates start",
-    "init": "where gates start",
-    "sink_tokens": "which tokens never decay",
-    "prune": "which keys are skipped",
-}
-"""Options that other options can leave without effect, and what they set."""
+def refuse_idle(given: dict[str, Any]) -> None:
+    """Raises ValueError, in the names of options, for one among those given that the others leave without effect."""
+    from retrofox.model.configuration_fox import IDLE, FoxSpec, idle_fields
 
-
-def refuse_idle(rope: str, gate: str, given: dict[str, Any]) -> None:
-    """Raises ValueError for an option that has no effect beside the others.
-
-    Args:
-        given: FoxSpec field -> value, of the options that were given.
-    """
-    idle: dict[str, str] = {}
-    if rope in ("keep", "drop"):
-        idle |= {"max_wavelength": f"--rope {rope}"}
-    elif given.get("anneal_to") == "drop":
-        idle |= {"max_wavelength": "--anneal-to drop"}
-    if rope != "anneal":
-        idle |= dict.fromkeys(("anneal_to", "anneal_tokens"), f"--rope {rope}")
-    if given.get("init") == "open":
-        idle |= dict.fromkeys(("half_life", "prune"), "--init open")
-    if gate == "none":
-        idle |= dict.fromkeys(("half_life", "init", "sink_tokens", "prune"), "--gate none")
-    for name, why in idle.items():
+    switches = {name: given.get(name, getattr(FoxSpec, name)) for name in ("rope", "anneal_to", "gate", "init")}
+    for name, other in idle_fields(**switches).items():
         if name in given:
-            option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} sets {IDLE[name]}, but {why} leaves it without effect: drop one of them")
+            option, why = (f"--{field.replace('_', '-')}" for field in (name, other))
+            raise ValueError(
+                f"{option} sets {IDLE[name].replace('rope', '--rope')}, but {why} {switches[other]} leaves it without "
+                "effect: drop one of them"
+            )
 
 
 MOST_LAYERS = 10_000
