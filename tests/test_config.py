@@ -256,3 +256,22 @@ def test_a_resolved_spec_is_read_back_from_a_config(fox):
     assert (resolved.max_wavelength, resolved.half_life) == (512, (64, 16384))
     shown = FoxSpec(**fox)
     assert FoxSpec.from_dict(shown.to_dict()) == shown  # as `config show` writes a recipe
+
+
+def test_aliases_that_stand_for_billions_of_values_are_refused_at_once():
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    with pytest.raises(ValueError, match=r"r.yaml: its YAML aliases stand for more than 100000 values"):
+        read_yaml("\n".join(lines), "r.yaml")
+    with pytest.raises(ValueError, match="aliases stand for more"):
+        read_yaml("a: &a [*a]", "r.yaml")
+    assert read_yaml("a: &a [1, 2]\nb: *a", "r.yaml") == {"a": [1, 2], "b": [1, 2]}
+    assert read_yaml("", "r.yaml") is None
+
+
+@pytest.mark.parametrize("text", ["a: [1, 2", "a: b: c", "\tx: 1", "a: 1\na: 2", "%x", "a: \x00", "a: *b"], ids=repr)
+def test_a_yaml_error_is_one_line_that_says_where(text):
+    with pytest.raises(ValueError, match=r"^r.yaml: not valid YAML: ") as error:
+        read_yaml(text, "r.yaml")
+    assert "\n" not in str(error.value)
+    assert "\x00" in text or "line " in str(error.value)

@@ -62,7 +62,7 @@ def calibrate_half_lives(
     Raises:
         ValueError: windows too short to tell a decay, or an unsupported family.
 
-    LayerSource: calibrated initialisation of linear-attention decays (Taylor-Calibrate, arXiv 2606.16429); here with the
+    Source: calibrated initialisation of linear-attention decays (Taylor-Calibrate, arXiv 2606.16429); here with the
     first tokens, the attention sink, left out.
     """
     if windows.dim() != 2 or windows.shape[1] < sink_tokens + 16:

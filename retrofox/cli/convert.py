@@ -69,6 +69,10 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
     revision: Annotated[str | None, typer.Option(help="Hub revision: branch, tag or commit.")] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run the code beside a tokenizer that needs it, naming it."),
+    ] = False,
 ) -> None:
     """Converts a pretrained model: gates in, RoPE out (wholly, partly or not), proven against the original.
 
@@ -109,8 +113,9 @@ def convert(
     with begun(source, out, link, wanted=not files) as appearing:  # copies while the next lines import torch
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report
+        from retrofox.loading.trust import trusting_code
 
-        with report.copying(quiet=as_json) as progress:
+        with report.copying(quiet=as_json) as progress, trusting_code(trust_remote_code):
             result = artefact.write(
                 source,
                 out,

@@ -16,6 +16,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading import shards
+from retrofox.loading.source import quiet_torch
 from retrofox.support.files import replacing
 from retrofox.surgery import Plan
 
@@ -92,7 +93,8 @@ def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
     Raises:
         ValueError: the file is damaged, holds something other than tensors, or would run code when unpickled.
     """
-    state, mapped = _unpickled(file)
+    with quiet_torch():
+        state, mapped = _unpickled(file)
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype not in DTYPES:

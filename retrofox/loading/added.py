@@ -37,8 +37,8 @@ def check_added(directory: Path, values: Mapping[str, Any], found: Shards) -> No
     for name, shape in expected.items():
         if found.tensors[name]["shape"] != shape:
             raise ValueError(
-                f"{directory} has {name} of shape {found.tensors[name]['shape']}; its config.json asks for {shape}: the "
-                "two don't belong together"
+                f"{directory} has {name} of shape {found.tensors[name]['shape']}; its config.json asks for {shape}: "
+                "the two don't belong together"
             )
 
 

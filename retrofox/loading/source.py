@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import ssl
 import struct
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -138,6 +140,30 @@ def reading_gguf(file: str | Path) -> Iterator[None]:
             f"{file} can't be read as a model ({first_line(error)}): download it again, or convert the model that it "
             "was made from"
         ) from error
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Without torch's warnings about a file's pickle protocol and tensors of no elements: the user made neither."""
+    with warnings.catch_warnings():
+        for text in (".*pickle protocol", ".*zero-element tensors"):
+            warnings.filterwarnings("ignore", message=text, category=UserWarning)
+        yield
+
+
+@contextmanager
+def opened_by_transformers(source: object) -> Iterator[None]:
+    """Turns what transformers and torch raise in the block, about weights that make no model, into one line."""
+    try:
+        with quiet_torch(), understood(f"config.json of {source}"):
+            yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{source} holds more than tensors in a .bin file and could run code when it is opened, so it was not: "
+            "take a safetensors version of the model"
+        ) from error
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise ValueError(f"{source} can't be opened: {first_line(error)}") from error
 
 
 @contextmanager
