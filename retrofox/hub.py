@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from retrofox import model
 from retrofox.conversion.card import HERE, card_of, own_card
 from retrofox.loading import shards
+from retrofox.loading.added import check_added, check_finite
 from retrofox.loading.source import first_line, hub_errors, read_config
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 
@@ -24,8 +25,8 @@ LEFT_AT_HOME = (".pt", ".pth", ".bin", ".gguf", ".partial", ".lock", ".tmp")
 def check_complete(directory: Path) -> None:
     """Raises ValueError where a directory is not a complete converted checkpoint that loads anywhere.
 
-    Checked: config.json with spec and auto_map, every remote-code file, every shard by header and size, a gate in every
-    layer that the spec asks for, a card with metadata where there is one.
+    Checked: config.json with spec and auto_map, every remote-code file, every shard by header and size, every
+    tensor that the spec asks for, finite, a card with metadata where there is one.
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory}: no such directory")
@@ -35,7 +36,7 @@ def check_complete(directory: Path) -> None:
     model_type = str(values.get("model_type"))
     if model_type.removeprefix("fox_") not in SUPPORTED or not model_type.startswith("fox_"):
         raise ValueError(f"{directory} has model_type {model_type}: only converted models are pushed")
-    spec = FoxSpec.from_dict(values.get("fox"))
+    FoxSpec.from_dict(values.get("fox"))
     code = {f"{name.partition('.')[0]}.py" for name in (values.get("auto_map") or {}).values()}
     travelling = {file.name for file in Path(model.__path__[0]).glob("*.py")} - {"__init__.py"}
     missing = [name for name in sorted(travelling | code) if not (directory / name).is_file()]
@@ -44,12 +45,8 @@ def check_complete(directory: Path) -> None:
             f"{directory} lacks its code ({', '.join(missing) or 'auto_map'}): save it with save_pretrained"
         )
     found = shards.find(directory)
-    gates = sum(name.endswith("forget_gate.bias") for name in found.weight_map)
-    layers = 0 if spec.gate == "none" else values["num_hidden_layers"]
-    if gates != layers:
-        raise ValueError(
-            f"{directory} has the gates of {gates} layers where its config asks for {layers}: it is incomplete"
-        )
+    check_added(directory, values, found)
+    check_finite(directory, found)
     text = own_card(directory)
     if text is not None:
         data = ModelCard(text, ignore_metadata_errors=False).data.to_dict()

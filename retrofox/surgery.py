@@ -28,6 +28,7 @@ ATTENTION = ("_attn_implementation", "attn_implementation")
 """Keys of a config.json by which it asks for an attention function, of which a converted model has one."""
 DROPPED = (
     *("model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "dtype", "fox"),
+    "transformers_weights",
     *ATTENTION,
 )
 """Keys of a base's config that are its own and not its converted model's."""
@@ -96,8 +97,8 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
             f"layer_max_wavelength names layers {too_deep[:5]}; the model has 0..{config.num_hidden_layers - 1}"
         )
     fox_config = fox_config_of(config, spec)
-    with torch.device("meta"), understood(f"the {config.model_type} config"):
-        model = lm_class(config.model_type)(fox_config)
+    with understood(f"the {config.model_type} config"):
+        model = on_meta(config.model_type, fox_config)
     found = [module for _, module in attentions(model)]
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     added = {n: shape for n, shape in shapes.items() if is_new_tensor(n)}
@@ -117,6 +118,22 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),
         settings_replaced=replaced_settings(config),
     )
+
+
+def on_meta(model_type: str, config: Any) -> Any:
+    """A converted model without memory for its tensors, for their names and shapes."""
+    with torch.device("meta"):
+        return lm_class(model_type)(config)
+
+
+def with_new_modules(plan: Plan, device: Any = "cpu") -> Any:
+    """A converted model on the meta device, but for its added modules, which are real and at their starting values."""
+    model = on_meta(plan.model_type, plan.config)
+    for _, attention in attentions(model):
+        for _, module in attention.new_modules():
+            module.to_empty(device=device)
+            module.reset()
+    return model
 
 
 def starting_half_lives(biases: list[float]) -> list[float]:
@@ -141,8 +158,7 @@ def fox_config_of(config: Any, spec: FoxSpec) -> Any:
 
 def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     """The converted form of a live model. It shares the base's parameters, frozen ones too; the gates are new."""
-    with torch.device("meta"):
-        model = lm_class(plan.model_type)(plan.config)
+    model = with_new_modules(plan, next(base.parameters()).device)
     state = base.state_dict(keep_vars=True)
     frozen = [tensor for tensor in state.values() if not tensor.requires_grad]
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
@@ -151,11 +167,6 @@ def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     if wrong := unexpected + [n for n in missing if not is_new_tensor(n)]:
         raise ValueError(f"the base model's tensors don't fit its converted class: {wrong[:5]}")
     _fill_buffers(base, model)
-    device = next(base.parameters()).device
-    for _, attention in attentions(model):
-        for _, module in attention.new_modules():
-            module.to_empty(device=device)
-            module.reset()
     model.tie_weights()
     if base.generation_config is not None:
         model.generation_config = base.generation_config

@@ -75,8 +75,11 @@ def pico_fox(pico_llama, stir) -> Callable[..., Any]:
 
     def build(*, stirred: bool = True, config: dict[str, Any] | None = None, **spec: Any) -> Any:
         import retrofox
+        from retrofox.model.configuration_fox import FoxSpec, idle_fields
 
-        values = {"half_life": (2.0, 200.0), "max_wavelength": 40.0, **spec}
+        values = {"half_life": (2.0, 200.0), "max_wavelength": 40.0}
+        idle = idle_fields(*(spec.get(name, getattr(FoxSpec, name)) for name in ("rope", "anneal_to", "gate", "init")))
+        values = {name: value for name, value in values.items() if name not in idle} | spec
         model = retrofox.convert(pico_llama(**(config or {})), fox=retrofox.FoxSpec(**values))
         return (stir(model) if stirred else model).eval()
 

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from retrofox.config import Recipe, dump, load_recipe, parse_count, schema, validate
 from retrofox.config_yaml import apply_override, read_yaml
+from retrofox.model.configuration_fox import FoxSpec
 
 MINIMAL = """
 model: base
@@ -103,7 +105,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("fox={half_life: [8, 64], t_min: 2, t_max: 9}", ["give half_life, or t_min and t_max", "not both"]),
         ("fox.t_min=2", ["t_min and t_max", "belong together"]),
         ("fox={t_min: 9, t_max: 2}", ["0 < t_min <= t_max"]),
-        ("fox={preset: alibi, half_life: [8, 64]}", ["no effect with init 'alibi'"]),
+        ("fox={preset: alibi, half_life: [8, 64]}", ["init alibi leaves it without effect"]),
         ("stages.0.learning_rate='3'", ["stages.0.learning_rate", "'3'"]),
         ("stages.0.learning_rate=.nan", ["stages.0.learning_rate"]),
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
@@ -259,3 +261,55 @@ def test_shipped_recipes_parse_and_are_short(path):
 def test_config_imports_no_torch():
     code = "import sys, retrofox.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+IDLE_SPECS = {
+    "max_wavelength sets .* but rope keep leaves it without effect": {"rope": "keep", "max_wavelength": 100},
+    "max_wavelength .* anneal_to drop": {
+        "rope": "anneal", "anneal_to": "drop", "anneal_tokens": 9, "max_wavelength": 9,
+    },
+    "anneal_tokens .* rope partial": {"anneal_tokens": 5},
+    "anneal_to .* rope drop": {"rope": "drop", "anneal_to": "drop"},
+    "half_life .* gate none": {"gate": "none", "half_life": [2, 3]},
+    "prune .* gate none": {"gate": "none", "prune": -10},
+    "sink_tokens .* gate none": {"gate": "none", "sink_tokens": 4},
+    "init .* gate none": {"gate": "none", "init": "open"},
+    "half_life .* init open": {"init": "open", "half_life": [2, 3]},
+    "prune .* init open": {"init": "open", "prune": -10},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "fox"), IDLE_SPECS.items(), ids=list(IDLE_SPECS))
+def test_fields_without_effect_are_refused_in_python_and_in_recipes(message, fox):
+    with pytest.raises(ValueError, match=f"{message}.*: drop one of them"):
+        FoxSpec(**fox)
+    with pytest.raises(ValueError, match=f"fox: {message}.*: drop one of them"):
+        validate({**read_yaml(MINIMAL, "x"), "fox": fox})
+
+
+@pytest.mark.parametrize("fox", [{"rope": "keep"}, {"gate": "none"}, {"init": "open"}, {"rope": "drop"}], ids=str)
+def test_a_resolved_spec_is_read_back_from_a_config(fox):
+    resolved = replace(FoxSpec(**fox), version="0.1.0").resolved(2048)
+    assert FoxSpec.from_dict(resolved.to_dict()) == resolved
+    assert (resolved.max_wavelength, resolved.half_life) == (512, (64, 16384))
+    shown = FoxSpec(**fox)
+    assert FoxSpec.from_dict(shown.to_dict()) == shown  # as `config show` writes a recipe
+
+
+def test_aliases_that_stand_for_billions_of_values_are_refused_at_once():
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    with pytest.raises(ValueError, match=r"r.yaml: its YAML aliases stand for more than 100000 values"):
+        read_yaml("\n".join(lines), "r.yaml")
+    with pytest.raises(ValueError, match="aliases stand for more"):
+        read_yaml("a: &a [*a]", "r.yaml")
+    assert read_yaml("a: &a [1, 2]\nb: *a", "r.yaml") == {"a": [1, 2], "b": [1, 2]}
+    assert read_yaml("", "r.yaml") is None
+
+
+@pytest.mark.parametrize("text", ["a: [1, 2", "a: b: c", "\tx: 1", "a: 1\na: 2", "%x", "a: \x00", "a: *b"], ids=repr)
+def test_a_yaml_error_is_one_line_that_says_where(text):
+    with pytest.raises(ValueError, match=r"^r.yaml: not valid YAML: ") as error:
+        read_yaml(text, "r.yaml")
+    assert "\n" not in str(error.value)
+    assert "\x00" in text or "line " in str(error.value)

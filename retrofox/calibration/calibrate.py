@@ -20,7 +20,7 @@ from retrofox.calibration import capture
 from retrofox.calibration.files import write_tables, write_tensors
 from retrofox.calibration.half_life import calibrate_half_lives, write_half_lives
 from retrofox.calibration.run import Run, put
-from retrofox.calibration.source import Source, open_source
+from retrofox.calibration.source import LayerSource, open_source
 from retrofox.calibration.state import State, fingerprint
 from retrofox.calibration.windows import documents_of, fitting_windows, full_windows
 from retrofox.families import trained_length
@@ -233,7 +233,7 @@ def _gates(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items() if ".forget_gate." in name}
 
 
-def _values(source: Source, state: State) -> dict[str, torch.Tensor]:
+def _values(source: LayerSource, state: State) -> dict[str, torch.Tensor]:
     """All layers' tensors by their names in the model; projections in the dtype of the checkpoint."""
     values = {}
     for number, (name, _) in enumerate(attentions(source.model)):
@@ -261,7 +261,7 @@ def _checked(tokens: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-def _start(source: Source, tokens: torch.Tensor, state: State, out: Path, progress: bool) -> dict[str, str]:
+def _start(source: LayerSource, tokens: torch.Tensor, state: State, out: Path, progress: bool) -> dict[str, str]:
     """Sets the gates to half-lives measured at full context, once per run; returns the files written."""
     model = source.model
     table_file = out / "half_lives.json"

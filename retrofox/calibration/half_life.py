@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from retrofox.anatomy import is_converted
 from retrofox.calibration.capture import Operands, enter, run_original
 from retrofox.calibration.fit import hidden_keys, scores
-from retrofox.calibration.source import Source
+from retrofox.calibration.source import LayerSource
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.files import write_result
 from retrofox.support.plots import half_life_figure, save_csv, save_figure
@@ -32,7 +32,7 @@ COLUMNS = ("layer", "head", "half_life_tokens", "fit_r2", "sink_mass", "median_d
 
 @torch.no_grad()
 def calibrate_half_lives(
-    model: PreTrainedModel | Source,
+    model: PreTrainedModel | LayerSource,
     windows: torch.Tensor,
     sink_tokens: int,
     *,
@@ -69,11 +69,11 @@ def calibrate_half_lives(
         raise ValueError(
             f"windows must be (N, T) with T at least {sink_tokens + 16} tokens, got {tuple(windows.shape)}"
         )
-    if isinstance(model, Source):
+    if isinstance(model, LayerSource):
         source = model
     else:
         fox = model if is_converted(model) else apply(model, make_plan(model.config, FoxSpec()))
-        source = Source(fox, fox.dtype, None)
+        source = LayerSource(fox, fox.dtype, None)
     hidden, calls = enter(source.model, windows)
     half_lives, table = [], []
     for number in range(len(calls)):

@@ -12,7 +12,7 @@ from torch import nn
 from retrofox.calibration import capture
 from retrofox.calibration import fit as fitting
 from retrofox.calibration.half_life import LONGEST
-from retrofox.calibration.source import Source
+from retrofox.calibration.source import LayerSource
 from retrofox.calibration.state import State
 from retrofox.model.attention import FoxMixin
 from retrofox.model.configuration_fox import FoxSpec
@@ -29,7 +29,7 @@ class Run:
 
     def __init__(
         self,
-        source: Source,
+        source: LayerSource,
         fox: FoxSpec,
         tokens: torch.Tensor,
         held_out: int,

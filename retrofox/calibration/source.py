@@ -14,15 +14,15 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from retrofox.anatomy import attentions, inner_model, is_new_tensor, lm_class
+from retrofox.anatomy import inner_model, is_new_tensor
 from retrofox.loading.base import base_config, load_base
 from retrofox.loading.shards import find
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model.configuration_fox import FoxSpec
-from retrofox.surgery import apply, make_plan
+from retrofox.surgery import apply, make_plan, on_meta, with_new_modules
 
 
-class Source:
+class LayerSource:
     """A converted model whose decoder layers may be empty until `layer(n)` fills one.
 
     Attributes:
@@ -46,21 +46,15 @@ class Source:
             yield from layer.self_attn.parameters()
 
 
-class Checkpoint(Source):
+class Checkpoint(LayerSource):
     """A directory of safetensors shards: embeddings, norms and head are read at once, layers one at a time."""
 
     def __init__(self, directory: Path, spec: FoxSpec | None):
         """Raises ValueError where tensor names in the files are not those of the model (see `layerwise`)."""
         plan = make_plan(base_config(directory), spec or FoxSpec(), base=str(directory))
         self._files = tensor_files(directory)
-        config = plan.config
-        with torch.device("meta"):
-            model = lm_class(plan.model_type)(config)
-        _fill_buffers(model, config)
-        for _, attention in attentions(model):
-            for _, module in attention.new_modules():
-                module.to_empty(device="cpu")
-                module.reset()
+        model = with_new_modules(plan)
+        _fill_buffers(model, plan.config)
         outside = [n for n in model.state_dict() if ".layers." not in n and n in self._files]
         state = self._read({name: name for name in outside})
         model.load_state_dict(state, strict=False, assign=True)
@@ -123,15 +117,14 @@ def layerwise(directory: Path) -> bool:
     if not files:
         return False
     plan = make_plan(base_config(directory), FoxSpec())
-    with torch.device("meta"):
-        model = lm_class(plan.model_type)(plan.config)
+    model = on_meta(plan.model_type, plan.config)
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     return all(name in files or name in tied or is_new_tensor(name) for name in model.state_dict())
 
 
 def open_source(
     source: PreTrainedModel | str | os.PathLike, spec: FoxSpec | None, revision: str | None, layers_on_disk: bool | None
-) -> Source:
+) -> LayerSource:
     """The converted form of whatever a calibration is asked to work on.
 
     Args:
@@ -147,7 +140,7 @@ def open_source(
             raise ValueError("a converted model has its own spec: pass spec=None, or calibrate its base model")
         if converted:
             _require_own_queries(source)
-        return Source(source if converted else _converted(source, spec), source.dtype, None)
+        return LayerSource(source if converted else _converted(source, spec), source.dtype, None)
     path = Path(source)
     possible = path.is_dir() and layerwise(path)
     if layers_on_disk and not possible:
@@ -156,7 +149,7 @@ def open_source(
         return Checkpoint(path, spec)
     base, tokenizer = load_base(os.fspath(source), revision=revision)
     dtype = base.dtype
-    return Source(_converted(base.float(), spec), dtype, tokenizer)
+    return LayerSource(_converted(base.float(), spec), dtype, tokenizer)
 
 
 def _require_own_queries(model: PreTrainedModel) -> None:

@@ -41,6 +41,10 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16 or float16 (gates stay float32); default: bfloat16 on a GPU, else float32."),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the code beside a model or tokenizer that needs it, naming it."),
+]
 TextField = Annotated[str, typer.Option(help="Field of JSON or Parquet records that holds the text.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")
@@ -143,31 +147,34 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measures the loss at each document position, L(i), for a model and its original.
 
     Prints a bucket table; writes JSON, CSV and plots into --out.
     """
     from retrofox.evaluation.evaluate import evaluate as run
+    from retrofox.loading.trust import trusting_code
 
-    run(
-        model,
-        against=against or None,
-        data=data or [],
-        length=length,
-        out=out,
-        max_documents=max_documents,
-        windows=windows or None,
-        min_tokens=min_tokens,
-        batch=batch,
-        controls=controls,
-        text_field=text_field,
-        tasks=[task.strip() for task in tasks.split(",") if task.strip()],
-        include_path=include_path,
-        limit=limit,
-        device=device,
-        dtype=dtype,
-    )
+    with trusting_code(trust_remote_code):
+        run(
+            model,
+            against=against or None,
+            data=data or [],
+            length=length,
+            out=out,
+            max_documents=max_documents,
+            windows=windows or None,
+            min_tokens=min_tokens,
+            batch=batch,
+            controls=controls,
+            text_field=text_field,
+            tasks=[task.strip() for task in tasks.split(",") if task.strip()],
+            include_path=include_path,
+            limit=limit,
+            device=device,
+            dtype=dtype,
+        )
 
 
 @app.command()
@@ -188,24 +195,27 @@ def generate(
     template: Annotated[bool, typer.Option("--chat-template", help="Wrap each prompt in the chat template.")] = False,
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Continues a prompt and streams the text."""
     from retrofox.generation.generate import generate as run
+    from retrofox.loading.trust import trusting_code
 
-    result = run(
-        model,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        num_beams=num_beams,
-        stream=stream,
-        seed=seed,
-        device=device,
-        dtype=dtype,
-        use_cache=cache,
-        chat_template=template,
-    )
+    with trusting_code(trust_remote_code):
+        result = run(
+            model,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            num_beams=num_beams,
+            stream=stream,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            use_cache=cache,
+            chat_template=template,
+        )
     if not stream:
         for text in result["texts"]:
             typer.echo(text)
@@ -224,12 +234,15 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Chats with a model, keeping the cache between turns. /exit ends the chat."""
     from retrofox.generation.chat import chat as run
+    from retrofox.loading.trust import trusting_code
 
     options = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
-    run(model, **options, seed=seed, device=device, dtype=dtype)
+    with trusting_code(trust_remote_code):
+        run(model, **options, seed=seed, device=device, dtype=dtype)
 
 
 @app.command()
@@ -247,9 +260,11 @@ def needle(
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and heat-maps.")] = None,
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Hides facts in long texts and asks for them, at several context lengths and depths."""
     from retrofox.evaluation.needle import needle as run
+    from retrofox.loading.trust import trusting_code
 
     try:
         sizes = [count(part) for part in lengths.split(",")]
@@ -259,7 +274,8 @@ def needle(
             f"takes {ALLOWED}"
         ) from None
     options: dict[str, Any] = {"depths": depths, "mode": mode, "trials": trials, "seed": seed, "batch": batch}
-    run(model, against, data, sizes, **options, text_field=text_field, out=out, device=device, dtype=dtype)
+    with trusting_code(trust_remote_code):
+        run(model, against, data, sizes, **options, text_field=text_field, out=out, device=device, dtype=dtype)
 
 
 @app.command()
@@ -272,12 +288,15 @@ def inspect(
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Shows each head's half-life: local and global heads, dead and saturated gates, kept rotary pairs."""
     from retrofox.evaluation.gates import inspect as run
+    from retrofox.loading.trust import trusting_code
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "text_field": text_field, "out": out}
-    run(model, data or None, **options, device=device, dtype=dtype)
+    with trusting_code(trust_remote_code):
+        run(model, data or None, **options, device=device, dtype=dtype)
 
 
 @app.command()

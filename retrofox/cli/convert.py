@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from retrofox.cli.tokens import METAVAR, count, length
-from retrofox.model.configuration_fox import PRESETS, FoxSpec
+from retrofox.model.configuration_fox import IDLE, PRESETS, FoxSpec, idle_fields
 from retrofox.support.counts import parse_tokens
 
 NAMES = "; ".join(f"{name}: {what}" for name, (_, what) in PRESETS.items())
@@ -120,6 +120,10 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
     revision: Annotated[str | None, typer.Option(help="Hub revision: branch, tag or commit.")] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run the code beside a tokenizer that needs it, naming it."),
+    ] = False,
 ) -> None:
     """Converts a pretrained model: gates in, RoPE out (wholly, partly or not), proven against the original.
 
@@ -145,8 +149,8 @@ def convert(
         "layer_max_wavelength": None if layer_max_wavelength is None else layer_wavelengths(layer_max_wavelength),
     }
     given = {name: value for name, value in given.items() if value is not None}
-    spec = FoxSpec.from_dict(given)
     refuse_idle(given)
+    spec = FoxSpec.from_dict(given)
     files = [str(file) for file in calibrate or []]
     if not files and (calibrate_steps is not None or no_refit_queries):
         raise ValueError(
@@ -164,8 +168,9 @@ def convert(
     with begun(source, out, link, wanted=not files) as appearing:  # copies while the next lines import torch
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report
+        from retrofox.loading.trust import trusting_code
 
-        with report.copying(quiet=as_json) as progress:
+        with report.copying(quiet=as_json) as progress, trusting_code(trust_remote_code):
             result = artefact.write(
                 source,
                 out,
@@ -182,53 +187,33 @@ def convert(
     print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)
 
 
-IDLE = {
-    "max_wavelength": "which pairs --rope partial keeps",
-    "anneal_to": "where --rope anneal ends",
-    "anneal_tokens": "how long --rope anneal takes",
-    "half_life": "where gates start",
-    "t_min": "where gates start",
-    "t_max": "where gates start",
-    "init": "where gates start",
-    "sink_tokens": "which tokens never decay",
-    "prune": "which keys are skipped",
-}
-"""Options that other options can leave without effect, and what they set."""
 LADDER = ("half_life", "t_min", "t_max")
+"""Options that set where gates start."""
 
 
 def refuse_idle(given: dict[str, Any]) -> None:
-    """Raises ValueError for an option that has no effect beside the others.
+    """Raises ValueError, in the names of options, for one among those given that the others leave without effect.
 
     Args:
         given: FoxSpec field -> value, of the options that were given.
     """
-    preset = PRESETS[given.get("preset", "fox-partial")][0]
-    values = {"rope": "partial", "gate": "data", **preset, **given}
-    rope, gate = values["rope"], values["gate"]
+    preset = PRESETS.get(given.get("preset", "fox-partial"), ({}, ""))[0]
+    chosen = {**preset, **given}
+    switches = {name: chosen.get(name, getattr(FoxSpec, name)) for name in ("rope", "anneal_to", "gate", "init")}
 
     def option(name: str) -> str:
         """What set a field: the option itself, or the preset."""
-        chosen = f"--{name.replace('_', '-')} {values[name]}"
-        return f"--preset {given['preset']} ({chosen})" if name in preset and name not in given else chosen
+        text = f"--{name.replace('_', '-')} {switches[name]}"
+        return f"--preset {given['preset']} ({text})" if name in preset and name not in given else text
 
-    idle: dict[str, str] = {}
-    if rope in ("keep", "drop"):
-        idle |= {"max_wavelength": option("rope")}
-    elif given.get("anneal_to") == "drop":
-        idle |= {"max_wavelength": "--anneal-to drop"}
-    if rope != "anneal":
-        idle |= dict.fromkeys(("anneal_to", "anneal_tokens"), option("rope"))
-    if values.get("init") == "open":
-        idle |= dict.fromkeys((*LADDER, "prune"), option("init"))
-    if values.get("init") == "alibi":
-        idle |= dict.fromkeys(LADDER, option("init"))
-    if gate == "none":
-        idle |= dict.fromkeys((*LADDER, "init", "sink_tokens", "prune"), option("gate"))
-    for name, why in idle.items():
-        if name in given:
-            text = "--" + name.replace("_", "-")
-            raise ValueError(f"{text} sets {IDLE[name]}, but {why} leaves it without effect: drop one of them")
+    for name, other in idle_fields(**switches).items():
+        for field in LADDER if name == "half_life" else (name,):
+            if field in given:
+                what = IDLE[name].replace("rope ", "--rope ")
+                raise ValueError(
+                    f"--{field.replace('_', '-')} sets {what}, but {option(other)} leaves it without effect: drop one "
+                    "of them"
+                )
 
 
 def half_lives(texts: tuple[str, str]) -> tuple[float, float]:

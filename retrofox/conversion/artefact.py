@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedModel
 
-from retrofox.anatomy import attentions, lm_class
+from retrofox.anatomy import is_new_tensor
 from retrofox.calibration.calibrate import apply_to, calibrate
 from retrofox.conversion.card import card
 from retrofox.conversion.norm_gains import gains_of, has_norms, measure_gains, set_gains
@@ -28,10 +28,10 @@ from retrofox.loading.base import base_config, load_base
 from retrofox.loading.shards import INDEX, Appearing, Progress, Shards, refuse_existing
 from retrofox.loading.source import check_live, check_out, fetch, reading_gguf, recorded
 from retrofox.loading.tokenizers import load_tokenizer, tokenizer_of_live
-from retrofox.model.configuration_fox import FoxSpec
+from retrofox.model.configuration_fox import NOT_FOR_PLAIN_CLASSES, FoxSpec
 from retrofox.model.modeling_fox import write_remote_code
 from retrofox.support.files import new_file_mode
-from retrofox.surgery import ATTENTION, Plan, apply, make_plan, starting_half_lives
+from retrofox.surgery import ATTENTION, Plan, apply, make_plan, starting_half_lives, with_new_modules
 from retrofox.version import __version__
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def write(
         if verify:
             report["parity"] = prove(place, partial, refitted=calibration.rewritten() if calibration else ())
         (partial / "retrofox.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        (partial / "README.md").write_text(_card(plan, report), encoding="utf-8")
+        (partial / "README.md").write_text(card(plan, report), encoding="utf-8")
         for file in partial.rglob("*"):
             if file.is_file() and not (link and file.stat().st_nlink > 1):
                 file.chmod(new_file_mode())
@@ -296,6 +296,7 @@ def _write_directory(
     for key in ("model_type", "architectures", "auto_map"):
         values[key] = getattr(plan.config, key)
     values |= plan.settings_replaced
+    values["transformers_weights"] = NOT_FOR_PLAIN_CLASSES
     values["fox"] = plan.config.fox
     (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     templates = directory / "additional_chat_templates"
@@ -319,16 +320,9 @@ def _write_directory(
 
 
 def _new_tensors(plan: Plan) -> dict[str, torch.Tensor]:
-    """The tensors a conversion adds, at their starting values: a model of meta tensors with real new modules."""
-    with torch.device("meta"):
-        model = lm_class(plan.model_type)(plan.config)
-    tensors = {}
-    for name, attention in attentions(model):
-        for part, module in attention.new_modules():
-            module.to_empty(device="cpu")
-            module.reset()
-            tensors.update({f"{name}.{part}.{key}": value for key, value in module.state_dict().items()})
-    return tensors
+    """The tensors a conversion adds, at their starting values."""
+    state = with_new_modules(plan).state_dict()
+    return {name: value for name, value in state.items() if is_new_tensor(name)}
 
 
 def peak_memory_mib() -> int:
@@ -337,7 +331,3 @@ def peak_memory_mib() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return max(peak, psutil.Process().memory_info().rss >> 10) >> 10
-
-
-def _card(plan: Plan, report: dict[str, Any]) -> str:
-    return card(plan, report)

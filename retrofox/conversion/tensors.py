@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import pickle
 import re
@@ -13,10 +14,13 @@ from typing import Any
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from retrofox.anatomy import is_new_tensor
 from retrofox.loading import shards
+from retrofox.loading.source import quiet_torch
 from retrofox.support.files import replacing
 from retrofox.surgery import Plan
 
+logger = logging.getLogger(__name__)
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -33,12 +37,21 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def check_weights(where: Path, tensors: Mapping[str, Mapping[str, Any]], plan: Plan) -> None:
-    """Raises ValueError where a checkpoint's tensors are not the ones its config describes.
+    """Raises ValueError where a checkpoint's tensors are not the ones its config describes, or are already ours.
+
+    Tensors that the model has no use for are left where they are; a warning names the first.
 
     Args:
         where: the directory, for the message.
         tensors: name -> safetensors header entry.
     """
+    ours = [name for name in tensors if is_new_tensor(name)]
+    if ours:
+        raise ValueError(
+            f"{where} already holds {ours[0]}, a name that the conversion would give to a tensor of its own: convert "
+            "the model it was made from, or rename the tensor"
+        )
+    shards.check_layers(where, plan.config.num_hidden_layers, tensors)
     odd = [name for name in plan.base_tensors if name in tensors and tensors[name]["dtype"] not in FLOATS]
     if odd:
         raise ValueError(
@@ -53,6 +66,12 @@ def check_weights(where: Path, tensors: Mapping[str, Mapping[str, Any]], plan: P
             )
     if get_checkpoint_conversion_mapping(plan.model_type) is not None:
         return  # transformers renames or fuses this family's tensors while loading (experts)
+    unused = [name for name in tensors if name not in plan.base_tensors and not name.endswith(".inv_freq")]
+    if unused and plan.base_tensors.keys() & tensors.keys():
+        logger.warning(
+            "%s holds %d tensors that its model has no use for, such as %s: they stay in its files, unused",
+            where, len(unused), unused[0],
+        )  # fmt: skip
     missing = [name for name in plan.base_tensors if name not in tensors and name not in plan.tied]
     if missing:
         ending = next((n for n in tensors if missing[0].endswith(n) or n.endswith(missing[0].partition(".")[2])), None)
@@ -74,7 +93,8 @@ def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
     Raises:
         ValueError: the file is damaged, holds something other than tensors, or would run code when unpickled.
     """
-    state, mapped = _unpickled(file)
+    with quiet_torch():
+        state, mapped = _unpickled(file)
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype not in DTYPES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,17 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.families import check_supported
-from retrofox.loading.source import check_source, read_config, reading_gguf, refuse_adapter, understood
+from retrofox.loading.shards import find
+from retrofox.loading.source import (
+    check_source,
+    opened_by_transformers,
+    read_config,
+    reading_gguf,
+    refuse_adapter,
+    understood,
+)
 from retrofox.loading.tokenizers import load_tokenizer
+from retrofox.loading.trust import refuse_untrusted, trusts_code
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +39,7 @@ def load_base(
 
     Raises:
         FileNotFoundError: nothing there.
-        ValueError: the source is an adapter or quantised.
+        ValueError: a file is damaged, or the model needs code of its own that may not run (see `loading.trust`).
     """
     path = Path(source)
     options: dict[str, Any]
@@ -40,9 +48,13 @@ def load_base(
             raise FileNotFoundError(f"{source}: no such file")
         where, options = str(path.parent), {"gguf_file": path.name}
     else:
-        read_config(source, revision)
-        where, options = str(source), {"revision": revision or "main"}
-    with reading_gguf(source) if "gguf_file" in options else contextlib.nullcontext():
+        values = read_config(source, revision)
+        refuse_untrusted(source, values)
+        trusted = trusts_code(source, values)
+        where, options = str(source), {"revision": revision or "main", "trust_remote_code": trusted}
+        if path.is_dir():
+            find(path)  # says which file is missing or cut short
+    with reading_gguf(source) if "gguf_file" in options else opened_by_transformers(source):
         if default_attention and "revision" in options:
             config = AutoConfig.from_pretrained(where, **options)
             config.output_attentions, config._attn_implementation = False, None
@@ -69,4 +81,4 @@ def base_config(source: str | Path, revision: str | None = None) -> Any:
     check_source(source, values)
     check_supported(values)
     with understood(f"config.json of {source}"):
-        return AutoConfig.from_pretrained(str(source), revision=revision or "main")
+        return AutoConfig.from_pretrained(str(source), revision=revision or "main", trust_remote_code=False)

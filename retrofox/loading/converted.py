@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from retrofox.anatomy import lm_class
 from retrofox.loading.adapter import base_of, with_adapter
+from retrofox.loading.added import check_added
 from retrofox.loading.device import resolve_device
-from retrofox.loading.shards import find
+from retrofox.loading.shards import check_layers, find
 from retrofox.loading.source import read_config, understood
 from retrofox.model.configuration_fox import SUPPORTED
 
@@ -24,7 +25,7 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
 
     Raises:
         ValueError: it is not a converted checkpoint (a plain model, or an adapter whose base is a plain model), or the
-            device is not there.
+            device is not there; or a tensor that the conversion added is missing or not finite.
         FileNotFoundError: no such directory or Hub id, or a file of weights is missing.
     """
     directory = Path(path)
@@ -44,7 +45,9 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
         )
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if directory.is_dir():
-        find(directory)  # says which file is missing or cut short
+        found = find(directory)  # says which file is missing or cut short
+        check_layers(directory, config_dict["num_hidden_layers"], found.tensors)
+        check_added(directory, config_dict, found)
     with understood(f"config.json of {path}"):
         model = lm_class(base_type).from_pretrained(path, revision=revision or "main", **options)
     return model if place is None else model.to(place)

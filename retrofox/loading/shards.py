@@ -14,6 +14,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import struct
 import threading
@@ -101,8 +102,13 @@ def read(directory: Path, names: list[str]) -> Shards:
 def _index(file: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is not an index of shards ({error}): download the model again") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(
+            f"{file} is not an index of shards (weight_map must give each tensor the name of a file): download the "
+            "model again"
+        )
     inside = [name for name in weight_map.values() if Path(name).name != name]
     if inside:
         raise ValueError(f"{file} names {inside[0]!r}, which is not a file beside it")
@@ -137,12 +143,36 @@ def header(file: Path) -> dict[str, Any]:
         try:
             entries = json.loads(stream.read(length))
             entries.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} is not a safetensors file ({error})") from error
+            end = 0
+            for name, entry in entries.items():
+                end = max(end, _end(name, entry))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{file} is not a safetensors file ({error}): download it again") from error
     if 8 + length + end != size:
         raise ValueError(f"{file} has {size} bytes where its header says {8 + length + end}: download it again")
     return entries
+
+
+def _end(name: str, entry: Mapping[str, Any]) -> int:
+    """Where a tensor's bytes end; raises ValueError for a header entry that describes no tensor."""
+    start, end = entry["data_offsets"]
+    counts = [start, end, *entry["shape"]]
+    if not all(type(n) is int and n >= 0 for n in counts) or start > end or not isinstance(entry["dtype"], str):
+        raise ValueError(f"{name} has the shape {entry['shape']!r:.60} and the offsets {entry['data_offsets']!r:.60}")
+    return end
+
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def check_layers(where: Path, asked: int, names: Iterable[str]) -> None:
+    """Raises ValueError where weight files hold more or fewer decoder layers than the `asked` of their config.json."""
+    layers = {int(match[1]) for match in map(_LAYER.search, names) if match}
+    if layers and asked != max(layers) + 1:
+        raise ValueError(
+            f"{where} holds the weights of {max(layers) + 1} layers and its config.json asks for {asked}: download "
+            "both again, or load it with AutoModelForCausalLM and save_pretrained what you mean to use"
+        )
 
 
 def nbytes(entries: Iterable[Mapping[str, Any]]) -> int:

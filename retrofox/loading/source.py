@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import ssl
 import struct
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -36,7 +38,7 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
 
     Raises:
         FileNotFoundError: nothing there, said with what was looked for.
-        ValueError: config.json is not a JSON object, or its model_type not a string.
+        ValueError: config.json is not a JSON object, or has a value that no model has (see `_check_values`).
     """
     directory = Path(path)
     if directory.is_file():
@@ -51,11 +53,35 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
         values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON ({error}): download the model again") from error
+    except RecursionError:
+        raise ValueError(f"{file} is not a model's config: it has thousands of nested brackets") from None
     if not isinstance(values, dict):
         raise ValueError(f"{file} holds a {type(values).__name__} where a JSON object belongs")
+    _check_values(file, values)
+    return values
+
+
+MOST_LAYERS = 1000
+"""Decoder layers that a config may ask for: eight times those of the deepest model published."""
+LARGEST = {
+    "num_hidden_layers": MOST_LAYERS,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 1 << 16),
+    **dict.fromkeys(("num_experts", "num_local_experts"), 1 << 16),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"), 1 << 40),
+}
+"""Numbers of a config.json, all at least 1, and the largest that a model is built with."""
+
+
+def _check_values(file: Path, values: dict[str, Any]) -> None:
+    """Raises ValueError for a model_type, a fox section or a size of a kind or magnitude that no model has."""
     if not isinstance(values.get("model_type", ""), str):
         raise ValueError(f'{file} has model_type {values["model_type"]!r} where a name such as "llama" belongs')
-    return values
+    if not isinstance(values.get("fox"), dict | None):
+        raise ValueError(f"{file}: the fox section must be a mapping of keys to values, got {values['fox']!r:.80}")
+    for name, most in LARGEST.items():
+        value = values.get(name)
+        if isinstance(value, int | float) and not 1 <= value <= most:
+            raise ValueError(f"{file} has {name} {value!r:.80} where a number from 1 to {most} belongs")
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
@@ -117,6 +143,30 @@ def reading_gguf(file: str | Path) -> Iterator[None]:
 
 
 @contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Without torch's warnings about a file's pickle protocol and tensors of no elements: the user made neither."""
+    with warnings.catch_warnings():
+        for text in (".*pickle protocol", ".*zero-element tensors"):
+            warnings.filterwarnings("ignore", message=text, category=UserWarning)
+        yield
+
+
+@contextmanager
+def opened_by_transformers(source: object) -> Iterator[None]:
+    """Turns what transformers and torch raise in the block, about weights that make no model, into one line."""
+    try:
+        with quiet_torch(), understood(f"config.json of {source}"):
+            yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{source} holds more than tensors in a .bin file and could run code when it is opened, so it was not: "
+            "take a safetensors version of the model"
+        ) from error
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise ValueError(f"{source} can't be opened: {first_line(error)}") from error
+
+
+@contextmanager
 def understood(what: str) -> Iterator[None]:
     """Turns what transformers raises in the block, about a config that makes no model, into a ValueError."""
     from huggingface_hub.errors import StrictDataclassError
@@ -171,7 +221,7 @@ def refuse_adapter(source: str | Path) -> None:
         return
     try:
         base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         base = None
     raise ValueError(
         f"{source} holds a LoRA adapter (adapter_config.json): merge it into its base, {base or 'not recorded'}, first "

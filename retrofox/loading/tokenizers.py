@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from retrofox.config import Recipe
 from retrofox.loading.source import holds_converted, read_config, reading_gguf
+from retrofox.loading.trust import trusts_code
 from retrofox.model import configuration_fox
 from retrofox.model.configuration_fox import SUPPORTED
 
@@ -30,7 +31,8 @@ UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeEr
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     """The tokenizer of a Hub id, directory or .gguf file; None where a directory holds none that opens.
 
-    Code beside a tokenizer is not run: such a tokenizer doesn't open. A warning says so.
+    Code beside a tokenizer is not run unless `loading.trust` allows it: such a tokenizer doesn't open. A
+    warning says so.
     """
     path = Path(source)
     if str(source).endswith(".gguf"):
@@ -43,7 +45,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     if model_type in SUPPORTED:  # else transformers would ask whether to trust the code beside the tokenizer
         config_class = getattr(configuration_fox, f"Fox{SUPPORTED[model_type]}Config")
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": _trusted(path)}
     try:
         return AutoTokenizer.from_pretrained(str(source), **options)
     except Exception as error:
@@ -53,6 +55,15 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning("the tokenizer in %s can't be opened (%s): going on without it", source, why)
         return None
+
+
+def _trusted(directory: Path) -> bool:
+    """Whether to run the code beside a directory's tokenizer; that of a Hub id is never run."""
+    file = directory / "tokenizer_config.json"
+    try:
+        return trusts_code(directory, json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else False
+    except (ValueError, AttributeError, RecursionError):
+        return False  # a damaged file, which opening the tokenizer will tell
 
 
 PROBES = ("The quick brown fox, 1 2 3 12345!\n\n  def f(x):\treturn x**2\n", "Überraschung — 東京 …", "<|im_end|></s>")

@@ -60,11 +60,10 @@ class FoxMixin(nn.Module):
     layer_idx: int
     head_dim: int
 
-    def add_fox(self, config: Any, fade: RotaryFade | None) -> None:
+    def add_fox(self, config: Any, spec: FoxSpec, fade: RotaryFade | None) -> None:
         """Adds the new modules to a freshly built native attention; `fade` is None for a layer without RoPE."""
         if not getattr(self, "is_causal", True):
             raise ValueError("bidirectional attention can't forget: gates need a causal model")
-        spec = FoxSpec.from_dict(config.fox)
         heads = config.num_attention_heads
         self.mode = "fox"
         self.log_n = spec.log_n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 from dataclasses import InitVar, asdict, dataclass, field, fields
@@ -112,10 +113,6 @@ class FoxSpec:
             raise ValueError(f"layer_max_wavelength must be >= 0 tokens per layer, got {self.layer_max_wavelength}")
         if t_min is not None or t_max is not None:
             self.half_life = half_life_of_time_constants(t_min, t_max, self.half_life)
-        if self.half_life is not None and self.init == "alibi":
-            raise ValueError(
-                "half_life (or t_min and t_max) has no effect with init 'alibi': drop it, or take 'slopes'"
-            )
         if self.half_life is not None:
             try:
                 low, high = (float(x) for x in self.half_life)
@@ -146,6 +143,8 @@ class FoxSpec:
             )
         if self.rope == "anneal" and self.anneal_tokens == 0:
             raise ValueError("rope='anneal' needs anneal_tokens > 0: the training tokens over which pairs fade")
+        if self.version is None:  # a spec with a version is a conversion's own: resolved, every field filled in
+            _refuse_idle(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> FoxSpec:
@@ -183,12 +182,52 @@ class FoxSpec:
 
     def resolved(self, trained_length: int) -> FoxSpec:
         """This spec with its None defaults filled in from the length (tokens) the base model was trained to."""
-        values = self.to_dict()
-        if self.max_wavelength is None:
-            values["max_wavelength"] = trained_length / 4
-        if self.half_life is None and self.init != "alibi":
-            values["half_life"] = (max(1.0, trained_length / 32), trained_length * 8.0)
-        return FoxSpec.from_dict(values)
+        spec = copy.deepcopy(self)
+        if spec.max_wavelength is None:
+            spec.max_wavelength = trained_length / 4
+        if spec.half_life is None and spec.init != "alibi":
+            spec.half_life = (max(1.0, trained_length / 32), trained_length * 8.0)
+        return spec
+
+
+IDLE = {
+    "max_wavelength": "which pairs rope partial keeps",
+    "anneal_to": "where rope anneal ends",
+    "anneal_tokens": "how long rope anneal takes",
+    "annealed_tokens": "how far rope anneal has come",
+    "half_life": "where gates start",
+    "init": "where gates start",
+    "sink_tokens": "which tokens never decay",
+    "prune": "which keys are skipped",
+}
+"""Fields of a FoxSpec that others can leave without effect, and what they set."""
+
+
+def idle_fields(rope: str, anneal_to: str, gate: str, init: str) -> dict[str, str]:
+    """Field of a FoxSpec that these values of four others leave without effect -> which of the four does so."""
+    idle: dict[str, str] = {}
+    if rope in ("keep", "drop"):
+        idle["max_wavelength"] = "rope"
+    elif rope == "anneal" and anneal_to == "drop":
+        idle["max_wavelength"] = "anneal_to"
+    if rope != "anneal":
+        idle |= dict.fromkeys(("anneal_to", "anneal_tokens", "annealed_tokens"), "rope")
+    if init == "open":
+        idle |= dict.fromkeys(("half_life", "prune"), "init")
+    if init == "alibi":
+        idle["half_life"] = "init"
+    if gate == "none":
+        idle |= dict.fromkeys(("half_life", "init", "sink_tokens", "prune"), "gate")
+    return idle
+
+
+def _refuse_idle(spec: FoxSpec) -> None:
+    for name, other in idle_fields(spec.rope, spec.anneal_to, spec.gate, spec.init).items():
+        if getattr(spec, name) != FoxSpec.__dataclass_fields__[name].default:
+            raise ValueError(
+                f"{name} sets {IDLE[name]}, but {other} {getattr(spec, other)} leaves it without effect: drop one of "
+                "them"
+            )
 
 
 SUPPORTED = {
@@ -224,16 +263,33 @@ SUPPORTED = {
 """Base model_type -> prefix of its transformers classes; a converted model's type is `fox_` + the base's."""
 
 
+NOT_FOR_PLAIN_CLASSES = (
+    "this checkpoint has forget gates, which a plain class drops: load it with retrofox.load, or with "
+    "AutoModelForCausalLM.from_pretrained and trust_remote_code=True"
+)
+"""Value of `transformers_weights` in a converted model's config.json, where transformers looks for a file's name.
+
+A plain class, `LlamaForCausalLM.from_pretrained(converted)`, then stops and shows it, where it would otherwise run
+without gates. The Fox config classes, which look for the weights where they always are, leave it out.
+"""
+
+
 def make_config_class(model_type: str) -> type:
     """The config class of a converted family: its base's, plus `fox`, the FoxSpec as a dict."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     base = CONFIG_MAPPING[model_type]
     name = f"Fox{SUPPORTED[model_type]}Config"
+
+    def to_diff_dict(self: Any) -> dict[str, Any]:
+        return {**base.to_diff_dict(self), "transformers_weights": NOT_FOR_PLAIN_CLASSES}
+
     body = {
         "model_type": f"fox_{model_type}",
         "__annotations__": {"fox": dict | None},
         "fox": None,
+        "transformers_weights": property(lambda self: None, lambda self, value: None),
+        "to_diff_dict": to_diff_dict,
         "__module__": __name__,
     }
     return type(name, (base,), body)

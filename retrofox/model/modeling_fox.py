@@ -70,7 +70,12 @@ class FoxPreTrained:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; ValueError for tensor parallelism, which splits an attention's heads, not their gates."""
+        """As in transformers, and never with gates that the checkpoint lacks.
+
+        Raises:
+            ValueError: a tensor that the conversion added is missing or not finite; or tensor parallelism, which splits
+                an attention's heads, not their gates.
+        """
         parallel = kwargs.get("distributed_config") or {}
         asked = {**(parallel if isinstance(parallel, dict) else vars(parallel)), **kwargs}
         if asked.get("tp_plan") or (asked.get("tp_size") or 1) > 1:
@@ -78,7 +83,10 @@ class FoxPreTrained:
                 "tensor parallelism (tp_plan, tp_size) splits the heads of attention without their forget gates: load "
                 "the model with device_map, with FSDP or whole"
             )
-        return super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
+        told = kwargs.pop("output_loading_info", False)
+        model, loaded = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        _check_added(model, loaded["missing_keys"])
+        return (model, loaded) if told else model
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention not in (None, "fox"):
@@ -119,6 +127,22 @@ class FoxPreTrained:
             self.generation_config = kept
         if kwargs.get("is_main_process", True):
             write_remote_code(Path(save_directory))
+
+
+def _check_added(model: nn.Module, missing: Iterable[str]) -> None:
+    """Raises ValueError where added tensors were not in a checkpoint, or came out of it as NaN or infinity."""
+    lost = sorted(name for name in missing if set(name.split(".")) & set(NEW_MODULES))
+    if lost:
+        raise ValueError(
+            f"the checkpoint lacks {len(lost)} of the tensors that its conversion added, such as {lost[0]}: it is "
+            "incomplete and would run without them; download it, or convert its base, again"
+        )
+    for name, tensor in model.state_dict().items():
+        if set(name.split(".")) & set(NEW_MODULES) and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(
+                f"the checkpoint has NaN or infinity in {name}: take one from before, or train again with a lower "
+                "learning rate"
+            )
 
 
 def _savable(config: Any) -> Any:
@@ -169,7 +193,7 @@ def _install(model: Any, config: Any) -> None:
             layer_types = getattr(config, "layer_types", None)
             layer_type = layer_types[native.layer_idx] if layer_types else None
             fade = RotaryFade(model.rotary_emb, config, layer_type, spec, native.layer_idx)
-        attention.add_fox(config, fade)
+        attention.add_fox(config, spec, fade)
         layer.self_attn = attention
 
 

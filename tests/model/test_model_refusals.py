@@ -14,6 +14,7 @@ import retrofox
 from retrofox.anatomy import attentions
 from retrofox.model.attention import fox_attention
 from retrofox.model.cache import GateCache
+from retrofox.model.configuration_fox import FoxSpec
 
 TOKENS = torch.arange(2, 14)[None]
 
@@ -147,7 +148,7 @@ def test_bidirectional_attention(fox):
     module = fox.model.layers[0].self_attn
     module.is_causal = False
     with pytest.raises(ValueError, match="bidirectional"):
-        module.add_fox(fox.config, None)
+        module.add_fox(fox.config, FoxSpec.from_dict(fox.config.fox), None)
 
 
 def test_serving_engines_may_not_swap_the_attention(fox):

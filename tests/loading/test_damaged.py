@@ -1,0 +1,172 @@
+"""Checkpoints and configs that make no model: one line each, exit code 2, nothing left behind."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import retrofox
+from retrofox.hub import check_complete
+from retrofox.loading.shards import find
+
+TOKENS = torch.arange(2, 18)[None]
+GATES = "model-retrofox.safetensors"
+INDEX = "model.safetensors.index.json"
+LOST = "model.layers.1.self_attn.forget_gate"
+
+
+@pytest.fixture
+def converted(pico_checkpoint, tmp_path) -> Path:
+    retrofox.convert(pico_checkpoint, tmp_path / "fox", verify=False)
+    return tmp_path / "fox"
+
+
+def one_line(error: str) -> str:
+    lines = [line for line in error.strip().splitlines() if line and "Loading weights" not in line]  # bars of tqdm
+    assert len(lines) == 1, error
+    return lines[0]
+
+
+def change_gates(directory: Path, change) -> None:
+    tensors = load_file(directory / GATES)
+    change(tensors)
+    save_file(tensors, directory / GATES, metadata={"format": "pt"})
+    index = json.loads((directory / INDEX).read_text())
+    old = {name: file for name, file in index["weight_map"].items() if file != GATES}
+    (directory / INDEX).write_text(json.dumps({**index, "weight_map": {**old, **dict.fromkeys(tensors, GATES)}}))
+
+
+def without_a_gate(tensors) -> None:
+    del tensors[f"{LOST}.weight"], tensors[f"{LOST}.bias"]
+
+
+def with_nan(tensors) -> None:
+    tensors[f"{LOST}.bias"][2] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(without_a_gate, rf"lacks 2 of the .*{LOST}"), (with_nan, rf"NaN or infinity in {LOST}.bias")],
+)
+def test_gates_that_are_missing_or_not_finite_are_refused_by_name(change, message, converted, run, remote_code):
+    from transformers import AutoModelForCausalLM
+
+    change_gates(converted, change)
+    with pytest.raises(ValueError, match=message):
+        retrofox.load(converted)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(converted, trust_remote_code=True)
+    with pytest.raises(ValueError, match=message):
+        check_complete(converted)
+    code, _, error = run("generate", converted, "a", "--max-new-tokens", 1)
+    assert code == 2
+    assert LOST in one_line(error)
+
+
+def test_a_fixed_gate_without_its_bias_is_refused(pico_checkpoint, tmp_path, remote_code):
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "fox"
+    retrofox.convert(pico_checkpoint, out, fox=retrofox.FoxSpec(gate="fixed"), verify=False)
+    change_gates(out, lambda tensors: tensors.pop(f"{LOST}.bias"))
+    for load in (retrofox.load, lambda d: AutoModelForCausalLM.from_pretrained(d, trust_remote_code=True)):
+        with pytest.raises(ValueError, match=rf"lacks 1 of the .*{LOST}.bias"):
+            load(out)
+
+
+def test_loading_information_is_given_where_it_is_asked_for(converted):
+    from retrofox.anatomy import lm_class
+
+    model, told = lm_class("llama").from_pretrained(converted, output_loading_info=True)
+    assert not told["missing_keys"]
+    assert torch.isfinite(model(TOKENS).logits).all()
+
+
+CONFIGS = {
+    "negative hidden_size": ({"hidden_size": -32}, "has hidden_size -32 where a number from 1"),
+    "a billion layers": (
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers 1000000000 where a number from 1 to 1000",
+    ),
+    "a float of layers": ({"num_hidden_layers": 1e9}, "has num_hidden_layers 1000000000.0"),
+    "no heads": ({"num_attention_heads": 0}, "has num_attention_heads 0"),
+    "fox is a number": ({"fox": 5}, "the fox section must be a mapping of keys to values, got 5"),
+    "fewer layers": ({"num_hidden_layers": 1}, "holds the weights of 2 layers and its config.json asks for 1"),
+    "more layers": ({"num_hidden_layers": 3}, "holds the weights of 2 layers and its config.json asks for 3"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), CONFIGS.values(), ids=list(CONFIGS))
+def test_configs_that_no_model_has(values, message, pico_checkpoint, run, tmp_path):
+    file = pico_checkpoint / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    code, _, error = run("convert", pico_checkpoint, tmp_path / "out", "--no-verify")
+    assert code == 2
+    assert message in one_line(error)
+    assert not list(tmp_path.glob("*out*"))
+    if "layers and its" not in message:
+        code, _, error = run("eval", pico_checkpoint, "--data", __file__)
+        assert code == 2
+        assert message in one_line(error)
+
+
+def test_a_config_nested_too_deeply(pico_checkpoint, run, tmp_path):
+    (pico_checkpoint / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    for command in (["convert", pico_checkpoint, tmp_path / "out"], ["generate", pico_checkpoint, "a"]):
+        code, _, error = run(*command)
+        assert code == 2
+        assert "thousands of nested brackets" in one_line(error)
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize("weight_map", [["a.safetensors"], {"a": 3}, {"a": None}, 5, {"a": "../b"}], ids=str)
+def test_indices_that_are_none(weight_map, tmp_path):
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"is not an index of shards|is not a file beside it"):
+        find(tmp_path)
+
+
+ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+HEADERS = {
+    "negative offset": {"a": {**ENTRY, "data_offsets": [-4, 4]}},
+    "backwards": {"a": {**ENTRY, "data_offsets": [8, 4]}, "b": ENTRY},
+    "negative shape": {"a": {**ENTRY, "shape": [-1]}},
+    "a word": {"a": {**ENTRY, "data_offsets": ["0", 4]}},
+    "a dtype that is none": {"a": {**ENTRY, "dtype": 7}},
+    "one offset": {"a": {**ENTRY, "data_offsets": [4]}},
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("entries", HEADERS.values(), ids=list(HEADERS))
+def test_headers_that_describe_no_tensors(entries, tmp_path):
+    text = json.dumps(entries).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 4)
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        find(tmp_path)
+
+
+def test_a_base_that_holds_names_of_ours_is_refused(pico_checkpoint, tmp_path):
+    tensors = load_file(pico_checkpoint / "model.safetensors")
+    tensors[f"{LOST}.bias"] = torch.zeros(4)
+    save_file(tensors, pico_checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"already holds {LOST}.bias"):
+        retrofox.convert(pico_checkpoint, tmp_path / "out", verify=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_with_tensors_that_its_model_has_no_use_for_is_converted_with_a_warning(
+    pico_checkpoint, tmp_path, caplog
+):
+    tensors = load_file(pico_checkpoint / "model.safetensors")
+    tensors["model.layers.0.spare.weight"] = torch.zeros(4)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(tensors, pico_checkpoint / "model.safetensors", metadata={"format": "pt"})
+    retrofox.convert(pico_checkpoint, tmp_path / "out", verify=False)
+    said = [record.message for record in caplog.records if "no use for" in record.message]
+    assert len(said) == 1
+    assert "holds 1 tensors" in said[0]
+    assert "model.layers.0.spare.weight" in said[0]

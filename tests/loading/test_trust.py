@@ -1,0 +1,118 @@
+"""Code beside a model or a tokenizer: not run, and not asked about, unless the user said so."""
+
+import io
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).write_text("ran")
+from transformers import LlamaConfig, LlamaForCausalLM
+class OddConfig(LlamaConfig):
+    model_type = "odd_llama"
+class OddForCausalLM(LlamaForCausalLM):
+    config_class = OddConfig
+"""
+
+
+class Touching:
+    """What a malicious pickle holds: opening it calls a function."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return (open, (str(self.marker), "w"))
+
+
+@pytest.fixture
+def odd(pico_checkpoint, tmp_path) -> Path:
+    """A model whose type transformers doesn't know, with code that leaves a marker."""
+    file = pico_checkpoint / "config.json"
+    code = {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddForCausalLM"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "odd_llama", "auto_map": code}))
+    (pico_checkpoint / "odd.py").write_text(CODE.format(marker=str(tmp_path / "marker")))
+    return pico_checkpoint
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("the fox forgets the gate. " * 20)
+    return file
+
+
+def commands(model: Path, text: Path) -> dict[str, list]:
+    return {
+        "eval": ["eval", model, "--data", text, "--length", 16],
+        "generate": ["generate", model, "a", "--max-new-tokens", 1],
+        "needle": ["needle", model, "--data", text, "--lengths", 64, "--depths", 1, "--trials", 1],
+        "inspect": ["inspect", model],
+        "convert": ["convert", model, text.parent / "out"],
+    }
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "needle", "inspect", "convert"])
+def test_a_models_own_code_is_neither_run_nor_asked_about(command, odd, text, run, monkeypatch, tmp_path, remote_code):
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    code, out, error = run(*commands(odd, text)[command])
+    assert code == 2
+    assert not (tmp_path / "marker").exists()
+    assert "[y/N]" not in out + error
+    said = [line for line in error.splitlines() if line.startswith("error:")]
+    assert len(said) == 1
+    assert "odd_llama" in said[0]
+
+
+def test_trusted_code_is_run_and_named(odd, text, run, tmp_path, remote_code):
+    code, _, error = run(*commands(odd, text)["generate"], "--trust-remote-code")
+    assert code == 0, error
+    assert (tmp_path / "marker").read_text() == "ran"
+    assert f"--trust-remote-code: running the code of {odd}: odd.py" in error
+
+
+def test_trust_ends_with_the_block_and_needs_code():
+    from retrofox.loading.trust import trusting_code, trusts_code
+
+    values = {"auto_map": {"AutoTokenizer": ["org/other--tokenization_odd.Odd", None]}}
+    with trusting_code():
+        assert trusts_code("x", values)
+        assert not trusts_code("x", {})
+    assert not trusts_code("x", values)
+
+
+def pickled(directory: Path, content: object) -> None:
+    (directory / "model.safetensors").unlink()
+    with open(directory / "pytorch_model.bin", "wb") as stream:
+        pickle.dump(content, stream, protocol=4)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("command", ["eval", "generate", "convert"])
+def test_a_malicious_bin_file_is_one_line(command, pico_checkpoint, text, run, tmp_path):
+    pickled(pico_checkpoint, {"model.norm.weight": Touching(tmp_path / "marker")})
+    code, _, error = run(*commands(pico_checkpoint, text)[command])
+    assert code == 2
+    assert not (tmp_path / "marker").exists()
+    lines = [line for line in error.strip().splitlines() if line]
+    assert len(lines) == 1, error
+    assert "could run code when it is opened" in lines[0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_bin_file_of_another_pickle_protocol_and_no_elements_is_converted_without_warnings(pico_llama, tmp_path):
+    import retrofox
+
+    pico_llama().save_pretrained(tmp_path / "base")
+    state = {**pico_llama().state_dict(), "model.spare": torch.zeros(0, 4)}
+    (tmp_path / "base" / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "base" / "pytorch_model.bin", pickle_protocol=3)
+    retrofox.convert(tmp_path / "base", tmp_path / "out", verify=False)
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert "torch" in sys.modules

@@ -1,0 +1,51 @@
+"""A converted checkpoint in a class without gates: refused with what to do, by every transformers class but ours."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
+
+import retrofox
+
+TOKENS = torch.arange(2, 18)[None]
+WHAT_TO_DO = "forget gates, which a plain class drops: load it with retrofox.load, or with AutoModelForCausalLM"
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_implementation": "sdpa"}, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("plain", [LlamaForCausalLM, LlamaModel])
+def test_a_plain_class_refuses_a_converted_checkpoint(plain, options, pico_fox_checkpoint):
+    with pytest.raises(ValueError, match=WHAT_TO_DO):
+        plain.from_pretrained(pico_fox_checkpoint, **options)
+
+
+def test_a_converted_directory_is_refused_too_and_its_own_classes_load_it(
+    pico_checkpoint, tmp_path, remote_code, monkeypatch
+):
+    retrofox.convert(pico_checkpoint, tmp_path / "fox", verify=False)
+    with pytest.raises(ValueError, match=WHAT_TO_DO):
+        LlamaForCausalLM.from_pretrained(tmp_path / "fox")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "fox", trust_remote_code=False)
+    model = retrofox.load(tmp_path / "fox")
+    far = AutoModelForCausalLM.from_pretrained(tmp_path / "fox", trust_remote_code=True)
+    assert torch.equal(far.eval()(TOKENS).logits, model(TOKENS).logits)
+    far.save_pretrained(tmp_path / "again")
+    with pytest.raises(ValueError, match=WHAT_TO_DO):
+        LlamaForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(retrofox.load(tmp_path / "again")(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_the_config_in_memory_knows_nothing_of_it(pico_fox_checkpoint):
+    config = retrofox.load(pico_fox_checkpoint).config
+    assert "transformers_weights" not in config.to_dict()
+    LlamaForCausalLM(LlamaConfig(**config.to_dict()))
+
+
+def test_a_checkpoint_written_before_this_loads_as_it_did(pico_fox_checkpoint):
+    logits = retrofox.load(pico_fox_checkpoint)(TOKENS).logits
+    file = pico_fox_checkpoint / "config.json"
+    values = json.loads(file.read_text())
+    del values["transformers_weights"]
+    file.write_text(json.dumps(values))
+    assert torch.equal(retrofox.load(pico_fox_checkpoint)(TOKENS).logits, logits)
