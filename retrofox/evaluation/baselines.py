@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -162,7 +161,9 @@ def base_for(baselines: Sequence[Baseline], model: Any, against: Sequence[Any]) 
     converted = holds_converted(os.fspath(base)) if isinstance(base, (str, os.PathLike)) else is_converted(base)
     if baselines and converted:
         what = "the first --against" if against else "the model"
-        raise ValueError(f"baselines are made of the base, and {what} is converted: give the base as the first --against")
+        raise ValueError(
+            f"baselines are made of the base, and {what} is converted: give the base as the first --against"
+        )
     return base
 
 

@@ -100,7 +100,9 @@ def _attend_sinks(
     index = place.clamp_max(k.shape[1] - 1)[:, :, None, None].expand(-1, -1, *k.shape[2:])
     k, v = (x.gather(1, index).float() for x in (k, v))  # (B, sinks, Hkv, D)
     grouped = query.float().view(B, k.shape[2], -1, T, D)
-    scores = torch.einsum("bhgtd,bshd->bthgs", grouped, k).reshape(B, T, H, sinks) * (D**-0.5 if scale is None else scale)
+    scores = torch.einsum("bhgtd,bshd->bthgs", grouped, k).reshape(B, T, H, sinks) * (
+        D**-0.5 if scale is None else scale
+    )
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     visible = torch.arange(sinks, device=k.device) <= position[:, :, None, None]

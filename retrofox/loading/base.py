@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.families import check_supported
+from retrofox.loading.outside import register_outside
 from retrofox.loading.source import check_source, read_config, reading_gguf, refuse_adapter, understood
 from retrofox.loading.tokenizers import load_tokenizer
 
@@ -40,7 +41,7 @@ def load_base(
             raise FileNotFoundError(f"{source}: no such file")
         where, options = str(path.parent), {"gguf_file": path.name}
     else:
-        read_config(source, revision)
+        register_outside(read_config(source, revision))
         where, options = str(source), {"revision": revision or "main"}
     with reading_gguf(source) if "gguf_file" in options else contextlib.nullcontext():
         if default_attention and "revision" in options:

@@ -13,9 +13,27 @@ ORIGINAL = "original_max_position_embeddings"
 def set_rope(model: Any, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> None:
     """Changes the rotary embedding of a live model in place: its config, and the modules that hold the frequencies.
 
-    The config is what transformers reads, so a model saved afterwards loads with the same frequencies anywhere. Layers
-    with a sliding window keep theirs where a family has parameters of its own for them: they never see beyond it.
-    Setting what is set already changes nothing.
+    The config is what transformers reads, so a model saved afterwards loads with the same frequencies anywhere.
+    Arguments and errors are those of `set_rope_config`.
+    """
+    parents = [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child).__name__.endswith("RotaryEmbedding") and hasattr(child, "rope_type")
+    ]
+    if not parents:
+        raise ValueError(f"a {model.config.model_type} model has no rotary embedding that can be scaled")
+    if set_rope_config(model.config, scaling, theta):
+        for parent, name in parents:
+            old = getattr(parent, name)
+            setattr(parent, name, type(old)(model.config).to(next(old.buffers()).device))
+
+
+def set_rope_config(config: Any, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> bool:
+    """Changes the RoPE parameters of a config in place; False where they are so already.
+
+    Layers with a sliding window keep theirs where a family has a set of parameters for them: they never see beyond it.
 
     Args:
         scaling: {"rope_type": "linear" | "dynamic" | "yarn" | "llama3", "factor": F, ...} as in transformers'
@@ -23,39 +41,30 @@ def set_rope(model: Any, scaling: Mapping[str, Any] | None = None, theta: float 
         theta: RoPE's base, 10000 in most small models.
 
     Raises:
-        ValueError: the model has no rotary embedding of transformers', or one that is scaled already.
+        ValueError: the config has no RoPE parameters, or its RoPE is scaled already.
     """
-    config = model.config
-    parents = [
-        (parent, name)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child).__name__.endswith("RotaryEmbedding") and hasattr(child, "rope_type")
-    ]
     parameters = getattr(config, "rope_parameters", None)
-    if not parents or not parameters:
+    if not parameters:
         raise ValueError(f"a {config.model_type} model has no rotary embedding that can be scaled")
     length = trained_length(config)
-    nested = any(isinstance(values, dict) for values in parameters.values())
-    if nested:
+    if any(isinstance(values, dict) for values in parameters.values()):  # a set for each type of layer
+        scaled = {layers for layers, values in parameters.items() if values and not layers.startswith("sliding")}
         wanted = {
-            layers: values if values is None or layers.startswith("sliding") else _scaled(values, scaling, theta, length)
+            layers: _scaled(values, scaling, theta, length) if layers in scaled else values
             for layers, values in parameters.items()
         }
     else:
         wanted = _scaled(parameters, scaling, theta, length)
     if wanted == parameters:
-        return
+        return False
     config.rope_parameters = wanted
     if scaling is not None and scaling["rope_type"] == "llama3":  # transformers takes it for scaled by this alone
         config.max_position_embeddings = round(scaling["factor"] * length)
-    for parent, name in parents:
-        old = getattr(parent, name)
-        setattr(parent, name, type(old)(config).to(next(old.buffers()).device))
+    return True
 
 
 def depends_on_length(config: Any) -> bool:
-    """Whether a config's rotary frequencies depend on the length of the text, padding with it: batches need one length."""
+    """Whether a config's rotary frequencies depend on the length of the text, its padding counted."""
     parameters = getattr(config, "rope_parameters", None) or {}
     sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return any(values.get("rope_type") in ("dynamic", "longrope") for values in sets)
@@ -75,7 +84,7 @@ def _scaled(
     already = values.get("rope_type", "default")
     if already != "default" and result != values:
         raise ValueError(
-            f"this model's RoPE is scaled already (rope_type {already}): {given['rope_type']} would replace what it was "
-            "trained with; take a base without scaling"
+            f"this model's RoPE is scaled already (rope_type {already}), and {given['rope_type']} would replace what "
+            "it was trained with: take a base without scaling"
         )
     return result
