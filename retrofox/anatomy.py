@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,8 @@ def logits_from_hidden(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Te
     """Applies the language-model head to hidden states as the model's own forward does.
 
     logits = cap(scale * W h), where scale and cap are the family's: Granite divides by `logits_scaling`, Cohere
-    multiplies by `logit_scale`, Gemma 2 and 3 soft-cap with `final_logit_softcapping`.
+    multiplies by `logit_scale`, Gemma 2 and 3 soft-cap with `final_logit_softcapping`, RecurrentGemma with
+    `logits_soft_cap`. `read_logits` finds out whether that holds for a model of any other kind.
 
     Args:
         hidden: (..., hidden_size), the last hidden state after the final norm, any slice of positions.
@@ -107,7 +109,7 @@ def logits_from_hidden(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Te
 
 
 def _soft_cap(config: object, logits: torch.Tensor) -> torch.Tensor:
-    cap = getattr(config, "final_logit_softcapping", None)
+    cap = getattr(config, "final_logit_softcapping", getattr(config, "logits_soft_cap", None))
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
@@ -122,6 +124,46 @@ def _cohere(config: object, logits: torch.Tensor) -> torch.Tensor:
 
 
 _LOGIT_RULES: tuple[Callable[[object, torch.Tensor], torch.Tensor], ...] = (_granite, _cohere, _soft_cap)
+
+
+_heads_known: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def has_known_head(model: PreTrainedModel) -> bool:
+    """Whether `logits_from_hidden` of the inner model's output is what the model's own forward computes.
+
+    It is for the families that can be converted. Any other causal LM, with attention or without, is tried once, on a
+    few tokens; the answer is kept.
+    """
+    if model.config.model_type.removeprefix("fox_") in SUPPORTED:
+        return True
+    if model not in _heads_known:
+        ids = torch.arange(min(8, vocabulary_size(model)), device=next(model.parameters()).device)[None]
+        try:
+            found = logits_from_hidden(model, inner_model(model)(input_ids=ids, use_cache=False).last_hidden_state)
+            own = model(input_ids=ids, use_cache=False).logits
+        except (AttributeError, TypeError):  # its inner model or its output is called something else
+            _heads_known[model] = False
+        else:
+            _heads_known[model] = found.shape == own.shape and torch.allclose(found.float(), own.float(), atol=1e-3)
+    return _heads_known[model]
+
+
+def read_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    """Runs any causal LM once over whole texts; returns the function that reads float32 logits off it.
+
+    The function takes an index into (B, T), such as (rows, positions) or (slice(None), slice(0, 64)), and gives
+    (..., vocabulary). The head is applied to what is asked for only, where the model is known to have a plain one.
+
+    Args:
+        token_ids: (B, T) int64 on the model's device; padding, if any, stands at the end.
+    """
+    if has_known_head(model):
+        hidden = inner_model(model)(input_ids=token_ids, use_cache=False).last_hidden_state
+        return lambda where: logits_from_hidden(model, hidden[where]).float()
+    logits = model(input_ids=token_ids, use_cache=False).logits
+    return lambda where: logits[where].float()
 
 
 def is_converted(model: Any) -> bool:
@@ -145,13 +187,13 @@ def token_losses(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tenso
     Returns:
         (B, T - 1) float32 on the model's device; entry [:, i - 1] belongs to position i.
     """
-    hidden = inner_model(model)(input_ids=token_ids, use_cache=False).last_hidden_state
+    logits_at = read_logits(model, token_ids)
     budget = LOGIT_BYTES.get(token_ids.device.type, LOGIT_BYTES["cpu"])
     step = max(1, budget // (4 * vocabulary_size(model) * token_ids.shape[0]))
     losses = torch.empty(token_ids.shape[0], token_ids.shape[1] - 1, device=token_ids.device)
     for start in range(0, losses.shape[1], step):
         stop = min(start + step, losses.shape[1])
-        logits = logits_from_hidden(model, hidden[:, start:stop]).float()
+        logits = logits_at((slice(None), slice(start, stop)))
         target = token_ids[:, start + 1 : stop + 1]
         flat = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
         losses[:, start:stop] = flat.view(target.shape)

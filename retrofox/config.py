@@ -257,6 +257,35 @@ class LoraConfig(Section):
     quantize: Literal["nf4"] | None = Field(default=None, description="QLoRA: 4-bit base (needs bitsandbytes)")
 
 
+class RopeScaling(Section):
+    """transformers' `rope_scaling` of an unconverted model: its type, its factor, and what that type takes besides."""
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
+    factor: float = Field(gt=1, description="by how much the trained length is stretched")
+    original_max_position_embeddings: Positive | None = Field(
+        default=None, description="yarn, llama3: the length to count from; None = what the model was trained to"
+    )
+    attention_factor: float | None = Field(default=None, gt=0, description="yarn")
+    beta_fast: float | None = Field(default=None, gt=0, description="yarn")
+    beta_slow: float | None = Field(default=None, gt=0, description="yarn")
+    low_freq_factor: float | None = Field(default=None, gt=0, description="llama3")
+    high_freq_factor: float | None = Field(default=None, gt=0, description="llama3")
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> RopeScaling:
+        takes = {
+            "yarn": ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+            "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+        }.get(self.rope_type, ())
+        for key in type(self).model_fields:
+            if getattr(self, key) is not None and key not in ("rope_type", "factor", *takes):
+                raise ValueError(f"{key} has no effect with rope_type {self.rope_type}: remove it")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.rope_type == "llama3" and (low is None or high is None or low >= high):
+            raise ValueError("rope_type llama3 takes low_freq_factor and high_freq_factor, the first below the second")
+        return self
+
+
 class CheckpointConfig(Section):
     """When checkpoints are written and how many complete ones are kept."""
 
@@ -284,6 +313,10 @@ class Recipe(Section):
 
     model: Place = Field(description="Hub id, local directory, .gguf file, or converted directory")
     fox: Fox | None = None
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="fox: null: trains a control with scaled RoPE, such as {rope_type: yarn, factor: 4}"
+    )
+    rope_theta: float | None = Field(default=None, gt=0, description="fox: null: trains a control with another base")
     output: Place
     seed: int = Field(default=0, ge=0, lt=2**32)
     data: DataConfig
@@ -306,6 +339,10 @@ class Recipe(Section):
     def _consistent(self) -> Recipe:
         if self.fox is not None and self.attention is not None:
             raise ValueError("attention is for unconverted models: one with `fox:` always runs Forgetting Attention")
+        for key in ("rope_scaling", "rope_theta"):
+            if getattr(self, key) is not None and (self.fox is not None or self.lora is not None):
+                other = "fox" if self.fox is not None else "lora"
+                raise ValueError(f"{key} is for unconverted models: remove it, or remove `{other}:`")
         for number, stage in enumerate(self.stages):
             if stage.objective != "extend" and self.lora is not None and stage.objective == "align":
                 raise ValueError(

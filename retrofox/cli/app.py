@@ -46,6 +46,12 @@ TrustRemoteCode = Annotated[
     typer.Option("--trust-remote-code", help="Run the code beside a model or tokenizer that needs it, naming it."),
 ]
 TextField = Annotated[str, typer.Option(help="Field of JSON or Parquet records that holds the text.")]
+Baselines = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Made of the base, untrained: pi:4, ntk:4, yarn:4, drope, window:4096 or streaming:4096,4; repeatable."
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")
 ]
@@ -142,9 +148,22 @@ def evaluate(
     batch: Annotated[int, typer.Option(help="Windows per batch.")] = 1,
     controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
     text_field: TextField = "text",
-    tasks: Annotated[str, typer.Option(help="lm-eval tasks to run too, comma-separated (needs retrofox[eval]).")] = "",
+    baseline: Baselines = None,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="lm-eval tasks to run too, comma-separated, or short, ruler, longbench (needs retrofox[eval])."
+        ),
+    ] = "",
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
+    task_batch: Annotated[str, typer.Option(help="lm-eval: requests per batch, or auto: by tokens.")] = "auto",
+    task_cache: Annotated[
+        Path | None, typer.Option(help="lm-eval: folder of finished tasks. [default: ~/.cache/retrofox/tasks]")
+    ] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="lm-eval: keep and reuse results of the same model and versions.")
+    ] = True,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -169,9 +188,13 @@ def evaluate(
             batch=batch,
             controls=controls,
             text_field=text_field,
+            baselines=baseline or [],
             tasks=[task.strip() for task in tasks.split(",") if task.strip()],
             include_path=include_path,
             limit=limit,
+            task_batch=int(task_batch) if task_batch.isdigit() else task_batch,
+            task_cache_folder=task_cache,
+            cache=cache,
             device=device,
             dtype=dtype,
         )

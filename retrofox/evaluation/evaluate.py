@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from retrofox.anatomy import attention_mode
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, _require_files, choose_windows
-from retrofox.evaluation import loss_report
-from retrofox.evaluation.lm_eval import find_tasks, run_tasks
+from retrofox.evaluation import loss_report, task_cache
+from retrofox.evaluation.baselines import Baseline, base_for, build, parse_all
+from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
+from retrofox.evaluation.task_report import differences, print_tasks
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.support.report import (
@@ -55,9 +55,13 @@ def evaluate(
     controls: bool = True,
     text_field: str = "text",
     tokenizer: Any = None,
+    baselines: Sequence[str | Baseline] = (),
     tasks: Sequence[str] = (),
     include_path: str | None = None,
     limit: int | None = None,
+    task_batch: int | str = "auto",
+    task_cache_folder: str | os.PathLike | None = None,
+    cache: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Measures L(i), the loss of document position i in nats, for a model and for what it is compared with.
@@ -81,12 +85,19 @@ def evaluate(
         batch: windows run at one time.
         controls: False skips the two control runs.
         text_field: field of JSON records that holds the text.
-        tasks: lm-eval tasks to run as well, with further task files from `include_path` and `limit` examples each;
-            with tasks, `data` may be empty.
+        baselines: what a user would try instead, made of the first `against`, or of the model if that is unconverted:
+            "pi:4", "ntk:4", "yarn:4", "drope", "window:4096", "streaming:4096,4" (see `baselines`).
+        tasks: lm-eval tasks or presets (short, ruler, longbench) to run as well, with further task files from
+            `include_path` and `limit` examples each; with tasks, `data` may be empty.
+        task_batch: requests of lm-eval run at one time; "auto" = as many as a fixed number of tokens holds.
+        task_cache_folder: where results of tasks are kept, by model, prompts and versions, and an interrupted run goes
+            on; None = $XDG_CACHE_HOME/retrofox/tasks. `cache=False` neither reads nor writes any.
 
     Returns:
         A dict, as in eval.json: "lines" (per line: key, label, source, seconds, peak_memory_bytes, mean, slopes),
-        "buckets" (per bucket: from, to, tokens, documents, loss and difference by key), "environment", "files".
+        "buckets" (per bucket: from, to, tokens, documents, loss and difference by key), "tasks" (per line, task and
+        metric), "task_differences" (to the first `against`: difference, standard_error, p, documents), "environment",
+        "files".
 
     Raises:
         FileNotFoundError: a model or data file that is not there.
@@ -94,11 +105,14 @@ def evaluate(
     """
     sources, others = listed(data), _listed(against)
     _check(length, sources, tasks, windows, min_tokens, batch, max_documents, limit)
+    _check_tasks(tasks, include_path=include_path, limit=limit, task_batch=task_batch, folder=task_cache_folder)
+    wanted = parse_all(baselines)
+    base_for(wanted, model, others)
     check_folder(out)
-    if not tasks and (include_path is not None or limit is not None):
-        raise ValueError("include_path and limit say how lm-eval tasks run: name tasks, or drop them")
     started = time.time()
-    manager = find_tasks(tasks, include_path) if tasks else None
+    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path
+    found = find_tasks(tasks, include_path, limit=limit, length=length, tokenizer=name) if tasks else None
+    folder = Path(task_cache_folder) if task_cache_folder is not None else task_cache.default_folder()
     tokenizer = tokenizer or _tokenizer_of(model)
     for other in others:
         require_same_tokenizer(tokenizer, other)
@@ -124,33 +138,62 @@ def evaluate(
         "longest": max((len(w.token_ids) for w in chosen), default=0),
         "tokens_sha256": _fingerprint(chosen),
         "lines": [],
+        "names": {},
         "tasks": {},
+        "task_differences": {},
         "environment": environment(),
     }
     losses: dict[str, list[np.ndarray]] = {}
-    for number, source in enumerate([model, *others]):
-        key = "model" if number == 0 else "base" if number == 1 else f"base{number}"
-        opened = open_model(source, tokenizer=tokenizer, dtype=dtype, device=device)
-        if number == 0:
+    scores: dict[str, Scores] = {}
+    columns = _columns(model, others, wanted, tokenizer=tokenizer, dtype=dtype, device=device)
+    for key, opened in columns:
+        if key == "model":
             result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
+        result["names"][key] = opened.name
         if chosen:
-            for line, values in _run(opened, key, chosen, batch, controls and number == 0, progress):
+            for line, values in _run(opened, key, chosen, batch, controls and key == "model", progress):
                 result["lines"].append(line)
                 losses[line["key"]] = values
-        if tasks:
-            result["tasks"][key] = run_tasks(opened, tasks, manager, max_length=length, limit=limit, batch=batch)
+        if found is not None:
+            scores[key] = run_tasks(
+                opened,
+                found,
+                max_length=length,
+                batch=task_batch,
+                cache=folder if cache else None,
+                progress=progress,
+            )
+            result["tasks"][key] = scores[key].metrics
         opened = None  # frees the weights before the next model is loaded
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _free_memory()
     _tell_apart(result["lines"])
-    _report(result, losses, chosen, out, started)
+    _report(result, losses, scores, chosen, out, started)
     return result
+
+
+def _columns(
+    model: Any, others: Sequence[Any], baselines: Sequence[Baseline], **options: Any
+) -> Iterator[tuple[str, Opened]]:
+    """(key, open model) of everything that is measured, one at a time: model, base, its baselines, further bases."""
+    for number, source in enumerate([model, *others]):
+        opened = open_model(source, **options)
+        yield "model" if number == 0 else "base" if number == 1 else f"base{number}", opened
+        if number == min(1, len(others)):
+            for baseline in baselines:
+                yield baseline.text, build(baseline, opened)
+        opened = None
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _report(
     result: dict[str, Any],
     losses: dict[str, list[np.ndarray]],
+    scores: dict[str, Scores],
     chosen: Sequence[Window],
     out: str | os.PathLike | None,
     started: float,
@@ -163,8 +206,10 @@ def _report(
         for line, summary in zip(result["lines"], loss_report.summarise(losses, chosen, length).values(), strict=True):
             line.update(summary)
         loss_report.print_table(result, console)
-    if result["tasks"]:
-        _print_tasks(result["tasks"], console)
+    if scores:
+        reference = "base" if "base" in scores else "model"
+        result["task_differences"] = differences(scores, reference)
+        print_tasks(result["tasks"], result["task_differences"], result["names"], reference, console)
     result["seconds"] = time.time() - started
     result["files"] = {}
     if out is not None:
@@ -193,6 +238,17 @@ def _check(
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     _require_files(data)
+
+
+def _check_tasks(
+    tasks: Sequence[str], *, include_path: str | None, limit: int | None, task_batch: int | str, folder: Any
+) -> None:
+    if not tasks and (include_path is not None or limit is not None or task_batch != "auto" or folder is not None):
+        raise ValueError(
+            "include_path, limit, task_batch and task_cache_folder say how lm-eval tasks run: name tasks, or drop them"
+        )
+    if task_batch != "auto" and not (isinstance(task_batch, int) and task_batch >= 1):
+        raise ValueError(f"task_batch must be 'auto' or a number of requests, 1 or more; got {task_batch!r}")
 
 
 def _listed(against: Any) -> list[Any]:
@@ -253,20 +309,3 @@ def _fingerprint(chosen: Sequence[Window]) -> str:
         digest.update(window.token_ids.astype("<u4").tobytes())
         digest.update(b"\xff" * 4)
     return digest.hexdigest()
-
-
-def _print_tasks(tasks: dict[str, dict[str, dict[str, Any]]], console: Console) -> None:
-    table = Table(title="lm-eval tasks", title_justify="left")
-    for column in ("task", "metric", *tasks):
-        table.add_column(column, justify="left" if column in ("task", "metric") else "right")
-    for task, metrics in next(iter(tasks.values())).items():
-        for metric, value in metrics.items():
-            if not isinstance(value, float | None) or "_stderr" in metric:
-                continue
-            cells = []
-            for results in tasks.values():
-                mean, error = results[task][metric], results[task].get(metric.replace(",", "_stderr,"))
-                spread = f" ±{error:.3f}" if isinstance(error, float) else ""
-                cells.append("-" if mean is None else f"{mean:.4f}{spread}")
-            table.add_row(task, metric, *cells)
-    console.print(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict
     sums = {key: PositionSums(values, windows, edges) for key, values in losses.items()}
     loss = {key: s.statistics() for key, s in sums.items()}
     difference = {
-        f"{key}-{to}": sums[key].statistics(sums[to]) for key in sums for to in [_compared_to(key)] if to in sums
+        f"{key}-{to}": sums[key].statistics(sums[to]) for key in sums for to in [_compared_to(key, sums)] if to in sums
     }
     table = []
     for b, (low, high) in enumerate(pairwise(edges)):
@@ -67,7 +67,7 @@ def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[st
     start = max(8, end // 64)
     summary = {}
     for key, values in losses.items():
-        to = _compared_to(key)
+        to = _compared_to(key, sums)
         summary[key] = {
             **_mean(sums[key].total()),
             "difference": _mean(sums[key].total(sums[to])) if to in sums else None,
@@ -119,10 +119,10 @@ def print_table(result: dict[str, Any], console: Console) -> None:
     ]
     for name in result["buckets"][0]["difference"]:
         key, to = name.rsplit("-", 1)
-        if to == "base":
+        if to == "base" or key not in ("open", "shuffled"):
             cells = [_cell(row["difference"][name], signed=True) for row in result["buckets"]]
             whole = _cell(lines[keys.index(key)]["difference"], signed=True)
-            columns.append(("difference" if key == "model" else f"{labels[key]} - base", [*cells, whole, "", ""]))
+            columns.append(("difference" if key == "model" else f"{labels[key]} - {to}", [*cells, whole, "", ""]))
     positions = [f"{tokens_label(row['from'])}-{tokens_label(row['to'])}" for row in result["buckets"]]
     positions += ["all", "slope per doubling", "slope per 1k, late"]
     counts = [f"{row['tokens']:,}" for row in result["buckets"]]
@@ -245,9 +245,12 @@ def _position_rows(losses: Losses, windows: Sequence[Window], keys: list[str]) -
     return ["position", "windows", *keys], rows
 
 
-def _compared_to(key: str) -> str | None:
-    """The line a line's difference is taken to: controls to the model, everything else to the base."""
-    return {"open": "model", "shuffled": "model", "base": None}.get(key, "base")
+def _compared_to(key: str, keys: Collection[str]) -> str | None:
+    """The line a line's difference is taken to: controls to the model, everything else to the base, if there is one."""
+    if key in ("open", "shuffled"):
+        return "model"
+    reference = "base" if "base" in keys else "model"
+    return None if key == reference else reference
 
 
 def _mean(row: Mapping[str, Any]) -> dict[str, Any]:

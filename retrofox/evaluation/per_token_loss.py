@@ -18,6 +18,7 @@ from retrofox.anatomy import (
     token_losses,
 )
 from retrofox.data.windows import Window
+from retrofox.loading.rope_scaling import depends_on_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,8 +47,13 @@ def window_losses(
     require_known_tokens(model, max(int(w.token_ids.max()) for w in windows))
     order = sorted(range(len(windows)), key=lambda w: -len(windows[w].token_ids))
     result: list[np.ndarray] = [np.empty(0, np.float32)] * len(windows)
-    for start in range(0, len(order), batch):
+    same_length = depends_on_length(model.config)
+    start = 0
+    while start < len(order):
         members = order[start : start + batch]
+        if same_length:  # padding would move the frequencies of a dynamic RoPE
+            members = [w for w in members if len(windows[w].token_ids) == len(windows[members[0]].token_ids)]
+        start += len(members)
         longest = len(windows[members[0]].token_ids)
         ids = np.zeros((len(members), longest), np.int64)
         for row, w in enumerate(members):

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.families import check_supported
+from retrofox.loading.outside import register_outside
 from retrofox.loading.shards import find
 from retrofox.loading.source import (
     check_source,
@@ -49,6 +50,7 @@ def load_base(
         where, options = str(path.parent), {"gguf_file": path.name}
     else:
         values = read_config(source, revision)
+        register_outside(values)
         refuse_untrusted(source, values)
         trusted = trusts_code(source, values)
         where, options = str(source), {"revision": revision or "main", "trust_remote_code": trusted}

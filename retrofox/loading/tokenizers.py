@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from retrofox.config import Recipe
+from retrofox.loading.outside import register_outside
 from retrofox.loading.source import holds_converted, read_config, reading_gguf
 from retrofox.loading.trust import trusts_code
 from retrofox.model import configuration_fox
@@ -41,6 +42,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     if path.is_dir() and not any(path.glob("tokenizer*")):
         return None
     values = {} if path.is_dir() and not (path / "config.json").is_file() else read_config(source, revision)
+    register_outside(values)
     model_type = values.get("model_type", "").removeprefix("fox_")
     if model_type in SUPPORTED:  # else transformers would ask whether to trust the code beside the tokenizer
         config_class = getattr(configuration_fox, f"Fox{SUPPORTED[model_type]}Config")

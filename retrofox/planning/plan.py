@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.anatomy import lm_class
 from retrofox.config import Recipe, Stage
+from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
 from retrofox.planning.measure import measure_steps
 from retrofox.planning.memory import memory, reset_peak
@@ -24,7 +25,7 @@ from retrofox.training.arguments import STATE_BYTES
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import accumulation, count_steps, parameter_groups, save_steps, set_trainable
 from retrofox.training.lora import add_adapters
-from retrofox.training.model import lower_frozen
+from retrofox.training.model import changes_rope, lower_frozen, refuse_rope, rope_scaling
 from retrofox.training.refusals import (
     deepspeed,
     free_bytes,
@@ -158,6 +159,7 @@ def _configs(recipe: Recipe, refusals: list[str]) -> tuple[Any, Any]:
             config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
         else:
             refuse_adapter(recipe.model)
+            refuse_rope(recipe, recipe.model)
             values = read_config(recipe.model)
             if values.get("model_type", "").startswith("fox_"):
                 if recipe.fox is not None:
@@ -171,6 +173,8 @@ def _configs(recipe: Recipe, refusals: list[str]) -> tuple[Any, Any]:
                 raise ValueError("lora needs a converted model: give the recipe a `fox:` section")
             if any(stage.objective != "extend" for stage in recipe.stages):
                 raise ValueError("align and distill compare a retrofit with its original: give `fox:` to the recipe")
+            if changes_rope(recipe):
+                set_rope_config(config, rope_scaling(recipe), recipe.rope_theta)
             return config, None
         retrofit = make_plan(config, recipe.fox, base=recipe.model)
         return retrofit.config, retrofit

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from transformers import AutoConfig
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.config import Recipe
 from retrofox.conversion.convert import convert
 from retrofox.loading.base import load_base
 from retrofox.loading.converted import load
+from retrofox.loading.rope_scaling import set_rope, set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
 from retrofox.training.lora import adapted
 
@@ -62,8 +64,34 @@ def load_any(recipe: Recipe, source: Path, dtype: torch.dtype) -> Any:
             raise ValueError(f"{source} is converted and always runs Forgetting Attention: remove `attention`")
         return load(str(source), dtype=dtype)
     model, _ = load_base(str(source), dtype=dtype)
+    if changes_rope(recipe):
+        set_rope(model, rope_scaling(recipe), recipe.rope_theta)
     set_attention(model, recipe)
     return model
+
+
+def changes_rope(recipe: Recipe) -> bool:
+    """Whether the recipe trains a control with a RoPE other than its model's."""
+    return recipe.rope_scaling is not None or recipe.rope_theta is not None
+
+
+def rope_scaling(recipe: Recipe) -> dict[str, Any] | None:
+    """The recipe's `rope_scaling` as transformers has it."""
+    return None if recipe.rope_scaling is None else recipe.rope_scaling.model_dump(exclude_none=True)
+
+
+def refuse_rope(recipe: Recipe, source: str | Path) -> None:
+    """Raises ValueError for a recipe that would change the RoPE of a converted model, or one scaled already."""
+    if not changes_rope(recipe):
+        return
+    if str(source).endswith(".gguf"):
+        config = AutoConfig.from_pretrained(str(Path(source).parent), gguf_file=Path(source).name)
+    elif read_config(str(source)).get("model_type", "").startswith("fox_"):
+        key = "rope_theta" if recipe.rope_scaling is None else "rope_scaling"
+        raise ValueError(f"{key} is for unconverted models, and {source} is converted: remove it")
+    else:
+        config = AutoConfig.from_pretrained(str(source))
+    set_rope_config(config, rope_scaling(recipe), recipe.rope_theta)
 
 
 def set_attention(model: Any, recipe: Recipe) -> None:

@@ -20,6 +20,7 @@ from retrofox.data.sources import resolve
 from retrofox.loading.source import read_config, refuse_adapter
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.training.groups import set_trainable
+from retrofox.training.model import refuse_rope
 from retrofox.training.objectives import choose_cross_entropy
 from retrofox.training.output import batches_of, refuse_mingling
 from retrofox.training.speed import recompute
@@ -184,6 +185,7 @@ def refuse_missing(recipe: Recipe) -> None:
     refuse_adapter(recipe.model)
     if not recipe.model.endswith(".gguf"):
         read_config(recipe.model)
+    refuse_rope(recipe, recipe.model)
     for source in (*recipe.data.train, *recipe.data.eval):
         _refuse_source(source)
     recipe_tokenizer(recipe)

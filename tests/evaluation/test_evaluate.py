@@ -10,7 +10,6 @@ import random
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -311,8 +310,9 @@ def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, docum
             evaluate(model, None, documents, length, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="vocabulary of 100"):
         evaluate(pico_llama(vocab_size=100), None, documents, 64, tokenizer=tokenizer, progress=False)
-    with pytest.raises(ValueError, match="name tasks, or drop them"):
-        evaluate(model, None, documents, limit=3, tokenizer=tokenizer)
+    for options in ({"limit": 3}, {"task_batch": 4}, {"task_cache_folder": "tasks"}):
+        with pytest.raises(ValueError, match="name tasks, or drop them"):
+            evaluate(model, None, documents, tokenizer=tokenizer, **options)
     with pytest.raises(ValueError, match=r"empty\.txt is a file; name a directory"):
         evaluate(model, None, documents, out=empty / "results", tokenizer=tokenizer)
     monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path)  # the superuser may write anywhere
@@ -350,53 +350,6 @@ def test_a_failed_run_leaves_earlier_results_alone(pico_llama, tokenizer, docume
     with pytest.raises(ValueError, match="vocabulary"):
         evaluate(pico_llama(), pico_llama(vocab_size=60), documents, 64, out, tokenizer=tokenizer, progress=False)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-@pytest.mark.filterwarnings("ignore")  # lm-eval and its dependencies warn on import
-def test_lm_eval_tasks_run_with_the_length_asked_for(pico_llama, pico_fox, tokenizer, tmp_path):
-    pytest.importorskip("lm_eval")
-    (tmp_path / "pico.yaml").write_text(
-        "task: pico_choice\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
-        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/pico.jsonl}}}}\n"
-        "doc_to_text: '{{q}}'\ndoc_to_choice: '{{choices}}'\ndoc_to_target: '{{gold}}'\n"
-        "metric_list: [{metric: acc}]\n"
-    )
-    rows = [{"q": "the fox " * 100, "choices": [" gate", " fox"], "gold": n % 2} for n in range(4)]
-    (tmp_path / "pico.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    seen = []
-    fox = pico_fox()
-    fox.model.register_forward_pre_hook(lambda m, a, k: seen.append(k["input_ids"].shape[1]), with_kwargs=True)
-    result = evaluate(
-        fox, pico_llama(), length=300, tasks=["pico_choice"], include_path=str(tmp_path), limit=3, tokenizer=tokenizer
-    )
-    assert set(result["tasks"]) == {"model", "base"}
-    assert 0 <= result["tasks"]["model"]["pico_choice"]["acc,none"] <= 1
-    whole = evaluate(fox, length=300, tasks=["pico_ch*"], include_path=str(tmp_path), limit=3, tokenizer=tokenizer)
-    assert whole["tasks"]["model"] == result["tasks"]["model"]
-    assert max(seen) > 128  # the model's max_position_embeddings, to which lm-eval would cut
-    with pytest.raises(ValueError, match="unknown task nonsense"):
-        evaluate(fox, length=300, tasks=["nonsense"], include_path=str(tmp_path), tokenizer=tokenizer)
-
-
-def test_metrics_that_are_no_numbers_are_written_as_none(pico_llama, tokenizer, tmp_path, monkeypatch, capsys):
-    metrics = {
-        "alias": "odd",
-        "acc,none": np.float32(0.5),
-        "acc_stderr,none": "N/A",
-        "f1,none": math.nan,
-        "sample_len": 3,
-    }
-    found = [{"results": {"odd": metrics}}, {"results": {"odd": {**metrics, "acc,none": math.inf}}}]
-    manager = SimpleNamespace(match_tasks=lambda tasks: tasks)
-    monkeypatch.setattr("retrofox.evaluation.evaluate.find_tasks", lambda *arguments: manager)
-    harness = SimpleNamespace(simple_evaluate=lambda **options: found.pop(0), HFLM=lambda **options: None)
-    monkeypatch.setattr("retrofox.evaluation.lm_eval.import_module", lambda name: harness)
-    evaluate(pico_llama(), pico_llama(), out=tmp_path, tasks=["odd"], tokenizer=tokenizer)
-    written = json.loads((tmp_path / "eval.json").read_text())["tasks"]
-    assert written["model"] == {"odd": {"acc,none": 0.5, "acc_stderr,none": "N/A", "f1,none": None}}
-    assert written["base"]["odd"]["acc,none"] is None
-    rows = [line.split("│")[2:5] for line in capsys.readouterr().out.splitlines() if "odd" in line]
-    assert [[cell.strip() for cell in row] for row in rows] == [["acc,none", "0.5000", "-"], ["f1,none", "-", "-"]]
 
 
 def test_tasks_without_lm_eval_name_the_remedy(pico_llama, tokenizer, monkeypatch):

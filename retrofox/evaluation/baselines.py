@@ -1,0 +1,198 @@
+"""What a user would try instead of a retrofit, made from the base model alone: columns beside it in every measurement.
+
+    pi:4              position interpolation: positions divided by 4           transformers' rope_type "linear"
+    ntk:4             dynamic NTK: RoPE's base grows with the text's length    transformers' rope_type "dynamic"
+    yarn:4            YaRN                                                     transformers' rope_type "yarn"
+    drope             RoPE dropped from every layer, no gates in its place
+    window:4096       sliding window: a query sees the last 4096 tokens, its own among them
+    streaming:4096,4  StreamingLLM: such a window, and the first 4 tokens; positions as in its cache
+
+None of them is trained further. Sources: Chen et al. 2023, arXiv 2306.15595 (pi); bloc97 and emozilla 2023 (ntk); Peng
+et al. 2024, arXiv 2309.00071 (yarn); Xiao et al. 2024, arXiv 2309.17453 (streaming).
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from retrofox.anatomy import is_converted
+from retrofox.conversion.convert import convert
+from retrofox.evaluation.windowed_attention import use_window
+from retrofox.families import check_supported
+from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.rope_scaling import set_rope
+from retrofox.loading.source import holds_converted
+from retrofox.model.configuration_fox import FoxSpec
+
+FORMS = "pi:4, ntk:4, yarn:4 (factor), drope, window:4096 (tokens), streaming:4096,4 (window, first tokens kept)"
+SCALED = {"pi": ("linear", "position interpolation"), "ntk": ("dynamic", "dynamic NTK"), "yarn": ("yarn", "YaRN")}
+"""Kind -> (transformers' rope_type, name in tables)."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One baseline, as parsed: `text` is its canonical spelling, `label` what it adds to the base's name."""
+
+    kind: str
+    numbers: tuple[float, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.kind + (":" if self.numbers else "") + ",".join(f"{number:.12g}" for number in self.numbers)
+
+    @property
+    def label(self) -> str:
+        if self.kind in SCALED:
+            return f"{SCALED[self.kind][1]} x{self.numbers[0]:g}"
+        if self.kind == "drope":
+            return "no RoPE"
+        window, *sinks = (f"{number:g}" for number in self.numbers)
+        return f"StreamingLLM {window} and {sinks[0]}" if sinks else f"window {window}"
+
+
+def parse(text: str) -> Baseline:
+    """Reads "yarn:4", "drope", "window:4096" or "streaming:4096,4"; raises ValueError that lists the forms."""
+    kind, colon, rest = text.strip().partition(":")
+    known = (*SCALED, "drope", "window", "streaming")
+    if kind not in known:
+        near = difflib.get_close_matches(kind, known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"unknown baseline {text!r}{hint}; forms: {FORMS}")
+    if kind in SCALED and re.fullmatch(r"[0-9]+(\.[0-9]+)?", rest) and 1 < float(rest) < 1e6:
+        return Baseline(kind, (float(rest),))
+    if kind == "drope" and not colon:
+        return Baseline(kind)
+    if kind == "window" and re.fullmatch(r"[0-9]{1,9}", rest) and int(rest) >= 1:
+        return Baseline(kind, (int(rest),))
+    if kind == "streaming" and re.fullmatch(r"[0-9]{1,9},[0-9]{1,4}", rest):
+        window, sinks = map(int, rest.split(","))
+        if window >= 1 and sinks >= 1:
+            return Baseline(kind, (window, sinks))
+    needs = {
+        "drope": "no number",
+        "window": "a window of 1 token or more",
+        "streaming": "a window and a number of first tokens, each 1 or more",
+    }
+    raise ValueError(f"baseline {text!r}: {kind} takes {needs.get(kind, 'a factor above 1')}; forms: {FORMS}")
+
+
+def parse_all(baselines: Sequence[str | Baseline]) -> list[Baseline]:
+    """Every baseline parsed; raises ValueError for one that is misspelt or given twice."""
+    if isinstance(baselines, str):
+        raise ValueError(f"baselines takes a list, got {baselines!r}: give [{baselines!r}]")
+    parsed = [parse(baseline) if isinstance(baseline, str) else baseline for baseline in baselines]
+    for baseline in parsed:
+        if parsed.count(baseline) > 1:
+            raise ValueError(f"baseline {baseline.text} is given twice")
+    return parsed
+
+
+def build(baseline: Baseline, base: Opened) -> Opened:
+    """The baseline as a model of its own that shares the base's weights; the base stays as it is.
+
+    Raises:
+        ValueError: the base is converted, or its family or its RoPE is not one that the baseline can be made of.
+    """
+    config = base.model.config
+    if is_converted(base.model):
+        raise ValueError(f"{base.name} is converted, and baselines are made of its original: give that as --against")
+    try:
+        check_supported(config)
+        model = _MAKE[baseline.kind](base.model, baseline)
+    except ValueError as error:
+        raise ValueError(f"baseline {baseline.text} of {base.name}: {error}") from None
+    return Opened(model.eval(), base.tokenizer, f"{base.name} + {baseline.label}", f"{base.source} + {baseline.text}")
+
+
+def _shared(model: Any) -> Any:
+    """A copy of a model's modules and config around the same parameters and buffers."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _rescaled(base: Any, baseline: Baseline) -> Any:
+    model = _shared(base)
+    set_rope(model, {"rope_type": SCALED[baseline.kind][0], "factor": baseline.numbers[0]})
+    for module in model.modules():
+        if baseline.kind == "ntk" and hasattr(module, "max_seq_len_cached"):
+            module.register_forward_pre_hook(_forget_longest)
+    return model
+
+
+def _forget_longest(rotary: Any, arguments: Any) -> None:
+    """Before each text: transformers' dynamic RoPE would go on with the frequencies of the longest text so far."""
+    for name in vars(rotary):
+        if name.endswith("max_seq_len_cached"):
+            setattr(rotary, name, 0)
+
+
+def _dropped(base: Any, baseline: Baseline) -> Any:
+    return convert(base, fox=FoxSpec(rope="drop", gate="none"))
+
+
+def _windowed(base: Any, baseline: Baseline) -> Any:
+    model = _shared(base)
+    window, sinks = (*map(int, baseline.numbers), 0)[:2]
+    use_window(model, f"retrofox_{baseline.text}", window, sinks)
+    return model
+
+
+_MAKE: dict[str, Callable[[Any, Baseline], Any]] = {
+    **dict.fromkeys(SCALED, _rescaled),
+    "drope": _dropped,
+    "window": _windowed,
+    "streaming": _windowed,
+}
+
+
+def base_for(baselines: Sequence[Baseline], model: Any, against: Sequence[Any]) -> Any:
+    """The source that baselines are made of: the first of `against`, or the model itself if it is unconverted.
+
+    Raises:
+        ValueError: that source is converted; said before anything is loaded where it lies on disk.
+    """
+    base = against[0] if against else model
+    converted = holds_converted(os.fspath(base)) if isinstance(base, (str, os.PathLike)) else is_converted(base)
+    if baselines and converted:
+        what = "the first --against" if against else "the model"
+        raise ValueError(
+            f"baselines are made of the base, and {what} is converted: give the base as the first --against"
+        )
+    return base
+
+
+def opened_baselines(
+    baselines: Sequence[str | Baseline],
+    model: Any,
+    against: Sequence[Any] = (),
+    *,
+    tokenizer: Any = None,
+    dtype: Any = None,
+    device: Any = None,
+) -> Iterator[Opened]:
+    """Every baseline of a measurement, one at a time, ready to run: for commands that take --baseline.
+
+    The base is loaded once; each baseline shares its weights. Options are checked at the first step of the iteration:
+    call `parse_all` and `base_for` before anything slow.
+
+    Args:
+        baselines: as `parse` reads them; none loads nothing.
+        model: what is measured; `against`: what it is compared with.
+        tokenizer, dtype, device: as in `open_model`.
+
+    Raises:
+        ValueError: a misspelt baseline, no unconverted base, or one that the baseline can't be made of.
+    """
+    parsed = parse_all(baselines)
+    source = base_for(parsed, model, against)
+    if not parsed:
+        return
+    base = open_model(source, tokenizer=tokenizer, dtype=dtype, device=device)
+    for baseline in parsed:
+        yield build(baseline, base)

@@ -1,0 +1,365 @@
+"""Baselines: each is transformers' own implementation where there is one, an explicit mask or a cache where not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from retrofox.anatomy import has_known_head, token_losses
+from retrofox.evaluation.baselines import FORMS, Baseline, build, opened_baselines, parse
+from retrofox.evaluation.evaluate import evaluate
+from retrofox.generation.generate import complete
+from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.outside import register_outside
+
+LENGTH = 150  # beyond the 128 tokens of a pico model
+FAMILIES = {
+    "mistral": {},
+    "qwen3": {},
+    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 64, "attn_implementation": "eager"},
+    "cohere2": {"sliding_window": 64},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "glm4": {"partial_rotary_factor": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(2, 288, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def base(pico_llama, pico_tokenizer) -> Opened:
+    return Opened(pico_llama(), pico_tokenizer, "pico", "pico-source")
+
+
+@torch.no_grad()
+def logits(model, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize(("text", "rope_type"), [("pi:4", "linear"), ("ntk:4", "dynamic"), ("yarn:2.5", "yarn")])
+def test_scaled_rope_is_transformers_own(base, pico_llama, ids, text, rope_type):
+    ours = build(parse(text), base)
+    theirs = pico_llama(rope_scaling={"rope_type": rope_type, "factor": float(text.split(":")[1])})
+    assert torch.equal(logits(ours.model, ids), logits(theirs, ids))
+    assert (logits(ours.model, ids) - logits(base.model, ids)).abs().max() > 0.1
+    assert ours.model.lm_head.weight is base.model.lm_head.weight
+    assert ours.name == {"pi:4": "pico + position interpolation x4", "ntk:4": "pico + dynamic NTK x4"}.get(
+        text, "pico + YaRN x2.5"
+    )
+    assert base.model.config.rope_parameters["rope_type"] == "default"
+
+
+def test_dynamic_ntk_forgets_the_longest_text_so_far(base, pico_llama, ids):
+    model = build(parse("ntk:4"), base).model
+    long = torch.cat([ids, ids, ids], 1)
+    logits(model, long)
+    fresh = pico_llama(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    assert torch.equal(logits(model, ids), logits(fresh, ids))
+
+
+def test_drope_is_the_base_without_rotation(base, pico_llama, ids):
+    still = pico_llama()
+    still.model.rotary_emb.inv_freq.zero_()
+    dropped = build(parse("drope"), base)
+    torch.testing.assert_close(logits(dropped.model, ids), logits(still, ids), atol=1e-4, rtol=1e-4)
+    assert dropped.name == "pico + no RoPE"
+
+
+def test_window_is_mistrals_sliding_window(base, ids):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    values = {k: v for k, v in base.model.config.to_dict().items() if k not in ("model_type", "architectures")}
+    mistral = MistralForCausalLM(MistralConfig(**values, sliding_window=16, attn_implementation="eager")).eval()
+    mistral.load_state_dict(base.model.state_dict())
+    windowed = build(parse("window:16"), base).model
+    torch.testing.assert_close(logits(windowed, ids), logits(mistral, ids), atol=1e-4, rtol=1e-4)
+    assert (logits(windowed, ids) - logits(base.model, ids)).abs().max() > 0.1
+
+
+@torch.no_grad()
+def streamed(model, ids: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
+    """StreamingLLM by its definition: token by token, keys kept unrotated and numbered by their place in the cache."""
+    inner, steps = model.model, []
+    caches: list[tuple[list, list]] = [([], []) for _ in inner.layers]
+    for t in range(ids.shape[1]):
+        hidden = inner.embed_tokens(ids[:, t : t + 1])
+        for layer, (keys, values) in zip(inner.layers, caches, strict=True):
+            attention, x = layer.self_attn, layer.input_layernorm(hidden)
+            q, k, v = (
+                p(x).view(len(ids), 1, -1, attention.head_dim).transpose(1, 2)
+                for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+            keys.append(k)
+            values.append(v)
+            if len(keys) > window + sinks:
+                del keys[sinks], values[sinks]
+            cos, sin = inner.rotary_emb(x, torch.arange(len(keys))[None])
+            k, _ = apply_rotary_pos_emb(torch.cat(keys, 2), torch.cat(keys, 2), cos, sin)
+            q, _ = apply_rotary_pos_emb(q, q, cos[:, -1:], sin[:, -1:])
+            out = F.scaled_dot_product_attention(q, k, torch.cat(values, 2), enable_gqa=True)
+            hidden = hidden + attention.o_proj(out.transpose(1, 2).flatten(2))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        steps.append(model.lm_head(inner.norm(hidden)))
+    return torch.cat(steps, 1)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(16, 3), (1, 1), (400, 4)])
+def test_streaming_is_a_cache_of_window_and_sinks_read_token_by_token(base, ids, window, sinks):
+    model = build(parse(f"streaming:{window},{sinks}"), base).model
+    torch.testing.assert_close(logits(model, ids), streamed(base.model, ids, window, sinks), atol=2e-4, rtol=1e-4)
+
+
+def test_streaming_of_a_rope_with_an_attention_scaling_turns_queries_once(pico_llama, pico_tokenizer, ids):
+    yarn = Opened(pico_llama(rope_scaling={"rope_type": "yarn", "factor": 4.0}), pico_tokenizer, "yarn", "yarn")
+    model = build(parse("streaming:16,3"), yarn).model
+    torch.testing.assert_close(logits(model, ids), streamed(yarn.model, ids, 16, 3), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["window:16", "streaming:16,3"])
+def test_left_padding_and_a_cache_change_nothing(base, ids, text):
+    opened = build(parse(text), base)
+    prompts = [ids[0, :60].tolist(), ids[1, :41].tolist()]
+    together = complete(opened, prompts, 6, ignore_eos=True)
+    for prompt, answer in zip(prompts, together, strict=True):
+        whole = torch.tensor([[*prompt, *answer]])
+        greedy = logits(opened.model, whole)[0, len(prompt) - 1 : -1].argmax(-1)
+        assert greedy.tolist() == answer
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_windows_fit_every_kind_of_family(family_model, pico_tokenizer, ids, name):
+    model = family_model(name)
+    base = Opened(model, pico_tokenizer, name, name)
+    wide = build(parse("window:4096"), base).model
+    torch.testing.assert_close(logits(wide, ids), logits(model, ids), atol=2e-4, rtol=1e-3)
+    narrow = logits(build(parse("window:8"), base).model, ids)
+    other = ids.clone()
+    other[:, 0] = (ids[:, 0] + 1) % 288  # out of reach: 2 layers see 14 tokens back
+    torch.testing.assert_close(narrow[:, 20:], logits(build(parse("window:8"), base).model, other)[:, 20:])
+    if "sliding_window" in FAMILIES[name]:
+        with pytest.raises(ValueError, match="layers with a sliding window of their own"):
+            build(parse("streaming:8,2"), base)
+    elif name != "mistral":
+        wide = build(parse("streaming:4096,4"), base).model
+        torch.testing.assert_close(logits(wide, ids), logits(model, ids), atol=2e-4, rtol=1e-3)
+
+
+@pytest.fixture
+def family_model():
+    """family_model(name) -> a pico model of that family."""
+
+    def make(name: str):
+        values = {
+            "vocab_size": 288,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "pad_token_id": 1,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "initializer_range": 0.3,
+            **({"sliding_window": None} if name == "mistral" else {}),
+            **FAMILIES[name],
+        }
+        prefix = {"smollm3": "SmolLM3"}.get(name, name.capitalize())
+        torch.manual_seed(0)
+        return getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**values)).eval()
+
+    return make
+
+
+def test_specs_are_read_and_written_back():
+    for text in ("pi:4", "ntk:2.5", "yarn:16", "drope", "window:4096", "streaming:4096,4"):
+        assert parse(text).text == text
+    assert parse("window:4096") == Baseline("window", (4096,))
+    for text, told in (
+        ("yan:4", r"did you mean yarn\?"),
+        ("yarn", "a factor above 1"),
+        ("yarn:1", "a factor above 1"),
+        ("drope:2", "no number"),
+        ("window:0", "a window of 1 token or more"),
+        ("streaming:4096", "a window and a number of first tokens"),
+        ("streaming:8,0", "a window and a number of first tokens"),
+    ):
+        with pytest.raises(ValueError, match=told) as error:
+            parse(text)
+        assert FORMS in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_baselines_are_made_of_an_unconverted_base(base, pico_fox, pico_llama, pico_tokenizer):
+    fox = pico_fox()
+    with pytest.raises(ValueError, match="the model is converted: give the base as the first --against"):
+        next(opened_baselines(["drope"], fox, tokenizer=pico_tokenizer))
+    with pytest.raises(ValueError, match="the first --against is converted"):
+        next(opened_baselines(["drope"], base.model, [fox], tokenizer=pico_tokenizer))
+    assert list(opened_baselines([], fox)) == []
+    names = [b.source for b in opened_baselines(["pi:2", "drope"], fox, [base.model], tokenizer=pico_tokenizer)]
+    assert [name.split(" + ")[1] for name in names] == ["pi:2", "drope"]
+    with pytest.raises(ValueError, match="given twice"):
+        list(opened_baselines(["pi:2", "pi:2.0"], base.model, tokenizer=pico_tokenizer))
+    scaled = Opened(pico_llama(rope_scaling={"rope_type": "linear", "factor": 2.0}), pico_tokenizer, "s", "s")
+    with pytest.raises(ValueError, match=r"baseline yarn:4 of s: .*scaled already"):
+        build(parse("yarn:4"), scaled)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the fox forgets a gate often and a gate the fox " * 12)
+    return str(path)
+
+
+def test_eval_has_a_column_for_every_baseline(base, pico_fox, pico_tokenizer, text, tmp_path):
+    specs = ["yarn:4", "streaming:16,3"]
+    result = evaluate(
+        pico_fox(),
+        base.model,
+        [text],
+        200,
+        tmp_path / "out",
+        baselines=specs,
+        controls=False,
+        tokenizer=pico_tokenizer,
+        progress=False,
+    )
+    assert [line["key"] for line in result["lines"]] == ["model", "base", *specs]
+    written = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert set(written["buckets"][0]["difference"]) == {"model-base", *(f"{spec}-base" for spec in specs)}
+    token_ids = torch.tensor([[*pico_tokenizer(Path(text).read_text())["input_ids"]][:200]])
+    for line, spec in zip(result["lines"][2:], specs, strict=True):
+        own = token_losses(build(parse(spec), base).model, token_ids).mean().item()
+        assert line["mean"] == pytest.approx(own, abs=1e-4)
+    alone = evaluate(base.model, None, [text], 64, baselines=["pi:4"], tokenizer=pico_tokenizer, progress=False)
+    assert set(alone["buckets"][0]["difference"]) == {"pi:4-model"}
+
+
+def test_the_command_line_takes_baselines_and_names_misspelt_ones(pico_checkpoint, text, run):
+    code, out, _ = run(
+        "eval", pico_checkpoint, "--data", text, "--length", 64, "--baseline", "pi:4", "--baseline", "drope"
+    )
+    assert code == 0
+    assert all(word in out for word in ("interpolation", "x4", "RoPE"))  # headings are folded
+    code, _, err = run("eval", pico_checkpoint, "--data", text, "--baseline", "strming:4")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+    assert "did you mean streaming?" in err
+
+
+def test_windows_of_unequal_length_are_not_padded_under_a_dynamic_rope(base, pico_tokenizer, tmp_path):
+    for number, words in enumerate((40, 60)):
+        (tmp_path / f"{number}.txt").write_text("the fox forgets a gate often " * words)
+    data = [str(tmp_path / f"{n}.txt") for n in (0, 1)]
+    options: dict = {"baselines": ["ntk:4"], "tokenizer": pico_tokenizer, "progress": False}
+    means = [evaluate(base.model, None, data, 1024, batch=b, **options)["lines"][1]["mean"] for b in (1, 2)]
+    assert means[0] == pytest.approx(means[1], abs=1e-5)
+
+
+def pico_mamba2():
+    torch.manual_seed(0)
+    config = transformers.Mamba2Config(
+        vocab_size=288,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=16,
+        num_heads=4,
+        head_dim=16,
+        n_groups=1,
+        chunk_size=16,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+    return transformers.Mamba2ForCausalLM(config).eval()
+
+
+def pico_recurrent_gemma():
+    torch.manual_seed(0)
+    config = transformers.RecurrentGemmaConfig(
+        vocab_size=288,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        head_dim=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        lru_width=32,
+        attention_window_size=32,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        w_init_variance_scale=4.0,
+    )
+    return transformers.RecurrentGemmaForCausalLM(config).eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [pico_mamba2, pico_recurrent_gemma])
+def test_models_without_attention_or_of_another_make_are_columns(make, pico_fox, pico_tokenizer, text, tmp_path, ids):
+    make().save_pretrained(tmp_path / "other")
+    pico_tokenizer.save_pretrained(tmp_path / "other")
+    other = open_model(str(tmp_path / "other"))
+    assert has_known_head(other.model)
+    own = F.cross_entropy(logits(other.model, ids)[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    torch.testing.assert_close(token_losses(other.model, ids), own, atol=1e-5, rtol=1e-5)
+    result = evaluate(
+        pico_fox(), str(tmp_path / "other"), [text], 100, controls=False, tokenizer=pico_tokenizer, progress=False
+    )
+    assert [line["label"] for line in result["lines"]][1] == "other"
+    assert result["lines"][1]["mean"] > 0
+    answers = complete(other, [ids[0, :20].tolist(), ids[1, :20].tolist()], 3, ignore_eos=True)
+    assert [len(answer) for answer in answers] == [3, 3]
+
+
+def test_a_head_that_is_not_plain_is_read_through_the_models_own_forward(pico_llama, ids):
+    class Odd(type(pico_llama())):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 0.5
+            return output
+
+    model = pico_llama()
+    model.__class__ = Odd
+    model.config.model_type = "odd"
+    assert not has_known_head(model)
+    own = F.cross_entropy(logits(model, ids)[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+    torch.testing.assert_close(token_losses(model, ids), own, atol=1e-5, rtol=1e-5)
+
+
+def test_flash_linear_attention_is_imported_for_its_own_types_alone(monkeypatch):
+    monkeypatch.setattr("retrofox.loading.outside.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install flash-linear-attention"):
+        register_outside({"model_type": "hgrn2"})
+    imported = []
+    monkeypatch.setattr("retrofox.loading.outside.importlib.util.find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr("retrofox.loading.outside.importlib.import_module", imported.append)
+    for model_type in ("llama", "fox_llama", "mamba2", ""):
+        register_outside({"model_type": model_type})
+    assert imported == []
+    register_outside({"model_type": "delta_net"})
+    assert imported == ["fla.models"]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["HGRN2", "DeltaNet"])
+def test_flash_linear_attentions_models_are_columns(name, pico_tokenizer, text, tmp_path):
+    fla = pytest.importorskip("fla.models")
+    config = getattr(fla, f"{name}Config")(vocab_size=288, hidden_size=128, num_hidden_layers=2, num_heads=2)
+    getattr(fla, f"{name}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(tmp_path / "other")
+    pico_tokenizer.save_pretrained(tmp_path / "other")
+    result = evaluate(str(tmp_path / "other"), None, [text], 100, progress=False)
+    assert 0 < result["lines"][0]["mean"] < 20

@@ -1,0 +1,337 @@
+"""lm-eval tasks, run for real and offline: batches, lengths, results kept on disk, paired differences."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from retrofox.evaluation import lm_eval, task_cache
+from retrofox.evaluation.evaluate import evaluate
+from retrofox.evaluation.lm_eval import PRESETS, Scores, expand, find_tasks, run_tasks
+from retrofox.evaluation.paired import paired_difference
+from retrofox.evaluation.task_report import differences, print_tasks
+from retrofox.loading.opened import Opened
+from retrofox.support.report import output_console
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its dependencies warn on import
+CHOICE = """
+task: pico_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/choice.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{q}}}}"
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+LAST = """
+task: pico_last
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/last.jsonl}}}}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{q}}}}"
+doc_to_target: "{{{{a}}}}"
+metric_list: [{{metric: perplexity, aggregation: perplexity, higher_is_better: false}}, {{metric: acc}}]
+"""
+ROLLING = """
+task: pico_rolling
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/last.jsonl}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{q}}}}"
+metric_list: [{{metric: byte_perplexity}}]
+"""
+GROUP = """
+group: pico_both
+task: [pico_choice, pico_last]
+aggregate_metric_list: [{metric: acc, weight_by_size: true}]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with three tasks of a dozen documents each, of unequal length."""
+    folder, draw = tmp_path_factory.mktemp("tasks"), random.Random(0)
+    words = ["the", "fox", "forgets", "a", "gate", "often"]
+
+    def text(low: int, high: int) -> str:
+        return " ".join(draw.choice(words) for _ in range(draw.randint(low, high)))
+
+    choice = [
+        {"q": text(3, 30), "choices": [" fox", " gate", f" {text(2, 4)}"], "gold": draw.randrange(3)} for _ in range(12)
+    ]
+    last = [{"q": text(5, 40), "a": f" {text(1, 2)}"} for _ in range(12)]
+    (folder / "choice.jsonl").write_text("\n".join(map(json.dumps, choice)))
+    (folder / "last.jsonl").write_text("\n".join(map(json.dumps, last)))
+    for name, task in (("choice", CHOICE), ("last", LAST), ("rolling", ROLLING)):
+        (folder / f"{name}.yaml").write_text(task.format(folder=folder))
+    (folder / "group.yaml").write_text(GROUP)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(folder):
+    return find_tasks(["pico_both", "pico_rolling"], str(folder))
+
+
+@pytest.fixture(params=["pico_llama", "pico_fox"])
+def opened(request, pico_tokenizer) -> Opened:
+    return Opened(request.getfixturevalue(request.param)(), pico_tokenizer, "pico", "pico")
+
+
+def test_batches_by_tokens_give_what_requests_give_alone(opened, tasks):
+    alone = run_tasks(opened, tasks, max_length=128, batch=1, progress=False)
+    batched = run_tasks(opened, tasks, max_length=128, progress=False)
+    assert set(alone.metrics) == {"pico_choice", "pico_last", "pico_rolling", "pico_both"}
+    for task, metrics in alone.metrics.items():
+        for metric, value in metrics.items():
+            if "_stderr" not in metric and isinstance(value, float):
+                assert batched.metrics[task][metric] == pytest.approx(value, rel=1e-4), (task, metric)
+    assert batched.documents == alone.documents
+    assert set(batched.documents["pico_last"]) == {"acc,none"}  # a perplexity is no mean over documents
+    found = [batched.metrics[task]["acc,none"] for task in ("pico_choice", "pico_last")]
+    assert batched.metrics["pico_both"]["acc,none"] == pytest.approx(sum(found) / 2)
+
+
+def test_log_likelihoods_are_those_of_the_models_logits(opened, pico_tokenizer):
+    from retrofox.evaluation.harness_model import BatchedModel
+
+    lm = BatchedModel(opened, 128, progress=False)
+    draw = random.Random(1)
+    pairs = [
+        (draw.choices(range(2, 288), k=draw.randint(1, 60)), draw.choices(range(2, 288), k=k % 4 + 1)) for k in range(9)
+    ]
+    pairs += [(pairs[0][0], [token]) for token in (5, 6, 7)]  # choices that share a row
+    answers = lm._loglikelihood_tokens([(None, *pair) for pair in pairs])
+    for (context, continuation), (found, greedy) in zip(pairs, answers, strict=True):
+        with torch.no_grad():
+            logits = opened.model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1].float()
+        target = torch.tensor(continuation)
+        assert found == pytest.approx(-F.cross_entropy(logits, target, reduction="sum").item(), rel=1e-4)
+        assert greedy == bool((logits.argmax(-1) == target).all())
+
+
+def test_rows_are_shared_and_batches_hold_a_number_of_tokens():
+    from retrofox.evaluation.harness_model import batches, packed
+
+    rows = packed([([1, 2, 3], [4]), ([1, 2, 3], [5]), ([1, 2], [3, 9]), ([7], [8, 8, 8]), ([1, 2, 4], [4])], 100)
+    assert [(row.token_ids, sorted(number for number, *_ in row.reads)) for row in rows] == [
+        ([7, 8, 8], [3]),
+        ([1, 2, 4], [4]),
+        ([1, 2, 3], [0, 1, 2]),
+    ]
+    assert len(packed([([1, 2, 3], [4]), ([1, 2, 3], [5])], 100, alone=True)) == 2
+    [cut] = packed([(list(range(50)), [9, 9])], 10)
+    assert (cut.token_ids, cut.reads) == ([*range(41, 50), 9], [(0, 8, [9, 9])])
+    with pytest.raises(ValueError, match="a continuation of 11 tokens does not fit into 10"):
+        packed([([1], [2] * 11)], 10)
+    sizes = [9, 9, 8, 4, 4, 4, 2]
+    rows = [SimpleNamespace(token_ids=[0] * size) for size in sizes]
+    assert [len(batch) for batch in batches(rows, lambda length: max(1, 16 // length))] == [1, 1, 2, 3]  # type: ignore
+    alike = [{len(row.token_ids) for row in batch} for batch in batches(rows, lambda length: 3, same_length=True)]  # type: ignore
+    assert alike == [{9}, {8}, {4}, {2}]
+
+
+def test_memory_that_does_not_do_halves_the_batch(opened, monkeypatch):
+    from retrofox.evaluation import harness_model
+
+    lm = harness_model.BatchedModel(opened, 128, progress=False)
+    wanted = lm._loglikelihood_tokens([(None, [n, 3, 4], [5]) for n in range(2, 10)])
+    read = harness_model.read_logits
+    sizes = []
+
+    def short_of_memory(model, token_ids):
+        sizes.append(len(token_ids))
+        if len(token_ids) > 2:
+            raise torch.cuda.OutOfMemoryError
+        return read(model, token_ids)
+
+    monkeypatch.setattr(harness_model, "read_logits", short_of_memory)
+    found = lm._loglikelihood_tokens([(None, [n, 3, 4], [5]) for n in range(2, 10)])
+    assert [answer for answer, _ in found] == pytest.approx([answer for answer, _ in wanted], rel=1e-5)
+    assert sizes == [8, 4, 2, 2, 4, 2, 2]
+    monkeypatch.setattr(
+        harness_model, "read_logits", lambda model, ids: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError)
+    )
+    with pytest.raises(ValueError, match="ran out of memory at one text of 3 tokens"):
+        lm._loglikelihood_tokens([(None, [2, 3, 4], [5])])
+
+
+def test_the_length_asked_for_reaches_lm_eval(pico_fox, pico_llama, pico_tokenizer, folder, tmp_path):
+    (tmp_path / "choice.jsonl").write_text(
+        "\n".join(json.dumps({"q": "the fox " * 300, "choices": [" gate", " fox"], "gold": n % 2}) for n in range(4))
+    )
+    (tmp_path / "choice.yaml").write_text(CHOICE.format(folder=tmp_path))
+    widths = []
+    fox = pico_fox()
+    fox.model.register_forward_pre_hook(lambda m, a, k: widths.append(k["input_ids"].shape[1]), with_kwargs=True)
+    options: dict = {"tasks": ["pico_ch*"], "include_path": str(tmp_path), "limit": 3, "tokenizer": pico_tokenizer}
+    options |= {"progress": False, "cache": False}
+    result = evaluate(fox, pico_llama(), length=300, **options)
+    assert max(widths) == 300  # more than the model's max_position_embeddings, to which lm-eval would cut
+    assert set(result["tasks"]) == {"model", "base"}
+    assert result["task_differences"]["model"]["pico_choice"]["acc,none"]["documents"] == 3
+    widths.clear()
+    evaluate(fox, length=77, **options)
+    assert max(widths) == 77
+
+
+def test_finished_tasks_are_kept_and_an_interrupted_run_goes_on(
+    pico_llama, pico_fox, pico_tokenizer, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ran: list[str] = []
+    run, stop = lm_eval._run, []
+
+    def counted(lm, name, task, limit):
+        if name in stop:
+            raise KeyboardInterrupt
+        ran.append(name)
+        return run(lm, name, task, limit)
+
+    monkeypatch.setattr(lm_eval, "_run", counted)
+    options: dict = {
+        "length": 128,
+        "tasks": ["pico_choice", "pico_last"],
+        "include_path": str(folder),
+        "progress": False,
+    }
+    options["tokenizer"] = pico_tokenizer
+    stop.append("pico_last")
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(pico_llama(), **options)
+    stop.clear()
+    first = evaluate(pico_llama(), **options)
+    assert ran == ["pico_choice", "pico_last"]  # the first task was not run again
+    assert evaluate(pico_llama(), **options)["tasks"] == first["tasks"]
+    assert len(ran) == 2
+    assert len(list((tmp_path / "retrofox" / "tasks").iterdir())) == 2
+    for changes in ({"limit": 5}, {"length": 100}, {"cache": False}):
+        ran.clear()
+        evaluate(pico_llama(), **{**options, **changes})
+        assert ran == ["pico_choice", "pico_last"], changes
+    ran.clear()
+    trained = pico_llama()
+    with torch.no_grad():
+        trained.model.layers[1].mlp.up_proj.weight[3, 4] += 1e-3
+    evaluate(trained, **options)
+    assert len(ran) == 2
+    damaged = next(iter((tmp_path / "retrofox" / "tasks").glob("pico_last*")))
+    for file in (tmp_path / "retrofox" / "tasks").glob("pico_last*"):
+        file.write_text(damaged.read_text()[:40])
+    ran.clear()
+    assert evaluate(pico_llama(), **options)["tasks"] == first["tasks"]
+    assert ran == ["pico_last"]
+
+
+def test_prompts_and_models_are_told_apart_by_content(pico_llama, pico_fox, pico_tokenizer, tasks):
+    def fingerprint(model) -> str:
+        return task_cache.model_fingerprint(Opened(model, pico_tokenizer, "a", "b"))
+
+    plain = fingerprint(pico_llama())
+    assert fingerprint(pico_llama()) == plain
+    models = [
+        pico_fox(stirred=False),
+        pico_fox(stirred=False, rope="drop"),
+        pico_llama(rope_theta=5e5),
+        pico_llama().bfloat16(),
+    ]
+    swapped = pico_llama()
+    with torch.no_grad():
+        swapped.lm_head.weight[[7, 9]] = swapped.lm_head.weight[[9, 7]]
+    assert len({plain, *map(fingerprint, [*models, swapped])}) == 6
+    changed = find_tasks(["pico_choice"], tasks_folder(tasks), limit=3)
+    assert changed.digest("pico_choice") != tasks.digest("pico_choice")
+    again = find_tasks(["pico_choice"], tasks_folder(tasks))
+    assert again.digest("pico_choice") == tasks.digest("pico_choice")
+
+
+def tasks_folder(tasks) -> str:
+    return str(Path(tasks.tasks["pico_choice"].config.dataset_kwargs["data_files"]["test"]).parent)
+
+
+def test_differences_are_paired_by_document():
+    ours, theirs = {str(n): float(n % 4 == 0) for n in range(20)}, {str(n): float(n % 4 < 2) for n in range(20)}
+    found = paired_difference(ours, theirs)
+    assert found is not None
+    d = np.array([ours[k] - theirs[k] for k in ours])
+    assert found["difference"] == pytest.approx(-0.25)
+    assert found["standard_error"] == pytest.approx(d.std(ddof=1) / math.sqrt(20))
+    assert found["p"] == pytest.approx(2 * 0.5**5)  # five documents, all one way
+    assert paired_difference(ours, ours)["p"] == 1.0  # type: ignore[index]
+    mixed = paired_difference({"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0}, {"a": 0.0, "b": 0.0, "c": 1.0, "d": 1.0})
+    assert mixed is not None
+    assert mixed["p"] == pytest.approx(1.0)  # 2 against 1: P(X <= 1 of 3) = 1/2, both sides
+    shift = paired_difference({str(n): 0.1 * n + 0.3 for n in range(50)}, {str(n): 0.1 * n for n in range(50)})
+    assert shift is not None
+    assert (shift["difference"], shift["test"]) == (pytest.approx(0.3), "sign flips, normal approximation")
+    assert shift["p"] == pytest.approx(math.erfc(math.sqrt(50) / math.sqrt(2)), rel=1e-6)
+    assert paired_difference({"a": 1.0}, {"b": 1.0}) is None
+
+
+def test_the_tables_say_scores_and_differences(capsys):
+    def scores(*values: float) -> Scores:
+        documents = {str(n): value for n, value in enumerate(values)}
+        mean = sum(values) / len(values)
+        return Scores(
+            {"odd": {"acc,none": mean, "acc_stderr,none": 0.25, "f1,none": None}}, {"odd": {"acc,none": documents}}
+        )
+
+    both = {"model": scores(1, 1, 1, 0), "base": scores(0, 0, 1, 0)}
+    changes = differences(both, "base")
+    assert changes["model"]["odd"]["acc,none"]["difference"] == 0.5
+    names = {"model": "mine", "base": "theirs"}
+    print_tasks({key: one.metrics for key, one in both.items()}, changes, names, "base", output_console())
+    out = capsys.readouterr().out
+    assert "0.7500 ±0.250" in out
+    assert "+0.5000 ±0.2887" in out
+    assert differences({"model": both["model"]}, "base") == {}
+
+
+def test_presets_are_lm_evals_own_names(folder, monkeypatch):
+    assert expand(["short", "piqa", "extra"]) == [*PRESETS["short"], "extra"]
+    from lm_eval.tasks import TaskManager
+
+    known = TaskManager()  # indexes thousands of files: once
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: known)
+    for names in PRESETS.values():
+        assert all(known.match_tasks([name]) == [name] for name in names)
+    with pytest.raises(ValueError, match="unknown task nonsense"):
+        find_tasks(["nonsense"], str(folder))
+    with pytest.raises(FileNotFoundError, match="include_path is not a directory"):
+        find_tasks(["pico_choice"], str(folder / "nowhere"))
+
+
+def test_a_task_that_cannot_be_loaded_is_one_line(tmp_path):
+    (tmp_path / "choice.yaml").write_text(CHOICE.format(folder=tmp_path / "gone"))
+    with pytest.raises(ValueError, match="the tasks pico_choice can't be loaded: ") as error:
+        find_tasks(["pico_choice"], str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_the_command_line_runs_a_task(pico_checkpoint, pico_fox_checkpoint, folder, tmp_path, run):
+    arguments = ("--against", pico_checkpoint, "--tasks", "pico_choice", "--include-path", folder, "--limit", 4)
+    more = ("--baseline", "yarn:4", "--length", 128, "--task-batch", 2, "--task-cache", tmp_path / "kept")
+    code, out, _ = run("eval", pico_fox_checkpoint, *arguments, *more, "--out", tmp_path / "out")
+    assert code == 0
+    assert "paired by document" in out
+    written = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert set(written["tasks"]) == {"model", "base", "yarn:4"}
+    assert set(written["task_differences"]) == {"model", "yarn:4"}
+    assert len(list((tmp_path / "kept").iterdir())) == 3
+    code, _, err = run(
+        "eval", pico_checkpoint, "--tasks", "pico_choice", "--include-path", folder, "--task-batch", "many"
+    )
+    assert (code, "task_batch must be 'auto' or a number" in err) == (2, True)

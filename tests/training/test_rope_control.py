@@ -1,0 +1,107 @@
+"""Controls with another RoPE: the trained model's config and logits follow, in plain transformers too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from retrofox.config import Recipe, dump, load_recipe, validate
+from retrofox.loading.base import load_base
+from retrofox.loading.rope_scaling import set_rope
+from retrofox.planning.plan import plan
+from retrofox.training.train import train
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.fixture
+def control(tmp_path, pico_checkpoint):
+    text = tmp_path / "text.txt"
+    text.write_text("the fox forgets a gate and so on far away " * 60)
+
+    def build(**values) -> Recipe:
+        defaults = {
+            "model": str(pico_checkpoint),
+            "output": str(tmp_path / "out"),
+            "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
+            "stages": [{"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128}],
+            "precision": "fp32",
+            "dataloader_workers": 0,
+        }
+        return validate({**defaults, **values})
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("keys", "config"),
+    [
+        ({"rope_scaling": YARN}, {"rope_parameters": {**YARN, "original_max_position_embeddings": 128}}),
+        ({"rope_theta": 500_000}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}),
+    ],
+)
+def test_a_trained_control_loads_with_its_rope_in_plain_transformers(control, pico_llama, keys, config):
+    stages = [{"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128}] * 2
+    result = train(control(**keys, stages=stages))
+    written = json.loads((Path(result["model"]) / "config.json").read_text())["rope_parameters"]
+    assert written == {"rope_theta": 10_000.0, **config["rope_parameters"]}
+    model = AutoModelForCausalLM.from_pretrained(result["model"]).eval()
+    by_hand = pico_llama(**config).eval()
+    by_hand.load_state_dict(model.state_dict())
+    plain = pico_llama().eval()
+    plain.load_state_dict(model.state_dict())
+    ids = torch.randint(2, 288, (1, 100), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(ids).logits
+        assert torch.equal(logits, by_hand(ids).logits)
+        assert (logits - plain(ids).logits).abs().max() > 0.1
+
+
+def test_the_first_loss_is_that_of_the_base_with_the_new_rope(control, pico_checkpoint):
+    scaled, _ = load_base(pico_checkpoint)
+    set_rope(scaled, YARN)
+    recipe = control(rope_scaling=YARN, log={"every": 1})
+    first = train(recipe)["stages"][0]["loss_first"]
+    plain = train(control(output=recipe.output + "-plain", log={"every": 1}))["stages"][0]["loss_first"]
+    assert abs(first - plain) > 1e-3
+    before = scaled.model.rotary_emb.inv_freq.clone()
+    set_rope(scaled, YARN)  # a later stage starts from a model that is scaled already
+    assert torch.equal(scaled.model.rotary_emb.inv_freq, before)
+
+
+def test_a_rope_that_would_be_lost_or_ignored_is_refused(control, pico_fox_checkpoint, tmp_path):
+    for keys, told in (
+        ({"fox": {}, "rope_scaling": YARN}, "rope_scaling is for unconverted models: remove it, or remove `fox:`"),
+        ({"lora": {}, "rope_theta": 5e5}, "rope_theta is for unconverted models: remove it, or remove `lora:`"),
+        ({"rope_scaling": {**YARN, "low_freq_factor": 1.0}}, "low_freq_factor has no effect with rope_type yarn"),
+        ({"rope_scaling": {"rope_type": "yarm", "factor": 4.0}}, "did you mean 'yarn'"),
+        ({"rope_scaling": {**YARN, "factor": 1}}, "greater than 1"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "takes low_freq_factor and high_freq_factor"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            control(**keys)
+    recipe = control(model=str(pico_fox_checkpoint), rope_theta=500_000)
+    assert any("is converted: remove it" in refusal for refusal in plan(recipe, show=False)["refusals"])
+    with pytest.raises(ValueError, match=r"rope_theta is for unconverted models, and .* is converted: remove it"):
+        train(recipe)
+    assert not Path(recipe.output).exists()
+
+
+def test_a_rope_that_is_scaled_already_is_refused(control, pico_llama, pico_tokenizer, tmp_path):
+    scaled = pico_llama(rope_scaling={"rope_type": "linear", "factor": 2.0})
+    scaled.save_pretrained(tmp_path / "scaled")
+    pico_tokenizer.save_pretrained(tmp_path / "scaled")
+    recipe = control(model=str(tmp_path / "scaled"), rope_scaling=YARN)
+    with pytest.raises(ValueError, match=r"scaled already \(rope_type linear\), and yarn would replace"):
+        train(recipe)
+    assert any("scaled already" in refusal for refusal in plan(recipe, show=False)["refusals"])
+
+
+def test_a_recipe_with_a_rope_is_written_and_read_back(control, tmp_path):
+    recipe = control(rope_scaling=YARN, rope_theta=500_000)
+    (tmp_path / "recipe.yaml").write_text(dump(recipe))
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
