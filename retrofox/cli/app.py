@@ -227,7 +227,9 @@ def chat(
 def needle(
     model: Annotated[str, typer.Argument(help=MODEL)],
     data: Annotated[list[str], typer.Option(help="Text files that make the haystack, one or more.")],
-    against: Annotated[list[str] | None, typer.Option(help="Models that read the same prompts, the base first.")] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="Models that read the same prompts, the base first.")
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "1024,2048,4096,8192",
     depths: Annotated[int, typer.Option(help="Number of depths, evenly spaced from start to end.")] = 5,
     mode: Annotated[

@@ -140,9 +140,7 @@ def _verdicts(
         return judge(opened, prompts, batch, lambda tokens: bar.advance(task, tokens))
 
 
-def _answers(
-    opened: Opened, prompts: Sequence[Prompt], verdicts: Sequence[Sequence[Verdict]]
-) -> list[dict[str, Any]]:
+def _answers(opened: Opened, prompts: Sequence[Prompt], verdicts: Sequence[Sequence[Verdict]]) -> list[dict[str, Any]]:
     """One record for each prompt, as in needle.csv."""
     answers = []
     for prompt, own in zip(prompts, verdicts, strict=True):
@@ -206,9 +204,7 @@ def _modes(mode: str | Sequence[str]) -> list[str]:
     return wanted
 
 
-def _check(
-    lengths: Sequence[int], depths: Sequence[float], trials: int, batch: int | str, data: Sequence[Any]
-) -> None:
+def _check(lengths: Sequence[int], depths: Sequence[float], trials: int, batch: int | str, data: Sequence[Any]) -> None:
     if not lengths or any(not 0 < n < 2**31 for n in lengths) or len(set(lengths)) < len(lengths):
         raise ValueError(f"lengths must be different positive numbers of tokens below 2^31, got {list(lengths)}")
     if not depths or any(not 0 <= d <= 1 for d in depths) or len(set(depths)) < len(depths):

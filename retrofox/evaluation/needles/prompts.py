@@ -125,7 +125,7 @@ def encode_task(hay: Haystack, task: Task) -> EncodedTask:
 def _needle_prompt(
     hay: Haystack, encoded: EncodedTask, length: int, depth: float | None, number: int, count: int, seed: str
 ) -> Prompt:
-    """The needles after sentences of a stretch: the first at `depth`, the others anywhere; None: all, in their order."""
+    """Puts the needles after sentences: the first at `depth`, the others anywhere; for None all, in their order."""
     draw = random.Random(seed)
     room = length - len(hay.start) - encoded.tokens
     text = hay.stretch(room, (number + draw.random()) / count)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MODES = ("easy", "standard", "multi-key", "multi-value", "multi-query", "variable-tracking", "common-words")
 PLACED = ("easy", "standard", "multi-key")
@@ -194,13 +195,13 @@ def _variable_tracking(number: int, seed: str) -> Task:
     chains = [names[: HOPS + 1], names[HOPS + 1 :]]
     lines = [[f"\nVAR {chain[0]} = {value}\n"] for chain, value in zip(chains, values, strict=True)]
     for chain, own in zip(chains, lines, strict=True):
-        own += [f"\nVAR {later} = VAR {earlier}\n" for earlier, later in zip(chain, chain[1:], strict=False)]
+        own += [f"\nVAR {later} = VAR {earlier}\n" for earlier, later in pairwise(chain)]
     turns = [0] * len(lines[0]) + [1] * len(lines[1])
     draw.shuffle(turns)  # the chains interleave, each in its own order
     needles = tuple(lines[turn].pop(0) for turn in turns)
     question = (
-        f"\n\nQuestion: Which {HOPS + 1} variables hold the value {values[0]}, by the assignments in the text above, in "
-        f"the order of the text?\nAnswer: The {HOPS + 1} variables that hold the value {values[0]} are"
+        f"\n\nQuestion: Which {HOPS + 1} variables hold the value {values[0]}, by the assignments in the text above, "
+        f"in the order of the text?\nAnswer: The {HOPS + 1} variables that hold the value {values[0]} are"
     )
     return Task("variable-tracking", str(values[0]), needles, question, answers_in_turn(chains[0]))
 
