@@ -108,8 +108,8 @@ def test_the_figure_draws_each_modes_shares_and_intervals():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_asks_its_own_questions_in_both_ways(haystack, llama, options, mode):
-    length = 2600 if mode == "common-words" else 1200
-    options = {**options, "lengths": [length], "depths": 1, "trials": 2, "mode": mode}
+    size = {"lengths": [2500], "trials": 1} if mode == "common-words" else {"lengths": [1200], "trials": 2}
+    options = {**options, **size, "depths": 1, "mode": mode}
     forced, decoded = (needle(llama, None, haystack, generate=generate, **options) for generate in (False, True))
     assert (forced["mode"], forced["modes"]) == (mode, [mode])
     assert {answer["mode"] for answer in forced["answers"]} == {mode}
@@ -157,7 +157,7 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch):
 
 def test_the_mode_of_the_command_line_is_the_mode_that_runs(run, pico_checkpoint, haystack, tmp_path):
     for name, modes in (("standard", ["standard"]), ("all", list(MODES))):
-        words = ["--lengths", 2600, "--depths", 1, "--trials", 1, "--mode", name, "--out", tmp_path / name]
+        words = ["--lengths", 2500, "--depths", 1, "--trials", 1, "--mode", name, "--out", tmp_path / name]
         code, printed, _ = run("needle", pico_checkpoint, "--data", haystack[0], *words)
         assert code == 0
         written = json.loads((tmp_path / name / "needle.json").read_text())
