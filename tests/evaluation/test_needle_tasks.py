@@ -112,7 +112,8 @@ def test_easy_needles_hold_question_and_answer_and_standard_ones_only_the_statem
 
 def test_multi_key_asks_for_one_of_four_numbers():
     task = make_task("multi-key", 5, "seed")
-    pairs = dict(re.fullmatch(r"\nThe secret number of the (.*) is (\d{7})\.\n", n).groups() for n in task.needles)  # type: ignore[union-attr,misc]
+    matches = [re.fullmatch(r"\nThe secret number of the (.*) is (\d{7})\.\n", needle) for needle in task.needles]
+    pairs = {match[1]: match[2] for match in matches if match}
     assert len(pairs) == len(set(pairs.values())) == 4
     assert task.question.endswith(f"The secret number of the {task.subject} is")
     assert [part.answer for part in task.parts] == [f" {pairs[task.subject]}"]

@@ -26,8 +26,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-MODES = ("easy", "standard", "multi-key", "multi-value", "multi-query", "variable-tracking", "common-words")
-PLACED = ("easy", "standard", "multi-key")
+MODES: tuple[str, ...] = (
+    *("easy", "standard", "multi-key", "multi-value", "multi-query", "variable-tracking", "common-words"),
+)
+PLACED: tuple[str, ...] = ("easy", "standard", "multi-key")
 """Modes with one needle that is asked for, which goes to a cell's depth; in the others depth means nothing."""
 VALUES = 4  # numbers hidden in the multi- modes, RULER's default
 HOPS = 4  # assignments after the first in a chain of variables, RULER's default

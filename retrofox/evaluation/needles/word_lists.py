@@ -40,7 +40,7 @@ def word_list(hay: Haystack, room: int, number: int, seed: str) -> tuple[list[in
         ValueError: the haystack has too few different words for a list so long.
     """
     common, others = _drawn(hay, number, seed)
-    left = room - COMMON_TIMES * sum(hay.size(word) for word in common)
+    left = room - len(_encode(hay, [])) - COMMON_TIMES * sum(hay.size(word) for word in common)
     chosen: list[str] = []
     for word in _with_pairs(others):
         left -= OTHER_TIMES * hay.size(word)
