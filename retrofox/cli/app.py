@@ -271,21 +271,47 @@ def chat(
 @app.command()
 def needle(
     model: Annotated[str, typer.Argument(help=MODEL)],
-    data: Annotated[list[str], typer.Option(help="Text files that make the haystack.")],
-    against: Annotated[str | None, typer.Option(help="A model that reads the same prompts.")] = None,
+    data: Annotated[list[str], typer.Option(help="Text files that make the haystack, one or more.")],
+    against: Annotated[
+        list[str] | None, typer.Option(help="Models that read the same prompts, the base first.")
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "1024,2048,4096,8192",
-    depths: Annotated[int, typer.Option(help="Number of depths, evenly spaced.")] = 5,
-    mode: Annotated[str, typer.Option(help="easy (needle holds question and answer) or standard.")] = "easy",
-    trials: Annotated[int, typer.Option(help="Prompts per cell.")] = 2,
+    depths: Annotated[int, typer.Option(help="Number of depths, evenly spaced from start to end.")] = 5,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="easy (the needle holds question and answer), standard, multi-key, multi-value, multi-query, "
+            "variable-tracking, common-words, or all; one or more. [default: easy]",
+            show_default=False,
+        ),
+    ] = None,
+    trials: Annotated[int, typer.Option(help="Prompts per length and depth, each with another fact and text.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of facts and places.")] = 0,
-    batch: Annotated[int, typer.Option(help="Prompts per batch.")] = 1,
+    batch: Annotated[str, typer.Option(help="Prompts per batch, or auto: by length.")] = "auto",
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Generate the answers: the same verdicts, slower, no log-probability.")
+    ] = False,
     text_field: TextField = "text",
-    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and heat-maps.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Hides facts in long texts and asks for them, at several context lengths and depths."""
+    """Hides facts in long texts and asks for them, at several context lengths and depths.
+
+    One forward pass over prompt and answer tells what greedy decoding would emit. Prints the share found with its 95 %
+    Wilson interval and the answers' mean log-probability; 100 prompts per length (`--trials 20` at 5 depths) tell
+    shares apart that differ by 20 points.
+
+    **Modes.** *easy*, *standard*: one fact; easy asks in the needle's own words, which a base model can follow. After
+    RULER (arXiv 2404.06654): *multi-key* (one of four numbers), *multi-value* (all four of one thing), *multi-query*
+    (four of four things), *variable-tracking* (a chain of assignments), *common-words* (the ten words that a list holds
+    most often). Of several values, each is judged after the true earlier ones.
+
+    Example:
+
+        retrofox needle RUN/model --against BASE --data books/ --lengths 1024,8192,32768 --mode easy --mode multi-key
+    """
     from retrofox.evaluation.needle import needle as run
     from retrofox.loading.trust import trusting_code
 
@@ -296,9 +322,10 @@ def needle(
             f"lengths must be whole numbers with commas between, such as 1024,4096 or 4Ki,32Ki; got {lengths!r}: each "
             f"takes {ALLOWED}"
         ) from None
-    options: dict[str, Any] = {"depths": depths, "mode": mode, "trials": trials, "seed": seed, "batch": batch}
+    options: dict[str, Any] = {"depths": depths, "mode": mode or ["easy"], "trials": trials, "seed": seed}
+    options |= {"batch": int(batch) if batch.isdecimal() else batch, "generate": generate, "text_field": text_field}
     with trusting_code(trust_remote_code):
-        run(model, against, data, sizes, **options, text_field=text_field, out=out, device=device, dtype=dtype)
+        run(model, against or None, data, sizes, **options, out=out, device=device, dtype=dtype)
 
 
 @app.command()

@@ -249,6 +249,35 @@ def test_windows_and_lengths_are_chosen_as_asked(tokenizer, documents):
     assert len(choose_windows(documents, tokenizer, 50, max_documents=2)) == 2
 
 
+def test_windows_of_the_command_line_are_the_windows_read(run, on_disk, tokenizer, documents, tmp_path):
+    sizes, base = [len(tokens_of(tokenizer, path)) for path in documents], on_disk[0]
+    for windows, expected in ((1, 1), (2, 2), (0, 1000)):
+        out = tmp_path / str(windows)
+        words = ["--length", 20, "--windows", windows, "--out", out]
+        code, printed, _ = run("eval", base, "--data", *documents, *words)
+        written = json.loads((out / "eval.json").read_text())
+        read = [min(20, n - start) for n in sizes for start in range(0, n, 20)[:expected]]
+        kept = [n for n in read if n > 1]  # a window of one token has no loss
+        assert (code, written["tokens"]) == (0, sum(kept))
+        assert sum(row["tokens"] for row in written["buckets"]) == sum(n - 1 for n in kept)
+        assert f"{sum(kept):,} tokens" in printed
+    assert min(sizes) > 40  # else every number of windows would give the same
+
+
+def test_documents_under_min_tokens_are_left_out_by_the_command_line(run, on_disk, tokenizer, documents, tmp_path):
+    sizes, base = {path: len(tokens_of(tokenizer, path)) for path in documents}, on_disk[0]
+    shortest, *others = sorted(sizes.values())
+    for least, expected in ((shortest, [shortest, *others]), (shortest + 1, others)):
+        out = tmp_path / str(least)
+        words = ["--length", 1000, "--min-tokens", least, "--out", out]
+        assert run("eval", base, "--data", *documents, *words)[0] == 0
+        written = json.loads((out / "eval.json").read_text())
+        assert (written["documents"], written["tokens"]) == (len(expected), sum(expected))
+        assert written["buckets"][0]["documents"] == len(expected)
+    code, _, err = run("eval", base, "--data", *documents, "--length", 5000, "--min-tokens", 4999)
+    assert (code, "too short" in err) == (2, True)
+
+
 def test_one_file_may_be_given_by_itself(pico_fox, tokenizer, documents):
     model = pico_fox()
     options: dict = {"tokenizer": tokenizer, "progress": False, "out": None}
@@ -285,7 +314,7 @@ def test_names_with_brackets_and_colons_are_printed_whole(on_disk, documents, tm
     model, out, name = tmp_path / "run[lora]:x:", tmp_path / "of[" / "b]", "run[lora]:x:"
     model.symlink_to(on_disk[1])
     short = ["--lengths", 320, "--depths", 1, "--trials", 1]
-    for command, options, files in (("eval", ["--no-controls"], 5), ("inspect", [], 4), ("needle", short, 4)):
+    for command, options, files in (("eval", ["--no-controls"], 5), ("inspect", [], 4), ("needle", short, 7)):
         code, printed, _ = run(command, model, "--data", documents[0], "--out", out, *options)
         assert (code, printed.count(name), printed.count("of[/b]/")) == (0, 1, files)
     code, _, err = run("eval", "no[red]:x:", "--data", documents[0])

@@ -1,0 +1,1 @@
+"""Parts of `retrofox needle`: tasks, prompts, word lists, scoring, statistics, report."""
