@@ -271,6 +271,42 @@ def inspect(
 
 
 @app.command()
+def recall(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    data: Annotated[list[str], typer.Option(help="Files or directories of long documents, one or more.")],
+    against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens read of each document: distances go up to it.")] = 8192,
+    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
+    ngram: Annotated[int, typer.Option(help="Words that must repeat, the one being completed included.")] = 4,
+    unit: Annotated[str, typer.Option(help="words, or tokens to count each token as a word.")] = "words",
+    control: Annotated[
+        int, typer.Option(help="Tokens per octave and document whose source is cut out as a control; 0 = none.")
+    ] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of the control's sample.")] = 0,
+    max_documents: Annotated[int | None, typer.Option(help="Use only the first N documents.")] = None,
+    batch: Annotated[int, typer.Option(help="Texts per batch.")] = 1,
+    text_field: TextField = "text",
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Measures how well a model remembers natural text that it read d tokens back, by octave of d.
+
+    A loss that stays flat is no memory. Text repeats itself: where a token completes words that stood d tokens back,
+    and no nearer, a model that still sees them knows how they go on. The table shows accuracy and loss on such tokens.
+
+    Some of them anyone would guess. So the control cuts the earlier words out of the text and reads the same tokens
+    again: what the loss rises by is what the model had remembered. Five forward passes per document and model.
+
+        retrofox recall RUN/model --against BASE --data books/ --length 32768 --out recall
+    """
+    from retrofox.evaluation.recall import recall as run
+
+    options: dict[str, Any] = {"ngram": ngram, "unit": unit, "control": control, "seed": seed, "batch": batch}
+    options |= {"max_documents": max_documents, "text_field": text_field, "device": device, "dtype": dtype}
+    run(model, against or None, data, length, out, **options)
+
+
+@app.command()
 def push(
     directory: Annotated[Path, typer.Argument(help="A converted model's directory.")],
     repo: Annotated[str, typer.Argument(help="Hub repository, org/name; created where it doesn't exist.")],
