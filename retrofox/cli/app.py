@@ -128,6 +128,10 @@ def evaluate(
     min_tokens: Annotated[int, typer.Option(help="Skip documents with fewer tokens.")] = 2,
     batch: Annotated[int, typer.Option(help="Windows per batch.")] = 1,
     controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
+    short_context: Annotated[
+        list[str] | None,
+        typer.Option(help="Also give only the last N tokens, such as 512 2048: how much context is used; or auto."),
+    ] = None,
     text_field: TextField = "text",
     tasks: Annotated[str, typer.Option(help="lm-eval tasks to run too, comma-separated (needs retrofox[eval]).")] = "",
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
@@ -152,6 +156,7 @@ def evaluate(
         min_tokens=min_tokens,
         batch=batch,
         controls=controls,
+        short_context=short_context or (),
         text_field=text_field,
         tasks=[task.strip() for task in tasks.split(",") if task.strip()],
         include_path=include_path,

@@ -20,8 +20,7 @@ class Bootstrap:
     """
 
     def __init__(self, documents: int, resamples: int = RESAMPLES, seed: int = 0):
-        draw = np.random.default_rng(seed)
-        self.weights = draw.multinomial(documents, np.full(documents, 1 / documents), resamples).astype(np.float64)
+        self.weights = _weights(documents, resamples, seed)
 
     def ratio(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float | list[float] | None]:
         """{"mean", "interval"} of sum S_d / sum n_d over documents.
@@ -44,6 +43,13 @@ class Bootstrap:
         draws = (self.weights[drawn] @ sums) / (self.weights[drawn] @ counts)
         half = student_t(documents - 1) * float(draws.std()) * math.sqrt(documents / (documents - 1))
         return {"mean": mean, "interval": [mean - half, mean + half]}
+
+
+@cache
+def _weights(documents: int, resamples: int, seed: int) -> np.ndarray:
+    """(resamples, documents) float64: how often every document is drawn."""
+    draw = np.random.default_rng(seed)
+    return draw.multinomial(documents, np.full(documents, 1 / documents), resamples).astype(np.float64)
 
 
 @cache

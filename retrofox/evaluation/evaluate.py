@@ -20,6 +20,7 @@ from retrofox.anatomy import attention_mode
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, _require_files, choose_windows
 from retrofox.evaluation import loss_report
+from retrofox.evaluation.context_use import ShortContexts, short_contexts
 from retrofox.evaluation.lm_eval import find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.loading.opened import Opened, open_model
@@ -53,6 +54,7 @@ def evaluate(
     device: str | torch.device | None = None,
     batch: int = 1,
     controls: bool = True,
+    short_context: str | Sequence[int | str] = (),
     text_field: str = "text",
     tokenizer: Any = None,
     tasks: Sequence[str] = (),
@@ -80,6 +82,8 @@ def evaluate(
             documents.
         batch: windows run at one time.
         controls: False skips the two control runs.
+        short_context: also measure the loss given only the last k tokens, for these k or for half of the length, a
+            quarter, ... ("auto"): where it equals the loss given all, a model has stopped using more context.
         text_field: field of JSON records that holds the text.
         tasks: lm-eval tasks to run as well, with further task files from `include_path` and `limit` examples each;
             with tasks, `data` may be empty.
@@ -95,6 +99,7 @@ def evaluate(
     sources, others = listed(data), _listed(against)
     _check(length, sources, tasks, windows, min_tokens, batch, max_documents, limit)
     check_folder(out)
+    contexts = short_contexts(short_context, length)
     if not tasks and (include_path is not None or limit is not None):
         raise ValueError("include_path and limit say how lm-eval tasks run: name tasks, or drop them")
     started = time.time()
@@ -127,6 +132,7 @@ def evaluate(
         "tasks": {},
         "environment": environment(),
     }
+    short = ShortContexts(contexts, chosen) if contexts and chosen else None
     losses: dict[str, list[np.ndarray]] = {}
     for number, source in enumerate([model, *others]):
         key = "model" if number == 0 else "base" if number == 1 else f"base{number}"
@@ -137,6 +143,12 @@ def evaluate(
             for line, values in _run(opened, key, chosen, batch, controls and number == 0, progress):
                 result["lines"].append(line)
                 losses[line["key"]] = values
+            if short is not None:
+                measured = next(line for line in result["lines"] if line["key"] == key)
+                with progress_bar("tokens", progress) as bar:
+                    task = bar.add_task(f"{opened.name}, less context", total=short.tokens)
+                    found = short.measure(opened.model, losses[key], batch, lambda n, t=task: bar.advance(t, n))
+                measured["short_context"] = found
         if tasks:
             result["tasks"][key] = run_tasks(opened, tasks, manager, max_length=length, limit=limit, batch=batch)
         opened = None  # frees the weights before the next model is loaded
