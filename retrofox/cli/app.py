@@ -261,6 +261,15 @@ def needle(
 def inspect(
     model: Annotated[str, typer.Argument(help="A converted model: directory or Hub id.")],
     data: Annotated[list[str] | None, typer.Option(help="Measure the gates on these texts.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another model whose heads to measure too, such as the base; needs --data.")
+    ] = None,
+    head_map: Annotated[
+        list[str] | None, typer.Option("--map", help="LAYER.HEAD: draw its attention and gate matrix into --out.")
+    ] = None,
+    prune_eps: Annotated[
+        float | None, typer.Option(help="Say what pruning would skip if it may lose this share, such as 1e-4.")
+    ] = None,
     length: Annotated[int, typer.Option(help="Tokens to read of each document.")] = 2048,
     max_documents: Annotated[int, typer.Option(help="Use only the first N documents.")] = 8,
     text_field: TextField = "text",
@@ -268,10 +277,14 @@ def inspect(
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Shows each head's half-life: local and global heads, dead and saturated gates, kept rotary pairs."""
+    """Shows each head's half-life: local and global heads, dead and saturated gates, kept rotary pairs.
+
+    With --data also what the heads look at: attention mass beyond 64, 512 and 4k tokens, and the heads that retrieve.
+    """
     from retrofox.evaluation.gates import inspect as run
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "text_field": text_field, "out": out}
+    options |= {"against": against, "maps": head_map or (), "prune_eps": prune_eps}
     run(model, data or None, **options, device=device, dtype=dtype)
 
 
