@@ -147,6 +147,10 @@ def evaluate(
     ] = 2,
     batch: Annotated[int, typer.Option(help="Windows per batch.")] = 1,
     controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
+    short_context: Annotated[
+        list[str] | None,
+        typer.Option(help="Also give only the last N tokens, such as 512 2048: how much context is used; or auto."),
+    ] = None,
     text_field: TextField = "text",
     baseline: Baselines = None,
     tasks: Annotated[
@@ -187,6 +191,7 @@ def evaluate(
             min_tokens=min_tokens,
             batch=batch,
             controls=controls,
+            short_context=short_context or (),
             text_field=text_field,
             baselines=baseline or [],
             tasks=[task.strip() for task in tasks.split(",") if task.strip()],
@@ -333,6 +338,15 @@ def inspect(
     model: Annotated[str, typer.Argument(help="A converted model: directory or Hub id.")],
     data: Annotated[list[str] | None, typer.Option(help="Measure the gates on these texts.")] = None,
     length: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens to read of each document.")] = 2048,
+    against: Annotated[
+        str | None, typer.Option(help="Another model whose heads to measure too, such as the base; needs --data.")
+    ] = None,
+    head_map: Annotated[
+        list[str] | None, typer.Option("--map", help="LAYER.HEAD: draw its attention and gate matrix into --out.")
+    ] = None,
+    prune_eps: Annotated[
+        float | None, typer.Option(help="Say what pruning would skip if it may lose this share, such as 1e-4.")
+    ] = None,
     max_documents: Annotated[int, typer.Option(help="Use only the first N documents.")] = 8,
     text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
@@ -340,13 +354,53 @@ def inspect(
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Shows each head's half-life: local and global heads, dead and saturated gates, kept rotary pairs."""
+    """Shows each head's half-life: local and global heads, dead and saturated gates, kept rotary pairs.
+
+    With --data also what the heads look at: attention mass beyond 64, 512 and 4k tokens, and the heads that retrieve.
+    """
     from retrofox.evaluation.gates import inspect as run
     from retrofox.loading.trust import trusting_code
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "text_field": text_field, "out": out}
+    options |= {"against": against, "maps": head_map or (), "prune_eps": prune_eps}
     with trusting_code(trust_remote_code):
         run(model, data or None, **options, device=device, dtype=dtype)
+
+
+@app.command()
+def recall(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    data: Annotated[list[str], typer.Option(help="Files or directories of long documents, one or more.")],
+    against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens read of each document: distances go up to it.")] = 8192,
+    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
+    ngram: Annotated[int, typer.Option(help="Words that must repeat, the one being completed included.")] = 4,
+    unit: Annotated[str, typer.Option(help="words, or tokens to count each token as a word.")] = "words",
+    control: Annotated[
+        int, typer.Option(help="Tokens per octave and document whose source is cut out as a control; 0 = none.")
+    ] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of the control's sample.")] = 0,
+    max_documents: Annotated[int | None, typer.Option(help="Use only the first N documents.")] = None,
+    batch: Annotated[int, typer.Option(help="Texts per batch.")] = 1,
+    text_field: TextField = "text",
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Measures how well a model remembers natural text that it read d tokens back, by octave of d.
+
+    A loss that stays flat is no memory. Text repeats itself: where a token completes words that stood d tokens back,
+    and no nearer, a model that still sees them knows how they go on. The table shows accuracy and loss on such tokens.
+
+    Some of them anyone would guess. So the control cuts the earlier words out of the text and reads the same tokens
+    again: what the loss rises by is what the model had remembered. Five forward passes per document and model.
+
+        retrofox recall RUN/model --against BASE --data books/ --length 32768 --out recall
+    """
+    from retrofox.evaluation.recall import recall as run
+
+    options: dict[str, Any] = {"ngram": ngram, "unit": unit, "control": control, "seed": seed, "batch": batch}
+    options |= {"max_documents": max_documents, "text_field": text_field, "device": device, "dtype": dtype}
+    run(model, against or None, data, length, out, **options)
 
 
 @app.command()

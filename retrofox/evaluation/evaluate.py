@@ -19,6 +19,7 @@ from retrofox.data.sources import listed
 from retrofox.data.windows import Window, _require_files, choose_windows
 from retrofox.evaluation import loss_report, task_cache
 from retrofox.evaluation.baselines import Baseline, base_for, build, parse_all
+from retrofox.evaluation.context_use import ShortContexts, short_contexts
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_report import differences, print_tasks
@@ -53,6 +54,7 @@ def evaluate(
     device: str | torch.device | None = None,
     batch: int = 1,
     controls: bool = True,
+    short_context: str | Sequence[int | str] = (),
     text_field: str = "text",
     tokenizer: Any = None,
     baselines: Sequence[str | Baseline] = (),
@@ -84,6 +86,8 @@ def evaluate(
             documents.
         batch: windows run at one time.
         controls: False skips the two control runs.
+        short_context: also measure the loss given only the last k tokens, for these k or for half of the length, a
+            quarter, ... ("auto"): where it equals the loss given all, a model has stopped using more context.
         text_field: field of JSON records that holds the text.
         baselines: what a user would try instead, made of the first `against`, or of the model if that is unconverted:
             "pi:4", "ntk:4", "yarn:4", "drope", "window:4096", "streaming:4096,4" (see `baselines`).
@@ -109,6 +113,7 @@ def evaluate(
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
+    contexts = short_contexts(short_context, length)
     started = time.time()
     name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path
     found = find_tasks(tasks, include_path, limit=limit, length=length, tokenizer=name) if tasks else None
@@ -143,6 +148,7 @@ def evaluate(
         "task_differences": {},
         "environment": environment(),
     }
+    short = ShortContexts(contexts, chosen) if contexts and chosen else None
     losses: dict[str, list[np.ndarray]] = {}
     scores: dict[str, Scores] = {}
     columns = _columns(model, others, wanted, tokenizer=tokenizer, dtype=dtype, device=device)
@@ -154,6 +160,12 @@ def evaluate(
             for line, values in _run(opened, key, chosen, batch, controls and key == "model", progress):
                 result["lines"].append(line)
                 losses[line["key"]] = values
+            if short is not None:
+                measured = next(line for line in result["lines"] if line["key"] == key)
+                with progress_bar("tokens", progress) as bar:
+                    task = bar.add_task(f"{opened.name}, less context", total=short.tokens)
+                    lost = short.measure(opened.model, losses[key], batch, lambda n, t=task: bar.advance(t, n))
+                measured["short_context"] = lost
         if found is not None:
             scores[key] = run_tasks(
                 opened,

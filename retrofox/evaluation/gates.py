@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -12,22 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from retrofox.anatomy import attentions, inner_model
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
+from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_heads, write_gates
+from retrofox.evaluation.heads import (
+    check_prune_eps,
+    head_places,
+    measure_heads,
+    require_finite,
+    summarise_heads,
+)
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.source import holds_converted
-from retrofox.support.files import write_result
-from retrofox.support.plots import half_life_figure, save_csv, save_figure, tokens_label
+from retrofox.loading.tokenizers import require_same_tokenizer
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PERCENTILES = (5, 25, 50, 75, 95)
 DEAD_DECAY = 1e-4
 """Nats: a gate that decays less over the whole length changes no attention weight by more than 0.01 %."""
 SATURATED_LOGIT = math.log(1e6)
@@ -42,6 +45,9 @@ def inspect(
     length: int = 2048,
     out: str | os.PathLike | None = None,
     *,
+    against: str | os.PathLike | PreTrainedModel | None = None,
+    maps: Sequence[str] = (),
+    prune_eps: float | None = None,
     max_documents: int | None = 8,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -56,17 +62,27 @@ def inspect(
 
     A head is global if its half-life is at least the length the model was trained to, local if under 1/16 of it. Dead:
     it decays by less than 1e-4 nats over `length` tokens, so it never forgets. Saturated: at 99 % of the tokens the
-    gate's slope f (1 - f) is under 1e-6. Prints a table by layer; into `out` go gates.json, gates.csv and
-    half_lives.png and .svg.
+    gate's slope f (1 - f) is under 1e-6.
+
+    With data, what the heads look at too: the share of attention mass beyond 64, 512 and 4096 tokens (means over the
+    queries that have keys so far back, the first tokens counted apart), the copy score on random tokens that stand
+    twice in a row, and with `prune_eps` the share of query-key pairs that pruning may skip. A head with a copy score of
+    0.1 or more is a retrieval head.
+
+    Prints tables by layer; into `out` go gates.json, gates.csv, heads.csv, half_lives.png and .svg and the maps.
 
     Args:
         model: directory, Hub id, adapter directory or a live model; converted.
         data: files to measure over; None = parameters alone.
         length: tokens read of each document.
+        against: another model to measure the same way, converted or not, such as the base: before against after.
+        maps: heads, "LAYER.HEAD", whose attention and forget-gate matrix over the first document are drawn into `out`.
+        prune_eps: share of a query's attention that pruning may lose.
         max_documents: documents read; None = all.
 
     Returns:
-        {"heads": [...], "layers": [...], "summary": {...}, ...}; a half-life too long for a number is None.
+        {"heads": [...], "layers": [...], "summary": {...}, ...}; a half-life too long for a number is None. With data,
+        "attention": per model {"label", "source", "heads", "summary"}, the inspected one first.
 
     Raises:
         FileNotFoundError: a model or data file that is not there.
@@ -76,6 +92,12 @@ def inspect(
         raise ValueError(f"length must be at least 2 tokens and below 2^31, got {length}")
     if max_documents is not None and max_documents < 1:
         raise ValueError(f"max_documents must be at least 1, got {max_documents}")
+    places = head_places(maps)
+    check_prune_eps(prune_eps)
+    if not data and (against is not None or places or prune_eps is not None):
+        raise ValueError("against, maps and prune_eps look at attention over a text: give data (--data)")
+    if places and out is None:
+        raise ValueError("maps are files: name a directory for them (--out)")
     check_folder(out)
     if isinstance(model, (str, os.PathLike)) and not holds_converted(os.fspath(model)):
         raise _no_gates(os.fspath(model))  # before gigabytes are loaded
@@ -87,6 +109,7 @@ def inspect(
     if data:
         windows = choose_windows(data, opened.tokenizer, length, max_documents=max_documents, text_field=text_field)
         measured = _measure(opened, windows, progress)
+        require_same_tokenizer(opened.tokenizer, against)
     trained = int(opened.model.config.max_position_embeddings)
     layers = _layers(opened)
     heads = [head for layer in layers for head in _heads(layer, measured.get(layer["layer"]), length, trained)]
@@ -105,12 +128,34 @@ def inspect(
         "environment": environment(),
         "files": {},
     }
+    images: dict[str, dict[str, Any]] = {}
+    if data:
+        reads: dict[str, Any] = {"windows": windows, "length": length, "prune_eps": prune_eps, "maps": places}
+        result["attention"] = [_look(opened, images, progress, reads)]
+        if against is not None:
+            tokenizer = opened.tokenizer
+            del opened  # frees the weights before the next model is loaded
+            other = open_model(against, tokenizer=tokenizer, dtype=dtype, device=device)
+            result["attention"].append(_look(other, images, progress, reads))
     console = output_console()
-    _print(result, console)
+    print_gates(result, console)
+    if "attention" in result:
+        print_heads(result["attention"], console)
     if out is not None:
-        result["files"] = _write(result, Path(out))
+        result["files"] = write_gates(result, Path(out), images)
         console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
     return result
+
+
+def _look(opened: Opened, images: dict[str, dict[str, Any]], progress: bool, reads: dict[str, Any]) -> dict[str, Any]:
+    """One entry of "attention"; adds its maps to `images`, as "LAYER.HEAD" or for the second "against-LAYER.HEAD"."""
+    heads, found = measure_heads(opened, progress=progress, **reads)
+    require_finite(heads, opened.source)
+    tokens = len(reads["windows"][0].token_ids)
+    for (layer, head), image in found.items():
+        name = f"{layer}.{head}"
+        images[f"against-{name}" if name in images else name] = {**image, "tokens": tokens}
+    return {"label": opened.name, "source": opened.source, "heads": heads, "summary": summarise_heads(heads)}
 
 
 def _no_gates(source: str) -> ValueError:
@@ -267,79 +312,3 @@ def _summary(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _print(result: dict[str, Any], console: Console) -> None:
-    measured = f"measured over {result['tokens']:,} tokens" if result["tokens"] else "from the gate biases alone"
-    table = Table(title=f"{result['model']}: half-lives in tokens, {measured}", title_justify="left")
-    for name, side in (
-        ("layer", "right"),
-        ("rotary kept", "right"),
-        ("sinks", "right"),
-        ("half-life of each head", "left"),
-    ):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
-    for name in ("local", "global", "dead", "saturated"):
-        table.add_column(name, justify="right")
-    for layer in result["layers"]:
-        heads = [h for h in result["heads"] if h["layer"] == layer["layer"]]
-        fading = f" +{layer['rotary_pairs_fading']} fading" if layer["rotary_pairs_fading"] else ""
-        table.add_row(
-            str(layer["layer"]),
-            f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}{fading}",
-            str(layer["sink_tokens"]),
-            " ".join(f"{_label(h['half_life']):>5}" for h in heads) or "no gates",
-            str(sum(h["kind"] == "local" for h in heads)),
-            str(sum(h["kind"] == "global" for h in heads)),
-            str(sum(h["dead"] for h in heads)),
-            str(sum(h["saturated"] for h in heads)),
-        )
-    console.print(table)
-    summary, trained = result["summary"], result["trained_length"]
-    console.print(
-        f"{summary['heads']} heads: {summary['local']} local (under {tokens_label(trained / 16)}), {summary['medium']} "
-        f"between, {summary['global']} global (from {tokens_label(trained)}); {summary['dead']} dead, "
-        f"{summary['saturated']} saturated",
-        highlight=False,
-    )
-
-
-def _label(half_life: float | None) -> str:
-    return "inf" if half_life is None or half_life > 1e9 else tokens_label(half_life)
-
-
-def _write(result: dict[str, Any], out: Path) -> dict[str, str]:
-    header = [
-        "layer",
-        "head",
-        "bias",
-        "weight_norm",
-        "half_life",
-        "half_life_of_bias",
-        "kind",
-        "dead",
-        "saturated_share",
-    ]
-    percentiles = [f"half_life_p{p}" for p in PERCENTILES] if result["tokens"] else []
-    rows = [
-        [h[name] for name in header] + [h["half_life_percentiles"][str(p)] for p in PERCENTILES if percentiles]
-        for h in result["heads"]
-    ]
-    files = {"csv": save_csv(out / "gates.csv", header + percentiles, rows)}
-    if result["heads"]:
-        trained = result["trained_length"]
-        by_layer = [
-            [math.inf if h["half_life"] is None else h["half_life"] for h in result["heads"] if h["layer"] == n]
-            for n in range(len(result["layers"]))
-        ]
-        figure = half_life_figure(
-            by_layer,
-            local_below=trained / 16,
-            global_from=trained,
-            ceiling=trained * 128,
-            subtitle=f"measured over {result['tokens']:,} tokens" if result["tokens"] else "from the gate biases alone",
-        )
-        files["png"], files["svg"] = save_figure(figure, out / "half_lives")
-    files["json"] = str(out / "gates.json")
-    write_result(files["json"], (json.dumps({**result, "files": files}, indent=1, allow_nan=False) + "\n").encode())
-    return files

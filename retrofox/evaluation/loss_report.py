@@ -1,4 +1,4 @@
-"""What is reported of per-token losses: buckets, curves, slopes, a table, files."""
+"""What is reported of per-token losses: buckets, curves, slopes and what their intervals say, a table, files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from retrofox.data.windows import Window
+from retrofox.evaluation.context_figure import perplexity_figure, short_context_figure
+from retrofox.evaluation.context_use import perplexities, use_of_context
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, slope
 from retrofox.support.files import write_result
 from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_label
@@ -28,9 +30,11 @@ NUMBER = len("+0.1234")
 def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict[str, Any]]:
     """Per position bucket: tokens, documents, and by line its loss, slope (nats per 1000 tokens) and difference.
 
+    "perplexity" is P(to), over all tokens before the bucket's end and not those of the bucket alone.
     Differences are of the other lines to "base" (and of the controls to "model"), paired by document.
     """
     edges = bucket_edges(length, reach(windows))
+    perplexity = {key: perplexities(values) for key, values in mean_losses(losses, windows)[1].items()}
     sums = {key: PositionSums(values, windows, edges) for key, values in losses.items()}
     loss = {key: s.statistics() for key, s in sums.items()}
     difference = {
@@ -46,6 +50,7 @@ def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict
                 "tokens": any_line["tokens"],
                 "documents": any_line["documents"],
                 "loss": {key: _mean(rows[b]) for key, rows in loss.items()},
+                "perplexity": {key: float(values[high - 2]) for key, values in perplexity.items()},
                 "difference": {name: _mean(rows[b]) for name, rows in difference.items()},
                 "slope_per_1k": {
                     key: slope(values, windows, low, high, lambda i: i / 1000) for key, values in losses.items()
@@ -65,7 +70,7 @@ def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[st
     sums = {key: PositionSums(values, windows, [0, length]) for key, values in losses.items()}
     end = reach(windows)
     start = max(8, end // 64)
-    summary = {}
+    summary: dict[str, dict[str, Any]] = {}
     for key, values in losses.items():
         to = _compared_to(key, sums)
         summary[key] = {
@@ -82,9 +87,10 @@ def curves(
 ) -> list[dict[str, Any]]:
     """L(i) by line, smoothed over half an octave of positions: mean and standard error over documents.
 
-    With `less`, the key of a line, the other lines' paired differences to it.
+    With `less`, the key of a line, the other lines' paired differences to it. "perplexity" is P(l) at those positions.
     """
     edges = curve_edges(min(length, reach(windows)))
+    perplexity = {key: perplexities(values) for key, values in mean_losses(losses, windows)[1].items()}
     position = [math.sqrt(a * (b - 1)) for a, b in pairwise(edges)]
     sums = {key: PositionSums(values, windows, edges).smoothed(edges) for key, values in losses.items()}
     result = []
@@ -100,6 +106,7 @@ def curves(
                 "position": [p for p, _ in kept],
                 "mean": [r["mean"] for _, r in kept],
                 "standard_error": [r["standard_error"] for _, r in kept],
+                "perplexity": [float(perplexity[line["key"]][max(0, round(p) - 1)]) for p, _ in kept],
             }
         )
     return result
@@ -135,7 +142,7 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         console.print(
             f"no document reaches {result['length']} tokens: the longest has {result['longest']}", highlight=False
         )
-    for sentence in verdicts(result):
+    for sentence in [*trends(result), *verdicts(result)]:
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
@@ -157,6 +164,33 @@ def _print_columns(
     for row, (position, number) in enumerate(zip(positions, counts, strict=True)):
         table.add_row(position, number, *(cells[row] for _, cells in columns), end_section=row == len(positions) - 4)
     console.print(table)
+
+
+def trends(result: dict[str, Any]) -> list[str]:
+    """Per line whether L(i) falls, rises or stays flat, which only an interval can tell, and how much context it uses.
+
+    "flat" means that the interval covers 0, not that the slope is 0.
+    """
+    sentences = []
+    start, end = max(8, result["longest"] // 64), result["longest"]
+    if all(line["slope_per_doubling"]["interval"] is None for line in result["lines"]):
+        sentences.append("one document gives no interval, so no trend of the loss is named")
+    for line in result["lines"]:
+        octave, late = line["slope_per_doubling"], line["late_slope_per_1k"]
+        if octave["interval"] is None:
+            continue
+        text = f"{line['label']}: the loss is {_named(octave)} per octave over positions {start} to {end}"
+        if late["interval"] is not None:
+            text += f", {_named(late)} per 1000 tokens over the second half"
+        sentences.append(text)
+    return sentences + [
+        use_of_context(line["label"], line["short_context"]) for line in result["lines"] if line.get("short_context")
+    ]
+
+
+def _named(slope: dict[str, Any]) -> str:
+    low, high = slope["interval"]
+    return f"{slope['trend']} ({slope['slope']:+.4f} nats, {low:+.4f} to {high:+.4f})"
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:
@@ -204,6 +238,13 @@ def write_files(result: dict[str, Any], losses: Losses, windows: Sequence[Window
             subtitle=_documents(result["documents"]),
         )
         files["png"], files["svg"] = save_figure(figure, out / "per_token_loss")
+        trained, subtitle = result.get("trained_length"), _documents(result["documents"])
+        figure = perplexity_figure(drawn, trained_length=trained, subtitle=subtitle.split(",")[0])
+        files["perplexity_png"], files["perplexity_svg"] = save_figure(figure, out / "perplexity")
+        short = [line for line in result["lines"] if line.get("short_context")]
+        if short:
+            figure = short_context_figure(short, subtitle="band: 95 % interval over documents")
+            files["short_context_png"], files["short_context_svg"] = save_figure(figure, out / "short_context")
     files["json"] = str(out / "eval.json")
     content = {**result, "curves": drawn, "files": files}
     write_result(files["json"], (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
@@ -232,17 +273,23 @@ def _bucket_rows(result: dict[str, Any], keys: list[str]) -> tuple[list[str], li
 
 
 def _position_rows(losses: Losses, windows: Sequence[Window], keys: list[str]) -> tuple[list[str], list[list[object]]]:
-    """Mean L(i) at every single position i, with the number of windows behind it."""
+    """Mean L(i) and P(i) at every single position i, with the number of windows behind it."""
+    count, means = mean_losses(losses, windows)
+    columns = [means[key].tolist() for key in keys] + [perplexities(means[key]).tolist() for key in keys]
+    rows = [[i + 1, int(n), *(f"{values[i]:.6f}" for values in columns)] for i, n in enumerate(count)]
+    return ["position", "windows", *keys, *(f"{key} perplexity" for key in keys)], rows
+
+
+def mean_losses(losses: Losses, windows: Sequence[Window]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(windows behind each position 1 .. T - 1, by line the mean L(i) at each of them)."""
     longest = reach(windows)
     count = np.zeros(longest - 1, np.int64)
-    sums = {key: np.zeros(longest - 1) for key in keys}
+    sums = {key: np.zeros(longest - 1) for key in losses}
     for w, window in enumerate(windows):
         count[: len(window.token_ids) - 1] += 1
-        for key in keys:
+        for key in losses:
             sums[key][: len(losses[key][w])] += losses[key][w]
-    means = [(sums[key] / count).tolist() for key in keys]
-    rows = [[i + 1, int(n), *(f"{m[i]:.6f}" for m in means)] for i, n in enumerate(count)]
-    return ["position", "windows", *keys], rows
+    return count, {key: values / count for key, values in sums.items()}
 
 
 def _compared_to(key: str, keys: Collection[str]) -> str | None:

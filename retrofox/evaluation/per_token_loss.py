@@ -18,6 +18,7 @@ from retrofox.anatomy import (
     token_losses,
 )
 from retrofox.data.windows import Window
+from retrofox.evaluation.bootstrap import Bootstrap, trend
 from retrofox.loading.rope_scaling import depends_on_length
 
 if TYPE_CHECKING:
@@ -158,11 +159,15 @@ def slope(
     start: int,
     stop: int,
     scale: Callable[[np.ndarray], np.ndarray],
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """Slope of L(i) over positions start <= i < stop against scale(i), within windows, with its error over documents.
 
     b = sum_w sum_i (x_i - x_w) L(i) / sum_w sum_i (x_i - x_w)^2, x = scale(i), x_w the window's mean: an easier
     document among the long ones does not tilt it. The error is the cluster-robust one, documents being the clusters.
+
+    Returns:
+        {"slope", "standard_error", "interval" (95 %, bootstrapped over documents), "trend": "falling" or "rising" where
+        the interval leaves out 0, else "flat"}; None for what one document can't tell.
     """
     covariance: dict[int, float] = {}
     variance: dict[int, float] = {}
@@ -177,10 +182,12 @@ def slope(
         variance[window.document] = variance.get(window.document, 0.0) + float(x @ x)
     total = sum(variance.values())
     if not total:
-        return {"slope": None, "standard_error": None}
+        return {"slope": None, "standard_error": None, "interval": None, "trend": None}
     value = sum(covariance.values()) / total
     error = None
     if len(variance) > 1:
         residual = sum((covariance[d] - value * variance[d]) ** 2 for d in variance)
         error = math.sqrt(len(variance) / (len(variance) - 1) * residual) / total
-    return {"slope": value, "standard_error": error}
+    by_document = np.array([[covariance[d], variance[d]] for d in variance])
+    interval: Any = Bootstrap(len(variance)).ratio(by_document[:, 0], by_document[:, 1])["interval"]
+    return {"slope": value, "standard_error": error, "interval": interval, "trend": trend(interval)}
