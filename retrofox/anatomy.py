@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from retrofox.model import modeling_fox
 from retrofox.model.attention import MODES, FoxMixin
@@ -25,8 +25,21 @@ def is_new_tensor(name: str) -> bool:
 
 
 def lm_class(model_type: str) -> Any:
-    """The Fox...ForCausalLM class of a base model_type such as "llama"."""
-    return getattr(modeling_fox, f"Fox{SUPPORTED[model_type]}ForCausalLM")
+    """The Fox...ForCausalLM class of a base model_type such as "llama", known to transformers' Auto classes afterwards.
+
+    What opens a converted directory by its path (TRL's reference models) then gets these classes and needs no
+    trust_remote_code.
+    """
+    prefix = SUPPORTED[model_type]
+    found = getattr(modeling_fox, f"Fox{prefix}ForCausalLM")
+    _register(getattr(modeling_fox, f"Fox{prefix}Model"), found)
+    return found
+
+
+def _register(inner: Any, lm: Any) -> None:
+    AutoConfig.register(lm.config_class.model_type, lm.config_class, exist_ok=True)
+    AutoModel.register(lm.config_class, inner, exist_ok=True)
+    AutoModelForCausalLM.register(lm.config_class, lm, exist_ok=True)
 
 
 def attentions(model: torch.nn.Module) -> Iterator[tuple[str, FoxMixin]]:

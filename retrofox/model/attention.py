@@ -211,7 +211,12 @@ def fox_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor,
         ValueError: no gates arrived, so the module is not a converted attention.
     """
     if kwargs.get("gates") is None:
-        raise ValueError("the attention function 'fox' needs a converted model: no forget gates reached it")
+        raise ValueError(
+            "the attention function 'fox' needs a converted model: no forget gates reached this "
+            f"{type(module).__name__}. A trainer that loads its reference by the model's path (TRL) has loaded the "
+            "base: give it ref_model=copy.deepcopy(model), or save the converted model and train what retrofox.load "
+            "opens"
+        )
     return module.attend(*args, **kwargs)
 
 
