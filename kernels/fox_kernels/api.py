@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from . import chunked, chunked_operator, reference
-from .kinds import attention_kind, decoding_kind, under_transform
-from .replay import calls
-from .tiles import capability
+from .host.device import capability
+from .host.kinds import attention_kind, decoding_kind, under_transform
+from .host.replay import calls
 
 Tensor = torch.Tensor
 
@@ -50,7 +50,7 @@ def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, **options) -> str | None:
     """Return why the Hopper kernels (Gluon) can't run what the Triton kernels can, or None if they can."""
     if q.device.type != "cuda" or capability(q.device)[0] != 9:
         return "the GPU is not a Hopper (compute capability 9.0)"
-    from . import hopper_forward
+    from .hopper import forward as hopper_forward
 
     return hopper_forward.unsupported(q, k, v, **options)
 
@@ -149,7 +149,7 @@ def forgetting_attention(
     sink        the first positions of each document, exempt from decay, from window and from pruning
     softcap     scale * q.k becomes softcap * tanh(scale * q.k / softcap), before the decay
     prune       ln(eps): leave out keys that together hold at most eps of a query's weight; None for all keys. The
-                kernels look for them where a forward has 1e11 floating point operations or more (`prune.WORTH`)
+                kernels look for them where a forward has 1e11 floating point operations or more (`pruning.WORTH`)
     backend     "auto", "reference", "chunked", "triton" or "gluon"; see `choose`
 
     Strides may be any: q, k and v are read in place, or copied where the last is not 1, where tokens are 2^23 elements
@@ -198,9 +198,9 @@ def decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return False
-    from . import decode
+    from .decoding import planner
 
-    return decode.pays(q, k)
+    return planner.pays(q, k)
 
 
 def decode_attention(
@@ -271,7 +271,7 @@ def _decode_new(kind, q, k, v, c_hi, c_lo, *, k_bound, **options) -> Tensor:
         raise ValueError("decode_attention has no gradient: call it under torch.no_grad(), or use forgetting_attention")
     if q.numel() == 0:
         return q.new_empty(q.shape)
-    from . import decode_operator
+    from .decoding import operator as decode_operator
 
     k_bound = None if k_bound is None else k_bound.contiguous()
     decoder = None if kind is None else decode_operator.decoder(q, k, k_bound=k_bound, **options)

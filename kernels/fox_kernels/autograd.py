@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import determinism
 from .calls import remember
 from .chunked import check_backward, within
-from .launch import watched
+from .host.launch import watched
+from .host.replay import calls
 from .passes import attend, differentiate, room_for_bounds, room_for_residual
-from .replay import calls
 
 LN_2 = math.log(2)
 

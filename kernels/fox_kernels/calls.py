@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from .chunked import check_backward
-from .kinds import gradient_kind
-from .launch import watched
+from .host.kinds import gradient_kind
+from .host.launch import watched
+from .host.replay import Replay, Tape, calls, recorded
 from .passes import attend, differentiate, find_starts
-from .replay import Replay, Tape, calls, recorded
 
 MAX_KINDS, MAX_GRADIENT_KINDS = 1024, 16  # more are forgotten all at once
 

@@ -6,7 +6,6 @@ starts where documents, padding and windows begin and end (`edges`), both found 
 nothing needs it. No value is read back to the host.
 """
 
-import contextlib
 import functools
 import math
 from typing import Any
@@ -14,16 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cumsum, decode, prune
-from .backward import launch_backward
-from .edges import edges
-from .forward import aligned, launch_forward
+from .common import cumsum, pruning
+from .common.edges import edges
+from .decoding import planner
+from .host.device import on_device
+from .host.readable import aligned
+from .plain.backward import launch_backward
+from .plain.forward import launch_forward
 
 
 @functools.cache
 def launchers(backend: str):
     if backend == "gluon":
-        from . import hopper_backward, hopper_forward
+        from .hopper import backward as hopper_backward
+        from .hopper import forward as hopper_forward
 
         return hopper_forward.launch_forward, hopper_backward.launch_backward
     return launch_forward, launch_backward
@@ -40,15 +43,8 @@ def room_for_bounds(q: Tensor, for_backward: bool, log_eps: float | None) -> Ten
     """Return room for the pruning bounds, or None where the backward will want none."""
     B, T, H, _ = q.shape
     if for_backward and log_eps is not None:
-        return torch.empty(B, H, -(-T // prune.BLOCK_M), dtype=torch.int32, device=q.device)
+        return torch.empty(B, H, -(-T // pruning.BLOCK_M), dtype=torch.int32, device=q.device)
     return None
-
-
-def on_device(q: Tensor):
-    """Return a context in which q's device is the current one: Triton launches there."""
-    if q.device.type != "cuda" or q.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(q.device)
 
 
 def find_starts(q: Tensor, k: Tensor, cu_seqlens, seq_start, window: int | None, backend: str) -> Tensor | None:
@@ -77,12 +73,12 @@ def attend(
             "softcap": softcap,
             "prune": log_eps,
         }
-        if cu_seqlens is None and not for_backward and decode.pays(q, k):
+        if cu_seqlens is None and not for_backward and planner.pays(q, k):
             c_hi, c_lo = cumsum.cumulative(log_f)
-            return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, None, None, None
+            return *planner.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, None, None, None
         if starts is None:
             starts = find_starts(q, k, cu_seqlens, seq_start, window, backend)
-        options["prune"] = prune.worth(q, k, log_eps)
+        options["prune"] = pruning.worth(q, k, log_eps)
         residual = room_for_residual(q, for_backward)
         bounds = room_for_bounds(q, for_backward, options["prune"])
         if backend == "gluon":
@@ -92,7 +88,7 @@ def attend(
             options["residual"] = residual
         if bounds is not None:
             q, k = aligned(q), aligned(k)
-            options["bounds"] = prune.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, out=bounds)
+            options["bounds"] = pruning.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, out=bounds)
         launch, _ = launchers(backend)
         output = launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, starts=starts, **options)
         return *output, c_hi, c_lo, residual, bounds, starts
@@ -111,7 +107,7 @@ def differentiate(
             extra["deterministic"] = deterministic
             if dlse2 is not None and seq_start is not None:  # of rows that see nothing it may be NaN: no part of a loss
                 dlse2 = dlse2.masked_fill(lse2 == -math.inf, 0.0)
-        log_eps = prune.worth(q, k, log_eps)
+        log_eps = pruning.worth(q, k, log_eps)
         dq, dk, dv, dc = launch(
             do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, starts=starts, cu_seqlens=cu_seqlens,
             seq_start=seq_start, window=window, sink=sink, softcap=softcap, prune=log_eps, residual=residual,

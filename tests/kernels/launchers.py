@@ -13,22 +13,14 @@ from unittest import mock
 import pytest
 import torch
 from cases import Case, draw, errors, gates, results
-from fox_kernels import (
-    autograd,
-    backward,
-    chunked,
-    cumsum,
-    decode,
-    decode_attention,
-    forgetting_attention,
-    forward,
-    prune,
-    reference,
-)
-from fox_kernels.backward import launch_backward
-from fox_kernels.decode import launch_decode
-from fox_kernels.forward import launch_forward
-from fox_kernels.tiles import Tile
+from fox_kernels import autograd, chunked, decode_attention, forgetting_attention, reference
+from fox_kernels.common import cumsum, pruning
+from fox_kernels.decoding import search
+from fox_kernels.decoding.planner import launch_decode
+from fox_kernels.plain import backward, forward
+from fox_kernels.plain.backward import launch_backward
+from fox_kernels.plain.forward import launch_forward
+from fox_kernels.plain.tiles import Tile
 
 
 def check_merging(device: str, n: int, D: int) -> None:
@@ -107,11 +99,11 @@ def check_pruned_decoding(device: str, S: int, D: int) -> None:
     q, k, v = (torch.randn(B, n, heads, D, device=device) for n, heads in ((2, H), (S, Hkv), (S, Hkv)))
     log_f = gates("mixed", B, S, H, device=device)
     hi, lo = cumsum.cumulative(log_f)
-    first = decode.skip_before(q, k, hi, lo, D**-0.5, None, log_eps)
+    first = search.skip_before(q, k, hi, lo, D**-0.5, None, log_eps)
     assert first.min() > S // 2
     for sink, start in ((0, None), (70, torch.tensor([3, S - 5], dtype=torch.int32, device=device))):
         exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f, seq_start=start, sink=sink)
-        for end, given in ((int(first.min()), {"first": first}), (S // 4, {"k_bound": decode.key_bound(k)})):
+        for end, given in ((int(first.min()), {"first": first}), (S // 4, {"k_bound": search.key_bound(k)})):
             poisoned = k.clone()
             poisoned[:, 80:end] = float("nan")
             o, _ = launch_decode(
@@ -127,11 +119,11 @@ def check_search(device: str, S: int) -> None:
     q, k, v = (torch.randn(1, n, heads, D, device=device) for n, heads in ((T, H), (S, Hkv), (S, Hkv)))
     log_f = 4 * gates("short", 1, S, H, device=device)
     hi, lo = cumsum.cumulative(log_f)
-    options = {"scale": D**-0.5, "prune": log_eps, "k_bound": decode.key_bound(k)}
+    options = {"scale": D**-0.5, "prune": log_eps, "k_bound": search.key_bound(k)}
     bounds = torch.stack((options["k_bound"], torch.zeros(1, Hkv, device=device)), -1)[..., 0]  # not contiguous
     with_those = decode_attention(q, k, v, hi, lo, **options | {"k_bound": bounds})
     assert torch.equal(with_those, decode_attention(q, k, v, hi, lo, **options))
-    first = decode.first_kept_torch(q, k, hi, lo, **options)[0]
+    first = search.first_kept_torch(q, k, hi, lo, **options)[0]
     assert first.min() > 64
     for h in range(Hkv):
         for key, read in ((int(first[h]) - 1, False), (int(first[h]), True)):
@@ -216,7 +208,7 @@ def check_operator(device: str, backend: str = "triton") -> None:
     inputs, gradients, options = draw(Case(T=40, D=16, starts=[3, 40], options=options), device)
     arguments = (*inputs, 0.25, None, options["seq_start"], 9, 1, 5.0, -4.0, backend, True, True)
     for worth in (0, 10**11):  # pruned, and left whole
-        with mock.patch.object(prune, "WORTH", worth):
+        with mock.patch.object(pruning, "WORTH", worth):
             torch.library.opcheck(autograd.attention, arguments)
 
     def operator(*args, **kwargs):
@@ -286,7 +278,7 @@ def check_pruning(device: str, T: int, D: int, log_eps: float) -> None:
     for x, y in zip(kept, exact, strict=True):
         assert (x - y).norm() <= (2 * eps + 1e-4) * y.norm()
     hi, lo = cumsum.cumulative(inputs[3].detach())
-    first = prune.loop_bounds(inputs[0], inputs[1], hi, lo, D**-0.5, None, log_eps)
+    first = pruning.loop_bounds(inputs[0], inputs[1], hi, lo, D**-0.5, None, log_eps)
     assert first[:, 0].max() == 0
     assert first[:, 2].max() >= T // 3
 

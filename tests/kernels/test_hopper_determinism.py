@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 import fox_kernels
-from fox_kernels import autograd, cumsum, determinism, passes
+from fox_kernels import autograd, determinism, passes
+from fox_kernels.common import cumsum
 
 
 @pytest.fixture

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, failures, gates
-from fox_kernels import cumsum, hopper_backward, hopper_forward, reference
-from fox_kernels.hopper_backward import launch_backward
-from fox_kernels.hopper_forward import launch_forward
+from fox_kernels import reference
+from fox_kernels.common import cumsum
+from fox_kernels.hopper import backward as hopper_backward
+from fox_kernels.hopper import forward as hopper_forward
+from fox_kernels.hopper.backward import launch_backward
+from fox_kernels.hopper.forward import launch_forward
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 MISSING = hopper_forward.gluon_missing() or ("" if HOPPER else "needs a Hopper GPU")

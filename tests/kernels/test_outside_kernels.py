@@ -24,9 +24,9 @@ FP16, FP32 = torch.float16, torch.float32
 def check_softcaps_far_above_the_scores() -> None:
     """tanh by exp2 is good for 6e-8 of the cap, which a cap of 1e5 makes more than float16's rounding."""
     from cases import Case, failures
-    from fox_kernels import prune
+    from fox_kernels.common import pruning
 
-    prune.WORTH = 0
+    pruning.WORTH = 0
     for dtype, softcap, options in ((FP16, 1e5, {"prune": -4.0}), (FP16, 1e8, {}), (FP16, 1e38, {}), (FP32, 1e31, {})):
         torch.manual_seed(0)
         assert failures(Case(B=1, T=60, D=16, dtype=dtype, gate="short", options={"softcap": softcap} | options)) == []
@@ -35,8 +35,8 @@ def check_softcaps_far_above_the_scores() -> None:
 
 def check_heads_far_apart_in_memory() -> None:
     """A head's distance times its number passes 2^31: x of the fused helpers may be laid out heads first."""
-    from fox_kernels.fused_norm import head_norm
-    from fox_kernels.fused_shift import shift
+    from fox_kernels.layer.norm import head_norm
+    from fox_kernels.layer.shift import shift
 
     torch.manual_seed(0)
     room = torch.empty(2**31 + 2**20, dtype=FP16)  # of which little is touched, so little exists
@@ -86,9 +86,9 @@ def at_an_offset(q, k, v, c, q_offset: int, causal: bool, padded: int):
 def check_queries_at_any_offset() -> None:
     """As chunked prefill and context parallelism ask for them: before the last keys, among them and past them."""
     from cases import gates
-    from fox_kernels import cumsum
-    from fox_kernels.backward import launch_backward
-    from fox_kernels.forward import launch_forward
+    from fox_kernels.common import cumsum
+    from fox_kernels.plain.backward import launch_backward
+    from fox_kernels.plain.forward import launch_forward
 
     ln_2, B, H, D = math.log(2), 1, 2, 16
     for T, S, q_offset, causal, padded in (
@@ -111,7 +111,7 @@ def check_queries_at_any_offset() -> None:
 
 
 def check_entry_without_tokens() -> None:
-    from fox_kernels.fused_entry import entry
+    from fox_kernels.layer.entry import entry
 
     for B, T in ((0, 3), (2, 0)):
         x, angle = torch.zeros(B, T, 8, requires_grad=True), torch.zeros(1, T, 2)
@@ -127,15 +127,17 @@ def check_entry_without_tokens() -> None:
 def check_decoding_of_more_pairs_than_a_grid_holds() -> None:
     from unittest import mock
 
-    from fox_kernels import cumsum, decode, decode_attention
+    from fox_kernels import decode_attention
+    from fox_kernels.common import cumsum
+    from fox_kernels.decoding import planner, search
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(5, n, heads, 16) for n, heads in ((1, 4), (40, 2), (40, 2)))
     c = cumsum.cumulative_torch(-torch.rand(5, 40, 4))
-    starts, bound = torch.tensor([0, 3, 39, 40, 1], dtype=torch.int32), decode.key_bound(k)
+    starts, bound = torch.tensor([0, 3, 39, 40, 1], dtype=torch.int32), search.key_bound(k)
     for options in ({}, {"seq_start": starts, "sink": 2}, {"prune": -3.0, "k_bound": bound, "softcap": 2.0}):
         whole = decode_attention(q, k, v, *c, **options)
-        with mock.patch.object(decode, "MAX_PAIRS", 5):
+        with mock.patch.object(planner, "MAX_PAIRS", 5):
             torch.testing.assert_close(decode_attention(q, k, v, *c, **options), whole)
     assert decode_attention(q[:0], k[:0], v[:0], *[x[:0] for x in c]).shape == (0, 1, 4, 16)
 
@@ -194,11 +196,11 @@ def test_what_the_hopper_backward_is_handed_of_rows_that_see_nothing(monkeypatch
 
 
 def test_fused_helpers_say_what_they_cannot_take():
-    from fox_kernels.fused_entry import entry
-    from fox_kernels.fused_gate import gate
-    from fox_kernels.fused_norm import head_norm
-    from fox_kernels.fused_rotary import rotary
-    from fox_kernels.fused_shift import shift
+    from fox_kernels.layer.entry import entry
+    from fox_kernels.layer.gate import gate
+    from fox_kernels.layer.norm import head_norm
+    from fox_kernels.layer.rotary import rotary
+    from fox_kernels.layer.shift import shift
 
     x, w, b, angle = torch.zeros(1, 5, 2, 8), torch.zeros(2, 8), torch.zeros(2), torch.zeros(1, 5, 4)
     square = torch.zeros(8, 8)

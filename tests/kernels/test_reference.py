@@ -347,7 +347,7 @@ def test_fake_tensors_take_the_shapes_through(backend, options):
 
 
 def test_asking_for_the_hopper_kernels_is_traced_without_a_warning():
-    from fox_kernels import hopper_forward
+    from fox_kernels.hopper import forward as hopper_forward
 
     def scaled(q):
         return q * (2.0 if hopper_forward.unsupported(q, q, q) else 3.0)

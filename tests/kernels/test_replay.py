@@ -18,8 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 
-import fox_kernels  # noqa: E402
-from fox_kernels import api, autograd, calls, hopper_backward, hopper_forward, kinds, launch, replay  # noqa: E402
+import fox_kernels
+from fox_kernels import api, autograd, calls
+from fox_kernels.hopper import backward as hopper_backward
+from fox_kernels.hopper import forward as hopper_forward
+from fox_kernels.host import kinds, launch, replay
 
 N = 96
 proven = pytest.mark.skipif(not launch.PROVEN, reason="the short way is taken with Triton 3.6 only")
