@@ -18,6 +18,7 @@ from .common.edges import edges
 from .decoding import planner
 from .host.device import on_device
 from .host.readable import aligned
+from .options import Documents, Options, Saved, Way
 from .plain.backward import launch_backward
 from .plain.forward import launch_forward
 
@@ -39,17 +40,19 @@ def room_for_residual(q: Tensor, for_backward: bool) -> Tensor | None:
     return None
 
 
-def room_for_bounds(q: Tensor, for_backward: bool, log_eps: float | None) -> Tensor | None:
+def room_for_bounds(q: Tensor, for_backward: bool, prune: float | None) -> Tensor | None:
     """Return room for the pruning bounds, or None where the backward will want none."""
     B, T, H, _ = q.shape
-    if for_backward and log_eps is not None:
+    if for_backward and prune is not None:
         return torch.empty(B, H, -(-T // pruning.BLOCK_M), dtype=torch.int32, device=q.device)
     return None
 
 
-def find_starts(q: Tensor, k: Tensor, cu_seqlens, seq_start, window: int | None, backend: str) -> Tensor | None:
-    """Return the edges as a backend's kernels want them: the plain ones know a window by themselves."""
-    return edges(q.shape[0], k.shape[1], cu_seqlens, seq_start, window if backend == "gluon" else None, q.device)
+def with_edges(q: Tensor, k: Tensor, documents: Documents, window: int | None, backend: str) -> Documents:
+    """Return documents with the edges that a backend's kernels take: the plain ones look at a window themselves."""
+    cu_seqlens, seq_start, _ = documents
+    window = window if backend == "gluon" else None
+    return Documents(cu_seqlens, seq_start, edges(q.shape[0], k.shape[1], cu_seqlens, seq_start, window, q.device))
 
 
 def as_made(x: Tensor | None) -> Tensor | None:
@@ -60,57 +63,48 @@ def as_made(x: Tensor | None) -> Tensor | None:
 
 
 def attend(
-    q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, log_eps, backend, for_backward, deterministic,
-    starts=None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return o, lse2 (`launch_forward`), c_hi, c_lo, residual, bounds and starts; the last is found if not given."""
+    q, k, v, log_f, options: Options, documents: Documents, way: Way, known_edges: bool = False
+) -> tuple[Saved, Tensor | None]:
+    """Return what the forward saves, o among it, and the edges; known_edges: those of documents are right."""
     with on_device(q):
-        options: dict[str, Any] = {
-            "scale": scale,
-            "seq_start": seq_start,
-            "window": window,
-            "sink": sink,
-            "softcap": softcap,
-            "prune": log_eps,
-        }
-        if cu_seqlens is None and not for_backward and planner.pays(q, k):
+        if documents.cu_seqlens is None and not way.for_backward and planner.pays(q, k):
             c_hi, c_lo = cumsum.cumulative(log_f)
-            return *planner.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, None, None, None
-        if starts is None:
-            starts = find_starts(q, k, cu_seqlens, seq_start, window, backend)
-        options["prune"] = pruning.worth(q, k, log_eps)
-        residual = room_for_residual(q, for_backward)
-        bounds = room_for_bounds(q, for_backward, options["prune"])
-        if backend == "gluon":
-            options["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
-        c_hi, c_lo = cumsum.cumulative(log_f, options.get("counter"))
-        if residual is not None:
-            options["residual"] = residual
+            o, lse2 = planner.launch_decode(q, k, v, c_hi, c_lo, options, documents.seq_start)
+            return Saved(o, lse2, c_hi, c_lo), None
+        if not known_edges:
+            documents = with_edges(q, k, documents, options.window, way.backend)
+        options = options._replace(prune=pruning.worth(q, k, options.prune))
+        residual = room_for_residual(q, way.for_backward)
+        bounds = room_for_bounds(q, way.for_backward, options.prune)
+        extra: dict[str, Any] = {}
+        if way.backend == "gluon":
+            extra["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
+        c_hi, c_lo = cumsum.cumulative(log_f, extra.get("counter"))
         if bounds is not None:
             q, k = aligned(q), aligned(k)
-            options["bounds"] = pruning.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, out=bounds)
-        launch, _ = launchers(backend)
-        output = launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, starts=starts, **options)
-        return *output, c_hi, c_lo, residual, bounds, starts
+            bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, out=bounds)
+        launch, _ = launchers(way.backend)
+        o, lse2 = launch(q, k, v, c_hi, c_lo, options, documents, residual=residual, bounds=bounds, **extra)
+        return Saved(o, lse2, c_hi, c_lo, residual, bounds), documents.edges
 
 
 def differentiate(
-    do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual, bounds, starts, scale, cu_seqlens, seq_start, window,
-    sink, softcap, log_eps, backend, deterministic,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    do, dlse2, q, k, v, log_f, saved: Saved, options: Options, documents: Documents, way: Way
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and dlog_f, given what `attend` returned."""
-    o, lse2, c_hi, c_lo, residual, bounds, starts = map(as_made, (o, lse2, c_hi, c_lo, residual, bounds, starts))
+    kept: Any = map(as_made, saved)
+    saved = Saved(*kept)
+    documents = documents._replace(edges=as_made(documents.edges))
     with on_device(q):
-        _, launch = launchers(backend)
+        _, launch = launchers(way.backend)
         extra: dict[str, Any] = {}
-        if backend == "gluon":  # the Triton backward is deterministic, whatever is asked for
-            extra["deterministic"] = deterministic
-            if dlse2 is not None and seq_start is not None:  # of rows that see nothing it may be NaN: no part of a loss
-                dlse2 = dlse2.masked_fill(lse2 == -math.inf, 0.0)
-        log_eps = pruning.worth(q, k, log_eps)
-        dq, dk, dv, dc = launch(
-            do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, starts=starts, cu_seqlens=cu_seqlens,
-            seq_start=seq_start, window=window, sink=sink, softcap=softcap, prune=log_eps, residual=residual,
-            bounds=None if log_eps is None else bounds, **extra,
-        )  # fmt: skip
+        if way.backend == "gluon":  # the Triton backward is deterministic, whatever is asked for
+            extra["deterministic"] = way.deterministic
+            if dlse2 is not None and documents.seq_start is not None:
+                # of rows that see nothing it may be NaN, as they are no part of a loss
+                dlse2 = dlse2.masked_fill(saved.lse2 == -math.inf, 0.0)
+        options = options._replace(prune=pruning.worth(q, k, options.prune))
+        if options.prune is None:
+            saved = saved._replace(bounds=None)
+        dq, dk, dv, dc = launch(do, dlse2, q, k, v, saved, options, documents, **extra)
         return dq, dk, dv, cumsum.gate_gradient(dc, log_f)

@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton.language as tl
 from fox_kernels.common import first_weights
 from fox_kernels.plain import backward, forward, tiles
+from recorded import RECORDED
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -175,7 +176,7 @@ def test_fits_and_spills_no_more_than_recorded(kernel, D, arch, tmp_path):
     binary = compiled_tile(kernel, D, arch)
     assert binary.metadata.shared <= SHARED_MEMORY[arch]
     assert transposed_dot_results(binary.asm["ttir"]) == []
-    check_spills(binary, arch, tmp_path, tiles.RECORDED[arch, kernel, D][1])
+    check_spills(binary, arch, tmp_path, RECORDED[arch, kernel, D][1])
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])

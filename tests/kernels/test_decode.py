@@ -28,9 +28,9 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 
 def kept(q, k, v, log_f, room: int = 0):
     """Return k, v and both floats of c as a cache holds them: slices of longer buffers, heads before tokens."""
-    from fox_kernels.common import cumsum
+    from twins import cumulative_torch
 
-    hi, lo = cumsum.cumulative_torch(log_f)
+    hi, lo = cumulative_torch(log_f)
     sums = torch.nn.functional.pad(torch.cat((hi, lo), 1), (0, room), value=float("nan"))
     k, v = (torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, room), value=float("nan")) for x in (k, v))
     S, H = log_f.shape[1:]

@@ -15,6 +15,7 @@ import torch
 triton = pytest.importorskip("triton")
 from fox_kernels.hopper import forward as hopper_forward
 from fox_kernels.hopper.forward import SHAPES, SHORT, copyable, gluon_missing, halved, heads_per_group
+from fox_kernels.options import Options
 
 needs_gluon = pytest.mark.skipif(gluon_missing() is not None, reason=str(gluon_missing()))
 
@@ -192,14 +193,14 @@ def test_what_follows_and_precedes_the_backward_puts_dq_in_order_and_bounds_each
 
 def test_a_tensor_off_the_gpu_is_refused_with_the_reason():
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
-    assert "Hopper" in str(hopper_forward.unsupported(q, q, q)) or gluon_missing() is not None
+    assert "Hopper" in str(hopper_forward.unsupported(q, q, q, Options(1.0))) or gluon_missing() is not None
 
 
 def test_launching_what_is_unsupported_raises_with_the_reason():
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
     c = torch.zeros(1, 2, 128)
     with pytest.raises(ValueError, match="can't run this"):
-        hopper_forward.launch_forward(q, q, q, c, c, scale=0.125)
+        hopper_forward.launch_forward(q, q, q, c, c, Options(0.125))
 
 
 def test_only_strides_that_the_copy_engine_refuses_are_copied():

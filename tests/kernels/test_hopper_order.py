@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
-from fox_kernels.common.edges import edges_torch
 from fox_kernels.hopper.forward import gluon_missing
+from twins import edges_torch
 
 pytestmark = pytest.mark.skipif(gluon_missing() is not None, reason=str(gluon_missing()))
 

@@ -11,6 +11,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed here")
 
 from fox_kernels.decoding import planner
 from fox_kernels.host import launch, readable
+from fox_kernels.options import Options
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -115,8 +116,7 @@ def test_decoding_again_hands_over_the_addresses_of_the_same_tensors(kernel, mon
     q, cache = torch.randn(2, 3, 6, 32), torch.randn(2, 2, 5000, 32).transpose(1, 2)
     c, bound, start = torch.zeros(2, 6, 5008)[..., :5000], torch.ones(2, 2), torch.tensor([3, 0], dtype=torch.int32)
     decoder = planner.Decoder(
-        q.shape, 2, q.dtype, q.device, scale=0.1, padded=True, window=4000, sink=2, softcap=9.0, prune=-5.0,
-        pruned=True, searches=True,
+        q.shape, 2, q.dtype, q.device, Options(0.1, 4000, 2, 9.0, -5.0), padded=True, pruned=True, searches=True
     )  # fmt: skip
     for S in (5000, 5000, 4999):
         k, sums = cache[:, :S], c[..., :S]
@@ -211,7 +211,7 @@ def test_a_cache_copied_anew_for_every_token_compiles_and_remembers_nothing_more
     q, bound = torch.randn(2, 1, 6, 32), torch.ones(2, 2)
     for S in range(700, 733):  # strides grow with it
         k, c = torch.randn(2, 2, S, 32).transpose(1, 2), torch.zeros(2, 6, S)
-        planner.launch_decode(q, k, k, c, c, scale=0.1, prune=-5.0, k_bound=bound)
+        planner.launch_decode(q, k, k, c, c, Options(0.1, prune=-5.0), k_bound=bound)
     for fake in kernels.values():
         assert len(fake.compiled) == 3  # S is a multiple of 16, 6 * S is, none is
         assert len(fake.ran) == 33 - 3

@@ -87,6 +87,7 @@ def check_queries_at_any_offset() -> None:
     """As chunked prefill and context parallelism ask for them: before the last keys, among them and past them."""
     from cases import gates
     from fox_kernels.common import cumsum
+    from fox_kernels.options import Documents, Options, Saved, Shard
     from fox_kernels.plain.backward import launch_backward
     from fox_kernels.plain.forward import launch_forward
 
@@ -103,9 +104,9 @@ def check_queries_at_any_offset() -> None:
         o, lse = at_an_offset(*inputs, q_offset, causal, padded)
         wanted = torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), inputs)
         start = torch.tensor([padded], dtype=torch.int32) if padded else None
-        options = {"scale": 0.25, "q_offset": q_offset, "causal": causal, "seq_start": start}
-        mine, lse2 = launch_forward(q, k, v, *c, **options)
-        found = launch_backward(do, dlse * ln_2, q, k, v, mine, lse2, *c, **options)
+        given, shard = (Options(0.25), Documents(seq_start=start)), Shard(q_offset, None, causal)
+        mine, lse2 = launch_forward(q, k, v, *c, *given, shard=shard)
+        found = launch_backward(do, dlse * ln_2, q, k, v, Saved(mine, lse2, *c), *given, shard=shard)
         for x, y in zip((mine, lse2 * ln_2, *found), (o, lse, *wanted), strict=True):
             assert (x - y).norm() <= 1e-5 * y.norm(), (T, S, q_offset, causal, padded)
 
@@ -128,12 +129,12 @@ def check_decoding_of_more_pairs_than_a_grid_holds() -> None:
     from unittest import mock
 
     from fox_kernels import decode_attention
-    from fox_kernels.common import cumsum
     from fox_kernels.decoding import planner, search
+    from twins import cumulative_torch
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(5, n, heads, 16) for n, heads in ((1, 4), (40, 2), (40, 2)))
-    c = cumsum.cumulative_torch(-torch.rand(5, 40, 4))
+    c = cumulative_torch(-torch.rand(5, 40, 4))
     starts, bound = torch.tensor([0, 3, 39, 40, 1], dtype=torch.int32), search.key_bound(k)
     for options in ({}, {"seq_start": starts, "sink": 2}, {"prune": -3.0, "k_bound": bound, "softcap": 2.0}):
         whole = decode_attention(q, k, v, *c, **options)
@@ -174,10 +175,11 @@ def test_nan_through_lse_on_a_gpu(backend):
 
 def test_what_the_hopper_backward_is_handed_of_rows_that_see_nothing(monkeypatch):
     from fox_kernels import passes
+    from fox_kernels.options import Documents, Options, Saved, Way
 
     handed = []
 
-    def launch(do, dlse2, q, k, v, o, lse2, *_, **__):
+    def launch(do, dlse2, q, k, v, *_, **__):
         handed.append(dlse2)
         return q, k, v, torch.zeros(1, 1, 3)
 
@@ -189,9 +191,8 @@ def test_what_the_hopper_backward_is_handed_of_rows_that_see_nothing(monkeypatch
         (None, [torch.nan] * 2 + [3.0]),
     ):
         given = torch.tensor([[[torch.nan, torch.nan, 3.0]]])
-        passes.differentiate(
-            x, given, x, x, x, x, x, lse2, x, x, None, None, None, 1.0, None, start, None, 0, None, None, "gluon", True
-        )
+        documents, way = Documents(seq_start=start), Way("gluon", True, True)
+        passes.differentiate(x, given, x, x, x, x, Saved(x, lse2, x, x), Options(1.0), documents, way)
         torch.testing.assert_close(handed.pop(), torch.tensor([[expected]]), equal_nan=True)
 
 

@@ -47,6 +47,11 @@ def cap_kind(softcap: float | None, dtype: torch.dtype) -> int:
     return 2 if dtype == torch.float32 or softcap > COARSE_CAP else 1
 
 
+def cap_factors(softcap: float | None) -> tuple[float, float]:
+    """Return softcap2 and inverse_cap of `soft_capped`; zeros for no softcap."""
+    return (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
+
+
 @triton.jit
 def soft_capped(s, softcap2, inverse_cap, EXACT: tl.constexpr):
     """softcap2 * tanh(s / softcap2), by exp2; returns the value and tanh.

@@ -3,7 +3,7 @@
     c_t = log2(e) * sum_{l <= t} max(log f_l, -1e4) = hi_t + lo_t        dlog_f_t = sum_{s >= t} dc_s
 
 Both are summed in float64. Rounded to one float32, c_i - c_j would be off by 2.6e-3 at 32768 tokens of mean log f = -1;
-with two by 1e-5. Each kernel has a twin in plain torch, which says what it computes.
+with two by 1e-5.
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..chunked import LOG_F_MIN
 from ..host.launch import cdiv, launch
-from .blocks import LOG2_E, LOG2E
+from .blocks import LOG2E
 
 SMALLEST, LARGEST = 1024, 4096  # positions of a block: eight blocks to a row between these
 
@@ -93,13 +93,6 @@ def block_relative(hi: torch.Tensor, lo: torch.Tensor, block: int) -> torch.Tens
     return out
 
 
-def cumulative_torch(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eager twin of `cumulative`."""
-    c = (log_f.transpose(1, 2).to(torch.float64).clamp_min(LOG_F_MIN) * LOG2_E).cumsum(-1)
-    hi = c.to(torch.float32)
-    return hi, (c - hi).to(torch.float32)
-
-
 def cumulative(log_f: torch.Tensor, counter: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (hi, lo), each (B, H, S) float32, with hi + lo = log2(e) * cumsum of log_f (B, S, H) over S.
 
@@ -112,21 +105,6 @@ def cumulative(log_f: torch.Tensor, counter: torch.Tensor | None = None) -> tupl
         arguments = (log_f, hi, lo, counter, *log_f.stride(), S, H, LOG_F_MIN)
         launch(cumulative_kernel, (B * H, cdiv(S, block)), arguments, (block,), warps=warps)
     return hi, lo
-
-
-def append(hi: torch.Tensor, lo: torch.Tensor, log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (hi, lo) of a cache (B, H, S) lengthened by new gates log_f (B, T, H), without summing the old again."""
-    new = (log_f.transpose(1, 2).to(torch.float64).clamp_min(LOG_F_MIN) * LOG2_E).cumsum(-1)
-    if hi.shape[-1]:
-        new = new + (hi[..., -1:].to(torch.float64) + lo[..., -1:].to(torch.float64))
-    new_hi = new.to(torch.float32)
-    return torch.cat((hi, new_hi), -1), torch.cat((lo, (new - new_hi).to(torch.float32)), -1)
-
-
-def gate_gradient_torch(dc: torch.Tensor, log_f: torch.Tensor) -> torch.Tensor:
-    """The eager twin of `gate_gradient`."""
-    total = dc.to(torch.float64).flip(-1).cumsum(-1).flip(-1).transpose(1, 2)
-    return total.masked_fill(log_f < LOG_F_MIN, 0).to(log_f.dtype)
 
 
 def gate_gradient(dc: torch.Tensor, log_f: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chunked import document_starts
 from ..host.launch import cdiv, launch
 
 BLOCK = 1024
@@ -58,15 +57,3 @@ def edges(B: int, S: int, cu_seqlens, seq_start, window: int | None, device) -> 
         constants = (seq_start is not None, cu_seqlens is not None, window is not None, BLOCK)
         launch(edges_kernel, (B * cdiv(S, BLOCK),), arguments, constants)
     return out
-
-
-def edges_torch(B: int, S: int, cu_seqlens, seq_start, window: int | None, device) -> torch.Tensor | None:
-    """The eager twin of `edges`, but (2, B, S)."""
-    if cu_seqlens is None and seq_start is None and window is None:
-        return None
-    start = document_starts(B, S, cu_seqlens, seq_start, device)
-    if window is not None:
-        start = torch.maximum(start, torch.arange(1 - window, S + 1 - window, device=device))
-    start = start.to(torch.int32).contiguous()
-    keys = torch.arange(S, device=device, dtype=torch.int32).expand(B, S).contiguous()
-    return torch.stack((start, torch.searchsorted(start, keys, right=True, out_int32=True)))

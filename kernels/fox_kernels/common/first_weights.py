@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from ..host.launch import launch, power_of_2
-from .blocks import LOG2_E, cap_kind, decayed, soft_capped
+from ..options import Options
+from .blocks import LOG2_E, cap_factors, cap_kind, decayed, soft_capped
 
 BLOCK = 64  # also the keys of a consumer in `hopper.backward_kernel`
 
@@ -59,18 +60,18 @@ def warps_for(width: int) -> int:
     return 8 if width > 128 else 4
 
 
-def lost_to_rounding(q, k, do, lse2, c_hi, c_lo, scale: float, sink: int, softcap: float | None) -> torch.Tensor:
+def lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options: Options) -> torch.Tensor:
     """Return lost (B, Hkv, BLOCK, D) float32; q, k, do have unit last strides, lse2, c_hi and c_lo are contiguous."""
     (B, T, H, D), Hkv = q.shape, k.shape[2]
     lost = torch.empty(B, Hkv, BLOCK, D, dtype=torch.float32, device=q.device)
+    scale, _, sink, softcap, _ = options
     width = power_of_2(D)
-    caps = (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
     launch(
         first_block_kernel,
         (B * Hkv,),
         (
             q, k, do, lse2, c_hi, c_lo, lost, *q.stride()[:3], *k.stride()[:3], *do.stride()[:3], T, H, sink,
-            scale * LOG2_E, *caps,
+            scale * LOG2_E, *cap_factors(softcap),
         ),
         (H // Hkv, D, width, BLOCK, sink > 0, cap_kind(softcap, q.dtype)),
         warps=warps_for(width), stages=1,  # with more, heads one after another would not fit at D = 256

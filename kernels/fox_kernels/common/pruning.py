@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ..host.launch import cdiv, launch, power_of_2
+from ..options import ALL_KEYS, Options, Shard
 from .blocks import LOG2_E, LOG2E, cap_kind, soft_capped
 
 BLOCK_M = 64  # queries per bound; the tiles of the forward and of dq take the least of theirs
@@ -30,10 +31,10 @@ WORTH = 10**11
 NEVER = tl.constexpr(1e30)  # a norm, or a score to beat, that no query can
 
 
-def worth(q: torch.Tensor, k: torch.Tensor, log_eps: float | None) -> float | None:
-    """Return log_eps, or None for a problem so small that launching a search takes longer than pruning saves."""
+def worth(q: torch.Tensor, k: torch.Tensor, prune: float | None) -> float | None:
+    """Return prune, or None for a problem so small that launching a search takes longer than pruning saves."""
     B, T, H, D = q.shape
-    return None if log_eps is None or 2 * B * T * k.shape[1] * H * D < WORTH else log_eps
+    return None if prune is None or 2 * B * T * k.shape[1] * H * D < WORTH else prune
 
 
 @triton.jit
@@ -160,21 +161,25 @@ def bounds_kernel(
     tl.store(first_ptr + bh * tiles + tile, skipped * BN, mask=real)
 
 
-def loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, q_offset=None, causal=True, out=None) -> torch.Tensor:
+def loop_bounds(
+    q, k, c_hi, c_lo, options: Options, shard: Shard = ALL_KEYS, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return first (B, H, ceil(T / BLOCK_M)) int32: for each tile of queries the first key that may not be skipped.
 
-    At most exp(log_eps) of any query's attention weight lies before it. Written to out, if given. Raises ValueError
-    where a query may not see its own key, which the bound rests on.
+    At most exp(options.prune) of any query's attention weight lies before it. Written to out, if given. Raises
+    ValueError where a query may not see its own key: the bound uses its score.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    q_offset = S - T if q_offset is None else q_offset
-    if not causal or q_offset + T > S:
+    scale, _, _, softcap, prune = options
+    assert prune is not None
+    q_offset = S - T if shard.q_offset is None else shard.q_offset
+    if not shard.causal or q_offset + T > S:
         raise ValueError("prune needs causal=True and q_offset + T <= S: the bound rests on each query's own key")
     tiles, blocks = cdiv(T, BLOCK_M), cdiv(S, BLOCK_N)
     queries, keys = B * H * tiles, B * Hkv * blocks
     found = torch.empty(2 * queries + keys, dtype=torch.float32, device=q.device)
     first = torch.empty(B, H, tiles, dtype=torch.int32, device=q.device) if out is None else out
-    never = log_eps * LOG2_E - math.log2(S)  # a fall of c not below this keeps every key
+    never = prune * LOG2_E - math.log2(S)  # a fall of c not below this keeps every key
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
     group, width, cap = H // Hkv, power_of_2(D), cap_kind(softcap, q.dtype)
     odd = q.data_ptr() | k.data_ptr() | c_hi.data_ptr() | c_lo.data_ptr() | first.data_ptr()

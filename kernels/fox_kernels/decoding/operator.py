@@ -9,6 +9,7 @@ from torch import Tensor
 from ..autograd import traced
 from ..chunked import within
 from ..host.device import on_device
+from ..options import Options
 from . import planner
 
 
@@ -27,7 +28,7 @@ def decode_operator(
     softcap: float | None,
     prune: float | None,
 ) -> Tensor:
-    return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, scale, window, sink, softcap, prune)
+    return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, Options(scale, window, sink, softcap, prune))
 
 
 @decode_operator.register_fake
@@ -35,27 +36,26 @@ def _(q, *_):
     return q.new_empty(q.shape)
 
 
-def _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, scale, window, sink, softcap, prune) -> Tensor:
+def _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, options: Options) -> Tensor:
     with on_device(q):
-        return planner.launch_decode(
-            q, k, v, c_hi, c_lo, scale=scale, seq_start=seq_start, window=window, sink=sink, softcap=softcap,
-            prune=prune, k_bound=k_bound,
-        )[0]  # fmt: skip
+        return planner.launch_decode(q, k, v, c_hi, c_lo, options, seq_start, k_bound=k_bound)[0]
 
 
-def decode_attention(q, k, v, c_hi, c_lo, *, scale, seq_start, window, sink, softcap, prune, k_bound) -> Tensor:
+def decode_attention(q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound) -> Tensor:
     """`fox_kernels.decode_attention`, which has checked the arguments."""
-    window, sink = within(window, sink, k.shape[1])
-    softcap, prune = (None if x is None else float(x) for x in (softcap, prune))
-    run = decode_operator if traced(q, k, v, c_hi, c_lo) else _decode
-    return run(q, k, v, c_hi, c_lo, k_bound, seq_start, scale, window, sink, softcap, prune)
+    window, sink = within(options.window, options.sink, k.shape[1])
+    softcap, prune = (None if x is None else float(x) for x in options[3:])
+    options = Options(options.scale, window, sink, softcap, prune)
+    if traced(q, k, v, c_hi, c_lo):
+        return decode_operator(q, k, v, c_hi, c_lo, k_bound, seq_start, *options)
+    return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, options)
 
 
-def decoder(q, k, *, scale, seq_start, window, sink, softcap, prune, k_bound) -> planner.Decoder | None:
-    """Return what runs the kind of call that this is; None where keys are searched by torch, or parted."""
-    if q.shape[0] * k.shape[2] > planner.MAX_PAIRS or (prune is not None and k_bound is None):
+def decoder(q, k, options: Options, seq_start, k_bound) -> planner.Decoder | None:
+    """Return a `Decoder` for calls like this one; None where torch searches the keys, or the call is cut in parts."""
+    pruned = options.prune is not None
+    if q.shape[0] * k.shape[2] > planner.MAX_PAIRS or (pruned and k_bound is None):
         return None
     return planner.decoder_for(
-        q.shape, k.shape[2], q.dtype, q.device, scale=scale, padded=seq_start is not None, window=window, sink=sink,
-        softcap=softcap, prune=prune, pruned=prune is not None, searches=prune is not None,
-    )  # fmt: skip
+        q.shape, k.shape[2], q.dtype, q.device, options, padded=seq_start is not None, pruned=pruned, searches=pruned
+    )

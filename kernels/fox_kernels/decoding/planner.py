@@ -12,10 +12,11 @@ import math
 
 import torch
 
-from ..common.blocks import LOG2_E, cap_kind
+from ..common.blocks import LOG2_E, cap_factors, cap_kind
 from ..host.device import capability, processors
 from ..host.launch import cdiv, launch, of_int, power_of_2
 from ..host.readable import aligned, regular, unit_last
+from ..options import Options
 from ..plain.tiles import SMALL_SHARED, split_head_dim, table_for
 from .decode import MIN_BLOCKS, merge_kernel, split_kernel
 from .search import search_kernel, search_steps, skip_before
@@ -72,11 +73,12 @@ def stages_for(rows: int, block: int, D: int, size: int, capability: tuple[int, 
 class Decoder:
     """Decoding calls that differ in S, strides and addresses only: what else they need is worked out once.
 
-    An option is as in `launch_decode`; searches: where pruning starts is found given k_bound.
+    padded: there is a seq_start. pruned: keys are left out; searches: which, is found from k_bound.
     """
 
-    def __init__(self, shape, Hkv, dtype, device, *, scale, padded, window, sink, softcap, prune, pruned, searches):
+    def __init__(self, shape, Hkv, dtype, device, options: Options, *, padded: bool, pruned: bool, searches: bool):
         B, T, H, D = shape
+        scale, window, sink, softcap, prune = options
         group, size = H // Hkv, dtype.itemsize
         if T * group > MAX_ROWS:
             raise ValueError(
@@ -87,8 +89,8 @@ class Decoder:
         self.T, self.H, self.D, self.rows, self.pairs, self.device = T, H, D, T * group, B * Hkv, device
         self.window, self.sink, self.searches = window, sink, searches
         self.readable = aligned if D1 else unit_last
-        self.factors = (scale * LOG2_E, *((0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)))
-        self.floor = prune * LOG2_E if searches else 0.0
+        self.factors = (scale * LOG2_E, *cap_factors(softcap))
+        self.floor = prune * LOG2_E if searches and prune is not None else 0.0
         self.block = block_for(D, tile_rows, size)
         self.stages = stages_for(tile_rows, self.block, D, size, (0, 0) if device.type == "cpu" else capability(device))
         shares = (padded or pruned) and self.pairs <= MAX_SHARED
@@ -190,10 +192,7 @@ class Decoder:
 decoder_for = functools.lru_cache(256)(Decoder)
 
 
-def launch_decode(
-    q, k, v, c_hi, c_lo, *, scale, seq_start=None, window=None, sink=0, softcap=None, prune=None, first=None,
-    k_bound=None,
-):  # fmt: skip
+def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None, *, first=None, k_bound=None):
     """Return o (B, T, H, D) and lse2 (B, H, T) of the last T positions of a cache of S; T * H / Hkv <= MAX_ROWS.
 
     q (B, T, H, D); k, v (B, S, Hkv, D), any strides: copied where `forward.unit_last` says so, at D = 80 and 96
@@ -206,21 +205,15 @@ def launch_decode(
     if B * Hkv > MAX_PAIRS:
         given = (q, k, v, c_hi, c_lo, seq_start, first, k_bound)
         cut = [itertools.repeat(None) if x is None else x.split(MAX_PAIRS // Hkv) for x in given]
-        parts = [
-            launch_decode(
-                *x[:5], scale=scale, seq_start=x[5], window=window, sink=sink, softcap=softcap, prune=prune,
-                first=x[6], k_bound=x[7],
-            )
-            for x in zip(*cut, strict=False)
-        ]  # fmt: skip
+        parts = [launch_decode(*x[:5], options, x[5], first=x[6], k_bound=x[7]) for x in zip(*cut, strict=False)]
         return torch.cat([o for o, _ in parts]), torch.cat([lse2 for _, lse2 in parts])
-    searches = prune is not None and first is None and k_bound is not None
+    pruned = options.prune is not None
     decoder = decoder_for(
-        q.shape, Hkv, q.dtype, q.device, scale=scale, padded=seq_start is not None, window=window, sink=sink,
-        softcap=softcap, prune=prune, pruned=prune is not None or first is not None, searches=searches,
+        q.shape, Hkv, q.dtype, q.device, options, padded=seq_start is not None, pruned=pruned or first is not None,
+        searches=pruned and first is None and k_bound is not None,
     )  # fmt: skip
-    if prune is not None and first is None and k_bound is None:
-        first = skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), scale, softcap, prune)
+    if pruned and first is None and k_bound is None:
+        first = skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), options)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     o = decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, first=first, k_bound=k_bound, lse2=lse2)
     return o, lse2

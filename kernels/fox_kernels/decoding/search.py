@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ..common import pruning
 from ..common.blocks import LOG2_E, soft_capped
+from ..options import Options
 
 SEARCH_BLOCK, WAYS = tl.constexpr(64), tl.constexpr(64)  # keys, ways of a step
 
@@ -75,13 +76,14 @@ def search_steps(S: int) -> int:
     return steps
 
 
-def skip_before(q, k, c_hi, c_lo, scale, softcap, log_eps) -> torch.Tensor:
-    """Return first (B, Hkv) int32: keys before it hold at most exp(log_eps) of the weight of every query of the group.
+def skip_before(q, k, c_hi, c_lo, options: Options) -> torch.Tensor:
+    """Return first (B, Hkv) int32: keys before it hold at most exp(options.prune) of the weight of each query of the
+    group.
 
     A gate never opens again (log f <= 0), so for norms that stay bounded they may leave the cache for good.
     """
     B, Hkv = k.shape[0], k.shape[2]
-    first = pruning.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps)
+    first = pruning.loop_bounds(q, k, c_hi, c_lo, options)
     return first.view(B, Hkv, -1).amin(-1)
 
 

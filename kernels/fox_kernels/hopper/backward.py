@@ -7,6 +7,8 @@ import torch
 from ..common.edges import edges
 from ..common.first_weights import begins_at_the_first_key, lost_to_rounding
 from ..host.device import processors
+from ..options import ONE_DOCUMENT, Documents, Options, Saved
+from ..plain.backward import launch_backward as plain_backward
 from .forward import (
     Blocks,
     Launch,
@@ -72,16 +74,14 @@ class Plan(NamedTuple):
 _plans: dict[tuple, Plan] = {}
 
 
-def plan_backward(
-    q, k, v, do, started: bool, pruned: bool, sink: int, deterministic: bool, exact_sums: bool, group: int | None,
-    cut: Cut,
-) -> Plan:  # fmt: skip
+def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: bool, cut: Cut) -> Plan:
     """Return how to launch the kernels of a backward."""
     from ..common.pruning import BLOCK_M
     from .backward_kernel import fox_backward
     from .backward_steps import finish_kernel, prepare_kernel, query_ranges_kernel
 
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    sink, pruned = options.sink, options.prune is not None
     num_n, tiles, found = -(-S // KEYS), -(-T // cut.queries), -(-T // BLOCK_M)
     rows = tiles * cut.queries
     given, (q, k, v, do) = (q, k, v, do), (copyable(q), copyable(k), copyable(v), copyable(do))
@@ -95,7 +95,7 @@ def plan_backward(
     first = begins_at_the_first_key(q, k, True, S - T, started, None, None)
     constants = (
         started, pruned, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
-        cut.registers, cut.helper_registers, cut.generations, exact_sums, bias_by_mma, first,
+        cut.registers, cut.helper_registers, cut.generations, EXACT_SUMS, bias_by_mma, first,
     )  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
     zero = not deterministic or started
@@ -109,51 +109,38 @@ def plan_backward(
         first,
         tuple(x is not y for x, y in zip(given, (q, k, v, do), strict=True)),
         (num_n, tiles, rows),
-        heads_together(8 * T * D * (H // Hkv), deterministic) if group is None else group,
+        heads_together(8 * T * D * (H // Hkv), deterministic),
     )
 
 
 def launch_backward(
-    do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None,
-    sink=0, softcap=None, prune=None, q_offset=None, c_offset=None, causal=True, residual=None, bounds=None,
-    deterministic=True, exact_sums: bool | None = None, group=None, cut: Cut | None = None,
+    do, dlse2, q, k, v, saved: Saved, options: Options, documents: Documents = ONE_DOCUMENT, *,
+    deterministic: bool = True,
 ):  # fmt: skip
     """Return dq, dk, dv (contiguous, in the inputs' dtype) and dc (B, H, S) float32 = dL/dc in natural units.
 
     do (B, T, H, D) and dlse2 (B, H, T) or None are the gradients of o and of the base-2 lse2. With deterministic=True
-    the float32 dq is summed in key order, bit for bit the same in every run. residual is what the forward left in its
-    own, starts what `edges` and bounds what `pruning.loop_bounds` returned for it, if that is known. exact_sums: dc
-    from float32 dS or from what its products round; None: as EXACT_SUMS says. Head dims 80 and 96 run the plain Triton
+    the float32 dq is summed in key order, bit for bit the same in every run. Head dims 80 and 96 run the plain Triton
     backward. Raises ValueError for what `hopper.forward.unsupported` names.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    scale, window, sink, softcap, prune = options
+    (cu_seqlens, seq_start, starts), (o, lse2, c_hi, c_lo, residual, bounds) = documents, saved
     started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
-    if exact_sums is None:
-        exact_sums = EXACT_SUMS
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
         None if dlse2 is None else (dlse2.stride(), dlse2.dtype), residual is None, q.dtype, q.device,
         alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, prune is None, usable(scale),
-        window is None, sink, softcap, q_offset, c_offset is None, causal, deterministic, exact_sums, group, cut,
+        window is None, sink, softcap, deterministic, EXACT_SUMS,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        options = {
-            "scale": scale, "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink,
-            "softcap": softcap, "prune": prune, "q_offset": q_offset, "c_offset": c_offset, "causal": causal,
-        }  # fmt: skip
-        reason = unsupported(q, k, v, **options)
+        reason = unsupported(q, k, v, options)
         if reason is not None:
             raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
         if D not in CUTS:
-            from ..plain import backward
-
-            return backward.launch_backward(
-                do, dlse2, q, k, v, o, lse2, c_hi, c_lo, starts=starts, residual=residual, bounds=bounds, **options
-            )
-        plan = remembered(_plans, key, plan_backward(
-            q, k, v, do, started, prune is not None, sink, deterministic, exact_sums, group, cut or CUTS[D]
-        ))  # fmt: skip
+            return plain_backward(do, dlse2, q, k, v, saved, options, documents)
+        plan = remembered(_plans, key, plan_backward(q, k, v, do, started, options, deterministic, CUTS[D]))
     num_n, tiles, rows = plan.sizes
     if any(plan.copies):
         q, k, v, do = (copied(x) if copy else x for x, copy in zip((q, k, v, do), plan.copies, strict=True))
@@ -170,7 +157,7 @@ def launch_backward(
     if prune is not None:
         from ..common.pruning import loop_bounds
 
-        first = loop_bounds(q, k, c_hi, c_lo, scale, None, prune) if bounds is None else bounds
+        first = loop_bounds(q, k, c_hi, c_lo, options) if bounds is None else bounds
         tile_lo = torch.empty(B, H, tiles, dtype=torch.int32, device=device)
         tile_hi = torch.empty(B, H, num_n, dtype=torch.int32, device=device)
         found = first.shape[-1]
@@ -179,7 +166,7 @@ def launch_backward(
         o, do, residual, dlse2, delta, sums, row_sum, ticket, *o.stride()[:3], *do.stride()[:3],
         *((0, 0, 0) if dlse2 is None else dlse2.stride()), T, H, rows, B * H * tiles,
     ))  # fmt: skip
-    lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, scale, sink, None) if plan.first else delta
+    lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options) if plan.first else delta
     plan.main((q, k, v, do, sums, dk, dv), (
         c_hi, c_lo, lse2, delta, dc, row_sum, ticket, ticket[-1:], ticket if start is None else start,
         ticket if end is None else end, tile_hi, tile_lo, lost, float(scale), T, rows, S, H, H // Hkv, num_n, B * Hkv,

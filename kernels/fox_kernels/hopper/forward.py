@@ -13,6 +13,7 @@ from ..common.edges import edges
 from ..host import replay
 from ..host.device import capability, processors
 from ..host.launch import Runner
+from ..options import ONE_DOCUMENT, Documents, Options
 
 L2_BYTES = 24 << 20  # of the 50 MB: what one group of heads may keep there while its tiles are walked
 
@@ -64,23 +65,9 @@ def usable(scale: float) -> bool:
     return LEAST_SCALE <= scale <= 1 / LEAST_SCALE
 
 
-def unsupported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float = 1.0,
-    cu_seqlens: Tensor | None = None,
-    seq_start: Tensor | None = None,
-    window: int | None = None,
-    sink: int = 0,
-    softcap: float | None = None,
-    prune: float | None = None,
-    q_offset: int | None = None,
-    c_offset: Tensor | None = None,
-    causal: bool = True,
-) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Return why the Hopper kernels can't run this problem, or None if they can."""
+    scale, window, sink, softcap, _ = options
     if GLUON_MISSING is not None:
         return GLUON_MISSING
     if q.device.type != "cuda" or capability(q.device) != (9, 0):
@@ -97,8 +84,6 @@ def unsupported(
         return "it has no window together with sink tokens"
     if sink > 64:
         return f"sink {sink} is more than 64"
-    if not causal or c_offset is not None or q_offset not in (None, k.shape[1] - q.shape[1]):
-        return "it has causal attention with the queries last only"
     if q.shape[1] < MIN_QUERIES:
         return f"{q.shape[1]} queries are less than its tile of {MIN_QUERIES}"
     if 0 in q.shape:
@@ -234,29 +219,27 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
 
 
 def launch_forward(
-    q, k, v, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None,
-    prune=None, q_offset=None, c_offset=None, causal=True, residual=None, bounds=None, counter=None,
-    shape: Shape | None = None,
+    q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, residual: Tensor | None = None,
+    bounds: Tensor | None = None, counter: Tensor | None = None, shape: Shape | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside, -inf for empty rows.
 
     q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others
     are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. residual, if given
-    (contiguous, like o), takes what rounding o lost; starts is what `edges` returns and bounds what `pruning.loop_bounds`
-    returns, if known; counter is one int32 0, if there is one. Raises ValueError for what `unsupported` names.
+    (contiguous, like o), takes the rounding error of o; bounds is what `pruning.loop_bounds` returns, if known; counter
+    is one int32 0, if there is one. Raises ValueError for what `unsupported` names.
     """
+    scale, window, sink, softcap, prune = options
+    cu_seqlens, seq_start, starts = documents
     started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
     constants = (started, prune is not None or bounds is not None, sink, residual is not None)
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, alignment(q, k, v, c_hi, c_lo),
-        constants, usable(scale), window is None, softcap, q_offset, c_offset is None, causal, shape,
+        constants, usable(scale), window is None, softcap, shape,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        reason = unsupported(
-            q, k, v, scale=scale, window=window, sink=sink, softcap=softcap, q_offset=q_offset, c_offset=c_offset,
-            causal=causal,
-        )  # fmt: skip
+        reason = unsupported(q, k, v, options)
         if reason is not None:
             raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
         plan = remembered(_plans, key, plan_forward(q, k, v, shape, constants))
@@ -270,7 +253,7 @@ def launch_forward(
     if prune is not None and bounds is None:
         from ..common.pruning import loop_bounds
 
-        bounds = loop_bounds(q, k, c_hi, c_lo, scale, None, prune)
+        bounds = loop_bounds(q, k, c_hi, c_lo, options)
     if counter is None:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     by_tma = (q, k, v, o, o if residual is None else residual)

@@ -10,11 +10,12 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .. import determinism
+from ..options import Documents, Options
 
 Tensor = torch.Tensor
 
 PLAIN = frozenset((int, float, type(None)))
-TENSORS = frozenset((Tensor, torch.nn.Parameter))
+TENSORS = frozenset((Tensor, torch.nn.Parameter))  # no subclass that has a say in what operators do
 
 
 def under_transform() -> bool:
@@ -28,8 +29,8 @@ def on_current_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and device.index == torch.cuda.current_device()
 
 
-def attention_kind(q, k, v, log_f, cu_seqlens, seq_start, backend: str, *options) -> tuple | None:
-    """Return the kind of a `forgetting_attention` without lse; options are its scale, window, sink, softcap and prune.
+def attention_kind(q, k, v, log_f, options: Options, documents: Documents, backend: str) -> tuple | None:
+    """Return the kind of a `forgetting_attention` without lse.
 
     Two calls of a kind differ in nothing but values, addresses and how many documents there are, and no two of their
     tensors begin at one address.
@@ -51,11 +52,12 @@ def attention_kind(q, k, v, log_f, cu_seqlens, seq_start, backend: str, *options
     types = tuple(map(type, options))  # True == 1 == 1.0
     if not PLAIN.issuperset(types) or type(backend) is not str:
         return None
-    documents = padding = None
+    cu_seqlens, seq_start, _ = documents
+    packed = padding = None
     if cu_seqlens is not None:
         if type(cu_seqlens) is not Tensor or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
             return None
-        documents = (cu_seqlens.dtype, cu_seqlens.device)
+        packed = (cu_seqlens.dtype, cu_seqlens.device)
     if seq_start is not None:
         if type(seq_start) is not Tensor:
             return None
@@ -65,7 +67,7 @@ def attention_kind(q, k, v, log_f, cu_seqlens, seq_start, backend: str, *options
     )
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), log_f.shape, log_f.stride(), dtype,
-        log_f.dtype, device, documents, padding, backend, options, types, differentiable,
+        log_f.dtype, device, packed, padding, backend, options, types, differentiable,
         determinism.is_deterministic(),
     )  # fmt: skip
 
@@ -88,7 +90,7 @@ def gradient_kind(*tensors) -> tuple | None:
     return tuple(kind)
 
 
-def decoding_kind(q, k, v, c_hi, c_lo, seq_start, k_bound, *options) -> tuple | None:
+def decoding_kind(q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound) -> tuple | None:
     """Return all that `decode_attention` checks but S, strides and values: what is right for one call is for its kind.
 
     None where each call must be looked at: S or strides don't fit, or something other than a kernel has to see it.

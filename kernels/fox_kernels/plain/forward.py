@@ -18,6 +18,7 @@ from ..common import pruning
 from ..common.blocks import (
     LOG2_E,
     block_scalars,
+    cap_factors,
     cap_kind,
     gates_of_keys,
     key_range,
@@ -32,6 +33,7 @@ from ..common.cumsum import block_relative
 from ..common.edges import edges
 from ..host.launch import cdiv, launch
 from ..host.readable import aligned, describable, row_source, source
+from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Shard
 from .tiles import Tile, split_head_dim, tile_for
 
 L2_BYTES = 24 << 20  # of Hopper's 50 MB: what the heads walked together may fill
@@ -221,31 +223,31 @@ def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
 
 
 def launch_forward(
-    q, k, v, c_hi, c_lo, *, scale, starts=None, cu_seqlens=None, seq_start=None, window=None, sink=0, softcap=None,
-    prune=None, q_offset=None, c_offset=None, causal=True, residual=None, tile: Tile | None = None, bounds=None,
+    q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, shard: Shard = ALL_KEYS,
+    residual: torch.Tensor | None = None, bounds: torch.Tensor | None = None, tile: Tile | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside (-inf if nothing is seen).
 
-    q (B, T, H, D), k, v (B, S, Hkv, D); c_hi + c_lo (B, H, S) is c * log2(e) in two floats. Query t sits at position
-    q_offset + t (default S - T) and has c_i = c[min(position, S - 1)] + c_offset[b, h] (log2 units, default 0), so
-    blocks of other devices' keys need no new kernel: causal=False lets every query see every key, and lse2 merges the
-    parts. A tensor like o given as residual is filled with what rounding o lost. Raises ValueError for prune where a
-    query's own key is not among the keys, and for a q_offset below 0.
+    q (B, T, H, D), k, v (B, S, Hkv, D); c_hi + c_lo (B, H, S) is c * log2(e) in two floats. With a shard, lse2 merges
+    the parts: blocks of other devices' keys need no new kernel. residual, a tensor like o, is filled with the rounding
+    error of o; bounds is what `pruning.loop_bounds` returns, if known. Raises ValueError for prune where a query's own
+    key is not among the keys, and for a q_offset below 0.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    scale, window, sink, softcap, prune = options
     q, k, v, c_hi, c_lo = aligned(q), aligned(k), aligned(v), c_hi.contiguous(), c_lo.contiguous()
-    q_offset = first_position(q_offset, T, S)
+    q_offset = first_position(shard.q_offset, T, S)
     o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if o.numel() == 0:
         return o, lse2
+    (_, c_offset, causal), starts = shard, documents.edges
     if starts is None:
-        starts = edges(B, S, cu_seqlens, seq_start, None, q.device)
+        starts = edges(B, S, documents.cu_seqlens, documents.seq_start, None, q.device)
     if prune is not None and bounds is None:
-        bounds = pruning.loop_bounds(q, k, c_hi, c_lo, scale, softcap, prune, q_offset, causal)
+        bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, shard)
     tile = tile or tile_for("forward", D, q.dtype, q.device)
     D0, D1 = split_head_dim(D)
-    cap2 = 0.0 if softcap is None else softcap * LOG2_E
     relative = block_relative(c_hi, c_lo, tile.block_n)
     tma = tile.tma * (D1 == 0 and q.element_size() == 2 and describable(q, k, v))
     by_row = tile.rows * (tma > 0 and relative.numel() < 1 << 31)
@@ -258,7 +260,7 @@ def launch_forward(
             no_bounds(q.device) if bounds is None else bounds, c_offset,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T, S, relative.shape[-1], H,
             walked_together(2 * S * D * q.element_size(), B * H, H // Hkv), q_offset, window or 0, sink,
-            int(bounds is not None), scale * LOG2_E, cap2, 0.0 if softcap is None else 2.0 / softcap,
+            int(bounds is not None), scale * LOG2_E, *cap_factors(softcap),
         ),
         (
             H // Hkv, D0, D1, tile.block_m, tile.block_n, causal, starts is not None, window is not None, sink > 0,

@@ -69,57 +69,6 @@ FULL_PRECISION = {
 }
 
 
-# (compute capability, kernel, head dim) -> registers a thread, bytes of spill stores: bf16, Triton 3.6.0 and its ptxas.
-# The spills are those of the masked blocks; tests/kernels/test_compile.py fails when they grow.
-RECORDED = {
-    (80, "forward", 64): (255, 0),
-    (80, "forward", 80): (255, 0),
-    (80, "forward", 96): (255, 0),
-    (80, "forward", 128): (255, 8),
-    (80, "forward", 256): (255, 0),
-    (80, "dq", 64): (255, 0),
-    (80, "dq", 80): (255, 12),
-    (80, "dq", 96): (255, 12),
-    (80, "dq", 128): (254, 0),
-    (80, "dq", 256): (209, 0),
-    (80, "dkdv", 64): (255, 16),
-    (80, "dkdv", 80): (255, 24),
-    (80, "dkdv", 96): (255, 92),
-    (80, "dkdv", 128): (255, 0),
-    (80, "dkdv", 256): (229, 0),
-    (89, "forward", 64): (255, 8),
-    (89, "forward", 80): (255, 0),
-    (89, "forward", 96): (255, 0),
-    (89, "forward", 128): (255, 32),
-    (89, "forward", 256): (250, 0),
-    (89, "dq", 64): (255, 0),
-    (89, "dq", 80): (255, 0),
-    (89, "dq", 96): (255, 0),
-    (89, "dq", 128): (252, 0),
-    (89, "dq", 256): (176, 0),
-    (89, "dkdv", 64): (255, 0),
-    (89, "dkdv", 80): (255, 0),
-    (89, "dkdv", 96): (255, 8),
-    (89, "dkdv", 128): (255, 8),
-    (89, "dkdv", 256): (212, 0),
-    (90, "forward", 64): (255, 0),
-    (90, "forward", 80): (255, 0),
-    (90, "forward", 96): (255, 16),
-    (90, "forward", 128): (249, 0),
-    (90, "forward", 256): (255, 268),
-    (90, "dq", 64): (255, 44),
-    (90, "dq", 80): (248, 0),
-    (90, "dq", 96): (255, 0),
-    (90, "dq", 128): (255, 60),
-    (90, "dq", 256): (255, 280),
-    (90, "dkdv", 64): (255, 32),
-    (90, "dkdv", 80): (239, 0),
-    (90, "dkdv", 96): (246, 0),
-    (90, "dkdv", 128): (255, 20),
-    (90, "dkdv", 256): (255, 308),
-}
-
-
 def split_head_dim(D: int) -> tuple[int, int]:
     """Return D as a power of two plus a remainder that a dot can take: 80 = 64 + 16, 96 = 64 + 32, others D + 0."""
     return (64, D - 64) if D in (80, 96) else (D, 0)
