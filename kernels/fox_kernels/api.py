@@ -12,7 +12,7 @@ from . import chunked, chunked_operator, reference
 from .host.device import capability
 from .host.kinds import TENSORS, attention_kind, decoding_kind, under_transform
 from .host.replay import calls
-from .options import Documents, Options
+from .options import ONE_DOCUMENT, Documents, Options
 
 Tensor = torch.Tensor
 
@@ -164,10 +164,10 @@ def forgetting_attention(
     and seq_start are checked on a CPU only: reading them would stall a GPU.
     Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """
-    kind, documents = None, Documents(cu_seqlens, seq_start)
+    whole = cu_seqlens is None and seq_start is None
+    kind, documents = None, ONE_DOCUMENT if whole else Documents(cu_seqlens, seq_start)
     if return_lse is False:
-        options = Options(scale, window, sink, softcap, prune)  # pyright: ignore[reportArgumentType]
-        kind = attention_kind(q, k, v, log_f, options, documents, backend)
+        kind = attention_kind(q, k, v, log_f, (scale, window, sink, softcap, prune), documents, backend)
         call = calls.get(kind)
         if call is not None:
             return call(q, k, v, log_f, documents)

@@ -10,7 +10,7 @@ from .host.kinds import gradient_kind
 from .host.launch import watched
 from .host.replay import Replay, Tape, calls, recorded
 from .options import Documents, Options, Saved, Way
-from .passes import attend, differentiate, with_edges
+from .passes import attend, differentiate, find_edges
 
 MAX_KINDS, MAX_GRADIENT_KINDS = 1024, 16  # more are forgotten all at once
 
@@ -44,9 +44,9 @@ class Call:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, documents: Documents) -> Tensor:
         """Return o."""
-        documents = with_edges(q, k, documents, self.options.window, self.way.backend)
-        edges = documents.edges
+        edges = find_edges(q, k, documents, self.options.window, self.way.backend)
         if watched():
+            documents = documents._replace(edges=edges)
             with torch.no_grad():
                 saved, _ = attend(q, k, v, log_f, self.options, documents, self.way, known_edges=True)
             return self.found(saved, q, k, v, log_f, edges)
@@ -88,10 +88,10 @@ def remember(kind: tuple | None, usual, q, k, v, log_f, options: Options, docume
     usual(q, ..., way, attend=...) gives o the gradient of calls that can't be replayed.
     """
     # the edges are not on the tape: there may be any number of documents
-    documents = with_edges(q, k, documents, options.window, way.backend)
+    edges = find_edges(q, k, documents, options.window, way.backend)
+    documents = documents._replace(edges=edges)
     with torch.no_grad(), Tape() as tape:
         saved, _ = attend(q, k, v, log_f, options, documents, way, known_edges=True)
-    edges = documents.edges
     forward = recorded(tape, (q, k, v, log_f) if edges is None else (q, k, v, log_f, edges), saved, 1)
     if len(calls) >= MAX_KINDS:
         calls.clear()

@@ -48,11 +48,17 @@ def room_for_bounds(q: Tensor, for_backward: bool, prune: float | None) -> Tenso
     return None
 
 
-def with_edges(q: Tensor, k: Tensor, documents: Documents, window: int | None, backend: str) -> Documents:
-    """Return documents with the edges that a backend's kernels take: the plain ones look at a window themselves."""
+def find_edges(q: Tensor, k: Tensor, documents: Documents, window: int | None, backend: str) -> Tensor | None:
+    """Return the edges as a backend's kernels take them: the plain ones look at a window themselves."""
     cu_seqlens, seq_start, _ = documents
     window = window if backend == "gluon" else None
-    return Documents(cu_seqlens, seq_start, edges(q.shape[0], k.shape[1], cu_seqlens, seq_start, window, q.device))
+    return edges(q.shape[0], k.shape[1], cu_seqlens, seq_start, window, q.device)
+
+
+def worthwhile(q: Tensor, k: Tensor, options: Options) -> Options:
+    """Return options without pruning where a search for what to prune costs more than it saves."""
+    kept = options.prune is None or pruning.worth(q, k, options.prune) is not None
+    return options if kept else options._replace(prune=None)
 
 
 def as_made(x: Tensor | None) -> Tensor | None:
@@ -71,9 +77,10 @@ def attend(
             c_hi, c_lo = cumsum.cumulative(log_f)
             o, lse2 = planner.launch_decode(q, k, v, c_hi, c_lo, options, documents.seq_start)
             return Saved(o, lse2, c_hi, c_lo), None
-        if not known_edges:
-            documents = with_edges(q, k, documents, options.window, way.backend)
-        options = options._replace(prune=pruning.worth(q, k, options.prune))
+        found = documents.edges if known_edges else find_edges(q, k, documents, options.window, way.backend)
+        if found is not documents.edges:
+            documents = documents._replace(edges=found)
+        options = worthwhile(q, k, options)
         residual = room_for_residual(q, way.for_backward)
         bounds = room_for_bounds(q, way.for_backward, options.prune)
         extra: dict[str, Any] = {}
@@ -94,7 +101,9 @@ def differentiate(
     """Return dq, dk, dv and dlog_f, given what `attend` returned."""
     kept: Any = map(as_made, saved)
     saved = Saved(*kept)
-    documents = documents._replace(edges=as_made(documents.edges))
+    found = as_made(documents.edges)
+    if found is not documents.edges:
+        documents = documents._replace(edges=found)
     with on_device(q):
         _, launch = launchers(way.backend)
         extra: dict[str, Any] = {}
@@ -103,8 +112,8 @@ def differentiate(
             if dlse2 is not None and documents.seq_start is not None:
                 # of rows that see nothing it may be NaN, as they are no part of a loss
                 dlse2 = dlse2.masked_fill(saved.lse2 == -math.inf, 0.0)
-        options = options._replace(prune=pruning.worth(q, k, options.prune))
-        if options.prune is None:
+        options = worthwhile(q, k, options)
+        if options.prune is None and saved.bounds is not None:
             saved = saved._replace(bounds=None)
         dq, dk, dv, dc = launch(do, dlse2, q, k, v, saved, options, documents, **extra)
         return dq, dk, dv, cumsum.gate_gradient(dc, log_f)

@@ -29,8 +29,8 @@ def on_current_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and device.index == torch.cuda.current_device()
 
 
-def attention_kind(q, k, v, log_f, options: Options, documents: Documents, backend: str) -> tuple | None:
-    """Return the kind of a `forgetting_attention` without lse.
+def attention_kind(q, k, v, log_f, options: tuple, documents: Documents, backend: str) -> tuple | None:
+    """Return the kind of a `forgetting_attention` without lse; options are those of `Options`, as given.
 
     Two calls of a kind differ in nothing but values, addresses and how many documents there are, and no two of their
     tensors begin at one address.
