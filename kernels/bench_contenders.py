@@ -165,7 +165,9 @@ def decoding(p: Decode):
 
     The cache has heads before tokens, as a model's; with pruning, a bound on the norms of the keys is kept beside it.
     """
-    from fox_kernels import cumsum, decode, decode_attention
+    from fox_kernels import decode_attention
+    from fox_kernels.common import cumsum
+    from fox_kernels.decoding import search
 
     q = torch.randn(p.batch, 1, p.H, p.D, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(p.batch, p.Hkv, p.T, p.D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -174,8 +176,8 @@ def decoding(p: Decode):
     options: dict = {}
     live = p.batch * p.Hkv * p.T
     if p.gates != "open":
-        options = {"prune": -10.0, "k_bound": decode.key_bound(k)}
-        live -= int(decode.first_kept_torch(q, k, *c, **options, scale=p.D**-0.5).sum())
+        options = {"prune": -10.0, "k_bound": search.key_bound(k)}
+        live -= int(search.first_kept_torch(q, k, *c, **options, scale=p.D**-0.5).sum())
     per_key = 2 * p.D * 2 + 2 * 4 * (p.H // p.Hkv)
 
     def step():

@@ -6,9 +6,11 @@ repeatable gradients for speed. Importing the package needs torch alone; Triton 
 it.
 """
 
-from . import chunked, reference
+from . import chunked, reference, saved_checkpoints
 from .api import choose, decode_attention, decodes, forgetting_attention
 from .determinism import deterministic, set_deterministic
+
+saved_checkpoints.register(__name__)
 
 __all__ = [
     "choose",

@@ -2,15 +2,17 @@
 
 import importlib.util
 import os
+import re
 import sys
 from typing import Any
 
 import torch
 
 from . import chunked, chunked_operator, reference
-from .kinds import attention_kind, decoding_kind, under_transform
-from .replay import calls
-from .tiles import capability
+from .host.device import capability
+from .host.kinds import TENSORS, attention_kind, decoding_kind, under_transform
+from .host.replay import calls
+from .options import ONE_DOCUMENT, Documents, Options
 
 Tensor = torch.Tensor
 
@@ -21,6 +23,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 POSITIVE_LOG_F = 1e-3  # let pass: finite differences around an open gate
 
+NUMBER = re.compile(r"(?<!\w)-?\d[\d.e+-]*")  # a count or a factor, not the 16 of float16
 _announced: set[tuple[str, str]] = set()
 _decoders: dict[tuple, Any] = {}
 MAX_DECODERS = 256  # more are forgotten all at once
@@ -46,13 +49,13 @@ def triton_unsupported(q: Tensor) -> str | None:
     return None
 
 
-def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, **options) -> str | None:
+def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Return why the Hopper kernels (Gluon) can't run what the Triton kernels can, or None if they can."""
     if q.device.type != "cuda" or capability(q.device)[0] != 9:
         return "the GPU is not a Hopper (compute capability 9.0)"
-    from . import hopper_forward
+    from .hopper.forward import unsupported
 
-    return hopper_forward.unsupported(q, k, v, **options)
+    return unsupported(q, k, v, options)
 
 
 def choose(
@@ -88,9 +91,8 @@ def choose(
         return backend, "asked for"
     if no_triton is not None and backend == "auto":
         return "chunked", no_triton
-    options: dict = {"window": window, "sink": sink, "softcap": softcap, "prune": prune}
-    options["scale"] = 1.0 if scale is None else scale
-    no_gluon = no_triton or gluon_unsupported(q, k, v, cu_seqlens=cu_seqlens, seq_start=seq_start, **options)
+    options = Options(1.0 if scale is None else scale, window, sink, softcap, prune)
+    no_gluon = no_triton or gluon_unsupported(q, k, v, options)
     if backend == "gluon":
         if no_gluon is not None:
             other = "triton" if no_triton is None else "chunked"
@@ -101,7 +103,7 @@ def choose(
 
 def check_gates(log_f: Tensor) -> None:
     """Raise ValueError for positive log_f, where its values can be read without a stall: eager mode on a CPU."""
-    if log_f.device.type != "cpu" or type(log_f) not in (Tensor, torch.nn.Parameter) or not log_f.numel():
+    if log_f.device.type != "cpu" or type(log_f) not in TENSORS or not log_f.numel():
         return
     if torch.compiler.is_compiling() or under_transform():
         return
@@ -111,9 +113,10 @@ def check_gates(log_f: Tensor) -> None:
 
 
 def announce(backend: str, reason: str) -> None:
-    """Print a choice to stderr, the first time that it is made."""
-    if (backend, reason) not in _announced:
-        _announced.add((backend, reason))
+    """Print a choice to stderr the first time; the same reason with other numbers in it is not printed again."""
+    kind = backend, NUMBER.sub("", reason)
+    if kind not in _announced:
+        _announced.add(kind)
         print(f"fox_kernels: backend {backend} ({reason})", file=sys.stderr)
 
 
@@ -149,7 +152,7 @@ def forgetting_attention(
     sink        the first positions of each document, exempt from decay, from window and from pruning
     softcap     scale * q.k becomes softcap * tanh(scale * q.k / softcap), before the decay
     prune       ln(eps): leave out keys that together hold at most eps of a query's weight; None for all keys. The
-                kernels look for them where a forward has 1e11 floating point operations or more (`prune.WORTH`)
+                kernels look for them where a forward has 1e11 floating point operations or more (`pruning.WORTH`)
     backend     "auto", "reference", "chunked", "triton" or "gluon"; see `choose`
 
     Strides may be any: q, k and v are read in place, or copied where the last is not 1, where tokens are 2^23 elements
@@ -161,20 +164,21 @@ def forgetting_attention(
     and seq_start are checked on a CPU only: reading them would stall a GPU.
     Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """
-    kind = None
+    whole = cu_seqlens is None and seq_start is None
+    kind, documents = None, ONE_DOCUMENT if whole else Documents(cu_seqlens, seq_start)
     if return_lse is False:
-        kind = attention_kind(q, k, v, log_f, cu_seqlens, seq_start, backend, scale, window, sink, softcap, prune)
+        kind = attention_kind(q, k, v, log_f, (scale, window, sink, softcap, prune), documents, backend)
         call = calls.get(kind)
         if call is not None:
-            return call(q, k, v, log_f, cu_seqlens, seq_start)
+            return call(q, k, v, log_f, documents)
     q, k, v = chunked.under_autocast(q, k, v)
-    options: dict = {
+    given: dict = {
         "scale": scale, "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink,
         "softcap": softcap, "prune": prune,
     }  # fmt: skip
-    options["scale"] = chunked.check_arguments(q, k, v, log_f, **options)
+    given["scale"] = chunked.check_arguments(q, k, v, log_f, **given)
     check_gates(log_f)
-    chosen, reason = choose(q, k, v, log_f, backend=backend, **options)
+    chosen, reason = choose(q, k, v, log_f, backend=backend, **given)
     if not torch.compiler.is_compiling():
         announce(chosen, reason)
         if chosen != "reference" and under_transform():
@@ -182,14 +186,15 @@ def forgetting_attention(
                 f'backend "{chosen}" can\'t run under torch.func or forward-mode AD; use backend="reference"'
             )
     if chosen == "reference":
-        return reference.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **options)
-    if chosen == "chunked" and torch.compiler.is_compiling():
-        return chunked_operator.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **options)
+        return reference.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **given)
+    if chosen == "chunked" and not torch.compiler.is_compiling():
+        return chunked.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **given)
+    options = Options(given["scale"], window, sink, softcap, prune)
     if chosen == "chunked":
-        return chunked.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **options)
+        return chunked_operator.forgetting_attention(q, k, v, log_f, options, documents, return_lse)
     from . import autograd
 
-    return autograd.forgetting_attention(q, k, v, log_f, return_lse=return_lse, backend=chosen, kind=kind, **options)
+    return autograd.forgetting_attention(q, k, v, log_f, options, documents, chosen, return_lse, kind)
 
 
 def decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -198,9 +203,9 @@ def decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return False
-    from . import decode
+    from .decoding import planner
 
-    return decode.pays(q, k)
+    return planner.pays(q, k)
 
 
 def decode_attention(
@@ -231,19 +236,17 @@ def decode_attention(
     Returns o (B, T, H, D) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, and where
     a gradient is asked for: there is none.
     """
-    kind = decoding_kind(q, k, v, c_hi, c_lo, seq_start, k_bound, scale, window, sink, softcap, prune)
+    options = Options(scale, window, sink, softcap, prune)  # pyright: ignore[reportArgumentType]
+    kind = decoding_kind(q, k, v, c_hi, c_lo, options, seq_start, k_bound)
     decoder = None if kind is None else _decoders.get(kind)
     if decoder is None:
-        return _decode_new(
-            kind, q, k, v, c_hi, c_lo, scale=scale, seq_start=seq_start, window=window, sink=sink, softcap=softcap,
-            prune=prune, k_bound=k_bound,
-        )  # fmt: skip
+        return _decode_new(kind, q, k, v, c_hi, c_lo, options, seq_start, k_bound)
     if seq_start is not None:
         chunked._check_seq_start(seq_start, q.shape[0], k.shape[1], q.device)  # its values
     return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, k_bound=k_bound)
 
 
-def _decode_new(kind, q, k, v, c_hi, c_lo, *, k_bound, **options) -> Tensor:
+def _decode_new(kind, q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound) -> Tensor:
     """Return what `decode_attention` does, having checked everything; the next call of this kind runs without."""
     for name, x in (("q", q), ("k", k), ("v", v), ("c_hi", c_hi), ("c_lo", c_lo)):
         if not isinstance(x, Tensor):
@@ -261,7 +264,10 @@ def _decode_new(kind, q, k, v, c_hi, c_lo, *, k_bound, **options) -> Tensor:
             f"c_hi and c_lo must be float32 with the same strides, the last 1; got {c_hi.dtype} {c_hi.stride()}, "
             f"{c_lo.dtype} {c_lo.stride()}"
         )
-    options["scale"] = chunked.check_arguments(q, k, v, c_hi.transpose(1, 2), **options)
+    scale = chunked.check_arguments(
+        q, k, v, c_hi.transpose(1, 2), cu_seqlens=None, seq_start=seq_start, **options._asdict()
+    )  # fmt: skip
+    options = options._replace(scale=scale)
     if k_bound is not None:
         check_bound(k_bound, k)
     reason = triton_unsupported(q)
@@ -271,15 +277,15 @@ def _decode_new(kind, q, k, v, c_hi, c_lo, *, k_bound, **options) -> Tensor:
         raise ValueError("decode_attention has no gradient: call it under torch.no_grad(), or use forgetting_attention")
     if q.numel() == 0:
         return q.new_empty(q.shape)
-    from . import decode_operator
+    from .decoding import operator as decode_operator
 
     k_bound = None if k_bound is None else k_bound.contiguous()
-    decoder = None if kind is None else decode_operator.decoder(q, k, k_bound=k_bound, **options)
+    decoder = None if kind is None else decode_operator.decoder(q, k, options, seq_start, k_bound)
     if kind is not None and decoder is not None:
         if len(_decoders) >= MAX_DECODERS:
             _decoders.clear()
         _decoders[kind] = decoder
-    return decode_operator.decode_attention(q, k, v, c_hi, c_lo, k_bound=k_bound, **options)
+    return decode_operator.decode_attention(q, k, v, c_hi, c_lo, options, seq_start, k_bound)
 
 
 def check_bound(k_bound: Tensor, k: Tensor) -> None:

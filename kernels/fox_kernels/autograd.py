@@ -9,7 +9,6 @@ takes: hence the two ways in. In eager mode, calls after the first of a kind tak
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +17,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from . import determinism
 from .calls import remember
 from .chunked import check_backward, within
-from .launch import watched
+from .host.kinds import TENSORS
+from .host.launch import watched
+from .host.replay import calls
+from .options import Documents, Options, Saved, Way
 from .passes import attend, differentiate, room_for_bounds, room_for_residual
-from .replay import calls
 
 LN_2 = math.log(2)
 
@@ -50,10 +51,10 @@ def attention(
     for_backward: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *output, residual, bounds, _ = attend(
-        q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, for_backward, deterministic
+    options, documents = Options(scale, window, sink, softcap, prune), Documents(cu_seqlens, seq_start)
+    (o, lse2, c_hi, c_lo, residual, bounds), _ = attend(
+        q, k, v, log_f, options, documents, Way(backend, for_backward, deterministic)
     )
-    o, lse2, c_hi, c_lo = output
     if bounds is None:  # none were worth a search: zeros in their place, as shapes can't depend on that
         bounds = room_for_bounds(q, for_backward, prune)
         bounds = None if bounds is None else bounds.zero_()
@@ -93,10 +94,12 @@ def attention_backward(
     backend: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    saved = Saved(
+        o, lse2, c_hi, c_lo, residual if residual.numel() else None, bounds if bounds.numel() else None
+    )  # fmt: skip
+    options, documents = Options(scale, window, sink, softcap, prune), Documents(cu_seqlens, seq_start)
     return differentiate(
-        do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual if residual.numel() else None,
-        bounds if bounds.numel() else None, None, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend,
-        deterministic,
+        do, dlse2, q, k, v, log_f, saved, options, documents, Way(backend, True, deterministic)
     )  # fmt: skip
 
 
@@ -108,23 +111,34 @@ def _(do, dlse2, q, k, v, log_f, *_):
     return like(q), like(k), like(v), like(log_f)
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, _, deterministic = inputs
-    ctx.save_for_backward(q, k, v, log_f, *output, cu_seqlens, seq_start)
-    ctx.options = (window, sink, softcap, prune, backend, deterministic)
-    ctx.scale = scale
+def _keep(ctx, inputs, saved, options: Options, documents: Documents, way: Way) -> None:
+    """Save for the backward; inputs are q, k, v, log_f."""
+    ctx.save_for_backward(*inputs, *saved, *documents)
+    ctx.options, ctx.way = options, way
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, do, dlse2, differentiate):
-    q, k, v, log_f, o, *kept, cu_seqlens, seq_start = ctx.saved_tensors
-    do = torch.zeros_like(o) if do is None else do
-    grads = differentiate(do, dlse2, q, k, v, log_f, o, *kept, ctx.scale, cu_seqlens, seq_start, *ctx.options)
-    return *grads, *[None] * 10
+def _kept(ctx) -> tuple[tuple[Tensor, ...], Saved, Documents]:
+    """Return q, k, v, log_f and the rest of what `_keep` saved."""
+    tensors = ctx.saved_tensors
+    return tensors[:4], Saved(*tensors[4:10]), Documents(*tensors[10:])
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, log_f, scale, cu_seqlens, seq_start, *options, backend, for_backward, deterministic = inputs
+    documents, way = Documents(cu_seqlens, seq_start), Way(backend, for_backward, deterministic)
+    _keep(ctx, (q, k, v, log_f), output, Options(scale, *options), documents, way)
 
 
 def _backward(ctx, do, dlse2, *_):
-    return _gradients(ctx, do, dlse2, attention_backward)
+    inputs, saved, (cu_seqlens, seq_start, _edges) = _kept(ctx)
+    do = torch.zeros_like(saved.o) if do is None else do
+    scale, *options = ctx.options
+    backend, _, deterministic = ctx.way
+    grads = attention_backward(
+        do, dlse2, *inputs, *saved, scale, cu_seqlens, seq_start, *options, backend, deterministic
+    )  # fmt: skip
+    return *grads, *[None] * 10
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
@@ -134,48 +148,49 @@ class _Attention(torch.autograd.Function):
     """The same as the operator, without its machinery."""
 
     @staticmethod
-    def forward(ctx, attend, *inputs):
-        output = attend(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output[:2]
+    def forward(ctx, attend, q, k, v, log_f, options, documents, way):
+        saved, edges = attend(q, k, v, log_f, options, documents, way)
+        _keep(ctx, (q, k, v, log_f), saved, options, documents._replace(edges=edges), way)
+        return saved[:2]
 
     @staticmethod
     def backward(ctx, do, dlse2):
         check_backward(do, dlse2)
-        return None, *_gradients(ctx, do, dlse2, differentiate)
+        inputs, saved, documents = _kept(ctx)
+        do = torch.zeros_like(saved.o) if do is None else do
+        given: tuple = (*inputs, saved, ctx.options, documents, ctx.way)
+        return None, *differentiate(do, dlse2, *given), None, None, None
 
 
-def run(*inputs, attend=attend) -> tuple[Tensor, Tensor]:
-    """Return o and lse2, differentiable if for_backward among the inputs says so."""
-    return _Attention.apply(attend, *inputs) if inputs[-2] else attend(*inputs)[:2]
+def run(q, k, v, log_f, options: Options, documents: Documents, way: Way, attend=attend) -> tuple[Tensor, Tensor]:
+    """Return o and lse2, differentiable if way.for_backward."""
+    inputs = q, k, v, log_f, options, documents, way
+    return _Attention.apply(attend, *inputs) if way.for_backward else attend(*inputs)[0][:2]  # pyright: ignore[reportReturnType]
 
 
 def traced(*tensors: Tensor) -> bool:
     """Return whether compilers, tensor subclasses or dispatch modes must see an operator."""
-    return (
-        torch.compiler.is_compiling()
-        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
-        or is_in_torch_dispatch_mode()
-    )
+    return torch.compiler.is_compiling() or any(type(x) not in TENSORS for x in tensors) or is_in_torch_dispatch_mode()
 
 
 def forgetting_attention(
-    q, k, v, log_f, *, scale, cu_seqlens, seq_start, window, sink, softcap, prune, return_lse, backend, kind: Any = None
+    q, k, v, log_f, options: Options, documents: Documents, backend: str, return_lse: bool, kind: tuple | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels.
 
-    kind is that of the call, without lse, or None: what runs the next one of it is left in `replay.calls`.
+    kind is `attention_kind` of the call, without lse, or None: the next call of that kind runs from `replay.calls`.
     """
-    window, sink = within(window, sink, k.shape[1])
+    window, sink = within(options.window, options.sink, k.shape[1])
+    softcap, prune = (None if x is None else float(x) for x in options[3:])
+    options = Options(options.scale, window, sink, softcap, prune)
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
-    inputs = (
-        q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, None if softcap is None else float(softcap),
-        None if prune is None else float(prune), backend, for_backward, determinism.is_deterministic(),
-    )  # fmt: skip
+    way = Way(backend, for_backward, determinism.is_deterministic())
     if traced(q, k, v, log_f):
-        o, lse2, *_ = attention(*inputs)
+        cu_seqlens, seq_start, _ = documents
+        flat: tuple = (q, k, v, log_f, options.scale, cu_seqlens, seq_start, *options[1:], *way)
+        o, lse2, *_ = attention(*flat)
     elif kind is None or kind in calls or watched():
-        o, lse2 = run(*inputs)
+        o, lse2 = run(q, k, v, log_f, options, documents, way)
     else:
-        return remember(kind, run, *inputs)
+        return remember(kind, run, q, k, v, log_f, options, documents, way)
     return (o, lse2.transpose(1, 2) * LN_2) if return_lse else o

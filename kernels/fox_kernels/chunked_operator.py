@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import chunked
+from .options import Documents, Options
 
 
 @torch.library.custom_op("fox_kernels::chunked", mutates_args=())
@@ -92,11 +93,12 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def forgetting_attention(
-    q, k, v, log_f, *, scale, cu_seqlens, seq_start, window, sink, softcap, prune, return_lse
+    q, k, v, log_f, options: Options, documents: Documents, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`chunked.forgetting_attention` for arguments that have been checked, as one operator."""
-    softcap, prune = (None if x is None else float(x) for x in (softcap, prune))
-    window, sink = chunked.within(window, sink, k.shape[1])
-    o, lse = attention(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune)
+    softcap, prune = (None if x is None else float(x) for x in options[3:])
+    window, sink = chunked.within(options.window, options.sink, k.shape[1])
+    cu_seqlens, seq_start, _ = documents
+    o, lse = attention(q, k, v, log_f, options.scale, cu_seqlens, seq_start, window, sink, softcap, prune)
     o = chunked._outward(o, q)
     return (o, lse.transpose(1, 2).contiguous()) if return_lse else o

@@ -6,7 +6,6 @@ starts where documents, padding and windows begin and end (`edges`), both found 
 nothing needs it. No value is read back to the host.
 """
 
-import contextlib
 import functools
 import math
 from typing import Any
@@ -14,16 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cumsum, decode, prune
-from .backward import launch_backward
-from .edges import edges
-from .forward import aligned, launch_forward
+from .common import cumsum, pruning
+from .common.edges import edges
+from .decoding import planner
+from .host.device import on_device
+from .host.readable import aligned
+from .options import Documents, Options, Saved, Way
+from .plain.backward import launch_backward
+from .plain.forward import launch_forward
 
 
 @functools.cache
 def launchers(backend: str):
     if backend == "gluon":
-        from . import hopper_backward, hopper_forward
+        from .hopper import backward as hopper_backward
+        from .hopper import forward as hopper_forward
 
         return hopper_forward.launch_forward, hopper_backward.launch_backward
     return launch_forward, launch_backward
@@ -36,24 +40,25 @@ def room_for_residual(q: Tensor, for_backward: bool) -> Tensor | None:
     return None
 
 
-def room_for_bounds(q: Tensor, for_backward: bool, log_eps: float | None) -> Tensor | None:
+def room_for_bounds(q: Tensor, for_backward: bool, prune: float | None) -> Tensor | None:
     """Return room for the pruning bounds, or None where the backward will want none."""
     B, T, H, _ = q.shape
-    if for_backward and log_eps is not None:
-        return torch.empty(B, H, -(-T // prune.BLOCK_M), dtype=torch.int32, device=q.device)
+    if for_backward and prune is not None:
+        return torch.empty(B, H, -(-T // pruning.BLOCK_M), dtype=torch.int32, device=q.device)
     return None
 
 
-def on_device(q: Tensor):
-    """Return a context in which q's device is the current one: Triton launches there."""
-    if q.device.type != "cuda" or q.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(q.device)
+def find_edges(q: Tensor, k: Tensor, documents: Documents, window: int | None, backend: str) -> Tensor | None:
+    """Return the edges as a backend's kernels take them: the plain ones look at a window themselves."""
+    cu_seqlens, seq_start, _ = documents
+    window = window if backend == "gluon" else None
+    return edges(q.shape[0], k.shape[1], cu_seqlens, seq_start, window, q.device)
 
 
-def find_starts(q: Tensor, k: Tensor, cu_seqlens, seq_start, window: int | None, backend: str) -> Tensor | None:
-    """Return the edges as a backend's kernels want them: the plain ones know a window by themselves."""
-    return edges(q.shape[0], k.shape[1], cu_seqlens, seq_start, window if backend == "gluon" else None, q.device)
+def worthwhile(q: Tensor, k: Tensor, options: Options) -> Options:
+    """Return options without pruning where a search for what to prune costs more than it saves."""
+    kept = options.prune is None or pruning.worth(q, k, options.prune) is not None
+    return options if kept else options._replace(prune=None)
 
 
 def as_made(x: Tensor | None) -> Tensor | None:
@@ -64,57 +69,51 @@ def as_made(x: Tensor | None) -> Tensor | None:
 
 
 def attend(
-    q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, log_eps, backend, for_backward, deterministic,
-    starts=None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return o, lse2 (`launch_forward`), c_hi, c_lo, residual, bounds and starts; the last is found if not given."""
+    q, k, v, log_f, options: Options, documents: Documents, way: Way, known_edges: bool = False
+) -> tuple[Saved, Tensor | None]:
+    """Return what the forward saves, o among it, and the edges; known_edges: those of documents are right."""
     with on_device(q):
-        options: dict[str, Any] = {
-            "scale": scale,
-            "seq_start": seq_start,
-            "window": window,
-            "sink": sink,
-            "softcap": softcap,
-            "prune": log_eps,
-        }
-        if cu_seqlens is None and not for_backward and decode.pays(q, k):
+        if documents.cu_seqlens is None and not way.for_backward and planner.pays(q, k):
             c_hi, c_lo = cumsum.cumulative(log_f)
-            return *decode.launch_decode(q, k, v, c_hi, c_lo, **options), c_hi, c_lo, None, None, None
-        if starts is None:
-            starts = find_starts(q, k, cu_seqlens, seq_start, window, backend)
-        options["prune"] = prune.worth(q, k, log_eps)
-        residual = room_for_residual(q, for_backward)
-        bounds = room_for_bounds(q, for_backward, options["prune"])
-        if backend == "gluon":
-            options["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
-        c_hi, c_lo = cumsum.cumulative(log_f, options.get("counter"))
-        if residual is not None:
-            options["residual"] = residual
+            o, lse2 = planner.launch_decode(q, k, v, c_hi, c_lo, options, documents.seq_start)
+            return Saved(o, lse2, c_hi, c_lo), None
+        found = documents.edges if known_edges else find_edges(q, k, documents, options.window, way.backend)
+        if found is not documents.edges:
+            documents = documents._replace(edges=found)
+        options = worthwhile(q, k, options)
+        residual = room_for_residual(q, way.for_backward)
+        bounds = room_for_bounds(q, way.for_backward, options.prune)
+        extra: dict[str, Any] = {}
+        if way.backend == "gluon":
+            extra["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
+        c_hi, c_lo = cumsum.cumulative(log_f, extra.get("counter"))
         if bounds is not None:
             q, k = aligned(q), aligned(k)
-            options["bounds"] = prune.loop_bounds(q, k, c_hi, c_lo, scale, softcap, log_eps, out=bounds)
-        launch, _ = launchers(backend)
-        output = launch(q, k, v, c_hi, c_lo, cu_seqlens=cu_seqlens, starts=starts, **options)
-        return *output, c_hi, c_lo, residual, bounds, starts
+            bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, out=bounds)
+        launch, _ = launchers(way.backend)
+        o, lse2 = launch(q, k, v, c_hi, c_lo, options, documents, residual=residual, bounds=bounds, **extra)
+        return Saved(o, lse2, c_hi, c_lo, residual, bounds), documents.edges
 
 
 def differentiate(
-    do, dlse2, q, k, v, log_f, o, lse2, c_hi, c_lo, residual, bounds, starts, scale, cu_seqlens, seq_start, window,
-    sink, softcap, log_eps, backend, deterministic,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    do, dlse2, q, k, v, log_f, saved: Saved, options: Options, documents: Documents, way: Way
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and dlog_f, given what `attend` returned."""
-    o, lse2, c_hi, c_lo, residual, bounds, starts = map(as_made, (o, lse2, c_hi, c_lo, residual, bounds, starts))
+    kept: Any = map(as_made, saved)
+    saved = Saved(*kept)
+    found = as_made(documents.edges)
+    if found is not documents.edges:
+        documents = documents._replace(edges=found)
     with on_device(q):
-        _, launch = launchers(backend)
+        _, launch = launchers(way.backend)
         extra: dict[str, Any] = {}
-        if backend == "gluon":  # the Triton backward is deterministic, whatever is asked for
-            extra["deterministic"] = deterministic
-            if dlse2 is not None and seq_start is not None:  # of rows that see nothing it may be NaN: no part of a loss
-                dlse2 = dlse2.masked_fill(lse2 == -math.inf, 0.0)
-        log_eps = prune.worth(q, k, log_eps)
-        dq, dk, dv, dc = launch(
-            do, dlse2, q, k, v, o, lse2, c_hi, c_lo, scale=scale, starts=starts, cu_seqlens=cu_seqlens,
-            seq_start=seq_start, window=window, sink=sink, softcap=softcap, prune=log_eps, residual=residual,
-            bounds=None if log_eps is None else bounds, **extra,
-        )  # fmt: skip
+        if way.backend == "gluon":  # the Triton backward is deterministic, whatever is asked for
+            extra["deterministic"] = way.deterministic
+            if dlse2 is not None and documents.seq_start is not None:
+                # of rows that see nothing it may be NaN, as they are no part of a loss
+                dlse2 = dlse2.masked_fill(saved.lse2 == -math.inf, 0.0)
+        options = worthwhile(q, k, options)
+        if options.prune is None and saved.bounds is not None:
+            saved = saved._replace(bounds=None)
+        dq, dk, dv, dc = launch(do, dlse2, q, k, v, saved, options, documents, **extra)
         return dq, dk, dv, cumsum.gate_gradient(dc, log_f)

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 try:
-    from fox_kernels.fused_append import append, appends
+    from fox_kernels.decoding.append import append, appends
 except ImportError:  # no fox_kernels, or no Triton
     append: Any = None
 

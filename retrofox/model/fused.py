@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 try:
-    from fox_kernels.fused_entry import entry
-    from fox_kernels.fused_gate import gate
-    from fox_kernels.fused_norm import head_norm
-    from fox_kernels.fused_rotary import rotary
-    from fox_kernels.fused_shift import shift
-    from fox_kernels.fused_support import available
+    from fox_kernels.layer.entry import entry
+    from fox_kernels.layer.gate import gate
+    from fox_kernels.layer.norm import head_norm
+    from fox_kernels.layer.rotary import rotary
+    from fox_kernels.layer.shift import shift
+    from fox_kernels.layer.support import available
 except ImportError:  # no fox_kernels, or no Triton
     entry: Any = None
     gate: Any = None

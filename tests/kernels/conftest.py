@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 with contextlib.suppress(ImportError):  # without Triton there are no kernels to test
-    from fox_kernels import prune
+    from fox_kernels.common import pruning
 
-    prune.WORTH = 0  # problems of a test's size are pruned too
+    pruning.WORTH = 0  # problems of a test's size are pruned too
 
 
 @pytest.fixture(scope="module")

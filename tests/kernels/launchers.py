@@ -12,23 +12,17 @@ from unittest import mock
 
 import pytest
 import torch
+import twins
 from cases import Case, draw, errors, gates, results
-from fox_kernels import (
-    autograd,
-    backward,
-    chunked,
-    cumsum,
-    decode,
-    decode_attention,
-    forgetting_attention,
-    forward,
-    prune,
-    reference,
-)
-from fox_kernels.backward import launch_backward
-from fox_kernels.decode import launch_decode
-from fox_kernels.forward import launch_forward
-from fox_kernels.tiles import Tile
+from fox_kernels import autograd, chunked, decode_attention, forgetting_attention, reference
+from fox_kernels.common import cumsum, pruning
+from fox_kernels.decoding import search
+from fox_kernels.decoding.planner import launch_decode
+from fox_kernels.options import ALL_KEYS, Options, Saved, Shard
+from fox_kernels.plain import backward, forward
+from fox_kernels.plain.backward import launch_backward
+from fox_kernels.plain.forward import launch_forward
+from fox_kernels.plain.tiles import Tile
 
 
 def check_merging(device: str, n: int, D: int) -> None:
@@ -39,12 +33,12 @@ def check_merging(device: str, n: int, D: int) -> None:
     """
     torch.manual_seed(0)
     B, H, Hkv, shards = 2, 2, 1, 3
-    S, args = shards * n, {"scale": D**-0.5, "softcap": 8.0}
+    S, args = shards * n, Options(D**-0.5, softcap=8.0)
     q, do = (torch.randn(B, S, H, D, device=device) for _ in range(2))
     k, v = (torch.randn(B, S, Hkv, D, device=device) for _ in range(2))
     log_f = gates("mixed", B, S, H, device=device) * 0.02
     whole = [x.double().requires_grad_() for x in (q, k, v, log_f)]
-    o, lse = reference.forgetting_attention(*whole, return_lse=True, **args)
+    o, lse = reference.forgetting_attention(*whole, return_lse=True, scale=args.scale, softcap=args.softcap)
     wanted = torch.autograd.grad((o * do).sum(), whole)
 
     at = [slice(n * r, n * r + n) for r in range(shards)]
@@ -52,12 +46,12 @@ def check_merging(device: str, n: int, D: int) -> None:
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     dc = torch.zeros(B, H, S, device=device)
     for r, rows in enumerate(at):
-        own = {"parts": [launch_forward(q[:, rows], k[:, rows], v[:, rows], *c[r], **args)], "shift": [0.0]}
-        between = [{}]
+        own = {"parts": [launch_forward(q[:, rows], k[:, rows], v[:, rows], *c[r], args)], "shift": [0.0]}
+        between = [ALL_KEYS]
         for s in reversed(range(r)):
             forgotten = sum((c[m][0][..., -1] for m in range(s + 1, r)), torch.zeros(B, H, device=device))
-            between.append({"q_offset": n, "c_offset": forgotten.contiguous(), "causal": False})
-            own["parts"].append(launch_forward(q[:, rows], k[:, at[s]], v[:, at[s]], *c[s], **args, **between[-1]))
+            between.append(Shard(n, forgotten.contiguous(), causal=False))
+            own["parts"].append(launch_forward(q[:, rows], k[:, at[s]], v[:, at[s]], *c[s], args, shard=between[-1]))
             own["shift"].append(c[r][0])
         lses = torch.stack([x + shift for (_, x), shift in zip(own["parts"], own["shift"], strict=True)])
         merged = torch.logsumexp(lses * math.log(2), 0) / math.log(2)
@@ -65,10 +59,10 @@ def check_merging(device: str, n: int, D: int) -> None:
         o_merged = sum(part * weight for (part, _), weight in zip(own["parts"], weights, strict=True))
         assert (merged.transpose(1, 2) * math.log(2) - lse[:, rows]).abs().max() < 1e-4
         assert (o_merged - o[:, rows]).abs().max() < 1e-4
-        for s, shift, options in zip((r, *reversed(range(r))), own["shift"], between, strict=True):
-            given = do[:, rows], None, q[:, rows], k[:, at[s]], v[:, at[s]], o_merged, merged - shift, *c[s]
+        for s, shift, shard in zip((r, *reversed(range(r))), own["shift"], between, strict=True):
+            given = do[:, rows], None, q[:, rows], k[:, at[s]], v[:, at[s]], Saved(o_merged, merged - shift, *c[s])
             row_sum = torch.empty(B, H, n, device=device)
-            parts = launch_backward(*given, **args, **options, row_sum=row_sum)
+            parts = launch_backward(*given, args, shard=shard, row_sum=row_sum)
             dq[:, rows] += parts[0]
             dk[:, at[s]] += parts[1]
             dv[:, at[s]] += parts[2]
@@ -90,13 +84,12 @@ def check_decoding(device: str, S: int, dtype: torch.dtype, tolerance: float) ->
     q = torch.randn(B, 1, H, D, device=device, dtype=dtype)
     log_f = gates("short", B, S, H, device=device)
     start = torch.tensor([0, 17, S // 2, S - 1], dtype=torch.int32, device=device)
-    hi, lo = cumsum.append(*cumsum.cumulative(log_f[:, :-1]), log_f[:, -1:])
+    hi, lo = twins.append(*cumsum.cumulative(log_f[:, :-1]), log_f[:, -1:])
     padded = [torch.nn.functional.pad(x, (0, room - S)) for x in (hi, lo)]
     exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f, seq_start=start, sink=4)
     for log_eps in (None, -10.0):
-        o, _ = launch_decode(
-            q, k, v, padded[0][..., :S], padded[1][..., :S], scale=D**-0.5, seq_start=start, sink=4, prune=log_eps
-        )
+        options = Options(D**-0.5, sink=4, prune=log_eps)
+        o, _ = launch_decode(q, k, v, padded[0][..., :S], padded[1][..., :S], options, start)
         assert (o - exact).norm() < tolerance * exact.norm()
 
 
@@ -107,16 +100,14 @@ def check_pruned_decoding(device: str, S: int, D: int) -> None:
     q, k, v = (torch.randn(B, n, heads, D, device=device) for n, heads in ((2, H), (S, Hkv), (S, Hkv)))
     log_f = gates("mixed", B, S, H, device=device)
     hi, lo = cumsum.cumulative(log_f)
-    first = decode.skip_before(q, k, hi, lo, D**-0.5, None, log_eps)
+    first = search.skip_before(q, k, hi, lo, Options(D**-0.5, prune=log_eps))
     assert first.min() > S // 2
     for sink, start in ((0, None), (70, torch.tensor([3, S - 5], dtype=torch.int32, device=device))):
         exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f, seq_start=start, sink=sink)
-        for end, given in ((int(first.min()), {"first": first}), (S // 4, {"k_bound": decode.key_bound(k)})):
+        for end, given in ((int(first.min()), {"first": first}), (S // 4, {"k_bound": search.key_bound(k)})):
             poisoned = k.clone()
             poisoned[:, 80:end] = float("nan")
-            o, _ = launch_decode(
-                q, poisoned, v, hi, lo, scale=D**-0.5, seq_start=start, sink=sink, prune=log_eps, **given
-            )
+            o, _ = launch_decode(q, poisoned, v, hi, lo, Options(D**-0.5, sink=sink, prune=log_eps), start, **given)
             assert (o - exact).abs().max() <= 2 * math.exp(log_eps) * v.abs().max()
 
 
@@ -127,17 +118,17 @@ def check_search(device: str, S: int) -> None:
     q, k, v = (torch.randn(1, n, heads, D, device=device) for n, heads in ((T, H), (S, Hkv), (S, Hkv)))
     log_f = 4 * gates("short", 1, S, H, device=device)
     hi, lo = cumsum.cumulative(log_f)
-    options = {"scale": D**-0.5, "prune": log_eps, "k_bound": decode.key_bound(k)}
+    options = {"scale": D**-0.5, "prune": log_eps, "k_bound": search.key_bound(k)}
     bounds = torch.stack((options["k_bound"], torch.zeros(1, Hkv, device=device)), -1)[..., 0]  # not contiguous
     with_those = decode_attention(q, k, v, hi, lo, **options | {"k_bound": bounds})
     assert torch.equal(with_those, decode_attention(q, k, v, hi, lo, **options))
-    first = decode.first_kept_torch(q, k, hi, lo, **options)[0]
+    first = search.first_kept_torch(q, k, hi, lo, **options)[0]
     assert first.min() > 64
     for h in range(Hkv):
         for key, read in ((int(first[h]) - 1, False), (int(first[h]), True)):
             poisoned = k.clone()
             poisoned[0, key, h] = float("nan")
-            o, _ = launch_decode(q, poisoned, v, hi, lo, **options)
+            o, _ = launch_decode(q, poisoned, v, hi, lo, Options(D**-0.5, prune=log_eps), k_bound=options["k_bound"])
             assert bool(o.isnan().any()) == read
 
 
@@ -162,13 +153,13 @@ def check_refusals(device: str) -> None:
     """Nothing is pruned where the bound's own key may be missing; queries don't come before all keys."""
     q, k, v = (torch.randn(1, 20, 2, 16, device=device) for _ in range(3))
     c = cumsum.cumulative(gates("mixed", 1, 20, 2, device=device))
-    saved = q, c[0]  # o and lse2: shapes are all that counts
-    refused = [({"prune": -5.0, "causal": False}, "prune needs"), ({"prune": -5.0, "q_offset": 1}, "prune needs")]
-    for options, message in [*refused, ({"q_offset": -1}, "q_offset, .* got -1")]:
+    saved = Saved(q, c[0], *c)  # o and lse2: shapes are all that counts
+    refused = [(-5.0, Shard(causal=False), "prune needs"), (-5.0, Shard(1), "prune needs")]
+    for prune, shard, message in [*refused, (None, Shard(-1), "q_offset, .* got -1")]:
         with pytest.raises(ValueError, match=message):
-            launch_forward(q, k, v, *c, scale=0.25, **options)
+            launch_forward(q, k, v, *c, Options(0.25, prune=prune), shard=shard)
         with pytest.raises(ValueError, match=message):
-            launch_backward(q, None, q, k, v, *saved, *c, scale=0.25, **options)
+            launch_backward(q, None, q, k, v, saved, Options(0.25, prune=prune), shard=shard)
     with pytest.raises(ValueError, match="the last 1"):
         decode_attention(q[:, -1:], k, v, *[x.transpose(1, 2).contiguous().transpose(1, 2) for x in c])
 
@@ -197,11 +188,11 @@ def check_sums(device: str, S: int) -> None:
     for dtype, kind in ((torch.float32, "mixed"), (torch.float64, "short"), (torch.float32, "zeros")):
         log_f = gates(kind, 2, S, 3, device=device).to(dtype)
         hi, lo = cumsum.cumulative(log_f)
-        twin_hi, twin_lo = cumsum.cumulative_torch(log_f)
+        twin_hi, twin_lo = twins.cumulative_torch(log_f)
         exact = twin_hi.double() + twin_lo.double()
         assert (hi.double() + lo.double() - exact).abs().max() <= 1e-13 * exact.abs().max() + 1e-12
         dc = torch.randn(2, 3, S, device=device)
-        gradient, twin = cumsum.gate_gradient(dc, log_f), cumsum.gate_gradient_torch(dc, log_f)
+        gradient, twin = cumsum.gate_gradient(dc, log_f), twins.gate_gradient_torch(dc, log_f)
         assert (gradient - twin).abs().max() <= 1e-5
         assert gradient.dtype == dtype
         relative = cumsum.block_relative(hi, lo, 32)[..., :S]
@@ -216,7 +207,7 @@ def check_operator(device: str, backend: str = "triton") -> None:
     inputs, gradients, options = draw(Case(T=40, D=16, starts=[3, 40], options=options), device)
     arguments = (*inputs, 0.25, None, options["seq_start"], 9, 1, 5.0, -4.0, backend, True, True)
     for worth in (0, 10**11):  # pruned, and left whole
-        with mock.patch.object(prune, "WORTH", worth):
+        with mock.patch.object(pruning, "WORTH", worth):
             torch.library.opcheck(autograd.attention, arguments)
 
     def operator(*args, **kwargs):
@@ -286,7 +277,7 @@ def check_pruning(device: str, T: int, D: int, log_eps: float) -> None:
     for x, y in zip(kept, exact, strict=True):
         assert (x - y).norm() <= (2 * eps + 1e-4) * y.norm()
     hi, lo = cumsum.cumulative(inputs[3].detach())
-    first = prune.loop_bounds(inputs[0], inputs[1], hi, lo, D**-0.5, None, log_eps)
+    first = pruning.loop_bounds(inputs[0], inputs[1], hi, lo, Options(D**-0.5, prune=log_eps))
     assert first[:, 0].max() == 0
     assert first[:, 2].max() >= T // 3
 

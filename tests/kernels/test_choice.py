@@ -10,7 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-from fox_kernels import choose, forgetting_attention, hopper_forward, tiles
+from fox_kernels import choose, forgetting_attention
+from fox_kernels.hopper import forward as hopper_forward
+from fox_kernels.host import device
 
 BF16 = torch.bfloat16
 # shape and options of a problem -> backend on a Hopper GPU with Triton 3.6, and what its reason says
@@ -42,7 +44,7 @@ def problem(monkeypatch):
 
     def make(T=128, D=64, dtype=BF16, capability=(9, 0), gluon=None, rocm=False, starts=None, **options):
         monkeypatch.setattr(torch.version, "cuda", None if rocm else "13.0")
-        monkeypatch.setitem(tiles._capabilities, torch.device("cuda:0"), capability)
+        monkeypatch.setitem(device._capabilities, torch.device("cuda:0"), capability)
         monkeypatch.setattr(hopper_forward, "GLUON_MISSING", gluon)
         q, k, v = (torch.empty(2, n, h, D, dtype=dtype, device="cuda") for n, h in ((T, 4), (128, 2), (128, 2)))
         if starts is not None:

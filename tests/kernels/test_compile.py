@@ -16,11 +16,13 @@ triton = pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-import triton.language as tl  # noqa: E402
-from fox_kernels import backward, backward_first, forward, tiles  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import triton.language as tl
+from fox_kernels.common import first_weights
+from fox_kernels.plain import backward, forward, tiles
+from recorded import RECORDED
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
 
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkdv": backward.dkdv_kernel}
@@ -174,15 +176,15 @@ def test_fits_and_spills_no_more_than_recorded(kernel, D, arch, tmp_path):
     binary = compiled_tile(kernel, D, arch)
     assert binary.metadata.shared <= SHARED_MEMORY[arch]
     assert transposed_dot_results(binary.asm["ttir"]) == []
-    check_spills(binary, arch, tmp_path, tiles.RECORDED[arch, kernel, D][1])
+    check_spills(binary, arch, tmp_path, RECORDED[arch, kernel, D][1])
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize("D", [64, 256, *(pytest.param(D, marks=pytest.mark.slow) for D in (80, 128))])
 def test_the_first_block_fits_and_spills_little(D, arch, tmp_path):
     constants = {"GROUP": 4, "D": D, "WIDTH": 1 << (D - 1).bit_length(), "BLOCK": 64, "SINK": True, "CAP": 2}
-    warps = backward_first.warps_for(constants["WIDTH"])
-    binary = compiled(backward_first.first_block_kernel, constants, arch, warps, 1, {})
+    warps = first_weights.warps_for(constants["WIDTH"])
+    binary = compiled(first_weights.first_block_kernel, constants, arch, warps, 1, {})
     assert binary.metadata.shared <= SHARED_MEMORY[arch]
     assert transposed_dot_results(binary.asm["ttir"]) == []
     check_spills(binary, arch, tmp_path, 44 if (arch, D) == (90, 256) else 0)

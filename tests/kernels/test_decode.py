@@ -28,9 +28,9 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 
 def kept(q, k, v, log_f, room: int = 0):
     """Return k, v and both floats of c as a cache holds them: slices of longer buffers, heads before tokens."""
-    from fox_kernels import cumsum
+    from twins import cumulative_torch
 
-    hi, lo = cumsum.cumulative_torch(log_f)
+    hi, lo = cumulative_torch(log_f)
     sums = torch.nn.functional.pad(torch.cat((hi, lo), 1), (0, room), value=float("nan"))
     k, v = (torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, room), value=float("nan")) for x in (k, v))
     S, H = log_f.shape[1:]
@@ -65,7 +65,7 @@ def any_problem(n: int, lengths=LENGTHS) -> dict:
 def failure(problem: dict, device: str = "cpu") -> str | None:
     """Return what is wrong with a problem's output; None if its error is at most twice eager's in the same dtype."""
     from cases import gates
-    from fox_kernels.decode import key_bound
+    from fox_kernels.decoding.search import key_bound
 
     B, T, S, H, group, D = problem["shape"]
     dtype, options = problem["dtype"], dict(problem["options"])
@@ -89,21 +89,21 @@ def failure(problem: dict, device: str = "cpu") -> str | None:
 
 
 def check_any_problem(device: str) -> None:
-    from fox_kernels import decode
+    from fox_kernels.decoding import planner
 
     for n in range(CASES):
         torch.manual_seed(n)
         with pytest.MonkeyPatch.context() as patch:
             if n % 6 == 0:  # as with very many sequences, whose stretches are not shared out
-                patch.setattr(decode, "MAX_SHARED", 0)
+                patch.setattr(planner, "MAX_SHARED", 0)
             assert failure(any_problem(n), device) is None
 
 
 def check_bound(device: str) -> None:
     """With a bound on the keys, pruning loses at most what it may, however loose it is; without pruning it is idle."""
     from cases import gates
-    from fox_kernels import cumsum
-    from fox_kernels.decode import first_kept_torch, key_bound
+    from fox_kernels.common import cumsum
+    from fox_kernels.decoding.search import first_kept_torch, key_bound
 
     torch.manual_seed(0)
     B, T, S, H, Hkv, D, log_eps = 2, 2, 450, 6, 2, 32, -6.0
@@ -125,7 +125,7 @@ def check_bound(device: str) -> None:
 
 def check_append(device: str) -> None:
     """One launch leaves in a cache what torch does: keys, values, the sums to the last bit but one, and the bound."""
-    from fox_kernels import fused_append
+    from fox_kernels.decoding import append
 
     from retrofox.model import cache
 
@@ -145,7 +145,7 @@ def check_append(device: str) -> None:
 
             def count(*args, calls=calls):
                 calls.append(args)
-                return fused_append.append(*args)
+                return append.append(*args)
 
             with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(cache, "append", count)

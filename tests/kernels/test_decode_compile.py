@@ -8,10 +8,12 @@ triton = pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from fox_kernels import decode, decode_search, fused_append, tiles  # noqa: E402
-from test_compile import SHARED_MEMORY, check_spills  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from fox_kernels.decoding import decode, planner, search
+from fox_kernels.decoding.append import append_kernel
+from fox_kernels.plain import tiles
+from test_compile import SHARED_MEMORY, check_spills
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 HALVES = {"q_ptr", "k_ptr", "v_ptr", "o_ptr", "keys_ptr", "values_ptr"}
 FLOATS = {"scale2", "softcap2", "inverse_cap", "never", "floor"}
@@ -25,14 +27,14 @@ SEARCH = {"GROUP": 4, "D": 128, "DP": 128, "CAP": True, "EXACT": False, "STEPS":
 def split(D: int, rows: int = 16, size: int = 2, **options):
     D0, D1 = tiles.split_head_dim(D)
     absent = {} if options.get("PRUNE") else ABSENT
-    shape = {"GROUP": 4, "D0": D0, "D1": D1, "ROWS": rows, "BN": decode.block_for(D, rows, size)}
+    shape = {"GROUP": 4, "D0": D0, "D1": D1, "ROWS": rows, "BN": planner.block_for(D, rows, size)}
     options["PRECISION"] = "ieee" if size == 4 else "tf32"
     return decode.split_kernel, shape | OPTIONS | options | absent
 
 
 def append(group: int, D: int, width: int):
-    padded = {"GP": decode.power_of_2(group), "KP": decode.power_of_2(width), "VP": decode.power_of_2(D)}
-    return fused_append.append_kernel, {"GROUP": group, "D": D, "KW": width, "VW": D} | padded
+    padded = {"GP": planner.power_of_2(group), "KP": planner.power_of_2(width), "VP": planner.power_of_2(D)}
+    return append_kernel, {"GROUP": group, "D": D, "KW": width, "VW": D} | padded
 
 
 KERNELS = {
@@ -41,7 +43,7 @@ KERNELS = {
     **{f"split, D = {D}, 64 rows": split(D, 64, **ALL) for D in (64, 128)},
     "split, D = 256, float32": split(256, size=4, **ALL),
     "merge, 256 parts": (decode.merge_kernel, {"GROUP": 4, "D": 256, "DP": 256, "PARTS": 64} | MERGE),
-    **{f"search, {rows} rows": (decode_search.search_kernel, SEARCH | {"ROWS": rows}) for rows in (4, 64)},
+    **{f"search, {rows} rows": (search.search_kernel, SEARCH | {"ROWS": rows}) for rows in (4, 64)},
     "append with shifts": append(3, 80, 240),
 }
 SPILLS = {(89, "split, D = 64, 64 rows"): 2024, (89, "split, D = 128, 64 rows"): 1248}  # bytes; others none
@@ -66,7 +68,7 @@ def compiled(name: str, arch: int):
     warps, stages = 1 if name.startswith("append") else 4, 3
     if name.startswith("split"):
         D = constants["D0"] + constants["D1"]
-        stages = decode.stages_for(constants["ROWS"], constants["BN"], D, 4 if single else 2, divmod(arch, 10))
+        stages = planner.stages_for(constants["ROWS"], constants["BN"], D, 4 if single else 2, divmod(arch, 10))
     options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 

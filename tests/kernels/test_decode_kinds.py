@@ -22,11 +22,11 @@ B, H, HKV, D = 2, 4, 2, 16
 
 def problem(S: int, dtype=torch.float32, layout: str = "room", T: int = 1):
     """Return q, k, v, log_f and both floats of c; k and v slices of a buffer, or with strides that change with S."""
-    from fox_kernels import cumsum
+    from twins import cumulative_torch
 
     q, k, v = (torch.randn(B, n, heads, D).to(dtype) for n, heads in ((T, H), (S, HKV), (S, HKV)))
     log_f = -0.1 * torch.rand(B, S, H)
-    hi, lo = cumsum.cumulative_torch(log_f)
+    hi, lo = cumulative_torch(log_f)
     if layout == "heads before tokens":
         k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
     if layout == "room":
@@ -37,7 +37,7 @@ def problem(S: int, dtype=torch.float32, layout: str = "room", T: int = 1):
 
 def check_every_length() -> None:
     """With any length and layout, in any order, o is that of the reference; lengths and layouts make no new kind."""
-    from fox_kernels.decode import key_bound
+    from fox_kernels.decoding.search import key_bound
 
     for options in ({}, {"window": 290, "sink": 10**10}, {"prune": -20.0, "softcap": 20, "scale": -0.2}):
         before = len(api._decoders)

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from fox_kernels.edges import edges, edges_torch
+from fox_kernels.common.edges import edges
+from twins import edges_torch
 
 CUTS = (None, [0, 9], [0, 3, 4, 9], [0, 0, 1, 9, 9], [0, *range(1, 2000, 3), 2500], [0, 2, 2, 7])  # the last is short
 

@@ -57,15 +57,13 @@ FLOOR = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 4e-3}
 
 
 def check_rotary(device: str, dtype: torch.dtype, B, H, Hkv, T, D, P, per_row) -> list[str]:
-    from fox_kernels import fused_rotary
+    from fox_kernels.layer import rotary
 
     q = torch.randn(B, T, H, D, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
     k = torch.randn(B, Hkv, T, D, device=device, dtype=dtype, requires_grad=True)
     cos, sin = torch.randn(2, B if per_row else 1, T, P + 3, device=device)[..., :P]
-    ours, seeds = gradients(fused_rotary.rotary, [q, k, cos, sin])
-    wide, _ = gradients(
-        fused_rotary.rotary_torch, [x.detach().float().requires_grad_() for x in (q, k)] + [cos, sin], seeds
-    )
+    ours, seeds = gradients(rotary.rotary, [q, k, cos, sin])
+    wide, _ = gradients(rotary.rotary_torch, [x.detach().float().requires_grad_() for x in (q, k)] + [cos, sin], seeds)
     failed = [] if all(relative(a, b) <= FLOOR[dtype] for a, b in zip(ours, wide, strict=True)) else ["rotary"]
     half, still = D // 2, slice(P, D // 2)
     for x, y in zip((q, k), ours, strict=False):
@@ -75,7 +73,7 @@ def check_rotary(device: str, dtype: torch.dtype, B, H, Hkv, T, D, P, per_row) -
 
 
 def check_gate(device: str, dtype: torch.dtype, rows, K, H) -> list[str]:
-    from fox_kernels import fused_gate
+    from fox_kernels.layer import gate
 
     def exact(x, w, b):
         return torch.nn.functional.logsigmoid(x @ w.T + b)
@@ -83,20 +81,20 @@ def check_gate(device: str, dtype: torch.dtype, rows, K, H) -> list[str]:
     x = torch.randn(*rows, K, device=device, dtype=dtype, requires_grad=True)
     w = (torch.randn(H, K, device=device) * 0.1).requires_grad_()
     b = (torch.randn(H, device=device) * 6 + 6).requires_grad_()  # shut to open: log f from -10 to -1e-10
-    ours, seeds = gradients(fused_gate.gate, [x, w, b])
-    eager, _ = gradients(fused_gate.gate_torch, [x, w, b], seeds)
+    ours, seeds = gradients(gate.gate, [x, w, b])
+    eager, _ = gradients(gate.gate_torch, [x, w, b], seeds)
     wide, _ = gradients(exact, widened([x, w, b]), seeds)
     failed = no_worse(ours, eager, wide, 2e-6)
     if x.numel() and not ((ours[0] - wide[0]) / wide[0]).abs().max() < 2e-5:
         failed.append("an open gate's log f lost its digits")
-    again, _ = gradients(fused_gate.gate, [x, w, b], seeds)
+    again, _ = gradients(gate.gate, [x, w, b], seeds)
     return failed + [
         f"{n} differs from run to run" for n, (a, b) in enumerate(zip(ours, again, strict=True)) if not a.equal(b)
     ]
 
 
 def check_entry(device: str, dtype: torch.dtype, B, T, K, H, Hkv, D, P, bias) -> list[str]:
-    from fox_kernels import fused_entry
+    from fox_kernels.layer import entry
 
     def exact(x, wq, wk, wv, b, wf, bf, cos, sin, D):
         qkv = torch.nn.functional.linear(x, torch.cat((wq, wk, wv)), b)
@@ -119,30 +117,30 @@ def check_entry(device: str, dtype: torch.dtype, B, T, K, H, Hkv, D, P, bias) ->
     bf = torch.randn(H, device=device).requires_grad_()
     angle = torch.randn(1 if P == 16 else B, T, P, device=device)
     inputs = [x, *weights, b, wf, bf, angle.cos(), angle.sin(), D]
-    ours, seeds = gradients(fused_entry.entry, inputs)
-    eager, _ = gradients(fused_entry.entry_torch, inputs, seeds)
+    ours, seeds = gradients(entry.entry, inputs)
+    eager, _ = gradients(entry.entry_torch, inputs, seeds)
     wide, _ = gradients(exact, widened(inputs), seeds)
     failed = no_worse(ours, eager, wide, 3e-6 if dtype == torch.float32 else FLOOR[dtype] / 4)
     gate = len(ours) - 2  # dW_f: its dz travels as two 16-bit numbers, so it has float32's digits
     if relative(ours[gate], wide[gate]) > 2e-5:
         failed.append(f"dW_f: {relative(ours[gate], wide[gate]):.1e}")
-    again, _ = gradients(fused_entry.entry, inputs, seeds)
+    again, _ = gradients(entry.entry, inputs, seeds)
     return failed + [
         f"{n} differs from run to run" for n, (a, b) in enumerate(zip(ours, again, strict=True)) if not a.equal(b)
     ]
 
 
 def check_norm(device: str, dtype: torch.dtype, B, T, H, D, with_gain, with_logit) -> list[str]:
-    from fox_kernels import fused_norm
+    from fox_kernels.layer import norm
 
     x = torch.randn(B, H, T, D, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
     gain = torch.randn(H, D, device=device).requires_grad_() if with_gain else None
     logit = torch.randn(B, T, H * D, device=device, dtype=dtype).requires_grad_() if with_logit else None
     eps = 1e-5 if B > 1 else 0.0
-    ours, seeds = gradients(fused_norm.head_norm, [x, gain, logit, eps])
-    eager, _ = gradients(fused_norm.head_norm_torch, [x, gain, logit, eps], seeds)
+    ours, seeds = gradients(norm.head_norm, [x, gain, logit, eps])
+    eager, _ = gradients(norm.head_norm_torch, [x, gain, logit, eps], seeds)
     wide, _ = gradients(exact_norm, [*widened([x, gain, logit]), eps], seeds)
-    again, _ = gradients(fused_norm.head_norm, [x, gain, logit, eps], seeds)
+    again, _ = gradients(norm.head_norm, [x, gain, logit, eps], seeds)
     failed = no_worse(ours, eager, wide, FLOOR[dtype] / 2)
     return failed + [
         f"{n} differs from run to run" for n, (a, b) in enumerate(zip(ours, again, strict=True)) if not a.equal(b)
@@ -156,13 +154,13 @@ def exact_norm(x, gain, logit, eps):
 
 
 def check_shift(device: str, dtype: torch.dtype, B, T, H, D) -> list[str]:
-    from fox_kernels import fused_shift
+    from fox_kernels.layer import shift
 
     x = torch.randn(B, H, T, D, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
     amount = torch.rand(B, T, H, device=device) * (torch.rand(B, T, 1, device=device) > 0.2)  # some documents start
     amount.requires_grad_()
-    ours, seeds = gradients(fused_shift.shift, [x, amount])
-    eager, _ = gradients(fused_shift.shift_torch, [x, amount], seeds)
+    ours, seeds = gradients(shift.shift, [x, amount])
+    eager, _ = gradients(shift.shift_torch, [x, amount], seeds)
 
     def exact(x, amount):
         return x + amount[..., None] * (torch.cat((x[:, :1], x[:, :-1]), 1) - x)
@@ -176,10 +174,10 @@ CHECKS = {"norm": check_norm, "shift": check_shift, "rotary": check_rotary, "gat
 
 def check_compiled(device: str, name: str) -> list[str]:
     """torch.compile takes each function whole, as operators, and differentiates it as eager mode does."""
-    from fox_kernels.fused_gate import gate
-    from fox_kernels.fused_norm import head_norm
-    from fox_kernels.fused_rotary import rotary
-    from fox_kernels.fused_shift import shift
+    from fox_kernels.layer.gate import gate
+    from fox_kernels.layer.norm import head_norm
+    from fox_kernels.layer.rotary import rotary
+    from fox_kernels.layer.shift import shift
 
     def wants(*shape):
         return torch.randn(*shape, device=device).requires_grad_()
@@ -236,8 +234,8 @@ def test_on_a_gpu(name, n, dtype):
 
 
 def test_shapes_that_do_not_fit_are_refused():
-    from fox_kernels.fused_norm import head_norm
-    from fox_kernels.fused_shift import shift
+    from fox_kernels.layer.norm import head_norm
+    from fox_kernels.layer.shift import shift
 
     with pytest.raises(ValueError, match="gain"):
         head_norm(torch.randn(2, 3, 8), torch.randn(3, 4), None)
@@ -245,9 +243,9 @@ def test_shapes_that_do_not_fit_are_refused():
         head_norm(torch.randn(2, 3, 8), None, torch.randn(2, 8))
     with pytest.raises(ValueError, match="amount"):
         shift(torch.randn(1, 2, 3, 8), torch.rand(1, 2, 4))
-    from fox_kernels.fused_entry import entry
-    from fox_kernels.fused_gate import gate
-    from fox_kernels.fused_rotary import rotary
+    from fox_kernels.layer.entry import entry
+    from fox_kernels.layer.gate import gate
+    from fox_kernels.layer.rotary import rotary
 
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 5, 8)
     angle = torch.randn(1, 5, 4)

@@ -8,10 +8,10 @@ triton = pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from fox_kernels import fused_entry, fused_gate, fused_norm, fused_rotary, fused_shift  # noqa: E402
-from test_compile import SHARED_MEMORY, check_spills  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from fox_kernels.layer import entry, gate, norm, rotary, shift
+from test_compile import SHARED_MEMORY, check_spills
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 FLOATS = {
     "gain_ptr",
@@ -29,18 +29,18 @@ FLOATS = {
 }
 NORM = {"NORM": True, "GATE": True, "D": 64, "COLUMNS": 64, "BLOCK": 32}
 KERNELS = {
-    "norm": (fused_norm.head_norm_kernel, NORM),
-    "norm backward": (fused_norm.head_norm_backward_kernel, NORM),
-    "norm backward, D = 256": (fused_norm.head_norm_backward_kernel, NORM | {"D": 256, "COLUMNS": 256, "BLOCK": 8}),
-    "shift": (fused_shift.shift_kernel, {"D": 64, "COLUMNS": 64, "BLOCK": 32}),
-    "shift backward": (fused_shift.shift_backward_kernel, {"D": 64, "COLUMNS": 64, "BLOCK": 32}),
-    "rotary": (fused_rotary.rotary_kernel, {"INVERSE": False, "HALF": 32, "BLOCK": 32}),
-    "rotary inverse, D = 128": (fused_rotary.rotary_kernel, {"INVERSE": True, "HALF": 64, "BLOCK": 16}),
-    **{f"gate, {H} heads": (fused_gate.gate_kernel, fused_gate.forward_tile(H)) for H in (9, 64)},
-    **{f"gate backward, {H} heads": (fused_gate.gate_backward_kernel, fused_gate.backward_tile(H)) for H in (9, 64)},
-    "turn": (fused_entry.turn_kernel, {"HALF": 32, "BLOCK": 32}),
-    "pack": (fused_entry.pack_kernel, {"HALF": 32, "HEADS": 16, "BLOCK": 32}),
-    "weights": (fused_entry.weights_kernel, {"BK": 1024}),
+    "norm": (norm.head_norm_kernel, NORM),
+    "norm backward": (norm.head_norm_backward_kernel, NORM),
+    "norm backward, D = 256": (norm.head_norm_backward_kernel, NORM | {"D": 256, "COLUMNS": 256, "BLOCK": 8}),
+    "shift": (shift.shift_kernel, {"D": 64, "COLUMNS": 64, "BLOCK": 32}),
+    "shift backward": (shift.shift_backward_kernel, {"D": 64, "COLUMNS": 64, "BLOCK": 32}),
+    "rotary": (rotary.rotary_kernel, {"INVERSE": False, "HALF": 32, "BLOCK": 32}),
+    "rotary inverse, D = 128": (rotary.rotary_kernel, {"INVERSE": True, "HALF": 64, "BLOCK": 16}),
+    **{f"gate, {H} heads": (gate.gate_kernel, gate.forward_tile(H)) for H in (9, 64)},
+    **{f"gate backward, {H} heads": (gate.gate_backward_kernel, gate.backward_tile(H)) for H in (9, 64)},
+    "turn": (entry.turn_kernel, {"HALF": 32, "BLOCK": 32}),
+    "pack": (entry.pack_kernel, {"HALF": 32, "HEADS": 16, "BLOCK": 32}),
+    "weights": (entry.weights_kernel, {"BK": 1024}),
 }
 
 

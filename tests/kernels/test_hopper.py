@@ -13,15 +13,9 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from fox_kernels import hopper_forward  # noqa: E402
-from fox_kernels.hopper_forward import (  # noqa: E402
-    SHAPES,
-    SHORT,
-    copyable,
-    gluon_missing,
-    halved,
-    heads_per_group,
-)
+from fox_kernels.hopper import forward as hopper_forward
+from fox_kernels.hopper.forward import SHAPES, SHORT, copyable, gluon_missing, halved, heads_per_group
+from fox_kernels.options import Options
 
 needs_gluon = pytest.mark.skipif(gluon_missing() is not None, reason=str(gluon_missing()))
 
@@ -58,7 +52,7 @@ def compiled(function, arguments: dict, constants: dict, work: Path) -> tuple[di
 
 
 def forward_source(shape, dtype="bf16", start=False, first=False, sink=0, across=False, residual=True):
-    from fox_kernels.hopper_forward_kernel import fox_forward
+    from fox_kernels.hopper.forward_kernel import fox_forward
 
     rows = {"q": 64, "k": shape.keys, "v": shape.keys, "o": 64, "r": 64}
     arguments: dict = {f"{n}_desc": (dtype, (1, r, 1, shape.columns)) for n, r in rows.items()}
@@ -78,8 +72,8 @@ def forward_source(shape, dtype="bf16", start=False, first=False, sink=0, across
 def backward_source(
     D, dtype="bf16", start=False, prune=False, sink=0, deterministic=True, heads=1, exact_sums=False, lost=True
 ):  # fmt: skip
-    from fox_kernels.hopper_backward import CUTS
-    from fox_kernels.hopper_backward_kernel import fox_backward
+    from fox_kernels.hopper.backward import CUTS
+    from fox_kernels.hopper.backward_kernel import fox_backward
 
     cut = CUTS[D]
     arguments: dict = {f"{n}_desc": (dtype, (1, cut.queries, 1, D)) for n in ("q", "do")}
@@ -152,7 +146,7 @@ def test_every_forward_variant_compiles(shape, options, tmp_path):
 @pytest.mark.parametrize("heads", [1, None], ids=["MHA", "GQA"])
 @pytest.mark.parametrize("D", BACKWARD)
 def test_every_backward_variant_compiles(D, heads, options, tmp_path):
-    from fox_kernels.hopper_backward import CUTS
+    from fox_kernels.hopper.backward import CUTS
 
     found, said = compiled(*backward_source(D, heads=heads or CUTS[D].heads, **options), tmp_path)
     assert found["spilled"] <= 2000
@@ -162,7 +156,7 @@ def test_every_backward_variant_compiles(D, heads, options, tmp_path):
 
 INTERPRETED = """
 import torch
-from fox_kernels.hopper_backward_steps import finish_kernel, query_ranges_kernel
+from fox_kernels.hopper.backward_steps import finish_kernel, query_ranges_kernel
 
 torch.manual_seed(0)
 B, H, T, S = 2, 3, 100, 2000
@@ -199,14 +193,14 @@ def test_what_follows_and_precedes_the_backward_puts_dq_in_order_and_bounds_each
 
 def test_a_tensor_off_the_gpu_is_refused_with_the_reason():
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
-    assert "Hopper" in str(hopper_forward.unsupported(q, q, q)) or gluon_missing() is not None
+    assert "Hopper" in str(hopper_forward.unsupported(q, q, q, Options(1.0))) or gluon_missing() is not None
 
 
 def test_launching_what_is_unsupported_raises_with_the_reason():
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
     c = torch.zeros(1, 2, 128)
     with pytest.raises(ValueError, match="can't run this"):
-        hopper_forward.launch_forward(q, q, q, c, c, scale=0.125)
+        hopper_forward.launch_forward(q, q, q, c, c, Options(0.125))
 
 
 def test_only_strides_that_the_copy_engine_refuses_are_copied():
@@ -226,15 +220,15 @@ def test_only_strides_that_the_copy_engine_refuses_are_copied():
 @pytest.mark.parametrize("consumers", [2, 3])
 def test_every_warpgroup_of_the_forward_has_the_key_block_that_its_rows_end_in(consumers, sink, monkeypatch):
     """Where padded rows see nothing, too: with a block too few, a warpgroup would wait for ever."""
-    from fox_kernels import hopper_forward_producer
+    from fox_kernels.hopper import forward_producer
 
     for T, offset, padding in itertools.product((64, 200, 300), (0, 3, 64, 100), (0, 1, 130, 1000)):
         S = T + offset
         start = min(padding, S)  # of every row: the address it is loaded from doesn't matter
         plain = SimpleNamespace(minimum=min, maximum=max, load=lambda address, start=start: start)
-        monkeypatch.setattr(hopper_forward_producer, "gl", plain)
+        monkeypatch.setattr(forward_producer, "gl", plain)
         for m in range(-(-T // (64 * consumers))):
-            row0, _, nb_hi, n_main, _, n_all, _ = hopper_forward_producer.key_blocks.fn(
+            row0, _, nb_hi, n_main, _, n_all, _ = forward_producer.key_blocks.fn(
                 m, 0, 0, 0, 0, T, S, True, False, sink, 64 * consumers, 128
             )
             for w in range(consumers):
@@ -257,7 +251,7 @@ def test_half_a_key_block_is_left_out_only_where_it_lies_behind_all_rows_of_a_co
 
 
 def test_more_heads_are_walked_together_where_dq_is_summed_in_order():
-    from fox_kernels.hopper_backward import heads_together
+    from fox_kernels.hopper.backward import heads_together
 
     assert heads_together(1 << 20, ordered=False) == 16
     assert heads_together(1 << 20, ordered=True) == heads_together(4 << 20, ordered=True) == 32

@@ -7,7 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 import fox_kernels
-from fox_kernels import autograd, cumsum, determinism, passes
+import twins
+from fox_kernels import autograd, determinism, passes
+from fox_kernels.common import cumsum
+from fox_kernels.options import Documents, Options
 
 
 @pytest.fixture
@@ -15,22 +18,21 @@ def asked(monkeypatch):
     """Let launchers that need no GPU stand in for the Hopper ones; return what each backward was asked for."""
     told = []
 
-    def forward(q, k, v, c_hi, c_lo, **options):
+    def forward(q, k, v, c_hi, c_lo, *given, **options):
         return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
-    def backward(do, dlse2, q, k, v, o, lse2, c_hi, c_lo, *, deterministic, **options):
+    def backward(do, dlse2, q, k, v, saved, *given, deterministic):
         told.append(deterministic)
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(c_hi)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(saved.c_hi)
 
     monkeypatch.setattr(passes, "launchers", lambda backend: (forward, backward))
-    monkeypatch.setattr(cumsum, "cumulative", lambda log_f, counter: cumsum.cumulative_torch(log_f))
-    monkeypatch.setattr(cumsum, "gate_gradient", cumsum.gate_gradient_torch)
+    monkeypatch.setattr(cumsum, "cumulative", lambda log_f, counter: twins.cumulative_torch(log_f))
+    monkeypatch.setattr(cumsum, "gate_gradient", twins.gate_gradient_torch)
     return told
 
 
 def forward(q, log_f) -> Any:
-    options = {"cu_seqlens": None, "seq_start": None, "window": None, "sink": 0, "softcap": None, "prune": None}
-    return autograd.forgetting_attention(q, q, q, log_f, scale=0.25, return_lse=False, backend="gluon", **options)
+    return autograd.forgetting_attention(q, q, q, log_f, Options(0.25), Documents(), "gluon", return_lse=False)
 
 
 def leaves():

@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, failures, gates
-from fox_kernels import cumsum, hopper_backward, hopper_forward, reference
-from fox_kernels.hopper_backward import launch_backward
-from fox_kernels.hopper_forward import launch_forward
+from fox_kernels import reference
+from fox_kernels.common import cumsum
+from fox_kernels.hopper import backward as hopper_backward
+from fox_kernels.hopper import forward as hopper_forward
+from fox_kernels.hopper.backward import launch_backward
+from fox_kernels.hopper.forward import launch_forward
+from fox_kernels.options import Documents, Options, Saved
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 MISSING = hopper_forward.gluon_missing() or ("" if HOPPER else "needs a Hopper GPU")
@@ -55,7 +59,7 @@ def test_error_of_o_below_the_official_kernels(gate, official, D, T):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, T, 2, D, device="cuda", dtype=BF16) for _ in range(3))
     log_f = gates(gate, 1, T, 2, device="cuda")
-    o, _ = launch_forward(q, k, v, *cumsum.cumulative(log_f), scale=D**-0.5)
+    o, _ = launch_forward(q, k, v, *cumsum.cumulative(log_f), Options(D**-0.5))
     exact, _ = reference.forgetting_attention(q.double(), k.double(), v.double(), log_f.double(), return_lse=True)
     assert (o.double() - exact).norm() < official * exact.norm()
 
@@ -63,18 +67,19 @@ def test_error_of_o_below_the_official_kernels(gate, official, D, T):
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("exact_sums", [True, False])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (12, 1)])
-def test_ordered_backward_is_the_same_bit_for_bit(D, heads, exact_sums):
+def test_ordered_backward_is_the_same_bit_for_bit(D, heads, exact_sums, monkeypatch):
+    monkeypatch.setattr(hopper_backward, "EXACT_SUMS", exact_sums)
     torch.manual_seed(0)
     q, do = (torch.randn(2, 2000, heads[0], D, device="cuda", dtype=BF16) for _ in range(2))
     k, v = (torch.randn(2, 2000, heads[1], D, device="cuda", dtype=BF16) for _ in range(2))
     c = cumsum.cumulative(torch.nn.functional.logsigmoid(torch.randn(2, 2000, heads[0], device="cuda") + 4))
-    o, lse2 = launch_forward(q, k, v, *c, scale=D**-0.5)
-    options = {"scale": D**-0.5, "exact_sums": exact_sums}
-    first = launch_backward(do, None, q, k, v, o, lse2, *c, **options)
+    options = Options(D**-0.5)
+    saved = Saved(*launch_forward(q, k, v, *c, options), *c)
+    first = launch_backward(do, None, q, k, v, saved, options)
     for _ in range(5):
-        again = launch_backward(do, None, q, k, v, o, lse2, *c, **options)
+        again = launch_backward(do, None, q, k, v, saved, options)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    unordered = launch_backward(do, None, q, k, v, o, lse2, *c, **options, deterministic=False)
+    unordered = launch_backward(do, None, q, k, v, saved, options, deterministic=False)
     for a, b in zip(first, unordered, strict=True):
         assert (a.float() - b.float()).norm() <= 1e-3 * a.float().norm()
 
@@ -82,18 +87,20 @@ def test_ordered_backward_is_the_same_bit_for_bit(D, heads, exact_sums):
 @pytest.mark.parametrize(("deterministic", "exact_sums"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("seq_start", [None, [0], [300], [1000]], ids=str)
 @pytest.mark.parametrize("D", [64, 128])
-def test_every_element_is_written(D, seq_start, deterministic, exact_sums):
+def test_every_element_is_written(D, seq_start, deterministic, exact_sums, monkeypatch):
     """Outputs come from freshly poisoned memory; queries that see nothing, whole tiles of them, have no gradient."""
+    monkeypatch.setattr(hopper_backward, "EXACT_SUMS", exact_sums)
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(1, 1000, 4, D, device="cuda", dtype=BF16) for _ in range(4))
     c = cumsum.cumulative(torch.zeros(1, 1000, 4, device="cuda"))
     torch.full((64 << 20,), float("nan"), device="cuda")  # freed: the allocator hands it out again
     start = None if seq_start is None else torch.tensor(seq_start, dtype=torch.int32, device="cuda")
     padded = 0 if seq_start is None else seq_start[0]
-    o, lse2 = launch_forward(q, k, v, *c, scale=D**-0.5, seq_start=start)
+    given = Options(D**-0.5), Documents(seq_start=start)
+    o, lse2 = launch_forward(q, k, v, *c, *given)
     torch.full((64 << 20,), float("nan"), device="cuda")
-    options = {"scale": D**-0.5, "seq_start": start, "deterministic": deterministic, "exact_sums": exact_sums}
-    dq, dk, dv, dc = launch_backward(do, None, q, k, v, o, lse2, *c, **options)
+    saved = Saved(o, lse2, *c)
+    dq, dk, dv, dc = launch_backward(do, None, q, k, v, saved, *given, deterministic=deterministic)
     assert all(bool(torch.isfinite(x).all()) for x in (o, lse2[..., padded:], dq, dk, dv, dc))
     assert all(x[:, :padded].count_nonzero() == 0 for x in (o, dq, dk, dv))
 
@@ -105,8 +112,8 @@ def test_nan_in_a_gate_reaches_the_outputs_behind_it(D):
     log_f = torch.full((1, 400, 2), -0.1, device="cuda")
     log_f[:, 150, 0] = torch.nan
     c = cumsum.cumulative(log_f)
-    o, lse2 = launch_forward(q, k, v, *c, scale=D**-0.5)
-    dq, dk, dv, _ = launch_backward(do, None, q, k, v, o, lse2, *c, scale=D**-0.5)
+    o, lse2 = launch_forward(q, k, v, *c, Options(D**-0.5))
+    dq, dk, dv, _ = launch_backward(do, None, q, k, v, Saved(o, lse2, *c), Options(D**-0.5))
     assert all(bool(x[:, 150:, 0].isnan().all()) for x in (o, lse2.transpose(1, 2), dq, dk, dv))
     assert all(bool(torch.isfinite(x[:, :, 1]).all()) for x in (o, lse2.transpose(1, 2), dq, dk, dv))
     assert all(bool(torch.isfinite(x[:, :128, 0]).all()) for x in (o, lse2.transpose(1, 2), dq))
@@ -138,8 +145,8 @@ def test_captured_in_a_graph():
     c = cumsum.cumulative(torch.full((1, 512, 4), -0.01, device="cuda"))
 
     def step():
-        o, lse2 = launch_forward(q, k, v, *c, scale=0.125)
-        return o, *launch_backward(do, None, q, k, v, o, lse2, *c, scale=0.125)
+        o, lse2 = launch_forward(q, k, v, *c, Options(0.125))
+        return o, *launch_backward(do, None, q, k, v, Saved(o, lse2, *c), Options(0.125))
 
     expected = step()
     torch.cuda.synchronize()

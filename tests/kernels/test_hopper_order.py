@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
-from fox_kernels.edges import edges_torch
-from fox_kernels.hopper_forward import gluon_missing
+from fox_kernels.hopper.forward import gluon_missing
+from twins import edges_torch
 
 pytestmark = pytest.mark.skipif(gluon_missing() is not None, reason=str(gluon_missing()))
 
@@ -65,7 +65,7 @@ def walks(first: list[int], start: list[int] | None, T: int, S: int, queries: in
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(problems())
 def test_a_key_tile_waits_for_as_many_as_add_to_a_query_tile_before_it(problem):
-    from fox_kernels import hopper_backward_copies as copies
+    from fox_kernels.hopper import backward_copies as copies
 
     T, S, queries, sink, bounds, first = problem
     start = end = low = high = None

@@ -72,7 +72,7 @@ def leaves_its_tensors() -> list[str]:
     """Return what is wrong with the watch over the kernels' memory, which a row shorter by one must set off."""
     import bounds
     import torch
-    from fox_kernels import cumsum
+    from fox_kernels.common import cumsum
     from triton.runtime.errors import InterpreterError
 
     def shorter(x):
@@ -101,7 +101,7 @@ def run_each() -> dict[str, list[str]]:
     import torch
     from cases import Case, failures
 
-    launchers.prune.WORTH = 0  # problems of a test's size are pruned too
+    launchers.pruning.WORTH = 0  # problems of a test's size are pruned too
     dtypes = (torch.float32, torch.float16)
     report = {}
     for n, (name, fields) in enumerate(FEATURES.items()):

@@ -9,7 +9,9 @@ A float64 reference of that size does not fit, so a large problem is compared wi
 import pytest
 import torch
 from cases import gates, laid_out
-from fox_kernels import cumsum, forgetting_attention, hopper_forward
+from fox_kernels import forgetting_attention
+from fox_kernels.common import cumsum
+from fox_kernels.hopper import forward as hopper_forward
 from test_gpu import gate_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -9,8 +9,10 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 
-from fox_kernels import decode, forward, launch  # noqa: E402
-from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+from fox_kernels.decoding import planner
+from fox_kernels.host import launch, readable
+from fox_kernels.options import Options
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Kernel:
@@ -42,7 +44,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(triton, "JITFunction", Kernel)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "_runners", {})
-    monkeypatch.setattr(decode, "decoder_for", decode.Decoder)  # it would remember these kernels
+    monkeypatch.setattr(planner, "decoder_for", planner.Decoder)  # it would remember these kernels
     return Kernel()
 
 
@@ -73,34 +75,34 @@ def test_what_triton_specialises_on_compiles_anew(kernel):
 
 
 def test_only_a_gpu_with_tma_copies_by_it():
-    assert not launch.describable(torch.zeros(1, 64, 2, 64, dtype=torch.float16))
+    assert not readable.describable(torch.zeros(1, 64, 2, 64, dtype=torch.float16))
 
 
 def test_a_dimension_of_size_1_gets_a_stride_that_tma_takes():
     x = torch.zeros(2, 64, 1, 64, dtype=torch.float16)[:1].as_strided((1, 64, 1, 64), (7, 64, 3, 1))
-    described = launch.source(x, 16, True)
+    described = readable.source(x, 16, True)
     assert (described.shape, described.block_shape) == ([1, 64, 1, 64], [1, 16, 1, 64])
     assert described.strides == [64, 64, 64, 1]
-    assert launch.source(x, 16, False) is x
+    assert readable.source(x, 16, False) is x
 
 
 def test_only_rows_that_products_of_16_bits_cannot_take_are_copied():
     """Those of other strides Triton 3.6 multiplied wrongly on Hopper at head dims 80 and 96."""
     wide = torch.randn(2, 6, 4, 96).half()
     for x in (wide, wide[:, :, 1:3], wide[..., 8:-8], wide.transpose(1, 2), wide[:, :, :1].expand(2, 6, 4, 96)):
-        assert forward.aligned(x) is x
+        assert readable.aligned(x) is x
     odd = torch.randn(1, 6, 4, 84).half()[..., :80]
     shifted = torch.randn(1 + wide.numel()).half()[1:].view(wide.shape)
     lonely = wide[:1].as_strided((1, 6, 4, 96), (7, 384, 96, 1))  # of size 1, its stride counts for the compiler
     turned = torch.randn(2, 6, 96, 4).half().transpose(2, 3)
     for x in (odd, shifted, lonely, turned):
-        y = forward.aligned(x)
+        y = readable.aligned(x)
         assert torch.equal(x, y)
         assert y.data_ptr() % 16 == 0
         assert y.stride()[3] == 1
         assert all(stride % 16 == 0 for stride in y.stride()[:3])
     in_float32 = torch.randn(1, 6, 4, 84)[..., :80]
-    assert forward.aligned(in_float32) is in_float32
+    assert readable.aligned(in_float32) is in_float32
 
 
 @pytest.mark.skipif(not launch.PROVEN, reason="addresses are handed over with Triton 3.6 only")
@@ -108,14 +110,13 @@ def test_decoding_again_hands_over_the_addresses_of_the_same_tensors(kernel, mon
     """The second call of a kind, its scratch memory cut up by addresses, gives the kernels what the first one did."""
     kernels = {name: type(kernel)() for name in ("search_kernel", "split_kernel", "merge_kernel")}
     for name, fake in kernels.items():
-        monkeypatch.setattr(decode, name, fake)
+        monkeypatch.setattr(planner, name, fake)
     scratch, empty = {}, torch.empty
     monkeypatch.setattr(torch, "empty", lambda n, **how: scratch.setdefault(n, empty(n, **how)))
     q, cache = torch.randn(2, 3, 6, 32), torch.randn(2, 2, 5000, 32).transpose(1, 2)
     c, bound, start = torch.zeros(2, 6, 5008)[..., :5000], torch.ones(2, 2), torch.tensor([3, 0], dtype=torch.int32)
-    decoder = decode.Decoder(
-        q.shape, 2, q.dtype, q.device, scale=0.1, padded=True, window=4000, sink=2, softcap=9.0, prune=-5.0,
-        pruned=True, searches=True,
+    decoder = planner.Decoder(
+        q.shape, 2, q.dtype, q.device, Options(0.1, 4000, 2, 9.0, -5.0), padded=True, pruned=True, searches=True
     )  # fmt: skip
     for S in (5000, 5000, 4999):
         k, sums = cache[:, :S], c[..., :S]
@@ -187,30 +188,30 @@ def test_the_short_way_hands_the_driver_what_triton_hands_it(monkeypatch, rows):
 @pytest.mark.parametrize("processors", [108, 132, 148])
 def test_decoding_keeps_two_thirds_of_the_processors_busy_whatever_the_batch(processors):
     for pairs in range(1, processors + 1):
-        programs = pairs * decode.splits_for(pairs, processors)
+        programs = pairs * planner.splits_for(pairs, processors)
         assert programs <= 2 * processors
         assert programs / processors >= 0.66 * -(-programs // processors)
-    assert decode.splits_for(5000, processors) == 1
+    assert planner.splits_for(5000, processors) == 1
 
 
 def test_small_problems_are_not_searched_for_what_to_prune(monkeypatch):
-    from fox_kernels import prune
+    from fox_kernels.common import pruning
 
-    monkeypatch.setattr(prune, "WORTH", 10**11)
+    monkeypatch.setattr(pruning, "WORTH", 10**11)
     small, large = (torch.empty(8, n, 16, 64, device="meta") for n in (2048, 8192))
-    assert prune.worth(small, small, -10.0) is None
-    assert prune.worth(large, large, -10.0) == -10.0
-    assert prune.worth(large, large, None) is None
+    assert pruning.worth(small, small, -10.0) is None
+    assert pruning.worth(large, large, -10.0) == -10.0
+    assert pruning.worth(large, large, None) is None
 
 
 def test_a_cache_copied_anew_for_every_token_compiles_and_remembers_nothing_more(kernel, monkeypatch):
     kernels = {name: type(kernel)() for name in ("search_kernel", "split_kernel", "merge_kernel")}
     for name, fake in kernels.items():
-        monkeypatch.setattr(decode, name, fake)
+        monkeypatch.setattr(planner, name, fake)
     q, bound = torch.randn(2, 1, 6, 32), torch.ones(2, 2)
     for S in range(700, 733):  # strides grow with it
         k, c = torch.randn(2, 2, S, 32).transpose(1, 2), torch.zeros(2, 6, S)
-        decode.launch_decode(q, k, k, c, c, scale=0.1, prune=-5.0, k_bound=bound)
+        planner.launch_decode(q, k, k, c, c, Options(0.1, prune=-5.0), k_bound=bound)
     for fake in kernels.values():
         assert len(fake.compiled) == 3  # S is a multiple of 16, 6 * S is, none is
         assert len(fake.ran) == 33 - 3

@@ -24,9 +24,9 @@ FP16, FP32 = torch.float16, torch.float32
 def check_softcaps_far_above_the_scores() -> None:
     """tanh by exp2 is good for 6e-8 of the cap, which a cap of 1e5 makes more than float16's rounding."""
     from cases import Case, failures
-    from fox_kernels import prune
+    from fox_kernels.common import pruning
 
-    prune.WORTH = 0
+    pruning.WORTH = 0
     for dtype, softcap, options in ((FP16, 1e5, {"prune": -4.0}), (FP16, 1e8, {}), (FP16, 1e38, {}), (FP32, 1e31, {})):
         torch.manual_seed(0)
         assert failures(Case(B=1, T=60, D=16, dtype=dtype, gate="short", options={"softcap": softcap} | options)) == []
@@ -35,8 +35,8 @@ def check_softcaps_far_above_the_scores() -> None:
 
 def check_heads_far_apart_in_memory() -> None:
     """A head's distance times its number passes 2^31: x of the fused helpers may be laid out heads first."""
-    from fox_kernels.fused_norm import head_norm
-    from fox_kernels.fused_shift import shift
+    from fox_kernels.layer.norm import head_norm
+    from fox_kernels.layer.shift import shift
 
     torch.manual_seed(0)
     room = torch.empty(2**31 + 2**20, dtype=FP16)  # of which little is touched, so little exists
@@ -86,9 +86,10 @@ def at_an_offset(q, k, v, c, q_offset: int, causal: bool, padded: int):
 def check_queries_at_any_offset() -> None:
     """As chunked prefill and context parallelism ask for them: before the last keys, among them and past them."""
     from cases import gates
-    from fox_kernels import cumsum
-    from fox_kernels.backward import launch_backward
-    from fox_kernels.forward import launch_forward
+    from fox_kernels.common import cumsum
+    from fox_kernels.options import Documents, Options, Saved, Shard
+    from fox_kernels.plain.backward import launch_backward
+    from fox_kernels.plain.forward import launch_forward
 
     ln_2, B, H, D = math.log(2), 1, 2, 16
     for T, S, q_offset, causal, padded in (
@@ -103,15 +104,15 @@ def check_queries_at_any_offset() -> None:
         o, lse = at_an_offset(*inputs, q_offset, causal, padded)
         wanted = torch.autograd.grad((o * do).sum() + (lse * dlse).sum(), inputs)
         start = torch.tensor([padded], dtype=torch.int32) if padded else None
-        options = {"scale": 0.25, "q_offset": q_offset, "causal": causal, "seq_start": start}
-        mine, lse2 = launch_forward(q, k, v, *c, **options)
-        found = launch_backward(do, dlse * ln_2, q, k, v, mine, lse2, *c, **options)
+        given, shard = (Options(0.25), Documents(seq_start=start)), Shard(q_offset, None, causal)
+        mine, lse2 = launch_forward(q, k, v, *c, *given, shard=shard)
+        found = launch_backward(do, dlse * ln_2, q, k, v, Saved(mine, lse2, *c), *given, shard=shard)
         for x, y in zip((mine, lse2 * ln_2, *found), (o, lse, *wanted), strict=True):
             assert (x - y).norm() <= 1e-5 * y.norm(), (T, S, q_offset, causal, padded)
 
 
 def check_entry_without_tokens() -> None:
-    from fox_kernels.fused_entry import entry
+    from fox_kernels.layer.entry import entry
 
     for B, T in ((0, 3), (2, 0)):
         x, angle = torch.zeros(B, T, 8, requires_grad=True), torch.zeros(1, T, 2)
@@ -127,15 +128,17 @@ def check_entry_without_tokens() -> None:
 def check_decoding_of_more_pairs_than_a_grid_holds() -> None:
     from unittest import mock
 
-    from fox_kernels import cumsum, decode, decode_attention
+    from fox_kernels import decode_attention
+    from fox_kernels.decoding import planner, search
+    from twins import cumulative_torch
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(5, n, heads, 16) for n, heads in ((1, 4), (40, 2), (40, 2)))
-    c = cumsum.cumulative_torch(-torch.rand(5, 40, 4))
-    starts, bound = torch.tensor([0, 3, 39, 40, 1], dtype=torch.int32), decode.key_bound(k)
+    c = cumulative_torch(-torch.rand(5, 40, 4))
+    starts, bound = torch.tensor([0, 3, 39, 40, 1], dtype=torch.int32), search.key_bound(k)
     for options in ({}, {"seq_start": starts, "sink": 2}, {"prune": -3.0, "k_bound": bound, "softcap": 2.0}):
         whole = decode_attention(q, k, v, *c, **options)
-        with mock.patch.object(decode, "MAX_PAIRS", 5):
+        with mock.patch.object(planner, "MAX_PAIRS", 5):
             torch.testing.assert_close(decode_attention(q, k, v, *c, **options), whole)
     assert decode_attention(q[:0], k[:0], v[:0], *[x[:0] for x in c]).shape == (0, 1, 4, 16)
 
@@ -172,10 +175,11 @@ def test_nan_through_lse_on_a_gpu(backend):
 
 def test_what_the_hopper_backward_is_handed_of_rows_that_see_nothing(monkeypatch):
     from fox_kernels import passes
+    from fox_kernels.options import Documents, Options, Saved, Way
 
     handed = []
 
-    def launch(do, dlse2, q, k, v, o, lse2, *_, **__):
+    def launch(do, dlse2, q, k, v, *_, **__):
         handed.append(dlse2)
         return q, k, v, torch.zeros(1, 1, 3)
 
@@ -187,18 +191,17 @@ def test_what_the_hopper_backward_is_handed_of_rows_that_see_nothing(monkeypatch
         (None, [torch.nan] * 2 + [3.0]),
     ):
         given = torch.tensor([[[torch.nan, torch.nan, 3.0]]])
-        passes.differentiate(
-            x, given, x, x, x, x, x, lse2, x, x, None, None, None, 1.0, None, start, None, 0, None, None, "gluon", True
-        )
+        documents, way = Documents(seq_start=start), Way("gluon", True, True)
+        passes.differentiate(x, given, x, x, x, x, Saved(x, lse2, x, x), Options(1.0), documents, way)
         torch.testing.assert_close(handed.pop(), torch.tensor([[expected]]), equal_nan=True)
 
 
 def test_fused_helpers_say_what_they_cannot_take():
-    from fox_kernels.fused_entry import entry
-    from fox_kernels.fused_gate import gate
-    from fox_kernels.fused_norm import head_norm
-    from fox_kernels.fused_rotary import rotary
-    from fox_kernels.fused_shift import shift
+    from fox_kernels.layer.entry import entry
+    from fox_kernels.layer.gate import gate
+    from fox_kernels.layer.norm import head_norm
+    from fox_kernels.layer.rotary import rotary
+    from fox_kernels.layer.shift import shift
 
     x, w, b, angle = torch.zeros(1, 5, 2, 8), torch.zeros(2, 8), torch.zeros(2), torch.zeros(1, 5, 4)
     square = torch.zeros(8, 8)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, draw, failures, gates, problems, results
-from fox_kernels import choose, chunked, forgetting_attention, reference
+from fox_kernels import api, choose, chunked, forgetting_attention, reference
 from hypothesis import HealthCheck, given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -324,6 +324,18 @@ def test_the_choice_and_its_reason_are_said_once(capsys):
     assert capsys.readouterr().err.count("fox_kernels: backend reference (asked for)") <= 1
 
 
+def test_a_reason_is_not_printed_again_for_another_number(capsys):
+    api._announced.clear()
+    for queries in (1, 2, 57, 63):
+        api.announce("triton", f"CUDA tensors; not gluon: {queries} queries are less than its tile of 64")
+    api.announce("triton", "CUDA tensors; not gluon: head_dim 256 is not one of (64, 80, 96, 128)")
+    api.announce("triton", "CUDA tensors; not gluon: dtype torch.float32 is not bfloat16 or float16")
+    api.announce("chunked", "dtype torch.float64 is not one of bfloat16, float16, float32")
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 4
+    assert said[0] == "fox_kernels: backend triton (CUDA tensors; not gluon: 1 queries are less than its tile of 64)"
+
+
 # Tracing an autograd.Function, dynamo itself instantiates it and warns.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_without_a_graph_break():
@@ -347,10 +359,11 @@ def test_fake_tensors_take_the_shapes_through(backend, options):
 
 
 def test_asking_for_the_hopper_kernels_is_traced_without_a_warning():
-    from fox_kernels import hopper_forward
+    from fox_kernels.hopper import forward as hopper_forward
+    from fox_kernels.options import Options
 
     def scaled(q):
-        return q * (2.0 if hopper_forward.unsupported(q, q, q) else 3.0)
+        return q * (2.0 if hopper_forward.unsupported(q, q, q, Options(1.0)) else 3.0)
 
     q = torch.ones(1, 64, 1, 64)
     assert torch.equal(torch.compile(scaled, backend="eager", fullgraph=True)(q), 2 * q)

@@ -18,8 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 
-import fox_kernels  # noqa: E402
-from fox_kernels import api, autograd, calls, hopper_backward, hopper_forward, kinds, launch, replay  # noqa: E402
+import fox_kernels
+from fox_kernels import api, autograd, calls
+from fox_kernels.hopper import backward as hopper_backward
+from fox_kernels.hopper import forward as hopper_forward
+from fox_kernels.host import kinds, launch, replay
 
 N = 96
 proven = pytest.mark.skipif(not launch.PROVEN, reason="the short way is taken with Triton 3.6 only")
@@ -351,7 +354,7 @@ def test_a_tape_in_another_hides_its_launches_from_it(stream):
 
 
 def test_recording_does_not_import_torchs_compiler():
-    program = "import sys, torch\nfrom fox_kernels import replay\nwith replay.Tape() as tape: torch.empty(3)\n"
+    program = "import sys, torch\nfrom fox_kernels.host import replay\nwith replay.Tape() as tape: torch.empty(3)\n"
     program += "assert tape.made and 'torch._dynamo' not in sys.modules"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -9,7 +9,8 @@ import itertools
 import pytest
 import torch
 from cases import Case, draw, poisoned
-from fox_kernels import deterministic, forgetting_attention, launch, replay
+from fox_kernels import deterministic, forgetting_attention
+from fox_kernels.host import launch, replay
 from test_large_gpu import gluon
 from torch.utils.checkpoint import checkpoint
 

@@ -37,8 +37,11 @@ def of_o() -> dict[str, list[float]]:
     """Return the errors of o before it is rounded, in the usual order and ours, by gates; runs interpreted."""
     import torch
     from cases import gates
-    from fox_kernels import cumsum, forward, reference
-    from fox_kernels.tiles import Tile
+    from fox_kernels import reference
+    from fox_kernels.common import cumsum
+    from fox_kernels.options import Options
+    from fox_kernels.plain import forward
+    from fox_kernels.plain.tiles import Tile
 
     errors = {}
     for gate in GATES:
@@ -47,14 +50,14 @@ def of_o() -> dict[str, list[float]]:
         log_f = gates(gate, 1, 160, 4)
         exact = reference.forgetting_attention(*(x.double() for x in (q, k, v, log_f)))
         sums, lost = cumsum.cumulative(log_f), torch.empty_like(q)
-        o, _ = forward.launch_forward(q, k, v, *sums, scale=0.25, residual=lost, tile=Tile(32, 32, 4, 1))
+        o, _ = forward.launch_forward(q, k, v, *sums, Options(0.25), residual=lost, tile=Tile(32, 32, 4, 1))
         c = log_f.double().cumsum(1)[0].T
         scores = torch.einsum("qhd,khd->hqk", q[0].double(), k[0].double()) / 4 + c[:, :, None] - c[:, None, :]
         scores = scores.masked_fill(torch.ones(160, 160).triu(1) > 0, -torch.inf).float()
         twin = usual(scores, v[0].transpose(0, 1), 32).transpose(0, 1)[None]
         errors[gate] = [((x.double() - exact).norm() / exact.norm()).item() for x in (twin, o.double() + lost.double())]
         forward.describable = lambda *tensors: True
-        described, _ = forward.launch_forward(q, k, v, *sums, scale=0.25, tile=Tile(32, 32, 4, 1, 2, 1))
+        described, _ = forward.launch_forward(q, k, v, *sums, Options(0.25), tile=Tile(32, 32, 4, 1, 2, 1))
         assert torch.equal(described, o)
     return errors
 
@@ -100,15 +103,17 @@ def of_dv() -> dict[str, list[float]]:
 
 def of_the_first() -> dict[str, float]:
     """Return how far what the kernel finds lost is from what is, relative; runs interpreted."""
-    from fox_kernels import backward_first, cumsum
-    from fox_kernels.forward import launch_forward
+    from fox_kernels.common import cumsum, first_weights
+    from fox_kernels.options import Options
+    from fox_kernels.plain.forward import launch_forward
 
     errors = {}
     for T, D, sink, softcap in ((70, 16, 0, None), (64, 80, 3, None), (20, 32, 0, 4.0), (1, 16, 0, None)):
         q, k, v, do, log_f, p = problem(T, D, "mixed", sink, softcap)
         sums = cumsum.cumulative(log_f)
-        _, lse2 = launch_forward(q, k, v, *sums, scale=0.25, sink=sink, softcap=softcap)
-        lost = backward_first.lost_to_rounding(q, k, do, lse2, *sums, 0.25, sink, softcap)
+        options = Options(0.25, sink=sink, softcap=softcap)
+        _, lse2 = launch_forward(q, k, v, *sums, options)
+        lost = first_weights.lost_to_rounding(q, k, do, lse2, *sums, options)
         first = p[..., :64, :64].float()
         exact = products((first - first.half().float()).double(), do[:, :64]).transpose(1, 2)
         assert (lost[:, :, T:] == 0).all()

@@ -1,0 +1,205 @@
+"""What the kernels of the forward and of the backward do alike with a block of queries and keys.
+
+Which it is, what it sees, its rows, its gates and its scores. Formulas: `forward`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634  # scores, c and lse are natural units times this
+LOG2E = tl.constexpr(LOG2_E)  # the same for kernels, which can read no plain global
+COARSE_CAP = 256.0  # above, tanh by exp2 costs scores more than 1e-5
+UNREACHED_CAP = 1e30  # no score is near: it caps nothing
+
+
+@triton.jit
+def visible(i, j, start, S, window, sink, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr):
+    """Which keys j queries i see; i, j and start broadcast to the block in either orientation."""
+    seen = j < S
+    if CAUSAL:
+        seen = seen & (j <= i)
+    if STARTS:
+        seen = seen & (j >= start)
+    if WINDOW:
+        seen = seen & ((i - j < window) | (j < start + sink))
+    return seen
+
+
+@triton.jit
+def block_scalars(c_hi_ptr, c_lo_ptr, position, S):
+    """c, in two floats, at a position clamped to the last."""
+    return tl.load(c_hi_ptr + tl.minimum(position, S - 1)), tl.load(c_lo_ptr + tl.minimum(position, S - 1))
+
+
+@triton.jit
+def decayed(s, ci_hi, ci_lo, cj_hi, cj_lo, is_sink, sink_bias, SINK: tl.constexpr):
+    """s + (c_i - c_j), exactly, or s + sink_bias at sinks."""
+    if SINK:
+        return s + tl.where(is_sink, sink_bias, (ci_hi - cj_hi) + (ci_lo - cj_lo))
+    return (s + (ci_lo - cj_lo)) + (ci_hi - cj_hi)
+
+
+def cap_kind(softcap: float | None, dtype: torch.dtype) -> int:
+    """Return the kernels' CAP: 0 for no softcap, 1 for tanh by exp2, 2 for tanh with all its digits (`soft_capped`)."""
+    if softcap is None or softcap > UNREACHED_CAP:
+        return 0
+    return 2 if dtype == torch.float32 or softcap > COARSE_CAP else 1
+
+
+def cap_factors(softcap: float | None) -> tuple[float, float]:
+    """Return softcap2 and inverse_cap of `soft_capped`; zeros for no softcap."""
+    return (0.0, 0.0) if softcap is None else (softcap * LOG2_E, 2.0 / softcap)
+
+
+@triton.jit
+def soft_capped(s, softcap2, inverse_cap, EXACT: tl.constexpr):
+    """softcap2 * tanh(s / softcap2), by exp2; returns the value and tanh.
+
+    Near 0 that is a difference of two numbers near 1, good for 6e-8 of softcap2. EXACT: for 6e-8 of the value.
+    """
+    t = 1.0 - 2.0 / (tl.exp2(s * inverse_cap) + 1.0)
+    if EXACT:
+        x = s * inverse_cap * 0.34657359027997264  # ln(2) / 2
+        y = x * x  # Taylor's series of tanh to x^9: below 0.3 what is left out is 5e-8
+        near = x + x * y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
+        t = tl.where(y < 0.09, near, t)
+    return softcap2 * t, t
+
+
+@triton.jit
+def load_rows(ptr, b, h, row, stride, offs_r, offs_d, limit, MASKED: tl.constexpr, TMA: tl.constexpr):
+    """Rows row + offs_r of a (rows, D) matrix with unit last stride; the block's base is 64 bit.
+
+    With TMA, ptr describes the whole (B, rows, H, D) tensor, and rows beyond the last are zero.
+    """
+    if TMA:
+        x = ptr.load([b, row, h, 0]).reshape(offs_r.shape[0], offs_d.shape[0])
+    elif MASKED:
+        ptrs = ptr + row.to(tl.int64) * stride + offs_r[:, None] * stride + offs_d[None, :]
+        x = tl.load(ptrs, mask=(row + offs_r < limit)[:, None], other=0.0)
+    else:
+        x = tl.load(ptr + row.to(tl.int64) * stride + offs_r[:, None] * stride + offs_d[None, :])
+    return x
+
+
+@triton.jit
+def place(tiles, pairs, together):
+    """This program's tile, counted from the heaviest, and its (batch, head) pair.
+
+    So many pairs as `together` says are walked at a time: what their tiles share stays in the L2 cache. Those left over
+    go first: last, they would be too few to keep the GPU busy beside the heaviest tile.
+    """
+    left = pairs % together
+    beyond = tl.program_id(0) - left * tiles
+    width = tl.where(beyond < 0, left, together)
+    first = tl.where(beyond < 0, 0, left + beyond // (together * tiles) * together)
+    rest = tl.where(beyond < 0, tl.program_id(0), beyond % (together * tiles))
+    return rest // width, (first + rest % width).to(tl.int64)
+
+
+@triton.jit
+def query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS: tl.constexpr):
+    """Positions of a tile's queries, their document starts, and the least and greatest of these."""
+    pos = q_offset + m0 + offs_m
+    start = tl.zeros_like(pos)
+    if STARTS:
+        row = m0 + offs_m < T
+        start = tl.load(start_ptr + tl.minimum(pos, S - 1), mask=row, other=0)
+        least = tl.min(tl.where(row, start, S), 0)
+        greatest = tl.max(start, 0)
+    else:
+        least = m0 * 0
+        greatest = m0 * 0
+    return pos, start, least, greatest
+
+
+@triton.jit
+def key_range(
+    first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRUNE_M: tl.constexpr,
+):  # fmt: skip
+    """Key blocks of a query tile: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked, and
+    the sinks' own masked blocks [sink_low, sink_high) below low."""
+    first_pos = q_offset + m0
+    high = S
+    full = S
+    if CAUSAL:
+        high = tl.minimum(S, last_pos + 1)
+        full = tl.minimum(S, first_pos)  # a query's own key is masked, here as in dk/dv: their sums of dS leave it out
+    low = least
+    ragged = tl.maximum(greatest, 0)
+    if WINDOW:
+        low = tl.maximum(low, first_pos - window + 1)
+        ragged = tl.maximum(ragged, last_pos - window + 1)
+    # Pruning is a run-time flag: with one program for both, having it on can't cost registers.
+    first = tl.load(first_ptr + m0 // PRUNE_M, mask=prune > 0, other=0)
+    if BM > PRUNE_M:
+        second = tl.load(first_ptr + m0 // PRUNE_M + 1, mask=(prune > 0) & (m0 + PRUNE_M < T), other=S)
+        first = tl.minimum(first, second)
+    low = tl.maximum(low, first)
+    ragged = tl.where(sink > 0, tl.maximum(ragged, tl.minimum(greatest + sink, S)), ragged)
+    high = tl.cdiv(tl.maximum(high, 0), BN)
+    low = tl.minimum(low // BN, high)
+    mid_high = tl.maximum(tl.minimum(full // BN, high), low)
+    mid_low = tl.minimum(tl.maximum(tl.cdiv(ragged, BN), low), mid_high)
+    sink_low = tl.minimum(least // BN, low)
+    sink_high = tl.where(sink > 0, tl.maximum(tl.minimum(tl.cdiv(least + sink, BN), low), sink_low), sink_low)
+    return low, mid_low, mid_high, high, sink_low, sink_high
+
+
+@triton.jit
+def masked_block(it, low, mid_low, mid_high, high, sink_low):
+    """The it-th masked key block: from the diagonal down, then the low edge, then the sinks."""
+    diagonal = high - mid_high
+    edge = diagonal + mid_low - low
+    return tl.where(
+        it < diagonal, high - 1 - it, tl.where(it < edge, mid_low - 1 - (it - diagonal), sink_low + it - edge)
+    )
+
+
+@triton.jit
+def gates_of_keys(n0, offs_n, c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, S, MASKED: tl.constexpr, ROWS: tl.constexpr):
+    """A key block's positions and gates: c in two floats (masked), or c relative to its last, twice.
+
+    With ROWS, c_rel_ptr describes the rows of all heads as one for TMA; this head's begins at c_rel_row.
+    """
+    j = n0 + offs_n
+    if MASKED:
+        first = tl.load(c_hi_ptr + j, mask=j < S, other=0.0)
+        second = tl.load(c_lo_ptr + j, mask=j < S, other=0.0)
+    else:
+        if ROWS:
+            first = c_rel_ptr.load([c_rel_row + n0])
+        else:
+            first = tl.load(c_rel_ptr + c_rel_row + j)
+        second = first
+    return j, first, second
+
+
+@triton.jit
+def partial_sums(x):
+    """Eight sums of every row, each over every eighth column: in a product's layout no thread needs another's."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
+
+
+@triton.jit
+def scores(
+    s, c_first, c_second, bias_hi, bias_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Products of queries and keys as base-2 scores: scaled, capped, with their decay, -inf where hidden; and tanh."""
+    tanh = s
+    if CAP:
+        s, tanh = soft_capped(s * scale2, softcap2, inverse_cap, CAP == 2)
+    else:
+        s = s * scale2
+    if MASKED:
+        s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_first[None, :], c_second[None, :],
+                    j[None, :] < start[:, None] + sink, sink_bias, SINK)  # fmt: skip
+        seen = visible(pos[:, None], j[None, :], start[:, None], S, window, sink, CAUSAL, STARTS, WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+    else:
+        s += c_first[None, :]
+    return s, tanh

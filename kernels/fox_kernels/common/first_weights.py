@@ -1,0 +1,79 @@
+"""What rounding loses of the weights of the first queries, for the gradient of v to start from.
+
+    lost_j = sum_i (p_ij - round(p_ij)) do_i        over the first BLOCK queries i and keys j and the heads of a group
+
+Products take weights of 16 bits. What that costs dv lies largely in the first rows, where few keys share a weight of 1,
+so one block of every sequence makes good for much of it: with open gates half. Formulas: `backward`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..host.launch import launch, power_of_2
+from ..options import Options
+from .blocks import LOG2_E, cap_factors, cap_kind, decayed, soft_capped
+
+BLOCK = 64  # also the keys of a consumer in `hopper.backward_kernel`
+
+
+@triton.jit(do_not_specialize=["T", "H", "sink"])
+def first_block_kernel(
+    q_ptr, k_ptr, do_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, lost_ptr,
+    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sdo_b, sdo_t, sdo_h, T, H, sink, scale2, softcap2, inverse_cap,
+    GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SINK: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    b, kv = pair // (H // GROUP), pair % (H // GROUP)
+    i, d = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    inside = (i < T)[:, None] & (d < D)[None, :]
+    j = i[:, None]
+    at = j.to(tl.int64)
+    k = tl.load(k_ptr + b * sk_b + kv * sk_h + at * sk_s + d[None, :], mask=inside, other=0.0)
+    seen = (j <= i[None, :]) & (i < T)[None, :]
+    lost = tl.zeros([BLOCK, WIDTH], tl.float32)
+    for g in range(GROUP):
+        h = kv * GROUP + g
+        q = tl.load(q_ptr + b * sq_b + h * sq_h + at * sq_t + d[None, :], mask=inside, other=0.0)
+        do = tl.load(do_ptr + b * sdo_b + h * sdo_h + at * sdo_t + d[None, :], mask=inside, other=0.0)
+        row = (b * H + h) * T + i
+        c_hi, c_lo = tl.load(c_hi_ptr + row, mask=i < T, other=0.0), tl.load(c_lo_ptr + row, mask=i < T, other=0.0)
+        lse = tl.load(lse_ptr + row, mask=i < T, other=0.0)
+        s = tl.dot(k, tl.trans(q)) * scale2
+        if CAP:
+            s, _ = soft_capped(s, softcap2, inverse_cap, CAP == 2)
+        s = decayed(s, c_hi[None, :], c_lo[None, :], c_hi[:, None], c_lo[:, None], j < sink, 0.0, SINK)
+        p = tl.exp2(tl.where(seen, s - lse[None, :], float("-inf")))
+        lost = tl.dot((p - p.to(do.dtype).to(tl.float32)).to(do.dtype), do, lost)
+    tl.store(lost_ptr + (pair * BLOCK + j) * D + d[None, :], lost, mask=(d < D)[None, :])
+
+
+def begins_at_the_first_key(q, k, causal: bool, q_offset: int, started: bool, window: int | None, c_offset) -> bool:
+    """Return whether the first queries see the first keys and no others, and weights are rounded to 16 bits."""
+    plain = not started and window is None and c_offset is None
+    return causal and plain and q_offset == 0 and q.shape[1] == k.shape[1] and q.element_size() == 2
+
+
+def warps_for(width: int) -> int:
+    """Return how many warps hold BLOCK x width sums in their registers."""
+    return 8 if width > 128 else 4
+
+
+def lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options: Options) -> torch.Tensor:
+    """Return lost (B, Hkv, BLOCK, D) float32; q, k, do have unit last strides, lse2, c_hi and c_lo are contiguous."""
+    (B, T, H, D), Hkv = q.shape, k.shape[2]
+    lost = torch.empty(B, Hkv, BLOCK, D, dtype=torch.float32, device=q.device)
+    scale, _, sink, softcap, _ = options
+    width = power_of_2(D)
+    launch(
+        first_block_kernel,
+        (B * Hkv,),
+        (
+            q, k, do, lse2, c_hi, c_lo, lost, *q.stride()[:3], *k.stride()[:3], *do.stride()[:3], T, H, sink,
+            scale * LOG2_E, *cap_factors(softcap),
+        ),
+        (H // Hkv, D, width, BLOCK, sink > 0, cap_kind(softcap, q.dtype)),
+        warps=warps_for(width), stages=1,  # with more, heads one after another would not fit at D = 256
+    )  # fmt: skip
+    return lost

@@ -1,0 +1,191 @@
+"""The kernels of decoding: one or a few queries against a long cache, the keys split over the GPU.
+
+One program per sequence, kv head and stretch of keys; the T * G queries of the head's group are the rows of its tile,
+so K and V are read once for all of them. Each program writes its part's o and lse, a second kernel merges them. c is
+kept as two floats beside the cache (`append.append` lengthens it); every decay is the exact difference c_i - c_j.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.blocks import soft_capped, visible
+
+MIN_BLOCKS = tl.constexpr(4)  # to a program: fewer are not worth merging
+
+
+@triton.jit
+def lowest(pair, heads, low, start_ptr, first_ptr, known, STARTS: tl.constexpr, PRUNE: tl.constexpr):
+    """The first key that (sequence, kv head) pairs read, sinks aside."""
+    low = pair * 0 + low
+    if STARTS:
+        low = tl.maximum(low, tl.load(start_ptr + pair // heads, mask=known, other=0))
+    if PRUNE:
+        low = tl.maximum(low, tl.load(first_ptr + pair, mask=known, other=0))
+    return low
+
+
+@triton.jit
+def share(
+    S, pairs, heads, low, slots, start_ptr, first_ptr,
+    BN: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, STARTS: tl.constexpr, PRUNE: tl.constexpr,
+):  # fmt: skip
+    """How many programs each pair has, the first that is another's, and the blocks of keys to a program."""
+    pair = tl.arange(0, PAIRS)
+    low = lowest(pair, heads, low, start_ptr, first_ptr, pair < pairs, STARTS, PRUNE)
+    blocks = tl.where(pair < pairs, tl.cdiv(tl.maximum(S - low, 0), BN), 0)
+    chunk = tl.maximum(tl.cdiv(tl.sum(blocks, 0), slots), LEAST)
+    programs = tl.cdiv(blocks, chunk)
+    return programs, tl.cumsum(programs, 0), chunk
+
+
+@triton.jit(do_not_specialize=["S", "chunk", "slots", "pairs", "window", "sink"])
+def split_kernel(
+    q_ptr, k_ptr, v_ptr, c_hi_ptr, c_lo_ptr, start_ptr, first_ptr, part_ptr, part_lse_ptr,
+    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sc_b, sc_h,
+    T, S, H, pairs, chunk, slots, window, sink, scale2, softcap2, inverse_cap,
+    GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+    STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr, PRUNE: tl.constexpr,
+    PAIRS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    heads = H // GROUP
+    low = 0
+    if WINDOW:
+        low = tl.maximum(S - T - window + 1, 0)
+    split, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    out = kv * tl.num_programs(0) + split
+    if PAIRS > 0:
+        programs, ends, chunk = share(
+            S, pairs, heads, low, slots, start_ptr, first_ptr, BN, MIN_BLOCKS, PAIRS, STARTS, PRUNE
+        )
+        out = split.to(tl.int64)
+        mine = tl.sum((ends <= split).to(tl.int32), 0)
+        if mine >= pairs:
+            return
+        split -= tl.sum(tl.where(tl.arange(0, PAIRS) == mine, ends - programs, 0), 0)
+        kv = mine.to(tl.int64)
+    b, h_kv = kv // heads, kv % heads
+    rows, offs_n = tl.arange(0, ROWS), tl.arange(0, BN)
+    offs_d0 = tl.arange(0, D0)
+    offs_d1 = D0 + tl.arange(0, D1 if D1 > 0 else D0)
+    real = rows < T * GROUP
+    t, h = tl.minimum(rows // GROUP, T - 1), h_kv * GROUP + rows % GROUP
+    pos = S - T + t
+
+    q_rows = q_ptr + b * sq_b + t * sq_t + h * sq_h
+    q0 = tl.load(q_rows[:, None] + offs_d0[None, :], mask=real[:, None], other=0.0)
+    q1 = q0
+    acc0 = tl.zeros([ROWS, D0], tl.float32)
+    acc1 = acc0
+    if D1 > 0:
+        q1 = tl.load(q_rows[:, None] + offs_d1[None, :], mask=real[:, None], other=0.0)
+        acc1 = tl.zeros([ROWS, D1], tl.float32)
+    c_rows = b * sc_b + h * sc_h
+    c_i_hi, c_i_lo = tl.load(c_hi_ptr + c_rows + pos), tl.load(c_lo_ptr + c_rows + pos)
+    k_ptr += b * sk_b + h_kv * sk_h
+    v_ptr += b * sv_b + h_kv * sv_h
+
+    least = split * 0
+    if STARTS:
+        least = tl.maximum(tl.load(start_ptr + b), 0)
+    low = lowest(kv.to(tl.int32), heads, low, start_ptr, first_ptr, True, STARTS, PRUNE)
+    begin = low + split * chunk * BN
+    end = tl.minimum(begin + chunk * BN, S)
+    sinks_end = tl.minimum(least + sink, low)
+    sink_blocks = split * 0
+    if SINK:  # the first program visits the sinks before what is left
+        sink_blocks = tl.where(split == 0, tl.cdiv(tl.maximum(sinks_end - least, 0), BN), 0)
+
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+
+    for it in range(sink_blocks + tl.cdiv(tl.maximum(end - begin, 0), BN)):
+        n0 = begin + it * BN
+        j = n0 + offs_n
+        inside = j < end
+        if SINK:
+            n0 = tl.where(it < sink_blocks, least + it * BN, begin + (it - sink_blocks) * BN)
+            j = n0 + offs_n
+            inside = j < tl.where(it < sink_blocks, sinks_end, end)
+        k_rows = k_ptr + n0.to(tl.int64) * sk_s + offs_n[:, None] * sk_s
+        v_rows = v_ptr + n0.to(tl.int64) * sv_s + offs_n[:, None] * sv_s
+        k0 = tl.load(k_rows + offs_d0[None, :], mask=inside[:, None], other=0.0)
+        v0 = tl.load(v_rows + offs_d0[None, :], mask=inside[:, None], other=0.0)
+        s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        if D1 > 0:
+            k1 = tl.load(k_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
+            v1 = tl.load(v_rows + offs_d1[None, :], mask=inside[:, None], other=0.0)
+            s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+        if CAP:
+            s, _t = soft_capped(s * scale2, softcap2, inverse_cap, CAP == 2)
+        else:
+            s = s * scale2
+        gates = c_rows[:, None] + j[None, :]
+        known = real[:, None] & inside[None, :]
+        bias = c_i_hi[:, None] - tl.load(c_hi_ptr + gates, mask=known, other=0.0)
+        bias += c_i_lo[:, None] - tl.load(c_lo_ptr + gates, mask=known, other=0.0)
+        if SINK:
+            bias = tl.where((j < least + sink)[None, :], 0.0, bias)
+        seen = visible(pos[:, None], j[None, :], least, S, window, sink, True, STARTS, WINDOW) & known
+        s = tl.where(seen, s + bias, float("-inf"))
+        top = tl.maximum(m, tl.max(s, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(s - base[:, None])
+        alpha = tl.exp2(m - base)
+        l = l * alpha + tl.sum(p, 1)
+        acc0 = tl.dot(p.to(v0.dtype), v0, acc0 * alpha[:, None], input_precision=PRECISION)
+        if D1 > 0:
+            acc1 = tl.dot(p.to(v1.dtype), v1, acc1 * alpha[:, None], input_precision=PRECISION)
+        m = top
+
+    empty = l == 0  # NaN isn't
+    l_safe = tl.where(empty, 1.0, l)
+    out = out * T * GROUP + rows
+    tl.store(part_lse_ptr + out, tl.where(empty, float("-inf"), m + tl.log2(l_safe)), mask=real)
+    part = part_ptr + out[:, None] * (D0 + D1)
+    tl.store(part + offs_d0[None, :], acc0 / l_safe[:, None], mask=real[:, None])
+    if D1 > 0:
+        tl.store(part + offs_d1[None, :], acc1 / l_safe[:, None], mask=real[:, None])
+
+
+@triton.jit(do_not_specialize=["S", "splits", "slots", "pairs", "window"])
+def merge_kernel(
+    part_ptr, part_lse_ptr, o_ptr, lse_ptr, start_ptr, first_ptr, T, S, H, pairs, splits, slots, window,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
+    BN: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, PRUNE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    row, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    rows, heads = T * GROUP, H // GROUP
+    out = kv * splits
+    if PAIRS > 0:
+        low = 0
+        if WINDOW:
+            low = tl.maximum(S - T - window + 1, 0)
+        programs, ends, _ = share(
+            S, pairs, heads, low, slots, start_ptr, first_ptr, BN, MIN_BLOCKS, PAIRS, STARTS, PRUNE
+        )
+        mine = tl.arange(0, PAIRS) == kv
+        splits = tl.sum(tl.where(mine, programs, 0), 0)
+        out = tl.sum(tl.where(mine, ends - programs, 0), 0).to(tl.int64)
+    offs_d, offs_p = tl.arange(0, DP), tl.arange(0, PARTS)
+    part_lse_ptr += out * rows + row
+    part_ptr += (out * rows + row) * D
+    top, total = float("-inf"), 0.0
+    o = tl.zeros([DP], tl.float32)
+    for s0 in range(0, splits, PARTS):  # all at once, 256 parts of D = 256 would not fit the registers
+        s = s0 + offs_p
+        mask = (s < splits)[:, None] & (offs_d < D)[None, :]  # parts that weigh nothing too: no load waits for another
+        lse = tl.load(part_lse_ptr + s * rows, mask=s < splits, other=float("-inf"))
+        part = tl.load(part_ptr + (s * rows)[:, None] * D + offs_d[None, :], mask=mask, other=0.0)
+        new = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        weight, old = tl.exp2(lse - base), tl.exp2(top - base)
+        total = total * old + tl.sum(weight, 0)
+        o = o * old + tl.sum(tl.where((weight != 0)[:, None], part * weight[:, None], 0.0), 0)
+        top = new
+    base = tl.where(top == float("-inf"), 0.0, top)
+    safe = tl.where(total == 0, 1.0, total)
+    o = o / safe
+    b, t = kv // heads, row // GROUP
+    h = (kv % heads) * GROUP + row % GROUP
+    tl.store(o_ptr + ((b * T + t) * H + h) * D + offs_d, o.to(o_ptr.dtype.element_ty), mask=offs_d < D)
+    tl.store(lse_ptr + (b * H + h) * T + t, tl.where(total == 0, float("-inf"), base + tl.log2(safe)))

@@ -1,0 +1,61 @@
+"""Decoding as one torch operator with a fake where something watches operators, and straight to the kernels elsewhere.
+
+fox_kernels::decode   q, k, v, c_hi, c_lo -> o
+"""
+
+import torch
+from torch import Tensor
+
+from ..autograd import traced
+from ..chunked import within
+from ..host.device import on_device
+from ..options import Options
+from . import planner
+
+
+@torch.library.custom_op("fox_kernels::decode", mutates_args=())
+def decode_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c_hi: Tensor,
+    c_lo: Tensor,
+    k_bound: Tensor | None,
+    seq_start: Tensor | None,
+    scale: float,
+    window: int | None,
+    sink: int,
+    softcap: float | None,
+    prune: float | None,
+) -> Tensor:
+    return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, Options(scale, window, sink, softcap, prune))
+
+
+@decode_operator.register_fake
+def _(q, *_):
+    return q.new_empty(q.shape)
+
+
+def _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, options: Options) -> Tensor:
+    with on_device(q):
+        return planner.launch_decode(q, k, v, c_hi, c_lo, options, seq_start, k_bound=k_bound)[0]
+
+
+def decode_attention(q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound) -> Tensor:
+    """`fox_kernels.decode_attention`, which has checked the arguments."""
+    window, sink = within(options.window, options.sink, k.shape[1])
+    softcap, prune = (None if x is None else float(x) for x in options[3:])
+    options = Options(options.scale, window, sink, softcap, prune)
+    if traced(q, k, v, c_hi, c_lo):
+        return decode_operator(q, k, v, c_hi, c_lo, k_bound, seq_start, *options)
+    return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, options)
+
+
+def decoder(q, k, options: Options, seq_start, k_bound) -> planner.Decoder | None:
+    """Return a `Decoder` for calls like this one; None where torch searches the keys, or the call is cut in parts."""
+    pruned = options.prune is not None
+    if q.shape[0] * k.shape[2] > planner.MAX_PAIRS or (pruned and k_bound is None):
+        return None
+    return planner.decoder_for(
+        q.shape, k.shape[2], q.dtype, q.device, options, padded=seq_start is not None, pruned=pruned, searches=pruned
+    )

@@ -1,0 +1,219 @@
+"""Plans and launches decoding: into how many stretches the keys are split, what is searched, which kernels run.
+
+All that calls of a kind share is worked out once, in a `Decoder`. What padding and pruning leave differs from sequence
+to sequence and from head to head: then all stretches are of one length, as many to a head as it has keys left, and each
+program finds out which is its own (`decode.share`). Where pruning starts costs a pass over all keys (`skip_before`),
+unless a bound on their norms is cached like c (`key_bound`): then a small kernel finds it from a few values of c.
+"""
+
+import functools
+import itertools
+import math
+
+import torch
+
+from ..common.blocks import LOG2_E, cap_factors, cap_kind
+from ..host.device import capability, processors
+from ..host.launch import cdiv, launch, of_int, power_of_2
+from ..host.readable import aligned, regular, unit_last
+from ..options import Options
+from ..plain.tiles import SMALL_SHARED, split_head_dim, table_for
+from .decode import MIN_BLOCKS, merge_kernel, split_kernel
+from .search import search_kernel, search_steps, skip_before
+
+MAX_ROWS = 64  # T * H / Hkv that share a tile
+MIN_KEYS = 256
+MAX_PAIRS = 65535  # (sequence, kv head) pairs: a grid is no longer in its second dimension
+MAX_SHARED = 1024  # (sequence, kv head) pairs; more fill the GPU whatever each has left
+
+
+def pays(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Return whether the problem is a decoding one: few query rows per kv head, many keys."""
+    (_, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
+    few = q.numel() > 0 and T * (H // Hkv) <= MAX_ROWS and T <= 16 and q.shape[0] * Hkv <= MAX_PAIRS
+    return few and S >= MIN_KEYS and S >= 16 * T
+
+
+def splits_for(pairs: int, processors: int) -> int:
+    """Return into how many parts to split the keys of each (sequence, kv head) pair.
+
+    One program per processor reads fastest (0.73 of a copy's rate at 32k, two 0.72; H100); where whole splits would
+    leave a tenth of the processors idle, two.
+    """
+    splits = processors // pairs
+    if splits * pairs < 0.9 * processors:
+        splits = 2 * processors // pairs
+    return max(1, min(256, splits))
+
+
+def slots_for(pairs: int, processors: int) -> int:
+    """Return how many stretches to share out where the pairs differ; each pair's last is shorter, and comes on top."""
+    return processors if 4 * pairs <= processors else 2 * max(pairs, processors)
+
+
+def block_for(D: int, rows: int, size: int) -> int:
+    """Return how many keys a step takes; products in float32 run on the ordinary units, from registers."""
+    if size == 4:
+        return 32 if D <= 64 and rows <= 16 else 16
+    return 32 if D > 128 else 64 if D > 64 else 128
+
+
+@functools.cache
+def stages_for(rows: int, block: int, D: int, size: int, capability: tuple[int, int]) -> int:
+    """Return how many blocks of keys, values and gates fit the shared memory at a time; elements of `size` bytes.
+
+    99 KB on Ada and small Blackwell, 163 on Ampere, 227 on Hopper; three blocks are as fast as four.
+    """
+    small = table_for(torch.bfloat16, capability) is SMALL_SHARED
+    room = 99 << 10 if small else (227 if capability[0] == 9 else 163) << 10
+    room -= block * D * size + rows * (5 * block + D * size)
+    return max(1, min(3, 1 + room // (2 * block * D * size + 8 * block * rows)))
+
+
+class Decoder:
+    """Decoding calls that differ in S, strides and addresses only: what else they need is worked out once.
+
+    padded: there is a seq_start. pruned: keys are left out; searches: which, is found from k_bound.
+    """
+
+    def __init__(self, shape, Hkv, dtype, device, options: Options, *, padded: bool, pruned: bool, searches: bool):
+        B, T, H, D = shape
+        scale, window, sink, softcap, prune = options
+        group, size = H // Hkv, dtype.itemsize
+        if T * group > MAX_ROWS:
+            raise ValueError(
+                f"decode packs T * H / Hkv <= {MAX_ROWS} rows into a tile, got {T} * {group}: use forgetting_attention"
+            )
+        D0, D1 = split_head_dim(D)
+        cap, wide, tile_rows = cap_kind(softcap, dtype), power_of_2(D), max(16, power_of_2(T * group))
+        self.T, self.H, self.D, self.rows, self.pairs, self.device = T, H, D, T * group, B * Hkv, device
+        self.window, self.sink, self.searches = window, sink, searches
+        self.readable = aligned if D1 else unit_last
+        self.factors = (scale * LOG2_E, *cap_factors(softcap))
+        self.floor = prune * LOG2_E if searches and prune is not None else 0.0
+        self.block = block_for(D, tile_rows, size)
+        self.stages = stages_for(tile_rows, self.block, D, size, (0, 0) if device.type == "cpu" else capability(device))
+        shares = (padded or pruned) and self.pairs <= MAX_SHARED
+        self.slots = slots_for(self.pairs, processors(device)) if shares else 0
+        self.splits = splits_for(self.pairs, processors(device))
+        self.most_parts = max(1, 16384 // wide)
+        self.scratch = (cdiv(self.pairs, 4) * 4, cdiv(B * H * T, 4) * 4)  # floats for first and lse2, by 16 bytes
+        self.kinds = (dtype, T, H)
+        shared = power_of_2(self.pairs) if shares else 0
+        bounded, precision = window is not None, "ieee" if size == 4 else "tf32"
+        self.split = (
+            group, D0, D1, tile_rows, self.block, padded, bounded, sink > 0, cap, pruned, shared, precision
+        )  # fmt: skip
+        self.merge = (group, D, wide), (self.block, padded, bounded, pruned, shared)
+        self.search = (group, D, wide, power_of_2(T * group), cap > 0, cap == 2)
+        self.compiled = {}
+
+    def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, first=None, k_bound=None, lse2=None):
+        """Return o (B, T, H, D), and leave the log-sum-exp in lse2 (B, H, T) float32 if given."""
+        T, H, D, S, pairs = self.T, self.H, self.D, k.shape[1], self.pairs
+        if seq_start is not None:
+            seq_start = seq_start.to(torch.int32).contiguous()
+        window, sink = 0 if self.window is None else min(self.window, S), min(self.sink, S)  # ints of 32 bits
+        blocks = cdiv(min(S, window + T - 1) if window else S, self.block)
+        most = cdiv(blocks, MIN_BLOCKS.value)
+        if self.slots:
+            chunk, splits, grid = 0, 0, (min(self.slots + pairs, pairs * most), 1, 1)
+            most = min(self.slots, most)
+        else:
+            chunk = cdiv(blocks, min(most, self.splits))
+            splits = most = cdiv(blocks, chunk)
+            grid = (splits, pairs, 1)
+        parts = min(power_of_2(most), self.most_parts)
+        steps = search_steps(S) if self.searches else 0
+
+        c_b, c_h, _ = c_hi.stride()
+        given = (q, k, v, c_hi, c_lo, seq_start, k_bound)
+        addresses = [None if x is None else x.data_ptr() for x in given]
+        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        kinds = ()
+        if first is None and regular(q_strides, k_strides, v_strides, addresses):
+            kinds = (*self.kinds, of_int(c_b), of_int(c_h))
+        else:
+            q, k, v = self.readable(q), self.readable(k), self.readable(v)
+            q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        known = self.compiled.get((kinds, parts, steps))
+        strides = (*q_strides[:3], *k_strides[:3], *v_strides[:3], c_b, c_h)
+
+        room, lse_room = self.scratch
+        ends = (room, room + lse_room, room + lse_room + grid[0] * grid[1] * self.rows * D)
+        scratch = torch.empty(ends[2] + grid[0] * grid[1] * self.rows, dtype=torch.float32, device=self.device)
+        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if known is None:
+            found, own_lse2, part, part_lse = scratch.tensor_split(ends)
+            first = found.view(torch.int32) if self.searches else first
+            lse2, out = own_lse2 if lse2 is None else lse2, o
+        else:
+            q, k, v, c_hi, c_lo, seq_start, k_bound = addresses
+            start, out = scratch.data_ptr(), o.data_ptr()
+            first = start if self.searches else None
+            lse2 = start + 4 * ends[0] if lse2 is None else lse2.data_ptr()
+            part, part_lse = start + 4 * ends[1], start + 4 * ends[2]
+
+        launches = [
+            (
+                split_kernel,
+                grid,
+                (
+                    q, k, v, c_hi, c_lo, seq_start, first, part, part_lse, *strides,
+                    T, S, H, pairs, chunk, self.slots, window, sink, *self.factors,
+                ),
+            ),
+            (
+                merge_kernel,
+                (self.rows, pairs, 1),
+                (part, part_lse, out, lse2, seq_start, first, T, S, H, pairs, splits, self.slots, window),
+            ),
+        ]  # fmt: skip
+        if self.searches:
+            never = self.floor - math.log2(S)
+            arguments = (q, k, c_hi, c_lo, k_bound, first, *strides[:6], c_b, c_h, T, S, H, *self.factors, never)
+            launches.insert(0, (search_kernel, (pairs, 1, 1), arguments))
+        if known is not None:
+            for run, (_, grid, arguments) in zip(known, launches, strict=True):
+                run(grid, (), arguments, addressed=True)
+            return o
+        (before, after), runs = self.merge, []
+        constants = {
+            search_kernel: (*self.search, steps), split_kernel: self.split, merge_kernel: (*before, parts, *after)
+        }  # fmt: skip
+        for kernel, grid, arguments in launches:
+            stages = self.stages if kernel is split_kernel else 3
+            runs.append(launch(kernel, grid, arguments, constants[kernel], stages=stages, kinds=kinds))
+        if kinds and None not in runs:
+            self.compiled[kinds, parts, steps] = runs
+        return o
+
+
+decoder_for = functools.lru_cache(256)(Decoder)
+
+
+def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None, *, first=None, k_bound=None):
+    """Return o (B, T, H, D) and lse2 (B, H, T) of the last T positions of a cache of S; T * H / Hkv <= MAX_ROWS.
+
+    q (B, T, H, D); k, v (B, S, Hkv, D), any strides: copied where `forward.unit_last` says so, at D = 80 and 96
+    `forward.aligned`; c_hi, c_lo (B, H, S) float32, any strides with unit last, so that a longer buffer can be sliced.
+    With prune, keys before first (B, Hkv), sinks aside, are left out; if None, those that hold at most exp(prune) of
+    every query's weight given k_bound (B, Hkv) float32 >= |k_j|, or without that what `skip_before` gives, which reads
+    all keys. Raises ValueError when the group's rows do not fit a tile.
+    """
+    (B, T, H, _), Hkv = q.shape, k.shape[2]
+    if B * Hkv > MAX_PAIRS:
+        given = (q, k, v, c_hi, c_lo, seq_start, first, k_bound)
+        cut = [itertools.repeat(None) if x is None else x.split(MAX_PAIRS // Hkv) for x in given]
+        parts = [launch_decode(*x[:5], options, x[5], first=x[6], k_bound=x[7]) for x in zip(*cut, strict=False)]
+        return torch.cat([o for o, _ in parts]), torch.cat([lse2 for _, lse2 in parts])
+    pruned = options.prune is not None
+    decoder = decoder_for(
+        q.shape, Hkv, q.dtype, q.device, options, padded=seq_start is not None, pruned=pruned or first is not None,
+        searches=pruned and first is None and k_bound is not None,
+    )  # fmt: skip
+    if pruned and first is None and k_bound is None:
+        first = skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), options)
+    lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    o = decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, first=first, k_bound=k_bound, lse2=lse2)
+    return o, lse2

@@ -1,0 +1,1 @@
+"""The forward and the backward in Gluon, for Hopper."""

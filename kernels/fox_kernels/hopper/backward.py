@@ -1,0 +1,176 @@
+"""Launches the Gluon backward on Hopper: row products before it, dq's rounding and the gate's sums after."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..common.edges import edges
+from ..common.first_weights import begins_at_the_first_key, lost_to_rounding
+from ..host.device import processors
+from ..options import ONE_DOCUMENT, Documents, Options, Saved
+from ..plain.backward import launch_backward as plain_backward
+from .forward import (
+    Blocks,
+    Launch,
+    alignment,
+    blocks_of,
+    copied,
+    copyable,
+    heads_per_group,
+    remembered,
+    unsupported,
+    usable,
+)
+
+
+class Cut(NamedTuple):
+    """How the backward is cut: queries per step, stages of q and do, copies of k and v, heads in turn at a tile."""
+
+    queries: int
+    stages: int
+    key_slots: int
+    heads: int
+    generations: int  # of dS
+    registers: int  # per consumer thread
+    helper_registers: int  # per thread of the producer and the writer
+
+
+KEYS = 128  # per tile
+SEARCHED = 8  # key tiles a program of the search for their last query tiles
+# Whether the gate's sums of dS are of float32 values, not of those that its products round. With rounded ones dlog_f's
+# error is 1.1 to 20 times as large, with open gates above the official kernel's; float32 costs 7 % of the backward at
+# 8 x 2048, 3 to 5 % beyond (kernels/LOG.md)
+EXACT_SUMS = True
+# 24 registers spill in the helpers, but 32 leave one consumer 232, which then spills in its loop: 412 against 372
+# TFLOP/s at 2 x 8192, D = 64, unordered; at D = 128, of half as many queries, 32 are better: 515 against 504, GQA
+CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 128: Cut(64, 2, 1, 8, 2, 240, 32)}
+
+
+def heads_together(bytes_per_head: int, ordered: bool) -> int:
+    """How many heads to walk together; more in order, where the key tiles of one head in flight wait for one another.
+
+    A tile follows its predecessor at a distance of some 3000 cycles, half a step and more: with 33 tiles of a head in
+    flight (4 heads together) waiting takes a fifth of the time at 2 x 8192, D = 64, with 8 (16 heads) a twentieth.
+    With twice as many another 2 %, as long as their 4 MB each are all that runs through the L2 cache.
+    """
+    if not ordered:
+        return heads_per_group(bytes_per_head)
+    return max(32 if bytes_per_head <= 4 << 20 else 16, heads_per_group(bytes_per_head * 2 // 3))
+
+
+class Plan(NamedTuple):
+    """What of a backward doesn't change from one call to another with tensors of the same kind."""
+
+    ranges: Launch
+    prepare: Launch
+    main: Launch
+    finish: Launch
+    first: bool  # whether dv starts from what rounding loses
+    copies: tuple[bool, ...]  # of q, k, v, do: TMA can't read them in place
+    sizes: tuple[int, int, int]  # key tiles, query tiles, rows of all query tiles of a head
+    group: int
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: bool, cut: Cut) -> Plan:
+    """Return how to launch the kernels of a backward."""
+    from ..common.pruning import BLOCK_M
+    from .backward_kernel import fox_backward
+    from .backward_steps import finish_kernel, prepare_kernel, query_ranges_kernel
+
+    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    sink, pruned = options.sink, options.prune is not None
+    num_n, tiles, found = -(-S // KEYS), -(-T // cut.queries), -(-T // BLOCK_M)
+    rows = tiles * cut.queries
+    given, (q, k, v, do) = (q, k, v, do), (copyable(q), copyable(k), copyable(v), copyable(do))
+    blocks = [
+        blocks_of(q, cut.queries, D), blocks_of(k, 64, D), blocks_of(v, 64, D), blocks_of(do, cut.queries, D),
+        Blocks(q, [B * H * rows, D], [D, 1], [64, D // 2 if cut.queries == 64 else D]),
+        blocks_of(k, 64, D, True), blocks_of(v, 64, D, True),
+    ]  # fmt: skip
+    heads = min(H // Hkv, cut.heads)
+    bias_by_mma = heads == 1 and cut.queries == 128 and sink == 0  # its parts need the room that more would take
+    first = begins_at_the_first_key(q, k, True, S - T, started, None, None)
+    constants = (
+        started, pruned, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
+        cut.registers, cut.helper_registers, cut.generations, EXACT_SUMS, bias_by_mma, first,
+    )  # fmt: skip
+    # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
+    zero = not deterministic or started
+    steps = rows // 64 * B * H
+    ranges = (started, 1 << (found - 1).bit_length(), cut.queries // BLOCK_M, BLOCK_M, KEYS, SEARCHED)
+    return Plan(
+        Launch(query_ranges_kernel, B * H * -(-num_n // SEARCHED), ranges),
+        Launch(prepare_kernel, steps, (D, 64, zero)),
+        Launch(fox_backward, min(num_n * B * Hkv, processors(q.device)), constants, blocks),
+        Launch(finish_kernel, steps, (D, 64)),
+        first,
+        tuple(x is not y for x, y in zip(given, (q, k, v, do), strict=True)),
+        (num_n, tiles, rows),
+        heads_together(8 * T * D * (H // Hkv), deterministic),
+    )
+
+
+def launch_backward(
+    do, dlse2, q, k, v, saved: Saved, options: Options, documents: Documents = ONE_DOCUMENT, *,
+    deterministic: bool = True,
+):  # fmt: skip
+    """Return dq, dk, dv (contiguous, in the inputs' dtype) and dc (B, H, S) float32 = dL/dc in natural units.
+
+    do (B, T, H, D) and dlse2 (B, H, T) or None are the gradients of o and of the base-2 lse2. With deterministic=True
+    the float32 dq is summed in key order, bit for bit the same in every run. Head dims 80 and 96 run the plain Triton
+    backward. Raises ValueError for what `hopper.forward.unsupported` names.
+    """
+    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    scale, window, sink, softcap, prune = options
+    (cu_seqlens, seq_start, starts), (o, lse2, c_hi, c_lo, residual, bounds) = documents, saved
+    started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
+    key = (
+        q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
+        None if dlse2 is None else (dlse2.stride(), dlse2.dtype), residual is None, q.dtype, q.device,
+        alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, prune is None, usable(scale),
+        window is None, sink, softcap, deterministic, EXACT_SUMS,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        reason = unsupported(q, k, v, options)
+        if reason is not None:
+            raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
+        if D not in CUTS:
+            return plain_backward(do, dlse2, q, k, v, saved, options, documents)
+        plan = remembered(_plans, key, plan_backward(q, k, v, do, started, options, deterministic, CUTS[D]))
+    num_n, tiles, rows = plan.sizes
+    if any(plan.copies):
+        q, k, v, do = (copied(x) if copy else x for x, copy in zip((q, k, v, do), plan.copies, strict=True))
+    device = q.device
+    dq, dk, dv = [torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v)]
+    dc = torch.empty(B, H, S, dtype=torch.float32, device=device)
+    sums = torch.empty(B * H * rows, D, dtype=torch.float32, device=device)
+    delta, row_sum = torch.empty(2, B, H, rows, dtype=torch.float32, device=device).unbind()
+    ticket = torch.empty(B * H * tiles + 1, dtype=torch.int32, device=device)  # the last one counts key tiles
+    if starts is None:
+        starts = edges(B, S, cu_seqlens, seq_start, window, device)
+    start, end = (None, None) if starts is None else starts.unbind()
+    tile_lo, tile_hi = ticket, ticket
+    if prune is not None:
+        from ..common.pruning import loop_bounds
+
+        first = loop_bounds(q, k, c_hi, c_lo, options) if bounds is None else bounds
+        tile_lo = torch.empty(B, H, tiles, dtype=torch.int32, device=device)
+        tile_hi = torch.empty(B, H, num_n, dtype=torch.int32, device=device)
+        found = first.shape[-1]
+        plan.ranges((), (first, ticket if start is None else start, tile_lo, tile_hi, T, S, H, found, tiles, num_n))
+    plan.prepare((), (
+        o, do, residual, dlse2, delta, sums, row_sum, ticket, *o.stride()[:3], *do.stride()[:3],
+        *((0, 0, 0) if dlse2 is None else dlse2.stride()), T, H, rows, B * H * tiles,
+    ))  # fmt: skip
+    lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options) if plan.first else delta
+    plan.main((q, k, v, do, sums, dk, dv), (
+        c_hi, c_lo, lse2, delta, dc, row_sum, ticket, ticket[-1:], ticket if start is None else start,
+        ticket if end is None else end, tile_hi, tile_lo, lost, float(scale), T, rows, S, H, H // Hkv, num_n, B * Hkv,
+        plan.group,
+    ))  # fmt: skip
+    plan.finish((), (sums, dq, row_sum, dc, *dq.stride()[:3], float(scale), T, S, H, rows))
+    return dq, dk, dv, dc

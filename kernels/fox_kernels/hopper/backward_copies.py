@@ -1,0 +1,380 @@
+"""The partitions of the Hopper backward that move data: the producer of q, k, v, do and decays, the writer of dq."""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ..common.blocks import LOG2E
+from .forward_producer import difference
+
+BN = gl.constexpr(128)  # keys per tile, 64 per consumer warpgroup
+# barriers; those of two come one per slot, those from Q_FULL on full ones and empty ones of each stage
+DQ_FULL, DQ_EMPTY, HEAD_FULL, HEAD_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
+KV_FULL, KV_EMPTY, HEAD_DONE, Q_FULL = (gl.constexpr(x) for x in (6, 8, 10, 12))
+# what the producer says of a chunk of heads: its key tile's index (-1: no more), its walk, each head's last query tile
+INFO, I_INDEX, I_LO, I_HI, I_STEPS, I_HEADS = (gl.constexpr(x) for x in (16, 0, 1, 2, 3, 4))
+
+
+@builtin
+def _tma_reduce_add(descriptor, coordinates, source, _semantic=None):
+    # libtriton 3.6 has the builder; its Python wrapper came later
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
+    )
+
+
+@gluon.jit
+def key_tile(index, num_n, num_bh, group):
+    """The index-th key tile: groups of heads, in each group ascending keys (the longest walks first)."""
+    per_group = group * num_n
+    g = index // per_group
+    r = index - g * per_group
+    width = gl.minimum(group, num_bh - g * group)
+    return r // width, g * group + r % width
+
+
+@gluon.jit
+def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
+                 SINK: gl.constexpr, BM: gl.constexpr):  # fmt: skip
+    """Query tiles [lo, hi) that see key tile n, and the rows [clean_lo, clean_hi) that see it whole and no sink."""
+    n0 = n * BN
+    n_last = gl.minimum(n0 + BN, S) - 1
+    shift = S - T
+    lo = gl.maximum(n0 - shift, 0) // BM
+    end = S
+    clean_hi = T + BM
+    if HAS_START:
+        end = gl.load(END + b * S + n_last)
+        clean_hi = gl.load(END + b * S + n0) - shift
+    clean_lo = n0 + BN - 1 - shift
+    hi = (gl.minimum(end - shift, T) + BM - 1) // BM
+    if HAS_PRUNE:
+        hi = gl.minimum(hi, gl.load(TILE_HI + bh * num_n + n))
+    if SINK > 0:
+        # do the first SINK keys of the last document that starts here or before, or an earlier one's, lie in this tile?
+        first = 0
+        last_start = 0
+        if HAS_START:
+            first = gl.load(START + b * S + n0)
+            last_start = gl.load(START + b * S + n_last)
+        if (first + SINK > n0) | (last_start > first):
+            clean_hi = 0
+        if last_start + SINK > n0:  # a sink's tile is seen by the whole document
+            hi = (gl.minimum(end - shift, T) + BM - 1) // BM
+    return lo, gl.maximum(hi, lo), clean_lo, clean_hi
+
+
+@gluon.jit
+def scalar(info):
+    return gl.max(info.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def _parts(x, L: gl.constexpr):
+    """Three bfloat16 columns that add up to x."""
+    x = gl.convert_layout(x, gl.SliceLayout(1, L))
+    high = x.to(gl.bfloat16)
+    rest = x - high.to(gl.float32)
+    middle = rest.to(gl.bfloat16)
+    low = (rest - middle.to(gl.float32)).to(gl.bfloat16)
+    return high[:, None], middle[:, None], low[:, None]
+
+
+@gluon.jit
+def _store_parts(parts_s, x, delta, ROWS: gl.constexpr, QUERIES: gl.constexpr):
+    """Eight columns: of queries x's three parts, three ones, two parts of -delta; of keys three ones, x's parts."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [gl.num_warps(), 1], [1, 0])
+    high, middle, low = _parts(x, L)
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, L))[None, :]
+    FIRST: gl.constexpr = 0 if QUERIES else 3
+    one = gl.full([ROWS, 8], 1.0, gl.bfloat16, layout=L)
+    parts = gl.where(column < 6, one, gl.zeros_like(one))
+    parts = gl.where(column == FIRST, high, parts)
+    parts = gl.where(column == FIRST + 1, middle, parts)
+    parts = gl.where(column == FIRST + 2, low, parts)
+    if QUERIES:
+        high, middle, low = _parts(-delta, L)
+        parts = gl.where(column == 6, high, gl.where(column == 7, middle, parts))
+    parts_s.slice(0, 8, dim=1).store(parts)
+
+
+@gluon.jit
+def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s, qdo_s,
+             row_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n,
+             num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr,
+             NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
+    VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    one = gl.full([1], 1, gl.int32, layout=VEC)
+    index = gl.atomic_add(COUNTER, 1)  # the first too: only programs that run have tiles that others wait for
+    it = 0
+    tiles = 0
+    chunk = 0
+    while index < num_n * num_bh:
+        n, bhk = key_tile(index, num_n, num_bh, group)
+        b = bhk // (H // KV_GROUP)
+        hk = bhk - b * (H // KV_GROUP)
+        n_last = gl.minimum(n * BN + BN, S) - 1
+        kv = tiles % NKV
+        mbarrier.wait(bars.index(KV_EMPTY + kv), ((tiles // NKV) & 1) ^ 1)
+        mbarrier.expect(bars.index(KV_FULL + kv), 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+        for w in gl.static_range(2):
+            full = bars.index(KV_FULL + kv)
+            tma.async_copy_global_to_shared(k_desc, [b, n * BN + w * 64, hk, 0], full, kv_s.index(kv * 4 + w))
+            tma.async_copy_global_to_shared(v_desc, [b, n * BN + w * 64, hk, 0], full, kv_s.index(kv * 4 + 2 + w))
+        for g0 in range(0, KV_GROUP, HEADS):
+            # what the consumers need to know of these heads: the walk, and each key's decay from the tile's last key
+            heads = gl.minimum(KV_GROUP - g0, HEADS)
+            bh0 = b * H + hk * KV_GROUP + g0
+            slot = chunk & 1
+            mbarrier.wait(bars.index(HEAD_EMPTY + slot), ((chunk >> 1) & 1) ^ 1)
+            top = 0 * n
+            steps = 0 * n
+            lo = 0 * n
+            clean_lo = 0 * n
+            clean_hi = 0 * n
+            for g in range(heads):
+                bh = bh0 + g
+                lo, hi, clean_lo, clean_hi = _query_tiles(
+                    n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, HAS_PRUNE, SINK, BM
+                )
+                top = gl.maximum(top, hi)
+                steps += hi - lo
+                c_hi = C_HI + bh.to(gl.int64) * S
+                c_lo = C_LO + bh.to(gl.int64) * S
+                ref_hi = gl.load(c_hi + n_last)
+                ref_lo = gl.load(c_lo + n_last)
+                for w in gl.static_range(2):
+                    keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
+                    key_hi = gl.load(c_hi + keys, mask=keys < S, other=0.0)
+                    key_lo = gl.load(c_lo + keys, mask=keys < S, other=0.0)
+                    high, low = difference(ref_hi, ref_lo, key_hi, key_lo)
+                    place = ((slot * HEADS + g) * 2 + w) * 2
+                    key_s.index(place).store(high)
+                    key_s.index(place + 1).store(low)
+                    if BIAS_BY_MMA:
+                        _store_parts(kb_s.index(slot * 2 + w), high / (sm_scale * LOG2E), high, 64, False)
+                info_s.index(slot * INFO + I_HEADS + g).store(one * hi)
+            if SINK > 0:
+                for w in gl.static_range(2):
+                    keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
+                    sink_end = gl.full([64], SINK, gl.int32, layout=VEC)
+                    if HAS_START:
+                        sink_end += gl.load(START + b * S + keys, mask=keys < S, other=0)
+                    live_s.index(slot * 2 + w).store(gl.where(keys < sink_end, 0.0, 1.0))
+            info_s.index(slot * INFO + I_INDEX).store(one * index)
+            info_s.index(slot * INFO + I_LO).store(one * lo)
+            info_s.index(slot * INFO + I_HI).store(one * top)
+            info_s.index(slot * INFO + I_STEPS).store(one * steps)
+            if BIAS_BY_MMA:
+                fence_async_shared()
+            mbarrier.arrive(bars.index(HEAD_FULL + slot), count=1)
+            chunk += 1
+
+            for i in range(lo, top):
+                m = top - 1 - (i - lo)
+                masked = ((m * BM < clean_lo) | (m * BM + BM > clean_hi)).to(gl.int32)
+                rows = m * BM + gl.arange(0, BM, layout=VEC)
+                inside = rows < T
+                for g in range(heads):
+                    bh = bh0 + g
+                    visited = 0 * m == 0
+                    if HAS_PRUNE and HEADS > 1:
+                        visited = m < gl.max(info_s.index(slot * INFO + I_HEADS + g).load(VEC), 0)
+                    if visited:
+                        s = it % NB
+                        c_hi = C_HI + bh.to(gl.int64) * S
+                        c_lo = C_LO + bh.to(gl.int64) * S
+                        ref_hi = gl.load(c_hi + n_last)
+                        ref_lo = gl.load(c_lo + n_last)
+                        row_hi = gl.load(c_hi + S - T + rows, mask=inside, other=0.0)
+                        row_lo = gl.load(c_lo + S - T + rows, mask=inside, other=0.0)
+                        row_lse = gl.load(LSE + bh.to(gl.int64) * T + rows, mask=inside, other=-float("inf"))
+                        row_delta = gl.load(DELTA + bh.to(gl.int64) * T_PAD + rows)
+                        if HAS_START:
+                            start = gl.load(START + b * S + S - T + rows, mask=inside, other=S)
+                        full = bars.index(Q_FULL + s)
+                        mbarrier.wait(bars.index(Q_FULL + NB + s), ((it // NB) & 1) ^ 1)
+                        mbarrier.expect(full, q_desc.block_type.nbytes + do_desc.block_type.nbytes)
+                        h = hk * KV_GROUP + g0 + g
+                        tma.async_copy_global_to_shared(q_desc, [b, m * BM, h, 0], full, qdo_s.index(s))
+                        tma.async_copy_global_to_shared(do_desc, [b, m * BM, h, 0], full, qdo_s.index(NB + s))
+                        high, low = difference(row_hi, row_lo, ref_hi, ref_lo)
+                        empty = row_lse == -float("inf")  # rows beyond T and rows that see nothing: weight 0
+                        high, low = difference(high, low, gl.where(empty, 0.0, row_lse), gl.zeros_like(low))
+                        row_s.index(s).store(gl.where(empty, -float("inf"), high))
+                        row_s.index(NB + s).store(low)
+                        if BIAS_BY_MMA:
+                            bias = gl.where(empty, -1e30, high / (sm_scale * LOG2E))
+                            _store_parts(qb_s.index(s), bias, row_delta, BM, True)
+                            fence_async_shared()
+                        else:
+                            row_s.index(2 * NB + s).store(row_delta)
+                        if SINK > 0:
+                            row_s.index(3 * NB + s).store(gl.where(empty, -float("inf"), -row_lse))
+                        if HAS_START:
+                            start_s.index(s).store(start)
+                        step_s.index(s).store(one * (m * 32 + g * 2 + masked))
+                        mbarrier.arrive(full, count=1)
+                        it += 1
+        index = gl.atomic_add(COUNTER, 1)
+        tiles += 1
+    mbarrier.wait(bars.index(HEAD_EMPTY + (chunk & 1)), ((chunk >> 1) & 1) ^ 1)
+    info_s.index((chunk & 1) * INFO + I_INDEX).store(one * -1)
+    mbarrier.arrive(bars.index(HEAD_FULL + (chunk & 1)), count=1)
+
+
+@gluon.jit
+def _acquire(pointer):
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _first(m, b, bh, num_m, START, TILE_LO, T, S, HAS_PRUNE: gl.constexpr, BM: gl.constexpr):
+    """The first key tile that adds to query tile m, sinks' left out; it never falls from one m to the next."""
+    if HAS_PRUNE:
+        return gl.load(TILE_LO + bh * num_m + m)
+    else:
+        return gl.load(START + b * S + S - T + m * BM) // BN
+
+
+@gluon.jit
+def _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
+          SINK: gl.constexpr, BM: gl.constexpr):  # fmt: skip
+    """How many key tiles add to query tile m before key tile n."""
+    first = 0
+    if HAS_START:
+        first = gl.load(START + b * S + S - T + m * BM) // BN
+    if HAS_PRUNE:
+        sink_tile = first
+        first = gl.load(TILE_LO + bh * num_m + m)
+        if SINK > 0:  # the sink's tiles come before the interval's
+            sink_end = SINK - 1
+            if HAS_START:
+                sink_end += gl.load(START + b * S + S - T + m * BM)
+            extra = gl.maximum(gl.minimum(sink_end // BN + 1, first) - sink_tile, 0)
+            first = gl.where(n < first, sink_tile, first - extra)
+    return n - first
+
+
+@gluon.jit
+def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s, info_s,
+           bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
+           SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, DETERMINISTIC: gl.constexpr,
+           EXACT_SUMS: gl.constexpr):  # fmt: skip
+    VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    BOUNDED: gl.constexpr = HAS_START or HAS_PRUNE
+    # heads that pruning ends at different query tiles are not visited in turn: no looking ahead to the next one
+    EACH: gl.constexpr = HAS_PRUNE and HEADS > 1
+    num_m = T_PAD // BM
+    it = 0
+    step = 0
+    tiles = 0
+    chunk = 0
+    mbarrier.wait(bars.index(HEAD_FULL), 0)
+    index = scalar(info_s.index(I_INDEX))
+    while index >= 0:
+        n, bhk = key_tile(index, num_n, num_bh, group)
+        b = bhk // (H // KV_GROUP)
+        hk = bhk - b * (H // KV_GROUP)
+        for g0 in range(0, KV_GROUP, HEADS):
+            heads = gl.minimum(KV_GROUP - g0, HEADS)
+            bh0 = b * H + hk * KV_GROUP + g0
+            slot = chunk & 1
+            mbarrier.wait(bars.index(HEAD_FULL + slot), (chunk >> 1) & 1)
+            lo = scalar(info_s.index(slot * INFO + I_LO))
+            hi = scalar(info_s.index(slot * INFO + I_HI))
+            now = -1 + 0 * n
+            turn = n
+            last = gl.maximum(hi - 1, 0)
+            # all key tiles before this one add to all query tiles of this walk: the turn is n, nothing is read for it
+            whole = 0 * n == 0
+            if BOUNDED:
+                for g in range(heads):
+                    if EACH:
+                        whole = whole & (scalar(info_s.index(slot * INFO + I_HEADS + g)) == hi)
+                    whole = whole & (_first(last, b, bh0 + g, num_m, START, TILE_LO, T, S, HAS_PRUNE, BM) == 0)
+            if DETERMINISTIC and not (EACH or whole):
+                turn = _turn(n, last, b, bh0, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM)
+            for i in range(lo, hi):
+                m = hi - 1 - (i - lo)
+                for g in range(heads):
+                    bh = bh0 + g
+                    visited = 0 * m == 0
+                    if EACH:
+                        visited = whole | (m < scalar(info_s.index(slot * INFO + I_HEADS + g)))
+                    if visited:
+                        rows = bh * T_PAD + m * BM
+                        ticket = TICKET + bh * num_m + m
+                        more = g + 1 < heads
+                        ahead = gl.where(more, m, gl.maximum(m - 1, lo))
+                        after = gl.where(more, bh + 1, bh0)
+                        later = turn
+                        if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
+                            if EACH and not whole:
+                                turn = _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM)
+                                now = -1 + 0 * n
+                            while now < turn:
+                                now = _acquire(ticket)
+                            if not (EACH or whole):  # the next tile's, from memory: where nobody waits for this one
+                                later = _turn(
+                                    n, ahead, b, after, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM
+                                )
+                        mbarrier.wait(bars.index(DQ_FULL), it & 1)
+                        down = 64 if BM == 128 else 0
+                        across = 0 if BM == 128 else dq_desc.block_type.shape[1]
+                        if DETERMINISTIC and turn == 0:  # the first to come finds no zeros
+                            for w in gl.static_range(2):
+                                tma.async_copy_shared_to_global(dq_desc, [rows + w * down, w * across], dq_s.index(w))
+                        else:
+                            for w in gl.static_range(2):
+                                _tma_reduce_add(dq_desc, [rows + w * down, w * across], dq_s.index(w))
+                        # while those run, and before the release: row sums are added in turn, too
+                        if EXACT_SUMS:  # all queries', of each half of the keys
+                            sums = gl.zeros([BM], gl.float32, layout=VEC)
+                            for part in gl.static_range(8):  # of 16 keys
+                                place = sum_s.index(step % (sum_s.shape[0] // 2) * 2 + part // 4)
+                                sums += place.slice(part % 4 * BM, BM).load(VEC)
+                            gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
+                        else:
+                            sums = ROW_SUM + rows + gl.arange(0, 64, layout=VEC)
+                            for w in gl.static_range(2):
+                                gl.atomic_add(sums + w * down, sum_s.index(w).load(VEC), sem="relaxed")
+                        tma.store_wait(0)
+                        mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
+                        if DETERMINISTIC:
+                            if whole or not EACH:
+                                now = _acquire(TICKET + after * num_m + ahead)  # while this one's sums land
+                            turn = later
+                            gl.inline_asm_elementwise(
+                                "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [m], dtype=gl.int32,
+                                is_pure=False, pack=1,
+                            )  # fmt: skip
+                            gl.thread_barrier()
+                            gl.atomic_add(ticket, 1, sem="release", scope="gpu")
+                        it += 1
+                        step += 1
+            # column sums of these heads, where their decays were
+            mbarrier.wait(bars.index(HEAD_DONE + slot), (chunk >> 1) & 1)
+            for g in range(heads):
+                for w in gl.static_range(2):
+                    keys = n * BN + w * 64 + gl.arange(0, 64, layout=VEC)
+                    column = key_s.index(((slot * HEADS + g) * 2 + w) * 2).load(VEC)
+                    if SINK > 0:
+                        column = gl.where(live_s.index(slot * 2 + w).load(VEC) > 0, column, 0.0)
+                    gl.store(DC + (bh0 + g).to(gl.int64) * S + keys, -column, mask=keys < S)
+            mbarrier.arrive(bars.index(HEAD_EMPTY + slot), count=1)
+            chunk += 1
+        kv = tiles % NKV
+        for w in gl.static_range(2):
+            tma.async_copy_shared_to_global(dk_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + w))
+            tma.async_copy_shared_to_global(dv_desc, [b, n * BN + w * 64, hk, 0], kv_s.index(kv * 4 + 2 + w))
+        tma.store_wait(0)
+        mbarrier.arrive(bars.index(KV_EMPTY + kv), count=1)
+        tiles += 1
+        mbarrier.wait(bars.index(HEAD_FULL + (chunk & 1)), (chunk >> 1) & 1)
+        index = scalar(info_s.index((chunk & 1) * INFO + I_INDEX))

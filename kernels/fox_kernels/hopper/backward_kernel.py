@@ -1,0 +1,389 @@
+"""Forgetting Attention backward in Gluon for Hopper: dq, dk, dv and the gate's gradient in one persistent kernel.
+
+A key tile is 128 keys: two consumer warpgroups of 64 keys each hold dk and dv in registers and walk the query tiles
+that see them, at each the query heads of a GQA group in turn, in the transposed form S^T = K Q^T. They exchange dS
+through shared memory and each computes half of dq over all 128 keys; with 64 queries a step later, so that neither
+waits for the other, who is half a step behind. A writer partition adds it to a float32 dq by TMA: in key order behind a
+ticket per query tile (deterministic), or as it comes. The gate needs row and column sums of the same dS, sinks left out
+of the rows'. EXACT_SUMS adds float32 values in registers; else those of rounded dS come out of the tensor cores: dS
+times ones (zeros where a key is a sink). Either way the column sums of several heads go into a column each of one
+accumulator. BIAS_BY_MMA: gates, lse and delta enter as 16 more columns of the operands.
+
+Order: key tiles are handed out by an atomic counter to programs that run, ascending within a head, and walk the queries
+downward. So a tile waits only for tiles that a program has already begun or done, whatever else runs on the GPU: no
+deadlock. And as it starts one step behind its predecessor and has fewer steps, it hardly waits at all.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..common.blocks import LOG2E
+from .backward_copies import (
+    DQ_EMPTY,
+    DQ_FULL,
+    HEAD_DONE,
+    HEAD_EMPTY,
+    HEAD_FULL,
+    I_INDEX,
+    I_STEPS,
+    INFO,
+    KV_EMPTY,
+    KV_FULL,
+    Q_FULL,
+    key_tile,
+    producer,
+    scalar,
+    writer,
+)
+from .backward_sums import by_thread, pairs_of_keys, sums_over_keys, sums_over_queries
+
+# Gluon itself numbers its barriers from 0: one per partition and one to switch. BEHIND: for even and for odd steps;
+# STORED, READ: for each warpgroup's dS and, of two generations, each
+BEHIND, MEET, STORED, READ = gl.constexpr(5), gl.constexpr(7), gl.constexpr(8), gl.constexpr(12)
+NO_BIAS, DELTA_ONLY = gl.constexpr(4), gl.constexpr(5)  # blocks of kb_s behind those of two slots and warpgroups
+
+
+@gluon.jit
+def _tell(barrier):
+    """Tell the other consumer warpgroup, which will await it, that this one has come here."""
+    barrier = gl.to_tensor(barrier)
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _await(barrier):
+    """Wait until the other consumer warpgroup has told of this barrier, or has come to wait for it as well."""
+    barrier = gl.to_tensor(barrier)
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _share_of_dq(w: gl.constexpr, ds_s, kv_s, live_ones_s, place, kv, zero_q, zero_r, D: gl.constexpr, BM: gl.constexpr,
+                 EXACT_SUMS: gl.constexpr):  # fmt: skip
+    """Begin dq over all 128 keys, with 64 queries half of its columns, with 128 half of its rows; rows' rounded sums.
+
+    With 128 queries the other warpgroup's dS is waited for, while the products with this one's run.
+    """
+    QC: gl.constexpr = D if BM == 128 else D // 2
+    dq = zero_q
+    rs = zero_r
+    for i in gl.static_range(2):
+        if BM == 128 and i == 1:
+            _await(MEET)
+        part = ds_s.index(place + ((w + i) % 2 if BM == 128 else i))
+        half = kv_s.index(kv + ((w + i) % 2 if BM == 128 else i)).reshape([64, D])
+        if BM == 64:
+            half = half.slice(w * QC, QC, dim=1)
+        else:
+            part = part.slice(w * 64, 64, dim=1)
+        dq = warpgroup_mma(part.permute((1, 0)), half, dq, use_acc=i > 0, is_async=True)
+        if BM == 128 and not EXACT_SUMS:
+            rs = warpgroup_mma(
+                part.permute((1, 0)), live_ones_s.index((w + i) % 2).permute((1, 0)), rs, use_acc=i > 0, is_async=True
+            )
+        elif i == w and not EXACT_SUMS:
+            rs = warpgroup_mma(
+                part.permute((1, 0)), live_ones_s.index(w).permute((1, 0)), rs, use_acc=False, is_async=True
+            )
+    return dq, rs
+
+
+@gluon.jit
+def _hand_over(dq, rs, dq_s, sum_s, bars, place, phase, EXACT_SUMS: gl.constexpr):
+    """Leave dq, with its rows' rounded sums, to the writer as soon as it is done with the one before."""
+    mbarrier.wait(bars.index(DQ_EMPTY), phase)
+    dq_s.index(place).store(by_thread(dq))
+    if not EXACT_SUMS:
+        sum_s.index(place).store(gl.max(rs, 1))
+    fence_async_shared()
+    mbarrier.arrive(bars.index(DQ_FULL), count=1)
+
+
+@gluon.jit
+def _weights(st, step, keys, decay_s, decay_lo_s, row_s, row_lo_s, sink_row_s, live_s, start_s, shift, sm_scale,
+             HAS_START: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
+             S_L: gl.constexpr):  # fmt: skip
+    """P^T from the scores of a step: its decays as one float each where every row sees every key, else as two."""
+    KEY: gl.constexpr = gl.SliceLayout(1, S_L)
+    QUERY: gl.constexpr = gl.SliceLayout(0, S_L)
+    if step & 1:
+        total = decay_s.load(KEY)[:, None] + row_s.load(QUERY)[None, :]
+        total = total + (decay_lo_s.load(KEY)[:, None] + row_lo_s.load(QUERY)[None, :])
+        rows = (step >> 5) * BM + shift + gl.arange(0, BM, layout=QUERY)
+        seen = keys[:, None] <= rows[None, :]
+        if HAS_START:
+            seen = seen & (keys[:, None] >= start_s.load(QUERY)[None, :])
+        if SINK > 0:
+            total = gl.where(live_s.load(KEY)[:, None] > 0, total, sink_row_s.load(QUERY)[None, :])
+        pt = gl.exp2(gl.where(seen, st * (sm_scale * LOG2E) + total, -float("inf")))
+    else:
+        pt = st * (sm_scale * LOG2E)
+        if not BIAS_BY_MMA:
+            pt += decay_s.load(KEY)[:, None] + row_s.load(QUERY)[None, :]
+        pt = gl.exp2(pt)
+    return pt
+
+
+@gluon.jit
+def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s,
+              info_s, step_s, kb_s, qb_s, bars, LOST, shift, chunks, num_n, num_bh, group, sm_scale,
+              HAS_START: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, NB: gl.constexpr,
+              NKV: gl.constexpr, HEADS: gl.constexpr, GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr,
+              BIAS_BY_MMA: gl.constexpr, HAS_LOST: gl.constexpr):  # fmt: skip
+    QC: gl.constexpr = D if BM == 128 else D // 2
+    DEFERRED: gl.constexpr = BM == 64  # with two generations of dS; else _share_of_dq waits
+    S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    Q_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, QC, 16])
+    C_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16])
+    P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
+    PC_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=C_L, k_width=2)
+    KEY: gl.constexpr = gl.SliceLayout(1, S_L)
+    QUERY: gl.constexpr = gl.SliceLayout(0, S_L)
+    ONE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    dtype: gl.constexpr = qdo_s.dtype
+    zero = gl.zeros([64, BM], gl.float32, layout=S_L)
+    zero_q = gl.zeros([64, QC], gl.float32, layout=Q_L)
+    zero_r = gl.zeros([64, 8], gl.float32, layout=C_L)
+    if w == 0 and not EXACT_SUMS:  # column g of the column sums' accumulator is head g's
+        for g in gl.static_range(HEADS):
+            column = gl.arange(0, 8, layout=gl.SliceLayout(1, ONE))[:, None]
+            hot = gl.where(column == g, gl.full([8, BM], 1.0, dtype, layout=ONE), gl.zeros([8, BM], dtype, layout=ONE))
+            ones_s.index(g).store(hot)
+        fence_async_shared()
+    _await(MEET)
+    for g in gl.static_range(GENERATIONS):
+        _tell(READ + 2 * w + g)
+    it = 0
+    tiles = 0
+    chunk = 0
+    mbarrier.wait(bars.index(HEAD_FULL), 0)
+    index = scalar(info_s.index(I_INDEX))
+    while index >= 0:
+        n, bh = key_tile(index, num_n, num_bh, group)
+        kv = (tiles % NKV) * 4
+        dk = gl.zeros([64, D], gl.float32, layout=O_L)
+        dv = gl.zeros([64, D], gl.float32, layout=O_L)
+        if HAS_LOST and w == 0:
+            row = bh.to(gl.int64) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_L))
+            if n == 0:  # what rounding loses of the first rows' weights
+                dv = gl.load(LOST + row[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, O_L))[None, :])
+        mbarrier.wait(bars.index(KV_FULL + tiles % NKV), (tiles // NKV) & 1)
+        for _c in range(chunks):
+            slot = chunk & 1
+            mbarrier.wait(bars.index(HEAD_FULL + slot), (chunk >> 1) & 1)
+            steps = scalar(info_s.index(slot * INFO + I_STEPS))
+            if not EXACT_SUMS:  # the row sums of dS leave the sink's keys out: ones where a key decays
+                live = gl.full([8, 64], 1.0, dtype, layout=ONE)
+                if SINK > 0:
+                    live = live * live_s.index(slot * 2 + w).load(gl.SliceLayout(0, ONE)).to(dtype)[None, :]
+                live_ones_s.index(w).store(live)
+                fence_async_shared()
+            dc = gl.zeros([64, 8], gl.float32, layout=C_L)
+            own_sums = sums_over_queries(zero, BM)
+            for i in range(steps):
+                # an opaque zero keeps two dozen invariant matrix descriptors from being hoisted into registers
+                z = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [it], dtype=gl.int32, is_pure=False, pack=1)
+                s = it % NB + z
+                mbarrier.wait(bars.index(Q_FULL + s), (it // NB) & 1)
+                k = kv_s.index(kv + w + z).reshape([64, D])
+                v = kv_s.index(kv + 2 + w + z).reshape([64, D])
+                q = qdo_s.index(s).reshape([BM, D])
+                do = qdo_s.index(NB + s).reshape([BM, D])
+                if DEFERRED and w == 1:
+                    _await(BEHIND + it % 2)
+                st = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                step = scalar(step_s.index(s))
+                if BIAS_BY_MMA:  # what the gates and lse add to the scores; zeros where it is added exactly
+                    parts = gl.where((step & 1) > 0, NO_BIAS, slot * 2 + w)
+                    st = warpgroup_mma(kb_s.index(parts), qb_s.index(s).permute((1, 0)), st, is_async=True)
+                dpt = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+                if BIAS_BY_MMA:  # less delta
+                    dpt = warpgroup_mma(kb_s.index(DELTA_ONLY + z), qb_s.index(s).permute((1, 0)), dpt, is_async=True)
+                head = z  # the first of the chunk
+                if HEADS > 1:
+                    head += (step >> 1) & 15
+                place = ((slot * HEADS + head) * 2 + w) * 2
+                st = warpgroup_mma_wait(2 if BIAS_BY_MMA else 1, deps=(st,))
+                keys = n * 128 + w * 64 + gl.arange(0, 64, layout=KEY)
+                pt = _weights(st, step, keys, key_s.index(place), key_s.index(place + 1), row_s.index(s),
+                              row_s.index(NB + s), row_s.index(3 * NB + s), live_s.index(slot * 2 + w),
+                              start_s.index(s), shift, sm_scale, HAS_START, SINK, BM, BIAS_BY_MMA, S_L)  # fmt: skip
+                dv = warpgroup_mma(gl.convert_layout(pt.to(dtype), P_L), do, dv, is_async=True)
+                if DEFERRED and w == 0:  # half a step behind, the other one leaves the tensor cores what this one does
+                    _tell(BEHIND + it % 2)
+                dpt = warpgroup_mma_wait(1, deps=(dpt,))
+                if not BIAS_BY_MMA:
+                    dpt = dpt - row_s.index(2 * NB + s).load(QUERY)[None, :]
+                exact = pt * dpt
+                dst = exact.to(dtype)
+                if EXACT_SUMS:
+                    if HEADS == 1:
+                        own_sums += sums_over_queries(exact, BM)
+                    else:
+                        key_sums = gl.convert_layout(gl.sum(exact, 1), gl.SliceLayout(1, C_L))
+                        own = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :] == head - z
+                        dc += gl.where(own, key_sums[:, None], 0.0)
+                    if SINK > 0:
+                        exact = gl.where(live_s.index(slot * 2 + w).load(KEY)[:, None] > 0, exact, 0.0)
+                    pairs = pairs_of_keys(exact, BM)
+                now = it % GENERATIONS
+                if DEFERRED:  # of the step before, whose dS the other warpgroup has stored long ago
+                    if i > 0:
+                        _await(STORED + 2 * (1 - w) + (now ^ 1))
+                    dq, rs = _share_of_dq(
+                        w, ds_s, kv_s, live_ones_s, (now ^ 1) * 2 + z, kv + z, zero_q, zero_r, D, BM, EXACT_SUMS
+                    )
+                else:
+                    _await(READ + 2 * (1 - w))
+                    ds_s.index(w + z).store(dst)
+                    fence_async_shared()
+                    dq, rs = _share_of_dq(w, ds_s, kv_s, live_ones_s, z, kv + z, zero_q, zero_r, D, BM, EXACT_SUMS)
+                if not EXACT_SUMS:
+                    dc = warpgroup_mma(
+                        gl.convert_layout(dst, PC_L), ones_s.index(head).permute((1, 0)), dc, is_async=True
+                    )
+                dk = warpgroup_mma(gl.convert_layout(dst, P_L), q, dk, is_async=True)
+                if DEFERRED:
+                    _await(READ + 2 * (1 - w) + now)
+                    ds_s.index(now * 2 + w + z).store(dst)
+                    fence_async_shared()
+                    _tell(STORED + 2 * w + now)
+                if EXACT_SUMS:
+                    # The writer may still read the last step's. ptxas adds up before dS is stored; with 64 queries it
+                    # is better done while the products run, so it hangs on a read from here
+                    late = 0 * steps
+                    if BM == 64:
+                        late = scalar(step_s.index(s))
+                    sum_s.index(it % (GENERATIONS * 2) * 2 + w + z).store(sums_over_keys(pairs, late, BM))
+                    dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+                else:
+                    dv, dq, rs, dc = warpgroup_mma_wait(1, deps=(dv, dq, rs, dc))
+                if not DEFERRED:
+                    _tell(READ + 2 * w)
+                    _hand_over(dq, rs, dq_s, sum_s, bars, w + z, (it & 1) ^ 1, EXACT_SUMS)
+                elif i > 0:
+                    _tell(READ + 2 * w + (now ^ 1))
+                    _hand_over(dq, rs, dq_s, sum_s, bars, w + z, it & 1, EXACT_SUMS)
+                dk = warpgroup_mma_wait(0, deps=(dk,))
+                mbarrier.arrive(bars.index(Q_FULL + NB + s), count=1)
+                it += 1
+            if DEFERRED and steps > 0:  # of the last step
+                last = (it + 1) % 2
+                _await(STORED + 2 * (1 - w) + last)
+                dq, rs = _share_of_dq(w, ds_s, kv_s, live_ones_s, last * 2, kv, zero_q, zero_r, D, BM, EXACT_SUMS)
+                if EXACT_SUMS:
+                    dq = warpgroup_mma_wait(0, deps=(dq,))
+                else:
+                    dq, rs = warpgroup_mma_wait(0, deps=(dq, rs))
+                _tell(READ + 2 * w + last)
+                _hand_over(dq, rs, dq_s, sum_s, bars, w, it & 1, EXACT_SUMS)
+            columns = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :]
+            for g in gl.static_range(HEADS):
+                if EXACT_SUMS and HEADS == 1:
+                    key_s.index((slot * 2 + w) * 2).store(gl.sum(own_sums, 1))
+                else:
+                    mine = gl.where(columns == g, dc, -float("inf"))
+                    key_s.index(((slot * HEADS + g) * 2 + w) * 2).store(gl.max(mine, 1))
+            if _c + 1 < chunks:  # no wait for the writer, who may be a step behind
+                mbarrier.arrive(bars.index(HEAD_DONE + slot), count=1)
+            chunk += 1
+        _await(MEET)  # both read k and v until the last dq
+        kv_s.index(kv + w).reshape([64, D]).store((dk * sm_scale).to(dtype))
+        kv_s.index(kv + 2 + w).reshape([64, D]).store(dv.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(bars.index(HEAD_DONE + ((chunk & 1) ^ 1)), count=1)
+        tiles += 1
+        mbarrier.wait(bars.index(HEAD_FULL + (chunk & 1)), (chunk >> 1) & 1)
+        index = scalar(info_s.index((chunk & 1) * INFO + I_INDEX))
+
+
+@gluon.jit(do_not_specialize=["T", "T_PAD", "S", "H", "KV_GROUP", "num_n", "num_bh", "group"])
+def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_HI, C_LO, LSE, DELTA, DC, ROW_SUM,
+                 TICKET, COUNTER, START, END, TILE_HI, TILE_LO, LOST, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n,
+                 num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr,
+                 BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
+                 DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
+                 GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
+                 HAS_LOST: gl.constexpr):  # fmt: skip
+    """dk, dv of every key tile, their shares of a float32 dq, and both sums of dS."""
+    dtype: gl.constexpr = q_desc.dtype
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BM], dtype)
+    ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BM], dtype)
+    LIVE_ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], dtype)
+    # few allocations: each costs every partition a register
+    kv_s = gl.allocate_shared_memory(dtype, [NKV * 4, 1, 64, 1, D], k_desc.layout)  # k of both warpgroups, v of both
+    qdo_s = gl.allocate_shared_memory(dtype, [2 * NB, 1, BM, 1, D], q_desc.layout)  # q of each stage, do of each
+    ds_s = gl.allocate_shared_memory(dtype, [2 * GENERATIONS, 64, BM], SQUARE)  # both warpgroups', one or two steps'
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, dq_desc.block_type.shape[1]], dq_desc.layout)
+    # of each stage: c_i - lse_i and its remainder, delta, -lse
+    row_s = gl.allocate_shared_memory(gl.float32, [(4 if SINK else 3) * NB, BM], VECTOR)
+    sum_s = gl.allocate_shared_memory(gl.float32, [4 * GENERATIONS, 4 * BM] if EXACT_SUMS else [2, 64], VECTOR)
+    key_s = gl.allocate_shared_memory(gl.float32, [HEADS * 8, 64], VECTOR)
+    ones_s = key_s
+    live_ones_s = key_s
+    if not EXACT_SUMS:
+        ones_s = gl.allocate_shared_memory(dtype, [HEADS, 8, BM], ONES)
+        live_ones_s = gl.allocate_shared_memory(dtype, [2, 8, 64], LIVE_ONES)
+    live_s = gl.allocate_shared_memory(gl.float32, [4, 64], VECTOR)
+    start_s = gl.allocate_shared_memory(gl.int32, [NB, BM], VECTOR)
+    info_s = gl.allocate_shared_memory(gl.int32, [2 * INFO, 1], VECTOR)
+    step_s = gl.allocate_shared_memory(gl.int32, [NB, 1], VECTOR)
+    # 16 more columns of q and do: parts of each row's bias, ones, -delta; of k and v: ones, parts of each key's bias
+    kb_s = key_s
+    qb_s = key_s
+    if BIAS_BY_MMA:
+        PARTS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        kb_s = gl.allocate_shared_memory(
+            gl.bfloat16, [6, 64, 16], gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16)
+        )
+        qb_s = gl.allocate_shared_memory(
+            gl.bfloat16, [NB, BM, 16], gl.NVMMASharedLayout.get_default_for([BM, 16], gl.bfloat16)
+        )
+        column = gl.arange(0, 16, layout=gl.SliceLayout(0, PARTS))[None, :]
+        for i in gl.static_range(6):
+            none = gl.full([64, 16], 0.0, gl.bfloat16, layout=PARTS)
+            if i == DELTA_ONLY:
+                none = gl.where((column == 6) | (column == 7), gl.full([64, 16], 1.0, gl.bfloat16, layout=PARTS), none)
+            kb_s.index(i).store(none)
+        for i in gl.static_range(NB):
+            qb_s.index(i).store(gl.full([BM, 16], 0.0, gl.bfloat16, layout=PARTS))
+        fence_async_shared()
+    bars = gl.allocate_shared_memory(gl.int64, [Q_FULL + 2 * NB, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(bars.index(DQ_FULL), count=2)
+    mbarrier.init(bars.index(DQ_EMPTY), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(bars.index(HEAD_FULL + i), count=1)
+        mbarrier.init(bars.index(HEAD_EMPTY + i), count=1)
+        mbarrier.init(bars.index(HEAD_DONE + i), count=2)
+        mbarrier.init(bars.index(KV_FULL + i), count=1)
+        mbarrier.init(bars.index(KV_EMPTY + i), count=1)
+    for i in gl.static_range(NB):
+        mbarrier.init(bars.index(Q_FULL + i), count=2)  # the TMA copies and the row vectors
+        mbarrier.init(bars.index(Q_FULL + NB + i), count=2)
+    chunks = (KV_GROUP + HEADS - 1) // HEADS
+    gl.warp_specialize([
+        (_consumer, (0, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
+                     step_s, kb_s, qb_s, bars, LOST, S - T, chunks, num_n, num_bh, group, sm_scale,
+                     HAS_START, SINK, D, BM, NB, NKV, HEADS, GENERATIONS, EXACT_SUMS, BIAS_BY_MMA, HAS_LOST)),
+        (_consumer, (1, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
+                     step_s, kb_s, qb_s, bars, LOST, S - T, chunks, num_n, num_bh, group, sm_scale,
+                     HAS_START, SINK, D, BM, NB, NKV, HEADS, GENERATIONS, EXACT_SUMS, BIAS_BY_MMA, HAS_LOST)),
+        (producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s,
+                    qdo_s, row_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars, sm_scale, T, T_PAD, S, H,
+                    KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NB, NKV, HEADS, BIAS_BY_MMA)),
+        (writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s,
+                  info_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NKV,
+                  HEADS, DETERMINISTIC, EXACT_SUMS)),
+    ], [4, 2, 2], [REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])  # fmt: skip

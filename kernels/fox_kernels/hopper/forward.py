@@ -1,0 +1,267 @@
+"""Launches the Gluon forward on Hopper, and says when it can't run (then the plain Triton kernels do)."""
+
+import functools
+import importlib.metadata
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..common.blocks import LOG2_E
+from ..common.edges import edges
+from ..host import replay
+from ..host.device import capability, processors
+from ..host.launch import Runner
+from ..options import ONE_DOCUMENT, Documents, Options
+
+L2_BYTES = 24 << 20  # of the 50 MB: what one group of heads may keep there while its tiles are walked
+
+
+class Shape(NamedTuple):
+    """How the forward is cut: consumer warpgroups of 64 query rows, keys per step, stages, registers per thread."""
+
+    columns: int  # of the head dim's first block
+    rest: int  # of its second: 80 = 64 + 16, 96 = 64 + 32
+    consumers: int
+    keys: int
+    stages: int
+    ping_pong: bool
+    bias_by_mma: bool  # the gates' bias as 16 more columns of k
+    registers: int
+
+
+SHAPES = {
+    64: Shape(64, 0, 3, 128, 2, True, True, 160),
+    80: Shape(64, 16, 2, 128, 2, True, True, 240),
+    96: Shape(64, 32, 2, 128, 2, True, True, 240),
+    128: Shape(128, 0, 2, 128, 2, True, True, 240),
+}
+# up to 4096 keys two consumers waste less at the diagonal: 319 against 284 TFLOP/s, 8 x 2048, D = 64 (kernels/LOG.md);
+# with documents, padding or a window at any length: 1.8 times as fast for documents of 2048, 1.3 for 8192
+SHORT = {64: Shape(64, 0, 2, 128, 3, True, True, 240)}
+SHORT_KEYS = 4096
+MIN_QUERIES = 64  # one warpgroup's rows
+LEAST_SCALE = 1e-20  # to 1e20: the decay is divided by it, which must stay in float32's range
+
+
+def gluon_missing() -> str | None:
+    """Return why this installation has no Gluon that the Hopper kernels were written for, or None."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "triton is not installed"
+    major, minor = (int(x) for x in version.split(".")[:2])
+    if (major, minor) != (3, 6):
+        return f"triton {version} is not 3.6, whose Gluon the Hopper kernels are written for"
+    return None
+
+
+GLUON_MISSING = gluon_missing()  # not looked up while torch.compile traces
+
+
+def usable(scale: float) -> bool:
+    """Return whether decays can be divided by the scale."""
+    return LEAST_SCALE <= scale <= 1 / LEAST_SCALE
+
+
+def unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Return why the Hopper kernels can't run this problem, or None if they can."""
+    scale, window, sink, softcap, _ = options
+    if GLUON_MISSING is not None:
+        return GLUON_MISSING
+    if q.device.type != "cuda" or capability(q.device) != (9, 0):
+        return "the GPU is not a Hopper (compute capability 9.0)"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} is not bfloat16 or float16"
+    if q.shape[-1] not in SHAPES:
+        return f"head_dim {q.shape[-1]} is not one of {tuple(SHAPES)}"
+    if not usable(scale):
+        return f"scale {scale} is not between {LEAST_SCALE} and {1 / LEAST_SCALE}"
+    if softcap is not None:
+        return "it has no softcap"
+    if window is not None and sink > 0:
+        return "it has no window together with sink tokens"
+    if sink > 64:
+        return f"sink {sink} is more than 64"
+    if q.shape[1] < MIN_QUERIES:
+        return f"{q.shape[1]} queries are less than its tile of {MIN_QUERIES}"
+    if 0 in q.shape:
+        return "a dimension is 0"
+    return None
+
+
+def copyable(x: Tensor) -> Tensor:
+    """Return x if TMA can read it (unit last stride, other strides and address multiples of 16 bytes), else a copy."""
+    unit = 16 // x.element_size()
+    strides_fit = all(n == 1 or (s % unit == 0 and s > 0) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and strides_fit else copied(x)
+
+
+def copied(x: Tensor) -> Tensor:
+    """Return a copy for TMA to read; Tensor.contiguous() gives back what is contiguous behind an odd address."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class Blocks(NamedTuple):
+    """A tensor to be copied by TMA in blocks."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+
+    def descriptor(self):
+        """Return the Gluon TensorDescriptor, which carries the shared memory layout that compiling needs."""
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[self.base.dtype]
+        shared: Any = gl.NVMMASharedLayout  # Triton 3.9 types its constexpr functions as not callable
+        layout = shared.get_default_for(self.block, dtype)
+        return TensorDescriptor(self.base, self.shape, self.strides, self.block, layout)
+
+
+def blocks_of(x: Tensor, rows: int, columns: int, contiguous: bool = False) -> Blocks:
+    """Describe x (B, T, H, D), or what is contiguous but otherwise like it, for TMA copies of (1, rows, 1, columns)."""
+    if contiguous:
+        _, T, H, D = x.shape
+        return Blocks(x, list(x.shape), [T * H * D, H * D, D, 1], [1, rows, 1, columns])
+    # a dimension of size 1 may carry any stride; TMA wants a valid one
+    strides = [s if n > 1 else x.shape[-1] * x.shape[-2] for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return Blocks(x, list(x.shape), [*strides, 1], [1, rows, 1, columns])
+
+
+class Launch:
+    """A kernel of 4 warps as one kind of problem launches it; its first arguments are tensors copied by TMA.
+
+    The first call compiles it. Later ones cost the host a description of each of those tensors and the launch.
+    """
+
+    def __init__(self, kernel, programs: int, constants: tuple, blocks: list[Blocks] | None = None):
+        self.kernel, self.programs, self.constants, self.run = kernel, programs, constants, None
+        self.described = tuple([(x.shape, x.strides, x.block) for x in blocks or ()])
+
+    def __call__(self, copied: tuple, arguments: tuple) -> None:
+        if self.run is not None:
+            self.run((self.programs, 1, 1), copied, arguments)
+        else:
+            blocks = [Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
+            compiled = self.kernel[(self.programs,)](*blocks, *arguments, *self.constants, num_warps=4)
+            self.run = Runner(compiled, self.constants, self.described)
+            replay.note(self.run, (self.programs,), copied, arguments)
+
+
+def alignment(*tensors: Tensor | None) -> tuple:
+    """Return how far each address is from a multiple of 16 bytes, () if all are one."""
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    return tuple([x % 16 for x in addresses]) if functools.reduce(operator.or_, addresses) % 16 else ()
+
+
+def remembered(plans: dict, key: tuple, plan):
+    """Return plan, kept under key for later calls; lengths that never come back don't fill the memory."""
+    if len(plans) >= 4096:
+        plans.clear()
+    plans[key] = plan
+    return plan
+
+
+def heads_per_group(bytes_per_head: int) -> int:
+    """How many heads' tiles to walk together, so that what they share fits the L2 cache: a power of two, 4 at least."""
+    return max(4, 1 << (L2_BYTES // bytes_per_head).bit_length() >> 1)
+
+
+def halved(shape: Shape, T: int, S: int) -> bool:
+    """Return whether the first of two consumers' rows see only half of the key block with their diagonal.
+
+    4 % of 8 x 2048 at D = 64; not at D = 128, where it gained nothing.
+    """
+    return (shape.columns, shape.rest) == (64, 0) and 64 * shape.consumers == shape.keys == 128 and (S - T) % 128 == 0
+
+
+class Plan(NamedTuple):
+    """What of a forward doesn't change from one call to another with tensors of the same kind."""
+
+    launch: Launch
+    copies: tuple[bool, ...]  # of q, k, v: TMA can't read them in place
+    numbers: tuple
+    rest: bool  # a second block of the head dim
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants: tuple) -> Plan:
+    """Return how to launch the forward; constants are (documents or window, pruned, sink, residual)."""
+    from .forward_kernel import fox_forward
+
+    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    started, pruned, sink, residual = constants
+    if shape is None:
+        shape = SHORT[D] if D in SHORT and (started or S <= SHORT_KEYS) else SHAPES[D]
+    given, (q, k, v) = (q, k, v), (copyable(q), copyable(k), copyable(v))
+    tiles = -(-T // (64 * shape.consumers))
+    group = heads_per_group(2 * S * D * q.element_size()) * (H // Hkv)
+    by_tma = ((q, 64, False), (k, shape.keys, False), (v, shape.keys, False), (q, 64, True), (q, 64, True))  # o like q
+    blocks = [blocks_of(x, rows, shape.columns, like) for x, rows, like in by_tma]
+    if shape.rest:
+        blocks += [blocks_of(x, rows, shape.rest, like) for x, rows, like in by_tma]
+    launch = Launch(
+        fox_forward, min(tiles * B * H, processors(q.device)),
+        (
+            started, pruned, sink, shape.consumers, shape.keys, shape.columns, shape.rest, shape.stages,
+            shape.ping_pong, shape.bias_by_mma, (S - T) % 64 > 0, halved(shape, T, S), residual, shape.registers,
+        ),
+        blocks,
+    )  # fmt: skip
+    copies = tuple(x is not y for x, y in zip(given, (q, k, v), strict=True))
+    return Plan(launch, copies, (T, S, H, H // Hkv, tiles, B * H, group), shape.rest > 0)
+
+
+def launch_forward(
+    q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, residual: Tensor | None = None,
+    bounds: Tensor | None = None, counter: Tensor | None = None, shape: Shape | None = None,
+):  # fmt: skip
+    """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside, -inf for empty rows.
+
+    q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others
+    are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. residual, if given
+    (contiguous, like o), takes the rounding error of o; bounds is what `pruning.loop_bounds` returns, if known; counter
+    is one int32 0, if there is one. Raises ValueError for what `unsupported` names.
+    """
+    scale, window, sink, softcap, prune = options
+    cu_seqlens, seq_start, starts = documents
+    started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
+    constants = (started, prune is not None or bounds is not None, sink, residual is not None)
+    key = (
+        q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, alignment(q, k, v, c_hi, c_lo),
+        constants, usable(scale), window is None, softcap, shape,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        reason = unsupported(q, k, v, options)
+        if reason is not None:
+            raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
+        plan = remembered(_plans, key, plan_forward(q, k, v, shape, constants))
+    if any(plan.copies):
+        q, k, v = (copied(x) if copy else x for x, copy in zip((q, k, v), plan.copies, strict=True))
+    B, T, H, _ = q.shape
+    if starts is None:
+        starts = edges(B, k.shape[1], cu_seqlens, seq_start, window, q.device)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    if prune is not None and bounds is None:
+        from ..common.pruning import loop_bounds
+
+        bounds = loop_bounds(q, k, c_hi, c_lo, options)
+    if counter is None:
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    by_tma = (q, k, v, o, o if residual is None else residual)
+    plan.launch(
+        by_tma * 2 if plan.rest else by_tma,
+        (
+            *(() if plan.rest else (counter,) * 5), c_hi, c_lo, lse2, counter if starts is None else starts[0],
+            counter if bounds is None else bounds, counter, scale * LOG2_E, *plan.numbers,
+        ),
+    )  # fmt: skip
+    return o, lse2

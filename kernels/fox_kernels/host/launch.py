@@ -1,0 +1,184 @@
+"""Launching Triton kernels at little cost to the host, and describing tensors for copies by TMA.
+
+Triton's own launcher looks at every argument anew: some 0.05 ms for a kernel of fifty, more with descriptors among
+them, which is longer than a short problem runs. Here a kernel is recognised by all that it can be specialised on.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import replay
+
+PROVEN = triton.__version__.startswith("3.6.")  # of other versions, the way to a launch is not known
+
+HOOKS = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+
+_runners: dict = {}
+
+
+class Described(NamedTuple):
+    """What Triton's launcher reads of a TensorDescriptor, whose own checks cost more than the launch."""
+
+    base: torch.Tensor | None
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    padding: str = "zero"
+
+
+def of_tensor(x: torch.Tensor):
+    return x.dtype, x.data_ptr() % 16 == 0
+
+
+def of_descriptor(x: TensorDescriptor):
+    return x.base.dtype, *x.block_shape
+
+
+def of_int(x: int) -> int:
+    return (x == 1) + 2 * (x % 16 == 0) + 4 * (not -(2**31) <= x < 2**31)
+
+
+def of_other(x):
+    return of_tensor(x) if isinstance(x, torch.Tensor) else type(x)
+
+
+# What a kernel may be specialised on in an argument that is no constant, by the argument's type.
+KIND = {torch.Tensor: of_tensor, TensorDescriptor: of_descriptor, int: of_int}
+
+
+def watched() -> bool:
+    """Return whether somebody watches launches by Triton's hooks."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return enter is not HOOKS[0] or leave is not HOOKS[1] or bool(enter.calls or leave.calls)
+
+
+class Runner:
+    """Runs a compiled kernel on the current device and stream.
+
+    Its first arguments may be tensors to be copied by TMA; described has (shape, strides, block) of each, as in a
+    TensorDescriptor. Triton 3.6's own way to a launch passes through five Python calls and looks at all arguments
+    again; what it finds out is the same every time, unless somebody watches launches. short: whether that is left out.
+    """
+
+    def __init__(self, compiled, constants: tuple, described: tuple = ()):
+        self.compiled, self.constants, self.described = compiled, constants, described
+        launcher, fills = compiled.run, []
+        known = PROVEN and type(launcher).__name__ == "CudaLauncher"
+        if known and described:
+            fills = fillings(compiled, [Described(None, *how) for how in described])
+        self.short = known and None not in fills and not (launcher.global_scratch_size or launcher.profile_scratch_size)
+        if not self.short:
+            return
+        self.go, self.fills, self.device = launcher.launch, fills, torch.cuda.current_device()
+        if described:
+            self.go, self.fill = in_c(self.go), filler()
+        self.fixed = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        self.fixed += (compiled.packed_metadata, None, None, None)
+
+    def __call__(self, grid: tuple, copied: tuple, arguments, addressed: bool = False) -> None:
+        """Run it; with addressed=True, arguments have addresses for tensors already."""
+        replay.note(self, grid, copied, None if addressed else arguments)
+        if not self.short or watched():
+            blocks = [Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
+            self.compiled[grid](*blocks, *arguments, *self.constants)
+            return
+        blocks = []
+        for x, (how, sizes) in zip(copied, self.fills, strict=True):
+            blocks.append(self.fill(x.data_ptr(), *how))
+            blocks += sizes
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        arguments = arguments if addressed else pointers(arguments)
+        self.go(*grid, stream, *self.fixed, *blocks, *arguments, *self.constants)
+
+    def written_out(self, grid: tuple, copied: tuple, arguments: tuple) -> replay.Launched | None:
+        """Return this launch as the driver gets it, but for addresses; None where Triton's own way is taken."""
+        if not self.short or watched():
+            return None
+        blocks = [Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
+        given = (*blocks, *arguments, *self.constants)
+        blocks = [x for x in given if isinstance(x, Described | TensorDescriptor)]
+        fills = fillings(self.compiled, blocks) if blocks else []
+        if None in fills:
+            return None
+        flat, descriptors, fills = [*(*grid, 1, 1)[:3], 0, *self.fixed], [], iter(fills)
+        for x in given:
+            if isinstance(x, Described | TensorDescriptor):
+                how, sizes = next(fills)
+                descriptors.append((len(flat), x.base, (filler(), how)))
+                flat += [None, *sizes]
+            else:
+                flat.append(x)
+        go = self.compiled.run.launch
+        return replay.Launched(in_c(go) if blocks else go, flat, 3, descriptors)
+
+
+def in_c(launch):
+    """Return the launch in C behind Triton's wrapper, which fills descriptors."""
+    return launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
+
+
+def filler():
+    """Return Triton's function in C that makes a descriptor of an address and what `fillings` gives."""
+    return triton.runtime.driver.active.utils.fill_tma_descriptor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def fillings(compiled, blocks: list) -> list:
+    """Return (what filling takes after the address, sizes handed over after it) for each of a kernel's descriptors.
+
+    None for those that aren't TMA's.
+    """
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as NUMBER
+
+    fills = []
+    for x, meta in zip(blocks, compiled.metadata.tensordesc_meta or [None] * len(blocks), strict=True):
+        if meta is None or meta["fp4_padded"] or x.padding != "zero":
+            fills.append(None)
+            continue
+        block = (meta["swizzle"], meta["elem_size"], NUMBER[meta["elem_type"]], meta["block_size"])
+        fills.append(((*block, list(x.shape), list(x.strides), 0), (*x.shape, *x.strides)))
+    return fills
+
+
+def launch(
+    kernel, grid: tuple, arguments: tuple, constants: tuple, *, warps: int = 4, stages: int = 3, kinds: tuple = ()
+):
+    """Run a kernel on a grid of programs of the current device; arguments in order, constants last.
+
+    kinds, if given, is all that the kernel can be specialised on in its arguments, which are then not looked at.
+    Returns what runs it again (a `Runner`), with addresses for tensors too; None where that is not known to do.
+    """
+    if not isinstance(kernel, triton.JITFunction):  # interpreted
+        kernel[grid](*arguments, *constants)
+        replay.note(None, grid, (), None)
+        return None
+    kinds = kinds or tuple([KIND.get(type(x), of_other)(x) for x in arguments])
+    key = (id(kernel), torch.cuda.current_device(), kinds, constants, warps, stages)
+    run = _runners.get(key)
+    if run is None:
+        # multiply-adds are fused, as they were when results were judged: Triton 3.10 will do so only when told
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+        compiled = kernel[grid](*arguments, *constants, **options)
+        run = _runners[key] = Runner(compiled, constants)
+        replay.note(run, grid, (), arguments)
+    else:
+        run((*grid, 1, 1)[:3], (), arguments)
+    return run if PROVEN else None
+
+
+def pointers(arguments) -> list:
+    """Return arguments with addresses for tensors: Triton asks the driver about every tensor, about no address."""
+    return [x.data_ptr() if type(x) is torch.Tensor else x for x in arguments]
+
+
+def cdiv(n: int, size: int) -> int:
+    """Return n / size, rounded up; Triton's own, made for kernels too, takes the host ten times as long."""
+    return -(-n // size)
+
+
+def power_of_2(n: int) -> int:
+    """Return the least power of two that is not less than n."""
+    return 1 << (n - 1).bit_length()

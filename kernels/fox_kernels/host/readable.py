@@ -1,0 +1,68 @@
+"""Which tensors kernels read in place, which are copied first, and descriptors for copies by TMA."""
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .device import capability
+
+
+def unit_last(x: torch.Tensor) -> torch.Tensor:
+    """Return x (B, T, H, D) itself if kernels can address it, else a contiguous copy.
+
+    They can if its last stride is 1 and a tile's rows are less than 2^31 elements apart (a stride below 2^23).
+    """
+    readable = (x.stride(-1) == 1 or x.shape[-1] == 1) and (x.stride(1) < 1 << 23 or x.shape[1] == 1)
+    return x if readable else x.contiguous()
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return x (B, T, H, D) itself if the tiles' products can take its rows, else a copy: the only copy of an input.
+
+    What `unit_last` lets pass they take in float32; in 16 bits, if its address is a multiple of 16 bytes and its other
+    strides are of 16 elements. Triton 3.6 loads other rows element by element, and on Hopper multiplied them wrongly
+    at head dims in two blocks: o, dq off by half, or an illegal access (80 and 96, H200, tests/kernels/test_gpu.py).
+    """
+    x = unit_last(x)
+    fits = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:-1])
+    return x if fits or x.element_size() > 2 else x.clone(memory_format=torch.contiguous_format)
+
+
+def row_source(x: torch.Tensor, length: int, tma: int):
+    """Return contiguous x itself or, with tma, described as one row for copies of `length` of its elements."""
+    return TensorDescriptor(x, [x.numel()], [1], [length]) if tma else x
+
+
+def regular(q_strides, k_strides, v_strides, addresses) -> bool:
+    """Return whether kernels can read q, k and v in place, and one compiled for such tensors fits all such tensors.
+
+    Their addresses are multiples of 16 bytes (those of the others in `addresses` too) and their strides of 16, below
+    2^31, tokens' below 2^23; the last is 1.
+    """
+    (q_b, q_t, q_h, q_d), (k_b, k_t, k_h, k_d), (v_b, v_t, v_h, v_d) = q_strides, k_strides, v_strides
+    tokens = q_t | k_t | v_t
+    every = bits = tokens | q_b | q_h | k_b | k_h | v_b | v_h
+    for address in addresses:
+        bits |= address or 0
+    return bits % 16 == 0 and every < 1 << 31 and tokens < 1 << 23 and q_d == k_d == v_d == 1
+
+
+def describable(*tensors: torch.Tensor) -> bool:
+    """Return whether TMA can copy from these: the GPU has it, strides and addresses are multiples of 16 bytes."""
+    if tensors[0].device.type != "cuda" or capability(tensors[0].device)[0] < 9:
+        return False
+    unit = 16 // tensors[0].element_size()
+    return all(
+        x.data_ptr() % 16 == 0
+        and x.stride(-1) == 1
+        and all(n == 1 or (s > 0 and s % unit == 0) for n, s in zip(x.shape[:-1], x.stride(), strict=False))
+        for x in tensors
+    )
+
+
+def source(x: torch.Tensor, rows: int, tma: int | bool):
+    """Return x (B, T, H, D) itself or, with tma, described for copies of blocks (1, rows, 1, D)."""
+    if not tma:
+        return x
+    whole = x.shape[-1] * x.shape[-2]  # a dimension of size 1 may carry any stride; TMA wants a valid one
+    strides = [s if n > 1 else whole for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, 1, x.shape[-1]])

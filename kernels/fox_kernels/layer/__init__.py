@@ -1,0 +1,1 @@
+"""Fused parts of an attention layer beside attention: projections, gate, norm, rotary embedding, shift."""

@@ -1,0 +1,205 @@
+"""The forget gate in one launch each way: log f = log sigmoid(W x + b), and dx, dW, db from dlog f.
+
+    z = W x + b,   log f = min(z, 0) - log1p(exp(-|z|))        dz = dlog_f / (1 + exp(z))
+    dx = dz W,     dW = sum_t dz_t x_t^T,     db = sum_t dz_t
+
+Torch's way widens x (a whole hidden state) to float32, multiplies by a matrix of a few rows, and widens again in the
+backward; here x is read once in its own dtype each way. Products are three tf32 passes, float32's accuracy within a few
+ulp. dW and db are summed in a fixed order: the same bit for bit in every run.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..host.launch import launch, power_of_2
+from .support import require
+
+SPLITS = 64  # parts of the tokens whose sums for dW are formed side by side
+
+
+@triton.jit(do_not_specialize=["N"])
+def gate_kernel(
+    x_ptr, w_ptr, b_ptr, log_f_ptr, z_ptr, sx_n, N, K, H, HEADS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+):
+    n = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    h = tl.arange(0, HEADS)
+    k = tl.arange(0, BK)
+    z = tl.zeros([BM, HEADS], tl.float32)
+    for k0 in range(0, K, BK):
+        inside = k0 + k < K
+        x = tl.load(x_ptr + n[:, None] * sx_n + (k0 + k)[None, :], mask=(n < N)[:, None] & inside[None, :], other=0.0)
+        w = tl.load(w_ptr + h[None, :] * K + (k0 + k)[:, None], mask=(h < H)[None, :] & inside[:, None], other=0.0)
+        z = tl.dot(x.to(tl.float32), w, z, input_precision="tf32x3")
+    z += tl.load(b_ptr + h, mask=h < H, other=0.0)[None, :]
+    e = tl.exp(-tl.abs(z))
+    u = 1.0 + e
+    # log1p without a library: log(u) errs by what rounding 1 + e lost, which the quotient puts back
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    at = n[:, None] * H + h[None, :]
+    here = (n < N)[:, None] & (h < H)[None, :]
+    tl.store(log_f_ptr + at, tl.minimum(z, 0.0) - log1p, mask=here)
+    tl.store(z_ptr + at, z, mask=here)
+
+
+@triton.jit(do_not_specialize=["N"])
+def gate_backward_kernel(
+    dlog_f_ptr, z_ptr, x_ptr, w_ptr, dx_ptr, dw_ptr, db_ptr, sd_n, sd_h, sx_n, N, K, H, steps,
+    HEADS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0) // tl.cdiv(K, BK)
+    block = tl.program_id(0) % tl.cdiv(K, BK)
+    h = tl.arange(0, HEADS)
+    k = block * BK + tl.arange(0, BK)
+    w = tl.load(w_ptr + h[:, None] * K + k[None, :], mask=(h < H)[:, None] & (k < K)[None, :], other=0.0)
+    dw = tl.zeros([HEADS, BK], tl.float32)
+    db = tl.zeros([HEADS], tl.float32)
+    for step in range(steps):
+        n = (split * steps + step).to(tl.int64) * BM + tl.arange(0, BM)
+        here = (h < H)[:, None] & (n < N)[None, :]
+        z = tl.load(z_ptr + n[None, :] * H + h[:, None], mask=here, other=0.0)
+        dlog_f = tl.load(dlog_f_ptr + n[None, :] * sd_n + h[:, None] * sd_h, mask=here, other=0.0)
+        dz = dlog_f / (1.0 + tl.exp(z))
+        db += tl.sum(dz, 1)
+        inside = (n < N)[:, None] & (k < K)[None, :]
+        x = tl.load(x_ptr + n[:, None] * sx_n + k[None, :], mask=inside, other=0.0)
+        dw = tl.dot(dz, x.to(tl.float32), dw, input_precision="tf32x3")
+        dx = tl.dot(tl.trans(dz), w, input_precision="tf32x3")
+        tl.store(dx_ptr + n[:, None] * K + k[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    dw_at = dw_ptr + (split.to(tl.int64) * H + h)[:, None] * K + k[None, :]
+    tl.store(dw_at, dw, mask=(h < H)[:, None] & (k < K)[None, :])
+    if block == 0:
+        tl.store(db_ptr + split * H + h, db, mask=h < H)
+
+
+def gate_torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The eager twin of `gate`."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.logsigmoid(F.linear(x.float(), weight, bias))
+
+
+def forward_tile(H: int) -> dict[str, int]:
+    """Return the tile of `gate_kernel`: the largest that spills nothing on Ampere, Ada and Hopper."""
+    heads = max(16, power_of_2(H))
+    if heads == 16:
+        return {"HEADS": heads, "BM": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
+    return {"HEADS": heads, "BM": 32, "BK": 32, "num_warps": 8, "num_stages": 2}
+
+
+def backward_tile(H: int) -> dict[str, int]:
+    """Return the tile of `gate_backward_kernel`."""
+    heads = max(16, power_of_2(H))
+    BM, BK = (32, 64) if heads == 16 else (32, 32) if heads <= 64 else (16, 32)
+    return {"HEADS": heads, "BM": BM, "BK": BK, "num_warps": 4, "num_stages": 2}
+
+
+def _launch(kernel, programs: int, arguments: tuple, tile: dict[str, int]) -> None:
+    constants = (tile["HEADS"], tile["BM"], tile["BK"])
+    launch(kernel, (programs,), arguments, constants, warps=tile["num_warps"], stages=tile["num_stages"])
+
+
+def gate_and_logit(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log f and z, each (N, H) float32, for x (N, K) of unit last stride."""
+    (N, K), H = x.shape, weight.shape[0]
+    log_f, z = (torch.empty(N, H, dtype=torch.float32, device=x.device) for _ in range(2))
+    if N:
+        tile = forward_tile(H)
+        arguments = (x, weight.contiguous(), bias.contiguous(), log_f, z, x.stride(0), N, K, H)
+        _launch(gate_kernel, -(-N // tile["BM"]), arguments, tile)
+    return log_f, z
+
+
+def _backward(dlog_f: Tensor, z: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx (N, K) in x's dtype, dW (H, K) and db (H,) in float32."""
+    (N, K), H = x.shape, weight.shape[0]
+    dx = torch.empty(N, K, dtype=x.dtype, device=x.device)
+    if not N:
+        return dx, torch.zeros_like(weight), weight.new_zeros(H)
+    tile = backward_tile(H)
+    steps = -(-N // (tile["BM"] * SPLITS))
+    splits = -(-N // (tile["BM"] * steps))
+    dw = torch.empty(splits, H, K, dtype=torch.float32, device=x.device)
+    db = torch.empty(splits, H, dtype=torch.float32, device=x.device)
+    arguments = (
+        dlog_f, z, x, weight.contiguous(), dx, dw, db, *dlog_f.stride(), x.stride(0), N, K, H, steps,
+    )  # fmt: skip
+    _launch(gate_backward_kernel, splits * -(-K // tile["BK"]), arguments, tile)
+    return dx, dw.sum(0), db.sum(0)
+
+
+@torch.library.custom_op("fox_kernels::gate", mutates_args=())
+def gate_operator(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device_of(x):
+        return gate_and_logit(x, weight, bias)
+
+
+@gate_operator.register_fake
+def _(x, weight, bias):
+    return tuple(x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32) for _ in range(2))
+
+
+@torch.library.custom_op("fox_kernels::gate_backward", mutates_args=())
+def gate_backward_operator(dlog_f: Tensor, z: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.cuda.device_of(x):
+        return _backward(dlog_f, z, x, weight)
+
+
+@gate_backward_operator.register_fake
+def _(dlog_f, z, x, weight):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, _ = inputs
+    ctx.save_for_backward(output[1], x, weight)
+    ctx.set_materialize_grads(False)
+
+
+def _operator_backward(ctx, dlog_f, _):
+    if dlog_f is None:
+        return None, None, None
+    return gate_backward_operator(dlog_f, *ctx.saved_tensors)
+
+
+gate_operator.register_autograd(_operator_backward, setup_context=_setup_context)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        with torch.cuda.device_of(x):
+            log_f, z = gate_and_logit(x, weight, bias)
+        ctx.save_for_backward(z, x, weight)
+        return log_f
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dlog_f):
+        with torch.cuda.device_of(dlog_f):
+            return _backward(dlog_f, *ctx.saved_tensors)
+
+
+def gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return log sigmoid(x W^T + b), the log of the forget gates, in float32 whatever x is and autocast says.
+
+    x (..., K) bf16, fp16 or fp32; weight (H, K), bias (H,) float32 -> (..., H) float32, natural log, <= 0. Gradients to
+    all three. Raises ValueError for weights that are not float32 or don't fit x, and where the kernels can't run
+    (`support.available`).
+    Source: Lin et al., "Forgetting Transformer" (ICLR 2025), eq. 1.
+    """
+    H, K = weight.shape if weight.dim() == 2 else (0, 0)
+    if K == 0 or x.shape[-1:] != (K,) or bias.shape != (H,):
+        raise ValueError(
+            f"x (..., K), weight (H, K) and bias (H,) don't fit: {tuple(x.shape)}, {tuple(weight.shape)}, "
+            f"{tuple(bias.shape)}"
+        )
+    if weight.dtype != torch.float32 or bias.dtype != torch.float32:
+        raise ValueError(f"the gate computes in float32: weight and bias must be, got {weight.dtype} and {bias.dtype}")
+    require(x, "gate_torch")
+    flat = x.reshape(-1, K)
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    log_f = gate_operator(flat, weight, bias)[0] if torch.compiler.is_compiling() else _Gate.apply(flat, weight, bias)
+    return log_f.view(*x.shape[:-1], H)  # type: ignore[union-attr]

@@ -1,0 +1,154 @@
+"""Key and value shift in one launch each way: every token's state mixed with its predecessor's.
+
+    y_t = k_t + a_t (k_{t-1} - k_t)        dk_t = (1 - a_t) dy_t + a_{t+1} dy_{t+1},   da_t = sum_d dy_t (k_{t-1} - k_t)
+
+a_t is an amount per token and head, 0 where a document starts. The first token of a row has no predecessor here and
+stays as it is.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..host.launch import launch, power_of_2
+from .support import require
+
+
+@triton.jit(do_not_specialize=["T"])
+def shift_kernel(
+    x_ptr, amount_ptr, y_ptr, sx_b, sx_t, sx_h, T, H,
+    D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    h = (tl.program_id(0) % H).to(tl.int64)
+    row = tl.program_id(0) // H
+    b = (row // tl.cdiv(T, BLOCK)).to(tl.int64)
+    t = (row % tl.cdiv(T, BLOCK) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    d = tl.arange(0, COLUMNS)[None, :]
+    here = (t[:, None] < T) & (d < D)
+    x_at = x_ptr + b * sx_b + t[:, None] * sx_t + h * sx_h + d
+    x = tl.load(x_at, mask=here, other=0.0).to(tl.float32)
+    before = tl.load(x_at - sx_t, mask=here & (t[:, None] > 0), other=0.0).to(tl.float32)
+    a = tl.load(amount_ptr + (b * T + t) * H + h, mask=(t < T) & (t > 0), other=0.0)[:, None]
+    tl.store(
+        y_ptr + ((b * T + t[:, None]) * H + h) * D + d, (x + a * (before - x)).to(y_ptr.dtype.element_ty), mask=here
+    )
+
+
+@triton.jit(do_not_specialize=["T"])
+def shift_backward_kernel(
+    dy_ptr, x_ptr, amount_ptr, dx_ptr, damount_ptr, sd_b, sd_t, sd_h, sx_b, sx_t, sx_h, T, H,
+    D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    h = (tl.program_id(0) % H).to(tl.int64)
+    row = tl.program_id(0) // H
+    b = (row // tl.cdiv(T, BLOCK)).to(tl.int64)
+    t = (row % tl.cdiv(T, BLOCK) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    d = tl.arange(0, COLUMNS)[None, :]
+    here = (t[:, None] < T) & (d < D)
+    x_at = x_ptr + b * sx_b + t[:, None] * sx_t + h * sx_h + d
+    dy_at = dy_ptr + b * sd_b + t[:, None] * sd_t + h * sd_h + d
+    a_at = amount_ptr + (b * T + t) * H + h
+    x = tl.load(x_at, mask=here, other=0.0).to(tl.float32)
+    before = tl.load(x_at - sx_t, mask=here & (t[:, None] > 0), other=0.0).to(tl.float32)
+    dy = tl.load(dy_at, mask=here, other=0.0).to(tl.float32)
+    after = tl.load(dy_at + sd_t, mask=here & (t[:, None] < T - 1), other=0.0).to(tl.float32)
+    a = tl.load(a_at, mask=(t < T) & (t > 0), other=0.0)
+    a_after = tl.load(a_at + H, mask=t < T - 1, other=0.0)
+    dx = dy - a[:, None] * dy + a_after[:, None] * after
+    tl.store(dx_ptr + ((b * T + t[:, None]) * H + h) * D + d, dx.to(dx_ptr.dtype.element_ty), mask=here)
+    da = tl.where(t > 0, tl.sum(dy * (before - x), 1), 0.0)
+    tl.store(damount_ptr + (b * T + t) * H + h, da, mask=t < T)
+
+
+def shift_torch(x: Tensor, amount: Tensor) -> Tensor:
+    """The eager twin of `shift`."""
+    before = torch.cat((x[:, :1], x[:, :-1]), 1).float()
+    return torch.lerp(x.float(), before, amount[..., None]).to(x.dtype)
+
+
+def _block(D: int) -> int:
+    return max(4, 2048 // power_of_2(D))
+
+
+def _forward(x: Tensor, amount: Tensor) -> Tensor:
+    B, T, H, D = x.shape
+    y = torch.empty(B, T, H, D, dtype=x.dtype, device=x.device)
+    if y.numel():
+        arguments = (x, amount, y, *x.stride()[:3], T, H)
+        launch(shift_kernel, (B * -(-T // _block(D)) * H,), arguments, (D, power_of_2(D), _block(D)))
+    return y
+
+
+def _backward(dy: Tensor, x: Tensor, amount: Tensor) -> tuple[Tensor, Tensor]:
+    B, T, H, D = x.shape
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    dx = torch.empty(B, T, H, D, dtype=x.dtype, device=x.device)
+    damount = torch.empty(B, T, H, dtype=torch.float32, device=x.device)
+    if dx.numel():
+        arguments = (dy, x, amount, dx, damount, *dy.stride()[:3], *x.stride()[:3], T, H)
+        launch(shift_backward_kernel, (B * -(-T // _block(D)) * H,), arguments, (D, power_of_2(D), _block(D)))
+    return dx, damount
+
+
+@torch.library.custom_op("fox_kernels::shift", mutates_args=())
+def shift_operator(x: Tensor, amount: Tensor) -> Tensor:
+    with torch.cuda.device_of(x):
+        return _forward(x, amount)
+
+
+@shift_operator.register_fake
+def _(x, amount):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("fox_kernels::shift_backward", mutates_args=())
+def shift_backward_operator(dy: Tensor, x: Tensor, amount: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device_of(x):
+        return _backward(dy, x, amount)
+
+
+@shift_backward_operator.register_fake
+def _(dy, x, amount):
+    return x.new_empty(x.shape), amount.new_empty(amount.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+shift_operator.register_autograd(
+    lambda ctx, dy: shift_backward_operator(dy, *ctx.saved_tensors), setup_context=_setup_context
+)
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, amount):
+        ctx.save_for_backward(x, amount)
+        with torch.cuda.device_of(x):
+            return _forward(x, amount)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        with torch.cuda.device_of(dy):
+            return _backward(dy, *ctx.saved_tensors)
+
+
+def shift(x: Tensor, amount: Tensor) -> Tensor:
+    """Return x_t + amount_t (x_{t-1} - x_t), the first token of each row unchanged.
+
+    x (B, T, H, D) bf16, fp16 or fp32, any strides; amount (B, T, H) float32, 0 where a document starts. Returns x's
+    shape and dtype, contiguous. Gradients to both. Raises ValueError for an amount that doesn't fit, and where the
+    kernels can't run (`support.available`).
+    Source: Lin et al., "Forgetting Transformer" (ICLR 2025), section 3.3.
+    """
+    if amount.shape != x.shape[:-1] or amount.dtype != torch.float32:
+        raise ValueError(f"amount must be {tuple(x.shape[:-1])} float32, got {tuple(amount.shape)} {amount.dtype}")
+    if x.dim() != 4:
+        raise ValueError(f"x must be (B, T, H, D), got {tuple(x.shape)}")
+    require(x, "shift_torch")
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    amount = amount.contiguous()
+    return shift_operator(x, amount) if torch.compiler.is_compiling() else _Shift.apply(x, amount)  # type: ignore[return-value]

@@ -1,0 +1,70 @@
+"""What a problem has beside its tensors, as the package passes it on: options, documents, shards, what a forward saves.
+
+The public functions and the torch operators take the same as single arguments.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Options(NamedTuple):
+    """Options of `forgetting_attention`, checked; prune is ln(eps)."""
+
+    scale: float
+    window: int | None = None
+    sink: int = 0
+    softcap: float | None = None
+    prune: float | None = None
+
+
+class Documents(NamedTuple):
+    """Where documents begin: cu_seqlens (N + 1,) packed ones, seq_start (B,) after left padding.
+
+    edges is what `common.edges.edges` returns for these, or None where it is not known yet.
+    """
+
+    cu_seqlens: Tensor | None = None
+    seq_start: Tensor | None = None
+    edges: Tensor | None = None
+
+
+ONE_DOCUMENT = Documents()  # from position 0 on, in every sequence
+
+
+class Shard(NamedTuple):
+    """Keys of another device or an earlier chunk, as the plain kernels take them; the default is all keys.
+
+    Query t sits at position q_offset + t (None: S - T + t) and has c = c[min(position, S - 1)] + c_offset[b, h]
+    (B, H) float32, base 2. causal=False: every query sees every key.
+    """
+
+    q_offset: int | None = None
+    c_offset: Tensor | None = None
+    causal: bool = True
+
+
+ALL_KEYS = Shard()
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward, o (B, T, H, D) among it.
+
+    lse2 (B, H, T) float32 is the base-2 log-sum-exp, c_hi + c_lo (B, H, S) float32 the gates' sums times log2(e).
+    residual, like o, is the rounding error of o; bounds is what `common.pruning.loop_bounds` returns. None: not needed.
+    """
+
+    o: Tensor
+    lse2: Tensor
+    c_hi: Tensor
+    c_lo: Tensor
+    residual: Tensor | None = None
+    bounds: Tensor | None = None
+
+
+class Way(NamedTuple):
+    """How a pass runs: by the "triton" or the "gluon" kernels, for a backward or not, gradients repeatable or not."""
+
+    backend: str
+    for_backward: bool
+    deterministic: bool

@@ -1,0 +1,272 @@
+"""The forward in plain Triton: one program per tile of queries and head, keys walked from the diagonal outwards.
+
+Every kernel here works in base 2: scores, c and lse are natural units times log2(e). Two forms of the decay are used:
+
+    masked blocks    (diagonal, document and window edges, sinks)  the exact difference c_i - c_j of two-float values
+    interior blocks  a row vector c_last - c_j <= 0, c_last being the block's last key: one multiply-add per score;
+                     the scalar c_ref - c_last <= 0, c_ref being the tile's first query, goes into the running max
+
+The running max moves from the first form to the second by c_i - c_ref, its rounding error being carried into the sums,
+so that saturated gates (c falling by thousands within a tile) cost no accuracy.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import pruning
+from ..common.blocks import (
+    LOG2_E,
+    block_scalars,
+    cap_factors,
+    cap_kind,
+    gates_of_keys,
+    key_range,
+    load_rows,
+    masked_block,
+    partial_sums,
+    place,
+    query_facts,
+    scores,
+)
+from ..common.cumsum import block_relative
+from ..common.edges import edges
+from ..host.launch import cdiv, launch
+from ..host.readable import aligned, describable, row_source, source
+from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Shard
+from .tiles import Tile, split_head_dim, tile_for
+
+L2_BYTES = 24 << 20  # of Hopper's 50 MB: what the heads walked together may fill
+
+
+@triton.jit
+def _attend(
+    b, h, n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift, c_hi_ptr,
+    c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+    top, m, l, weight, acc0, acc1,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
+    CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One key block of the online softmax: sums and products relative to m, top is the largest score so far.
+
+    lift: c_ref - c_last (interior), or 0 (masked: c_i counts). m is the block's own largest score, whose weight is then
+    1: of all weights its rounding to 16 bits would cost most. Sums grow by no more than 2^16 for it. o will be divided
+    by weight, which in masked blocks sums the weights as rounded: part of their rounding cancels. Elsewhere they are
+    many, and it cancels by itself.
+    """
+    j, c_first, c_second = gates_of_keys(n0, offs_n, c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, S, MASKED, ROWS)
+    k0 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d0, S, MASKED, TMA > 0)
+    s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+    if D1 > 0:
+        k1 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d1, S, MASKED, TMA > 0)
+        s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+    s, _tanh = scores(
+        s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+        inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP)  # fmt: skip
+    if MASKED:
+        largest = tl.max(s, 1)
+    else:  # in two chains of maxima, and of sums below: what runs one after the other is what takes time
+        largest = tl.max(tl.max(tl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]), 1), 1) + lift
+    top = tl.maximum(top, largest)
+    now = tl.maximum(largest, top - 16.0)
+    base = tl.where(top == float("-inf"), 0.0, now) if MASKED else now
+    alpha = tl.exp2(m - base)
+    acc0 = acc0 * alpha[:, None]
+    if D1 > 0:
+        acc1 = acc1 * alpha[:, None]
+    p = tl.exp2(s - (base - lift)[:, None])
+    total = tl.sum(p, 1) if MASKED else tl.sum(partial_sums(p), 1)
+    l = l * alpha + total
+    p_rounded = p.to(q0.dtype)
+    # Only here: the wait for v ends what the compiler may put between the exponentials.
+    v0 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d0, S, MASKED, TMA > 0)
+    if MASKED and v0.dtype != tl.float32:
+        ones = tl.full([p.shape[1], 8], 1.0, v0.dtype)  # cheaper than 16 bits made 32 again
+        total = tl.sum(tl.dot(p_rounded, ones), 1) * 0.125
+    weight = weight * alpha + total
+    acc0 = tl.dot(p_rounded, v0, acc0, input_precision=PRECISION)
+    if D1 > 0:
+        v1 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d1, S, MASKED, TMA > 0)
+        acc1 = tl.dot(p_rounded, v1, acc1, input_precision=PRECISION)
+    return top, now, l, weight, acc0, acc1
+
+
+@triton.jit
+def store_rounded(ptr, residual_ptr, at, x, mask, RESIDUAL: tl.constexpr):
+    """Store x in the pointer's dtype and, if asked, what the rounding lost."""
+    rounded = x.to(ptr.dtype.element_ty)
+    tl.store(ptr + at, rounded, mask=mask)
+    if RESIDUAL:
+        tl.store(residual_ptr + at, (x - rounded.to(tl.float32)).to(residual_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
+    c_offset_ptr,
+    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h,
+    T, S, SP, H, together, q_offset, window, sink, prune, scale2, softcap2, inverse_cap,
+    GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
+    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, RESIDUAL: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    # The longest rows first; the query heads of a kv head are side by side.
+    tiles = tl.cdiv(T, BM)
+    tile, bh = place(tiles, tl.num_programs(0) // tiles, together)
+    m0 = (tiles - 1 - tile) * BM
+    b, h = bh // H, bh % H
+    if TMA < 2:
+        q_ptr += b * sq_b + h * sq_h
+    if TMA == 0:
+        k_ptr += b * sk_b + (h // GROUP) * sk_h
+        v_ptr += b * sv_b + (h // GROUP) * sv_h
+    row_b, row_h = b.to(tl.int32), h.to(tl.int32)
+    row_kv = row_h // GROUP
+    c_hi_ptr += bh * S
+    c_lo_ptr += bh * S
+    c_rel_row = (bh * SP).to(tl.int32) if ROWS else bh * SP
+    if STARTS:
+        start_ptr += b * S
+    first_ptr += bh * tl.cdiv(T, PRUNE_M)
+
+    offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
+    offs_d0 = tl.arange(0, D0)
+    offs_d1 = D0 + tl.arange(0, D1 if D1 > 0 else D0)
+    pos, start, least, greatest = query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS)
+    last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
+    low, mid_low, mid_high, high, sink_low, sink_high = key_range(
+        first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
+        BM, BN, CAUSAL, WINDOW, PRUNE_M)  # fmt: skip
+
+    q0 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d0, T, True, TMA > 1)
+    q1 = q0
+    acc0 = tl.zeros([BM, D0], tl.float32)
+    acc1 = acc0
+    if D1 > 0:
+        q1 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d1, T, True, TMA > 1)
+        acc1 = tl.zeros([BM, D1], tl.float32)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    m = top
+    l = tl.zeros([BM], tl.float32)
+    weight = l
+    c_i_hi = tl.load(c_hi_ptr + tl.minimum(pos, S - 1))
+    c_i_lo = tl.load(c_lo_ptr + tl.minimum(pos, S - 1))
+    offset = 0.0  # c_offset is constant along a row: it enters the sinks (negated) and lse only
+    if SHIFT:
+        offset = tl.load(c_offset_ptr + bh)
+    sink_bias = 0.0 - offset
+    ref_hi, ref_lo = block_scalars(c_hi_ptr, c_lo_ptr, q_offset + m0, S)
+
+    for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
+        n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
+        top, m, l, weight, acc0, acc1 = _attend(
+            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, 0.0,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+            inverse_cap, top, m, l, weight, acc0, acc1,
+            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
+
+    # From exact units to units relative to c_ref; the rounding of the sum goes into l and acc.
+    shift = (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
+    finite = tl.where(m == float("-inf"), 0.0, m)
+    relative = finite - shift
+    repair = tl.exp2(finite - (relative + shift))
+    l *= repair
+    weight *= repair
+    acc0 *= repair[:, None]
+    if D1 > 0:
+        acc1 *= repair[:, None]
+    m = tl.where(m == float("-inf"), m, relative)
+    top = tl.where(top == float("-inf"), top, top - shift)
+
+    last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, tl.maximum(mid_high * BN - 1, 0), S)
+    for it in range(mid_high - mid_low):
+        n0 = (mid_high - 1 - it) * BN
+        if not ROWS:
+            last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
+        lift = (ref_hi - last_hi) + (ref_lo - last_lo)
+        if ROWS:
+            last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, tl.maximum(n0 - 1, 0), S)
+        top, m, l, weight, acc0, acc1 = _attend(
+            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+            inverse_cap, top, m, l, weight, acc0, acc1,
+            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
+
+    empty = l == 0  # NaN isn't
+    l = tl.where(empty, 1.0, l)
+    lse = tl.where(empty, float("-inf"), (m + shift) + tl.log2(l) + offset)
+    rows = m0 + offs_m < T
+    tl.store(lse_ptr + bh * T + m0 + offs_m, lse, mask=rows)
+    weight = tl.where(empty, 1.0, weight)
+    at = ((b * T + m0) * H + h) * (D0 + D1) + offs_m[:, None] * (H * (D0 + D1))
+    store_rounded(o_ptr, residual_ptr, at + offs_d0[None, :], acc0 / weight[:, None], rows[:, None], RESIDUAL)
+    if D1 > 0:
+        store_rounded(o_ptr, residual_ptr, at + offs_d1[None, :], acc1 / weight[:, None], rows[:, None], RESIDUAL)
+
+
+def first_position(q_offset: int | None, T: int, S: int) -> int:
+    """Return the position of the first query, or raise ValueError where it lies before all keys."""
+    if q_offset is not None and q_offset < 0:
+        raise ValueError(f"q_offset, the first query's position among the keys, must be >= 0, got {q_offset}")
+    return S - T if q_offset is None else q_offset
+
+
+def no_bounds(device: torch.device) -> torch.Tensor:
+    """Return what stands in for the pruning bounds when there are none; it is never read."""
+    return torch.empty(1, dtype=torch.int32, device=device)
+
+
+def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
+    """Return how many of the (batch, head) pairs to walk at a time, `heads` of which share what fills the L2 cache."""
+    return min(pairs, heads * max(1, L2_BYTES // bytes_per_head))
+
+
+def launch_forward(
+    q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, shard: Shard = ALL_KEYS,
+    residual: torch.Tensor | None = None, bounds: torch.Tensor | None = None, tile: Tile | None = None,
+):  # fmt: skip
+    """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside (-inf if nothing is seen).
+
+    q (B, T, H, D), k, v (B, S, Hkv, D); c_hi + c_lo (B, H, S) is c * log2(e) in two floats. With a shard, lse2 merges
+    the parts: blocks of other devices' keys need no new kernel. residual, a tensor like o, is filled with the rounding
+    error of o; bounds is what `pruning.loop_bounds` returns, if known. Raises ValueError for prune where a query's own
+    key is not among the keys, and for a q_offset below 0.
+    """
+    (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
+    scale, window, sink, softcap, prune = options
+    q, k, v, c_hi, c_lo = aligned(q), aligned(k), aligned(v), c_hi.contiguous(), c_lo.contiguous()
+    q_offset = first_position(shard.q_offset, T, S)
+    o = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
+    lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    if o.numel() == 0:
+        return o, lse2
+    (_, c_offset, causal), starts = shard, documents.edges
+    if starts is None:
+        starts = edges(B, S, documents.cu_seqlens, documents.seq_start, None, q.device)
+    if prune is not None and bounds is None:
+        bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, shard)
+    tile = tile or tile_for("forward", D, q.dtype, q.device)
+    D0, D1 = split_head_dim(D)
+    relative = block_relative(c_hi, c_lo, tile.block_n)
+    tma = tile.tma * (D1 == 0 and q.element_size() == 2 and describable(q, k, v))
+    by_row = tile.rows * (tma > 0 and relative.numel() < 1 << 31)
+    launch(
+        forward_kernel,
+        (cdiv(T, tile.block_m) * B * H,),
+        (
+            source(q, tile.block_m, tma > 1), source(k, tile.block_n, tma), source(v, tile.block_n, tma), o, residual,
+            lse2, c_hi, c_lo, row_source(relative, tile.block_n, by_row), None if starts is None else starts[0],
+            no_bounds(q.device) if bounds is None else bounds, c_offset,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T, S, relative.shape[-1], H,
+            walked_together(2 * S * D * q.element_size(), B * H, H // Hkv), q_offset, window or 0, sink,
+            int(bounds is not None), scale * LOG2_E, *cap_factors(softcap),
+        ),
+        (
+            H // Hkv, D0, D1, tile.block_m, tile.block_n, causal, starts is not None, window is not None, sink > 0,
+            cap_kind(softcap, q.dtype), pruning.BLOCK_M, c_offset is not None, residual is not None,
+            "ieee" if q.dtype == torch.float32 else "tf32", tma, by_row,
+        ),
+        warps=tile.warps, stages=tile.stages,
+    )  # fmt: skip
+    return o, lse2

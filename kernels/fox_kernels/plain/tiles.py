@@ -1,0 +1,95 @@
+"""Tile shapes of the plain Triton kernels: rows of a table, by kernel, head dim, dtype and architecture."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..host.device import capability
+
+
+class Tile(NamedTuple):
+    """Queries x keys per step, warps and pipeline stages of one program, and what it copies by TMA where it can."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    tma: int = 0  # 1: what the loop reads; 2: also q and do, in dkdv v; 3: also k: those then stay in registers
+    rows: int = 0  # 1, forward: TMA copies a block's gates too, and their scalars are read a block ahead
+
+
+# (kernel, head dim) -> Tile for 16-bit inputs. Shared memory: Hopper 227 KB, Ampere 163, Ada and small Blackwell 99.
+HOPPER = {  # each the fastest of those tried on an H100 at 2 x 8192 tokens, 16 heads (8 at D = 256), bf16; TFLOP/s done
+    ("forward", 64): Tile(64, 128, 4, 3, 2),  # 368; without TMA 348, 128 x 128 with 8 warps 255
+    ("forward", 96): Tile(64, 64, 4, 3),
+    ("forward", 128): Tile(64, 64, 4, 3, 2, 1),  # 449, 1.02 to 1.07 times as fast with rows; without TMA 377, 128 x 64
+    ("forward", 256): Tile(128, 64, 8, 2, 1),  # with 8 warps 388: two small programs per processor overlap
+    ("dq", 64): Tile(64, 128, 4, 2, 1),  # 424; without TMA 381
+    ("dq", 96): Tile(64, 64, 4, 2),
+    ("dq", 128): Tile(64, 64, 4, 3, 2),  # 535; q and do in shared memory 481, 128 x 64 with 8 warps 524
+    ("dq", 256): Tile(128, 32, 8, 2, 1),  # 398; 64 x 32 with 4 warps 280
+    ("dkdv", 64): Tile(64, 64, 4, 3, 3),  # 397 with k and v in shared memory, 1.09 times as fast so; 32 x 64 353
+    ("dkdv", 96): Tile(32, 128, 8, 3),
+    ("dkdv", 128): Tile(32, 64, 4, 3, 2),  # 487 with v in shared memory, 1.04 to 1.07 times as fast so; 64 x 64 spills
+    ("dkdv", 256): Tile(32, 64, 8, 2),
+}
+AMPERE = {
+    ("forward", 64): Tile(128, 64, 4, 3),
+    ("forward", 128): Tile(128, 64, 8, 2),
+    ("forward", 256): Tile(64, 32, 8, 2),
+    ("dq", 64): Tile(64, 64, 4, 2),
+    ("dq", 128): Tile(64, 64, 8, 2),
+    ("dq", 256): Tile(32, 32, 8, 1),
+    ("dkdv", 64): Tile(64, 64, 4, 2),
+    ("dkdv", 128): Tile(64, 64, 8, 2),
+    ("dkdv", 256): Tile(32, 32, 8, 1),
+}
+SMALL_SHARED = {  # 99 KB
+    ("forward", 64): Tile(128, 64, 4, 2),
+    ("forward", 128): Tile(64, 64, 4, 2),
+    ("forward", 256): Tile(64, 32, 8, 1),
+    ("dq", 64): Tile(64, 64, 4, 2),
+    ("dq", 128): Tile(64, 32, 4, 2),
+    ("dq", 256): Tile(32, 32, 8, 1),
+    ("dkdv", 64): Tile(64, 64, 4, 2),
+    ("dkdv", 128): Tile(32, 64, 4, 2),
+    ("dkdv", 256): Tile(32, 32, 8, 1),
+}
+# float32 products run in full precision on the ordinary units, operands and sums in registers: small tiles.
+FULL_PRECISION = {
+    ("forward", 64): Tile(64, 32, 8, 1),
+    ("forward", 128): Tile(32, 32, 8, 1),
+    ("forward", 256): Tile(16, 32, 8, 1),
+    ("dq", 64): Tile(32, 32, 8, 1),
+    ("dq", 128): Tile(32, 16, 8, 1),
+    ("dq", 256): Tile(16, 16, 8, 1),
+    ("dkdv", 64): Tile(32, 32, 8, 1),
+    ("dkdv", 128): Tile(16, 32, 8, 1),
+    ("dkdv", 256): Tile(16, 16, 8, 1),
+}
+
+
+def split_head_dim(D: int) -> tuple[int, int]:
+    """Return D as a power of two plus a remainder that a dot can take: 80 = 64 + 16, 96 = 64 + 32, others D + 0."""
+    return (64, D - 64) if D in (80, 96) else (D, 0)
+
+
+def table_for(dtype: torch.dtype, capability: tuple[int, int]) -> dict:
+    """Return the table of tiles for a dtype on an architecture given by its compute capability."""
+    if dtype == torch.float32:
+        return FULL_PRECISION
+    if capability[0] == 9:
+        return HOPPER
+    return AMPERE if capability in ((8, 0), (10, 0), (10, 3)) else SMALL_SHARED
+
+
+def tile_for(kernel: str, D: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """Return the tile of a kernel ("forward", "dq" or "dkdv"); on a CPU (Triton's interpreter) a small one."""
+    if device.type == "cpu":
+        return Tile(32, 32, 4, 1)
+    return row_for(kernel, D, table_for(dtype, capability(device)))
+
+
+def row_for(kernel: str, D: int, table: dict) -> Tile:
+    """Return a table's tile for a head dim: the row of the least head dim that is not smaller."""
+    return table[kernel, min(row for name, row in table if name == kernel and row >= D)]
