@@ -227,3 +227,9 @@ def require_known_tokens(model: PreTrainedModel, largest: int) -> None:
             f"token id {largest} lies outside the model's vocabulary of {vocabulary}: the tokenizer belongs to another "
             "model"
         )
+
+
+def on_meta(model_type: str, config: Any) -> Any:
+    """A converted model without memory for its tensors, for their names and shapes."""
+    with torch.device("meta"):
+        return lm_class(model_type)(config)

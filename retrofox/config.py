@@ -33,7 +33,16 @@ GATE_RATE_FACTOR = 5.0
 """Rates of the new parts over `learning_rate` where the recipe names none: Adam moves a bias by about lr per step."""
 
 _FOX_COUNTS = {"anneal_tokens", "annealed_tokens"}
-_FOX_TOKENS = {"max_wavelength", "log_n", "half_life", "t_min", "t_max", "layer_max_wavelength", "sink_tokens"}
+_FOX_TOKENS = {
+    "rope_length",
+    "max_wavelength",
+    "log_n",
+    "half_life",
+    "t_min",
+    "t_max",
+    "layer_max_wavelength",
+    "sink_tokens",
+}
 """Keys of a `fox:` section that take tokens, alone, in a list or in a mapping."""
 
 
@@ -106,6 +115,9 @@ class Source(Section):
     path: str = Field(min_length=1)
     weight: float = Field(default=1.0, gt=0, description="share of the tokens, relative to the other sources")
     text_field: str | None = Field(default=None, description="field holding the text; None = data.text_field")
+    recall: float = Field(
+        default=0.0, ge=0, le=1, description="share of the documents into which made-up facts are put, each told twice"
+    )
 
 
 SourceOrPath = Annotated[Source, BeforeValidator(_source, json_schema_input_type=str | Source)]

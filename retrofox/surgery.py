@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from retrofox.anatomy import attentions, is_new_tensor, lm_class
+from retrofox.anatomy import attentions, is_new_tensor, on_meta
 from retrofox.families import check_settings, check_supported, replaced_settings, trained_length
 from retrofox.loading.source import understood
 from retrofox.model import configuration_fox, modeling_fox
@@ -42,7 +42,7 @@ class Plan:
         spec: the resolved spec.
         layers: number of attention layers that get gates.
         tensors: name -> shape of every tensor that is added, all float32.
-        kept_pairs: rotary pairs kept in each layer, and `pairs`, how many there are.
+        kept_pairs: rotary pairs that turn as before in each layer; `slowed_pairs`: more slowly; `pairs`: all there are.
         half_lives: half-lives in tokens that the heads of a layer start with; none where they are yet to be fitted.
         base_tensors: name -> shape of the base model's own tensors; `tied` are those a checkpoint may lack.
         settings_replaced: values of the base's config that the conversion changes.
@@ -55,6 +55,7 @@ class Plan:
     heads: int
     tensors: dict[str, tuple[int, ...]]
     kept_pairs: list[int]
+    slowed_pairs: list[int]
     pairs: int
     half_lives: list[float]
     base_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class Plan:
             "bytes_added": 4 * self.parameters,
             "rotary_pairs": self.pairs,
             "rotary_pairs_kept": self.kept_pairs,
+            "rotary_pairs_slowed": self.slowed_pairs,
             "half_lives_tokens": self.half_lives,
             "settings_replaced": self.settings_replaced,
         }
@@ -111,19 +113,14 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         layers=len(found),
         heads=config.num_attention_heads,
         tensors=added,
-        kept_pairs=[sum(f > 0 for f in layer) for layer in fade],
+        kept_pairs=[sum(f == 1.0 for f in layer) for layer in fade],
+        slowed_pairs=[sum(0.0 < f < 1.0 for f in layer) for layer in fade],
         pairs=len(fade[0]) if fade else 0,
         half_lives=starting_half_lives(gates[0].initial_bias) if gates and spec.init != "calibrated" else [],
         base_tensors={n: shape for n, shape in shapes.items() if n not in added},
         tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),
         settings_replaced=replaced_settings(config),
     )
-
-
-def on_meta(model_type: str, config: Any) -> Any:
-    """A converted model without memory for its tensors, for their names and shapes."""
-    with torch.device("meta"):
-        return lm_class(model_type)(config)
 
 
 def with_new_modules(plan: Plan, device: Any = "cpu") -> Any:

@@ -13,9 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrofox.config import Recipe, dump, load_recipe, parse_count, schema, validate
+from retrofox.config import Recipe, dump, load_recipe, schema, validate
 from retrofox.config_yaml import apply_override, read_yaml
 from retrofox.model.configuration_fox import FoxSpec
+from retrofox.support.counts import parse_count
 
 MINIMAL = """
 model: base
@@ -268,7 +269,7 @@ IDLE_SPECS = {
     "max_wavelength .* anneal_to drop": {
         "rope": "anneal", "anneal_to": "drop", "anneal_tokens": 9, "max_wavelength": 9,
     },
-    "anneal_tokens .* rope partial": {"anneal_tokens": 5},
+    "anneal_tokens .* rope interpolate": {"anneal_tokens": 5},
     "anneal_to .* rope drop": {"rope": "drop", "anneal_to": "drop"},
     "half_life .* gate none": {"gate": "none", "half_life": [2, 3]},
     "prune .* gate none": {"gate": "none", "prune": -10},

@@ -163,7 +163,8 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
     task_batch: Annotated[str, typer.Option(help="lm-eval: requests per batch, or auto: by tokens.")] = "auto",
     task_cache: Annotated[
-        Path | None, typer.Option(help="lm-eval: folder of finished tasks. [default: ~/.cache/retrofox/tasks]")
+        Path | None,
+        typer.Option(help="lm-eval: folder of finished tasks; by default in the cache folder, in retrofox/tasks."),
     ] = None,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="lm-eval: keep and reuse results of the same model and versions.")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from retrofox.cli.tokens import METAVAR, count, length
-from retrofox.model.configuration_fox import IDLE, PRESETS, FoxSpec, idle_fields
+from retrofox.model.configuration_fox import IDLE, PRESETS, FoxSpec, default_rope, idle_fields
 from retrofox.support.counts import parse_tokens
 
 NAMES = "; ".join(f"{name}: {what}" for name, (_, what) in PRESETS.items())
@@ -29,8 +29,14 @@ def convert(
     rope: Annotated[
         str | None,
         typer.Option(
-            help="keep, partial (keep the short wavelengths), drop, or anneal (fade while training). "
-            "[default: partial, or the preset's]"
+            help="interpolate (stretch slow pairs), keep, partial (keep the short wavelengths), drop, or anneal (fade "
+            "while training). [default: interpolate, partial with --max-wavelength, or the preset's]"
+        ),
+    ] = None,
+    rope_factor: Annotated[
+        float | None,
+        typer.Option(
+            help="interpolate: times the trained length that the slowest pairs are stretched to. [default: 8]"
         ),
     ] = None,
     max_wavelength: Annotated[
@@ -136,6 +142,7 @@ def convert(
         "rope": rope,
         "gate": gate,
         "pro": pro,
+        "rope_factor": rope_factor,
         "max_wavelength": max_wavelength,
         "anneal_to": anneal_to,
         "anneal_tokens": anneal_tokens,
@@ -198,7 +205,7 @@ def refuse_idle(given: dict[str, Any]) -> None:
         given: FoxSpec field -> value, of the options that were given.
     """
     preset = PRESETS.get(given.get("preset", "fox-partial"), ({}, ""))[0]
-    chosen = {**preset, **given}
+    chosen = {"rope": default_rope(given.get("max_wavelength")), **preset, **given}
     switches = {name: chosen.get(name, getattr(FoxSpec, name)) for name in ("rope", "anneal_to", "gate", "init")}
 
     def option(name: str) -> str:

@@ -30,7 +30,7 @@ def card(plan: Plan, report: dict[str, Any]) -> str:
         start = "open at first (no decay)"
     rows = {
         "gates": plan.spec.gate + ("" if plan.spec.gate == "none" else f", {start}"),
-        "RoPE": f"{plan.spec.rope}, {kept} of {plan.pairs} rotary pairs kept",
+        "RoPE": f"{plan.spec.rope}, {kept} of {plan.pairs} rotary pairs kept" + _slowed(plan.spec),
         "parameters added": f"{plan.parameters:,}",
     }
     if isinstance(parity, dict):
@@ -42,6 +42,10 @@ def card(plan: Plan, report: dict[str, Any]) -> str:
     return _card(plan.spec, "Converted, not yet adapted.", rows)
 
 
+def _slowed(spec: FoxSpec) -> str:
+    return f", slow pairs up to {spec.rope_factor:g} times slower" if spec.rope == "interpolate" else ""
+
+
 def own_card(directory: Path) -> str | None:
     """README.md of a directory; None where there is none."""
     file = directory / "README.md"
@@ -51,7 +55,7 @@ def own_card(directory: Path) -> str | None:
 def card_of(directory: Path) -> str:
     """README.md of a converted checkpoint that has none, such as a trained one: what its config.json says."""
     spec = FoxSpec.from_dict(read_config(directory)["fox"])
-    kept = f" (wavelengths up to {spec.max_wavelength:g} tokens)" if spec.rope == "partial" else ""
+    kept = f" (wavelengths up to {spec.max_wavelength:g} tokens)" if spec.rope == "partial" else _slowed(spec)
     return _card(spec, "Converted, then adapted.", {"gates": spec.gate, "RoPE": spec.rope + kept})
 
 

@@ -61,6 +61,9 @@ def _table(title: str, plan: dict[str, Any], fitted: Sequence[float] = ()) -> No
     table = Table(title=escape(title), title_justify="left", show_header=False)
     lives = plan["half_lives_tokens"]
     span = f" (wavelengths up to {spec['max_wavelength']:.0f} tokens)" if spec["rope"] == "partial" else ""
+    slowed = max(plan.get("rotary_pairs_slowed") or [0])
+    if slowed:
+        span = f", {slowed} turn up to {spec['rope_factor']:g} times slower"
     pairs = "no rotary" if not kept else f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
     start = ", half-lives in tokens: " + ", ".join(f"{x:.0f}" for x in lives)
     if fitted:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from retrofox.data.facts import with_facts
 from retrofox.data.longcrawl64 import decode
 from retrofox.data.read import Batch
 from retrofox.support.processes import fresh_python
@@ -76,6 +77,15 @@ class Encoder:
             self.fast = Tokenizer.from_str(state["fast"])
 
     def texts(self, batch: Batch) -> tuple[list[str], list[str]]:
+        """The texts of a batch, with made-up facts where it asks for them, and their names.
+
+        Raises:
+            ValueError: see `_read`.
+        """
+        texts, names = self._read(batch)
+        return ([with_facts(text, batch.recall) for text in texts] if batch.recall else texts), names
+
+    def _read(self, batch: Batch) -> tuple[list[str], list[str]]:
         """The texts of a batch and their names.
 
         Raises:
@@ -133,7 +143,12 @@ class Encoder:
 
         One process alone would be busy with a book of many megabytes, and hold many times its size in memory.
         """
-        if batch.kind != "bytes" or max(map(len, batch.items), default=0) <= PIECE or self.specials is None:
+        if (
+            batch.recall
+            or batch.kind != "bytes"
+            or max(map(len, batch.items), default=0) <= PIECE
+            or self.specials is None
+        ):
             yield batch
             return
         for item, name in zip(batch.items, batch.names, strict=True):

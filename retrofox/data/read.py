@@ -27,13 +27,14 @@ class Batch:
     """Raw documents on their way to the tokenizer: `kind` says what an item of `items` is, `size` counts source bytes.
 
     kind "text": str; "bytes": UTF-8 of one document; "json": one line holding the text in a field; "gpt2:NAME": uint16
-    tokens of that tokenizer, as bytes.
+    tokens of that tokenizer, as bytes. `recall`: share of the documents that get made-up facts (`data.facts`).
     """
 
     kind: str
     items: list[Any] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     size: int = 0
+    recall: float = 0.0
 
 
 def compression(path: Path) -> str:

@@ -11,10 +11,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from retrofox.data import facts
 from retrofox.data import read as data_read
 from retrofox.data.files import Digests
 from retrofox.data.longcrawl64 import blocks
@@ -38,6 +39,8 @@ class SourceLike(Protocol):
     def weight(self) -> float: ...
     @property
     def text_field(self) -> str | None: ...
+    @property
+    def recall(self) -> float: ...
 
 
 def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list[str]:
@@ -49,11 +52,13 @@ def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list
 
 @dataclass(frozen=True)
 class DataSource:
-    """A source of documents: path (or "hf:...", "longcrawl64:..."), weight (share of tokens), field of the text."""
+    """A source of documents: path (or "hf:...", "longcrawl64:..."), weight (share of tokens), field of the text,
+    and `recall`, the share of documents that get made-up facts (see `data.facts`)."""
 
     path: str
     weight: float = 1.0
     text_field: str | None = None
+    recall: float = 0.0
 
 
 class Unit(Protocol):
@@ -126,8 +131,46 @@ class RowsUnit:
             yield Batch("text", texts, names, self.size * (stop - start) // max(1, self.stop - self.start))
 
 
+@dataclass
+class WithFacts:
+    """A unit into a share of whose documents made-up facts are put (`data.facts`)."""
+
+    unit: Unit
+    share: float
+
+    @property
+    def name(self) -> str:
+        return self.unit.name
+
+    @property
+    def size(self) -> int:
+        return self.unit.size
+
+    @property
+    def paths(self) -> list[Path]:
+        return getattr(self.unit, "paths", [])
+
+    def identity(self, digests: Digests) -> str:
+        """The unit's own, the version of the facts, and the share."""
+        return json.dumps([self.unit.identity(digests), "facts", facts.VERSION, self.share])
+
+    def batches(self, text_field: str) -> Iterator[Batch]:
+        """The unit's batches, marked: whoever reads their texts puts the facts in."""
+        for batch in self.unit.batches(text_field):
+            yield replace(batch, recall=self.share)
+
+
 def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
-    """The units of a source, in a fixed order.
+    """The units of a source, in a fixed order, with its share of made-up facts.
+
+    Arguments and errors are those of `units_of`.
+    """
+    units = units_of(source, leave_out)
+    return [WithFacts(unit, source.recall) for unit in units] if source.recall else units
+
+
+def units_of(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
+    """The units of a source as they lie on disk, in a fixed order.
 
     Args:
         source: its path is a file, a directory (searched, through links too, for .txt, .jsonl, .json, .ndjson and

@@ -8,17 +8,19 @@ import math
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from typing import Any
 
-ROPE_MODES = ("keep", "partial", "drop", "anneal")
+ROPE_MODES = ("interpolate", "keep", "partial", "drop", "anneal")
 GATE_KINDS = ("data", "bias", "fixed", "none")
 GATE_INITS = ("open", "slopes", "calibrated", "alibi")
 PRO_PARTS = ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")
 
+ROPE_FACTOR = 8.0
+"""Times the trained length to which rope "interpolate" stretches the slowest pairs."""
 OPEN_BIAS = 30.0
 """Gate bias of `init="open"`: log f = -1e-13 per token, below float32's resolution of a logit at any length. Such a
 gate is saturated and hardly trains: it is for proofs and ablations; to train from nearly open, take long half-lives."""
 
 PRESETS: dict[str, tuple[dict[str, Any], str]] = {
-    "fox-partial": ({}, "gates and the short-wavelength rotary pairs: retrofox's defaults"),
+    "fox-partial": ({}, "gates; fast rotary pairs as they are, slow ones stretched: retrofox's defaults"),
     "fox-llama": ({"rope": "drop", "sink_tokens": 0}, "FoX (LLaMA): gates, no RoPE"),
     "fox-pro": ({"rope": "drop", "sink_tokens": 0, "pro": PRO_PARTS}, "FoX (Pro): gates, the Pro parts, no RoPE"),
     "transformer-llama": ({"rope": "keep", "gate": "none"}, "Transformer (LLaMA): RoPE, no gates: the base itself"),
@@ -41,10 +43,14 @@ class FoxSpec:
     s_ij = scale * q_i.k_j + (c_i - c_j), the second term absent for sink tokens (Lin et al., ICLR 2025, eq. 3).
 
     Args:
-        rope: "keep" every rotary pair; "drop" all; "partial" keeps the pairs whose wavelength is at most
-            `max_wavelength`; "anneal" goes from keep to `anneal_to` over `anneal_tokens` training tokens, lowest
-            frequencies first.
-        max_wavelength: tokens; None = a quarter of the length the base was trained to.
+        rope: "interpolate": pairs that are slow beside the trained length turn slower still, by up to `rope_factor`,
+            fast ones as before (the ramp of YaRN, see `model.rope.interpolated`); "keep" every rotary pair; "drop" all;
+            "partial" keeps the pairs whose wavelength is at most `max_wavelength`; "anneal" goes from keep to
+            `anneal_to` over `anneal_tokens` training tokens, lowest frequencies first. None = "partial" where
+            max_wavelength is given, else "interpolate".
+        rope_factor: "interpolate": how many times the trained length the slowest pairs are stretched to; None = 8.
+        rope_length: "interpolate": tokens the base was trained to, by which slow is meant; None = as its config says.
+        max_wavelength: "partial": tokens; None = a quarter of the length the base was trained to.
         layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all).
         anneal_to: "partial" or "drop": where annealing ends.
         anneal_tokens: training tokens over which the pairs fade.
@@ -72,7 +78,9 @@ class FoxSpec:
         ValueError: a field has a value outside the ones above.
     """
 
-    rope: str = "partial"
+    rope: str | None = None
+    rope_factor: float | None = None
+    rope_length: float | None = None
     max_wavelength: float | None = None
     layer_max_wavelength: dict[int, float] = field(default_factory=dict)
     anneal_to: str = "partial"
@@ -95,6 +103,7 @@ class FoxSpec:
     def __post_init__(self, t_min: float | None, t_max: float | None) -> None:
         for spec_field in fields(self):
             _check_type(spec_field, getattr(self, spec_field.name))
+        self.rope = self.rope or default_rope(self.max_wavelength)
         _one_of("rope", self.rope, ROPE_MODES)
         _one_of("anneal_to", self.anneal_to, ("partial", "drop"))
         _one_of("gate", self.gate, GATE_KINDS)
@@ -106,6 +115,12 @@ class FoxSpec:
         self.pro = tuple(dict.fromkeys(self.pro))
         for part in self.pro:
             _one_of("pro", part, PRO_PARTS)
+        if self.rope_factor is not None and not 1 <= self.rope_factor < math.inf:
+            raise ValueError(
+                f"rope_factor must be a number from 1 on, times the trained length, got {self.rope_factor}"
+            )
+        if self.rope_length is not None and not 1 <= self.rope_length < math.inf:
+            raise ValueError(f"rope_length must be a trained length in tokens, 1 or more, got {self.rope_length}")
         if self.max_wavelength is not None and not self.max_wavelength > 0:
             raise ValueError(f"max_wavelength must be a positive number of tokens, got {self.max_wavelength}")
         self.layer_max_wavelength = _numbers_by_layer(self.layer_max_wavelength)
@@ -183,6 +198,8 @@ class FoxSpec:
     def resolved(self, trained_length: int) -> FoxSpec:
         """This spec with its None defaults filled in from the length (tokens) the base model was trained to."""
         spec = copy.deepcopy(self)
+        spec.rope_factor = ROPE_FACTOR if spec.rope_factor is None else spec.rope_factor
+        spec.rope_length = float(trained_length) if spec.rope_length is None else spec.rope_length
         if spec.max_wavelength is None:
             spec.max_wavelength = trained_length / 4
         if spec.half_life is None and spec.init != "alibi":
@@ -191,6 +208,8 @@ class FoxSpec:
 
 
 IDLE = {
+    "rope_factor": "how far rope interpolate stretches",
+    "rope_length": "what rope interpolate takes for slow",
     "max_wavelength": "which pairs rope partial keeps",
     "anneal_to": "where rope anneal ends",
     "anneal_tokens": "how long rope anneal takes",
@@ -203,10 +222,17 @@ IDLE = {
 """Fields of a FoxSpec that others can leave without effect, and what they set."""
 
 
+def default_rope(max_wavelength: float | None) -> str:
+    """The mode of a spec that names none: "partial" where it names its longest wavelength."""
+    return "interpolate" if max_wavelength is None else "partial"
+
+
 def idle_fields(rope: str, anneal_to: str, gate: str, init: str) -> dict[str, str]:
     """Field of a FoxSpec that these values of four others leave without effect -> which of the four does so."""
     idle: dict[str, str] = {}
-    if rope in ("keep", "drop"):
+    if rope != "interpolate":
+        idle |= dict.fromkeys(("rope_factor", "rope_length"), "rope")
+    if rope in ("keep", "drop", "interpolate"):
         idle["max_wavelength"] = "rope"
     elif rope == "anneal" and anneal_to == "drop":
         idle["max_wavelength"] = "anneal_to"

@@ -10,11 +10,15 @@ from torch import nn
 
 from .configuration_fox import FoxSpec
 
+FEW_TURNS, MANY_TURNS = 1.0, 32.0
+"""Turns within the trained length below which a pair is slow, and from which it is fast."""
+
 
 def fades(inv_freq: list[float], spec: FoxSpec, layer_idx: int) -> list[float]:
     """Fade of each rotary pair of one layer.
 
-    keep: all 1; drop: all 0; partial: 1 where the wavelength 2 pi / inv_freq is at most `max_wavelength` tokens;
+    keep: all 1; drop: all 0; interpolate: see `interpolated`; partial: 1 where the wavelength 2 pi / inv_freq is at
+    most `max_wavelength` tokens;
     anneal: pairs that will go fade one after the other, lowest frequency first, as annealed_tokens / anneal_tokens
     goes from 0 to 1. A layer's own `layer_max_wavelength` replaces the mode for that layer.
     """
@@ -25,6 +29,8 @@ def fades(inv_freq: list[float], spec: FoxSpec, layer_idx: int) -> list[float]:
         return [1.0] * len(inv_freq)
     if spec.rope == "drop":
         return [0.0] * len(inv_freq)
+    if spec.rope == "interpolate":
+        return interpolated(inv_freq, _known(spec.rope_length, "rope_length"), _known(spec.rope_factor, "rope_factor"))
     limit = spec.max_wavelength
     if spec.rope == "anneal":
         target = [0.0] * len(inv_freq) if spec.anneal_to == "drop" else _partial(inv_freq, _known(limit))
@@ -37,10 +43,25 @@ def fades(inv_freq: list[float], spec: FoxSpec, layer_idx: int) -> list[float]:
     return _partial(inv_freq, _known(limit))
 
 
-def _known(limit: float | None) -> float:
-    if limit is None:
-        raise ValueError("max_wavelength is not resolved: call FoxSpec.resolved(trained_length) first")
-    return limit
+def interpolated(inv_freq: list[float], trained_length: float, factor: float) -> list[float]:
+    """Fades that stretch slow pairs: fade = g + (1 - g) / factor, g = clip((r - 1) / (32 - 1), 0, 1).
+
+    r = trained_length * inv_freq / (2 pi) is how often a pair turns within the trained length. Pairs that turn 32 times
+    or more tell near positions apart and stay. Those that turn less than once would, beyond the trained length, meet
+    angles they never saw: they turn `factor` times slower. Between them the fade goes linearly in r.
+
+    Source: NTK-by-parts of YaRN (Peng et al., arXiv 2309.00071, section 3.2), with its alpha = 1, beta = 32 for
+    LLaMA; without its temperature, which training makes up for.
+    """
+    turns = [trained_length * w / (2 * math.pi) for w in inv_freq]
+    kept = [min(1.0, max(0.0, (r - FEW_TURNS) / (MANY_TURNS - FEW_TURNS))) for r in turns]
+    return [g + (1.0 - g) / factor for g in kept]
+
+
+def _known(value: float | None, name: str = "max_wavelength") -> float:
+    if value is None:
+        raise ValueError(f"{name} is not resolved: call FoxSpec.resolved(trained_length) first")
+    return value
 
 
 def _partial(inv_freq: list[float], max_wavelength: float) -> list[float]:

@@ -79,7 +79,7 @@ def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
 
 PRO = ["qk-norm", "output-norm", "output-gate", "k-shift", "v-shift"]
 PRESETS = {
-    "fox-partial": ("partial", "data", "slopes", 1, []),
+    "fox-partial": ("interpolate", "data", "slopes", 1, []),
     "fox-llama": ("drop", "data", "slopes", 0, []),
     "fox-pro": ("drop", "data", "slopes", 0, PRO),
     "transformer-llama": ("keep", "none", "slopes", 1, []),
@@ -209,7 +209,7 @@ BAD = {
     "--t-min 9 --t-max 2": "0 < t_min <= t_max",
     "--init open --t-min 2 --t-max 9": "--t-min sets where gates start, but --init open",
     "--sink-tokens 99999999999": "sink_tokens must be an integer >= 0 and below 2^31",
-    "--rope keeep": "rope must be one of keep, partial, drop, anneal; got 'keeep' (did you mean 'keep'?)",
+    "--rope keeep": "rope must be one of interpolate, keep, partial, drop, anneal; got 'keeep' (did you mean 'keep'?)",
     "--half-life 100 10": "0 < shortest <= longest",
     "--half-life 0 10": "0 < shortest <= longest",
     "--half-life 5": "--half-life",
@@ -223,7 +223,7 @@ BAD = {
     "--rope drop --max-wavelength 100": "--max-wavelength sets which pairs --rope partial keeps, but --rope drop",
     "--rope anneal --anneal-to drop --anneal-tokens 9 --max-wavelength 9": "--anneal-to drop leaves it without effect",
     "--rope anneal": "anneal_tokens > 0",
-    "--anneal-tokens 100": "--anneal-tokens sets how long --rope anneal takes, but --rope partial",
+    "--anneal-tokens 100": "--anneal-tokens sets how long --rope anneal takes, but --rope interpolate",
     "--anneal-to drop": "--anneal-to sets where --rope anneal ends",
     "--init open --half-life 8 64": "--half-life sets where gates start, but --init open",
     "--gate none --init slopes": "--init sets where gates start, but --gate none",
@@ -319,7 +319,7 @@ def test_a_stray_fox_section_in_a_plain_config_does_no_harm(run, source, tmp_pat
     (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "fox": {"rope": "drop"}}))
     code, out, _ = run("convert", tmp_path / "odd", tmp_path / "out", "--no-verify", "--json")
     assert code == 0
-    assert json.loads(out)["plan"]["spec"]["rope"] == "partial"
+    assert json.loads(out)["plan"]["spec"]["rope"] == "interpolate"
 
 
 def test_unknown_recipe_key_names_the_nearest(run, tmp_path):

@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions
 from retrofox.model import attention as attention_module
 from retrofox.model.fused import unrotated, with_rotary
-from retrofox.model.rope import fades
+from retrofox.model.rope import fades, interpolated
 
 PICO = {
     "vocab_size": 96,
@@ -257,7 +258,7 @@ def test_attention_scaling_of_dropped_pairs_stays(tokens):
 
 
 def test_a_dropped_rotary_stays_dropped_under_torch_compile(tokens):
-    model = convert(make_base("default"), rope="drop", sink_tokens=0)
+    model = convert(make_base("default"), rope="drop")
     hidden = torch.randn(1, 24, 32)
     position_ids = torch.arange(24)[None]
     _, module = next(attentions(model))
@@ -266,3 +267,37 @@ def test_a_dropped_rotary_stays_dropped_under_torch_compile(tokens):
     compiled = torch.compile(module, backend="eager")
     with torch.no_grad():
         close(compiled(hidden, **options)[0], module(hidden, **options)[0])
+
+
+def test_interpolation_is_the_ramp_of_yarn():
+    """Beside transformers' own yarn frequencies: inv_freq * fade, whatever its temperature."""
+    config = LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=1,
+        max_position_embeddings=8192 * 4,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e5,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "truncate": False,
+        },
+    )
+    theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    plain = [1e5 ** (-2 * pair / 64) for pair in range(32)]
+    ours = torch.tensor(plain) * torch.tensor(interpolated(plain, 8192, 4.0))
+    turns = [8192 * w / (2 * math.pi) for w in plain]
+    ends = [number for number, r in enumerate(turns) if r >= 32 or r <= 1]
+    assert len(ends) > 16
+    assert torch.allclose(ours[ends], theirs[ends], rtol=1e-5)
+    assert ours.diff().max() < 0  # a pair stays slower than the one before it
+
+
+def test_interpolation_is_the_default_and_its_length_is_the_bases():
+    spec = retrofox.convert(make_base("default"), fox=FoxSpec()).config.fox
+    assert (spec["rope"], spec["rope_factor"]) == ("interpolate", 8.0)
+    assert spec["rope_length"] == make_base("default").config.max_position_embeddings
+    assert FoxSpec(max_wavelength=100).rope == "partial"
+    for wrong in (0.5, -1.0, math.inf):
+        with pytest.raises(ValueError, match="rope_factor must be"):
+            FoxSpec(rope_factor=wrong)

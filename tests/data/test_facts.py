@@ -1,0 +1,54 @@
+"""Made-up facts put into documents: told twice, repeatable, and nothing of the text is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from retrofox.data.facts import with_facts
+from retrofox.data.sources import DataSource, Digests, resolve
+from retrofox.data.windows import documents
+
+TEXT = "\n".join(
+    f"The grey fox number{n} walked over seven frozen rivers towards the northern lighthouse." for n in range(300)
+)
+
+
+def told(text: str) -> Counter[str]:
+    """Lines that the plain text lacks, with how often they stand in the other."""
+    plain = set(TEXT.split("\n"))
+    return Counter(line for line in text.split("\n") if line and line not in plain and not line.startswith(" "))
+
+
+def test_every_fact_is_told_twice_and_no_word_is_lost():
+    changed = with_facts(TEXT)
+    facts = {line: count for line, count in told(changed).items() if line.endswith((".", ";")) and count == 2}
+    assert len(facts) >= len(TEXT) // 4000 - 1
+    assert len(changed) > len(TEXT)
+    kept, words = iter(changed.split()), TEXT.split()
+    assert all(word in kept for word in words)  # in order
+
+
+def test_facts_are_the_same_each_time_and_the_share_is_kept():
+    assert with_facts(TEXT) == with_facts(TEXT)
+    texts = [f"{n} {TEXT}" for n in range(200)]
+    changed = sum(with_facts(text, 0.3) != text for text in texts)
+    assert 40 <= changed <= 80
+    assert with_facts(TEXT, 0.0) == TEXT
+
+
+def test_short_and_wordless_texts_stay_as_they_are():
+    assert with_facts("") == ""
+    assert with_facts("1 2 3 4 5") == "1 2 3 4 5"
+
+
+def test_a_source_with_recall_gives_other_tokens_and_another_shard(tmp_path: Path, pico_tokenizer):
+    (tmp_path / "a.txt").write_text(TEXT)
+    plain, recalled = (DataSource(str(tmp_path / "a.txt"), recall=share) for share in (0.0, 1.0))
+    (_, one), (_, other) = (next(iter(documents([source], pico_tokenizer))) for source in (plain, recalled))
+    assert len(other) > len(one)
+    assert not np.array_equal(one, other[: len(one)])
+    digests = Digests()
+    assert resolve(plain)[0].identity(digests) != resolve(recalled)[0].identity(digests)
