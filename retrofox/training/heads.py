@@ -37,7 +37,7 @@ class HeadRecorder:
 
     @torch.no_grad()
     def statistics(self, row: torch.Tensor | None) -> dict[str, float]:
-        """Of all heads "copy_score_max" and "retrieval_heads", over the row "mass_first" and "mass_beyond_64", _512, ...
+        """Of all heads "copy_score_max" and "retrieval_heads", over the row "mass_first" and "mass_beyond_64", ...
 
         Args:
             row: (1, T) int64 tokens; None leaves the masses out, as does a distance that no query of it has.
