@@ -395,6 +395,8 @@ def recall(
     Some of them anyone would guess. So the control cuts the earlier words out of the text and reads the same tokens
     again: what the loss rises by is what the model had remembered. Five forward passes per document and model.
 
+    Books seldom repeat four words: give several long documents, or --ngram 3, which finds three to seven times as many.
+
         retrofox recall RUN/model --against BASE --data books/ --length 32768 --out recall
     """
     from retrofox.evaluation.recall import recall as run

@@ -1,4 +1,4 @@
-"""How much context a model uses: the loss given only the last k tokens, against the loss given all of them."""
+"""How much context a model uses: the trend of L(i), and what the last k tokens alone leave of it."""
 
 from __future__ import annotations
 
@@ -118,6 +118,33 @@ class ShortContexts:
             loss, excess = draws.ratio(sums, counts), draws.ratio(sums - whole, counts)
             table.append({"tokens": context, "loss": loss, "excess": excess})
         return table
+
+
+def trends(result: dict[str, Any]) -> list[str]:
+    """Per line whether L(i) falls, rises or stays flat, which only an interval can tell, and how much context it uses.
+
+    "flat" means that the interval covers 0, not that the slope is 0.
+    """
+    sentences = []
+    start, end = max(8, result["longest"] // 64), result["longest"]
+    if all(line["slope_per_doubling"]["interval"] is None for line in result["lines"]):
+        sentences.append("one document gives no interval, so no trend of the loss is named")
+    for line in result["lines"]:
+        octave, late = line["slope_per_doubling"], line["late_slope_per_1k"]
+        if octave["interval"] is None:
+            continue
+        text = f"{line['label']}: the loss is {_named(octave)} per octave over positions {start} to {end}"
+        if late["interval"] is not None:
+            text += f", {_named(late)} per 1000 tokens over the second half"
+        sentences.append(text)
+    return sentences + [
+        use_of_context(line["label"], line["short_context"]) for line in result["lines"] if line.get("short_context")
+    ]
+
+
+def _named(slope: dict[str, Any]) -> str:
+    low, high = slope["interval"]
+    return f"{slope['trend']} ({slope['slope']:+.4f} nats, {low:+.4f} to {high:+.4f})"
 
 
 def use_of_context(label: str, table: Sequence[dict[str, Any]]) -> str:

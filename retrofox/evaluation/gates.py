@@ -16,13 +16,7 @@ from retrofox.anatomy import attentions, inner_model
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_heads, write_gates
-from retrofox.evaluation.heads import (
-    check_prune_eps,
-    head_places,
-    measure_heads,
-    require_finite,
-    summarise_heads,
-)
+from retrofox.evaluation.heads import check_prune_eps, head_places, look
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.source import holds_converted
 from retrofox.loading.tokenizers import require_same_tokenizer
@@ -131,12 +125,12 @@ def inspect(
     images: dict[str, dict[str, Any]] = {}
     if data:
         reads: dict[str, Any] = {"windows": windows, "length": length, "prune_eps": prune_eps, "maps": places}
-        result["attention"] = [_look(opened, images, progress, reads)]
+        result["attention"] = [look(opened, images, progress, reads)]
         if against is not None:
             tokenizer = opened.tokenizer
             del opened  # frees the weights before the next model is loaded
             other = open_model(against, tokenizer=tokenizer, dtype=dtype, device=device)
-            result["attention"].append(_look(other, images, progress, reads))
+            result["attention"].append(look(other, images, progress, reads))
     console = output_console()
     print_gates(result, console)
     if "attention" in result:
@@ -145,17 +139,6 @@ def inspect(
         result["files"] = write_gates(result, Path(out), images)
         console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
     return result
-
-
-def _look(opened: Opened, images: dict[str, dict[str, Any]], progress: bool, reads: dict[str, Any]) -> dict[str, Any]:
-    """One entry of "attention"; adds its maps to `images`, as "LAYER.HEAD" or for the second "against-LAYER.HEAD"."""
-    heads, found = measure_heads(opened, progress=progress, **reads)
-    require_finite(heads, opened.source)
-    tokens = len(reads["windows"][0].token_ids)
-    for (layer, head), image in found.items():
-        name = f"{layer}.{head}"
-        images[f"against-{name}" if name in images else name] = {**image, "tokens": tokens}
-    return {"label": opened.name, "source": opened.source, "heads": heads, "summary": summarise_heads(heads)}
 
 
 def _no_gates(source: str) -> ValueError:

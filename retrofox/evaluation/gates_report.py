@@ -135,6 +135,7 @@ def head_sentences(models: Sequence[dict[str, Any]]) -> list[str]:
     for model in models:
         summary = model["summary"]
         names = summary["retrieval_heads"]
+        label = f"{model['label']}: " if len(models) > 1 else ""  # alone it is named in the first table
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         masses = ", ".join(
             f"{100 * mass:.1f} % beyond {tokens_label(int(d))}"
@@ -144,9 +145,7 @@ def head_sentences(models: Sequence[dict[str, Any]]) -> list[str]:
         skipped = summary.get("prune_skips")
         more = "" if skipped is None else f"; pruning may skip {100 * skipped:.1f} % of the pairs"
         found = f"{len(names)} retrieval heads ({shown})" if names else "no retrieval head"
-        sentences.append(
-            f"{model['label']}: {found}; attention {masses or 'of texts too short to look far back'}{more}"
-        )
+        sentences.append(f"{label}{found}; attention {masses or 'of texts too short to look far back'}{more}")
     if len(models) == 2:
         after, before = (set(model["summary"]["retrieval_heads"]) for model in models)
         sentences.append(

@@ -21,6 +21,17 @@ LONGEST_COPY = 512
 COPY_TEXTS = 2
 
 
+def look(opened: Opened, images: dict[str, dict[str, Any]], progress: bool, reads: dict[str, Any]) -> dict[str, Any]:
+    """One entry of "attention"; adds its maps to `images`, as "LAYER.HEAD" or for the second "against-LAYER.HEAD"."""
+    heads, found = measure_heads(opened, progress=progress, **reads)
+    require_finite(heads, opened.source)
+    tokens = len(reads["windows"][0].token_ids)
+    for (layer, head), image in found.items():
+        name = f"{layer}.{head}"
+        images[f"against-{name}" if name in images else name] = {**image, "tokens": tokens}
+    return {"label": opened.name, "source": opened.source, "heads": heads, "summary": summarise_heads(heads)}
+
+
 def measure_heads(
     opened: Opened,
     windows: Sequence[Window],

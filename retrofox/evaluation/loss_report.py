@@ -15,7 +15,7 @@ from rich.table import Table
 
 from retrofox.data.windows import Window
 from retrofox.evaluation.context_figure import perplexity_figure, short_context_figure
-from retrofox.evaluation.context_use import perplexities, use_of_context
+from retrofox.evaluation.context_use import perplexities, trends
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, slope
 from retrofox.support.files import write_result
 from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_label
@@ -164,33 +164,6 @@ def _print_columns(
     for row, (position, number) in enumerate(zip(positions, counts, strict=True)):
         table.add_row(position, number, *(cells[row] for _, cells in columns), end_section=row == len(positions) - 4)
     console.print(table)
-
-
-def trends(result: dict[str, Any]) -> list[str]:
-    """Per line whether L(i) falls, rises or stays flat, which only an interval can tell, and how much context it uses.
-
-    "flat" means that the interval covers 0, not that the slope is 0.
-    """
-    sentences = []
-    start, end = max(8, result["longest"] // 64), result["longest"]
-    if all(line["slope_per_doubling"]["interval"] is None for line in result["lines"]):
-        sentences.append("one document gives no interval, so no trend of the loss is named")
-    for line in result["lines"]:
-        octave, late = line["slope_per_doubling"], line["late_slope_per_1k"]
-        if octave["interval"] is None:
-            continue
-        text = f"{line['label']}: the loss is {_named(octave)} per octave over positions {start} to {end}"
-        if late["interval"] is not None:
-            text += f", {_named(late)} per 1000 tokens over the second half"
-        sentences.append(text)
-    return sentences + [
-        use_of_context(line["label"], line["short_context"]) for line in result["lines"] if line.get("short_context")
-    ]
-
-
-def _named(slope: dict[str, Any]) -> str:
-    low, high = slope["interval"]
-    return f"{slope['trend']} ({slope['slope']:+.4f} nats, {low:+.4f} to {high:+.4f})"
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:

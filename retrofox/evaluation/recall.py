@@ -127,8 +127,10 @@ def recall(
     sums: dict[str, recall_report.Sums] = {}
     for number, source in enumerate([model, *others]):
         key = "model" if number == 0 else "base" if number == 1 else f"base{number}"
-        opened = source if isinstance(source, Opened) else None
-        opened = opened or open_model(source, tokenizer=tokenizer, dtype=dtype, device=device)
+        if isinstance(source, Opened):
+            opened = source
+        else:
+            opened = open_model(source, tokenizer=tokenizer, dtype=dtype, device=device)
         if number == 0:
             result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
         line, sums[key] = _run(opened, key, texts, len(edges) - 1, batch, progress)

@@ -36,6 +36,7 @@ from retrofox.training.callbacks import (
     Signals,
 )
 from retrofox.training.groups import group_schedules, parameter_groups
+from retrofox.training.heads import HeadRecorder
 from retrofox.training.lora import assert_gates_saved, trained_in_full
 from retrofox.training.refusals import own_autocast
 
@@ -89,6 +90,9 @@ class FoxTrainer(Trainer):
             self.remove_callback(builtin)
         lm = causal_lm(model)
         self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps))
+        self.heads = HeadRecorder(lm, recipe.log.heads_every, stage.sequence_length)
+        if recipe.log.heads_every is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError("log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out")
         self.interruptions = interruptions or Interruptions("nothing is saved")
         self.window = LossWindow(len(getattr(objective, "metrics", ())), args.device)
         signals = Signals(args.world_size, self.interruptions)
@@ -216,6 +220,10 @@ class FoxTrainer(Trainer):
             logs["tokens"] = step * self.batch_tokens
             logs.update(self.clock.read(step, self.state.max_steps, args.world_size))
             logs.update(self.gates.statistics())
+            if self.heads.is_due(step, self.state.max_steps):
+                held_out = None if self.eval_batches is None else next(iter(self.eval_batches()), None)
+                with self.accelerator.autocast():
+                    logs.update(self.heads.statistics(None if held_out is None else held_out["input_ids"][:1]))
             names = ("loss", *getattr(self.objective, "metrics", ()))
             logs.update(zip(names, self.window.means(self.accelerator, step), strict=True))
             due = self.gates.is_due(step, self.state.max_steps)

@@ -49,7 +49,8 @@ def copying_model() -> Any:
                 parameter.fill_(1.0)
         model.model.embed_tokens.weight[:, token] = code
         model.model.embed_tokens.weight[:, constant] = 1.0
-        first, second = (layer.self_attn for layer in model.model.layers)
+        layers: Any = model.model.layers
+        first, second = (layer.self_attn for layer in layers)
         first.k_proj.weight[pairs[:FAST], constant] = 2.0 / CODE
         first.q_proj.weight[pairs[:FAST], constant] = (400.0 / CODE * angle[:FAST].cos())[:, None]
         first.q_proj.weight[pairs[:FAST] + HEAD // 2, constant] = (-400.0 / CODE * angle[:FAST].sin())[:, None]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from retrofox.data.windows import Window
-from retrofox.evaluation.context_use import ShortContexts, perplexities, short_contexts, use_of_context
+from retrofox.evaluation.context_use import ShortContexts, perplexities, short_contexts, trends, use_of_context
 from retrofox.evaluation.evaluate import evaluate
-from retrofox.evaluation.loss_report import summarise, trends
+from retrofox.evaluation.loss_report import summarise
 from retrofox.evaluation.per_token_loss import slope, window_losses
 from tests.evaluation.copying import copying_model, text_with_repeats, word_tokenizer
 

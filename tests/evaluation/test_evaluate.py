@@ -315,7 +315,7 @@ def test_names_with_brackets_and_colons_are_printed_whole(on_disk, documents, tm
     model, out, name = tmp_path / "run[lora]:x:", tmp_path / "of[" / "b]", "run[lora]:x:"
     model.symlink_to(on_disk[1])
     short = ["--lengths", 320, "--depths", 1, "--trials", 1]
-    for command, options, files in (("eval", ["--no-controls"], 7), ("inspect", [], 4), ("needle", short, 7)):
+    for command, options, files in (("eval", ["--no-controls"], 7), ("inspect", [], 5), ("needle", short, 7)):
         code, printed, _ = run(command, model, "--data", documents[0], "--out", out, *options)
         assert (code, printed.count(name), printed.count("of[/b]/")) == (0, 1, files)
     code, _, err = run("eval", "no[red]:x:", "--data", documents[0])

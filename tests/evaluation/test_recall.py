@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,7 +185,8 @@ def test_intervals_are_over_documents():
     found = Bootstrap(12).ratio(sums, counts)
     mean = sums.sum() / counts.sum()
     error = np.sqrt(12 / 11 * ((sums - mean * counts) ** 2).sum()) / counts.sum()  # linearised
-    low, high = found["interval"]
+    interval: Any = found["interval"]
+    low, high = interval
     assert found["mean"] == pytest.approx(mean)
     assert (high - low) / 2 == pytest.approx(student_t(11) * error, rel=0.15)
     assert Bootstrap(1).ratio(sums[:1], counts[:1]) == {"mean": pytest.approx(sums[0] / counts[0]), "interval": None}
