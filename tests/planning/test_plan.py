@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -229,15 +230,20 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-LLAMA = {"vocab_size": 128256, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 SHAPES = {
     "llama-3.2-1b": LlamaConfig(
-        **{**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64},
+        **LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64,
         tie_word_embeddings=True,
         rope_parameters={**LLAMA3, "rope_theta": 500000.0, "factor": 32.0},
     ),
     "llama-3.1-8b": LlamaConfig(
-        **{**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
+        **LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128,
         rope_parameters={**LLAMA3, "rope_theta": 500000.0, "factor": 8.0},
     ),
     "qwen3-8b": Qwen3Config(
