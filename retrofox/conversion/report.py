@@ -65,7 +65,7 @@ def _table(title: str, plan: dict[str, Any], fitted: Sequence[float] = ()) -> No
     start = ", half-lives in tokens: " + ", ".join(f"{x:.0f}" for x in lives)
     if fitted:
         start = f", half-lives fitted to the base: {min(fitted):.0f} to {max(fitted):.0f} tokens (calibration/*.csv)"
-    elif spec["init"] != "slopes":
+    elif spec["init"] in ("open", "calibrated"):
         start = {"open": ", open (log f = 0)", "calibrated": ", half-lives to be fitted to the base"}[spec["init"]]
     rows = {
         "layers x heads": f"{plan['layers']} x {plan['heads']}",
