@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOME = Path(__file__).parents[1] / "shipped-recipes"
+FACTS = ("hardware", "tokens", "time", "result", "corpus")
+"""What a recipe's opening comment may state; corpus: which texts its result was measured on."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,7 @@ class ShippedRecipe:
         name: path below the recipes without its ending, such as "smollm2-partial" or "accelerate/ddp".
         text: the whole file.
         about: what its opening comment says of it, as one paragraph.
-        facts: "hardware", "tokens", "time", "result" -> what the comment says, for recipes; "run" -> the command, for
-            launch files.
+        facts: those of FACTS that the comment states, for recipes; "run" -> the command, for launch files.
     """
 
     name: str
@@ -84,7 +85,7 @@ def _read(file: Path) -> ShippedRecipe:
             facts["run"] = line.strip()
             continue
         word, colon, rest = line.strip().partition(":")
-        if colon and word in ("hardware", "tokens", "time", "result"):
+        if colon and word in FACTS:
             key, line = word, rest
         if key is None:
             about.append(line.strip())

@@ -100,7 +100,9 @@ def test_presets_are_the_published_systems(run, source, tmp_path, name):
 
 def test_a_converted_preset_carries_its_fields_and_runs(run, source, tmp_path):
     options = "--preset alibi --log-n 2Ki --no-verify"
-    assert run("convert", source, tmp_path / "out", *options.split())[0] == 0
+    code, out, _ = run("convert", source, tmp_path / "out", *options.split())
+    assert code == 0
+    assert "fixed, half-lives in tokens: 11, 177" in out
     for file, path in (("config.json", ("fox",)), ("retrofox.json", ("plan", "spec"))):
         spec = json.loads((tmp_path / "out" / file).read_text())
         for key in path:

@@ -30,6 +30,7 @@ def test_ls_says_what_each_is_for_and_takes(run):
     for row in rows:
         wanted = {"run"} if row["name"].startswith("accelerate/") else {"hardware", "tokens", "time", "result"}
         assert row["about"]
+        assert ("corpus" in row) == row["name"].startswith("smollm2-")
         assert wanted <= set(row)
 
 
@@ -69,5 +70,5 @@ def test_an_unknown_name_is_refused_with_the_nearest(run, tmp_path):
         code, _, err = run("recipes", command, "smollm2-partail")
         assert code == 2
         assert "did you mean 'smollm2-partial'?" in " ".join(err.split())
-    with pytest.raises(ValueError, match="there are smollm2-control"):
+    with pytest.raises(ValueError, match=r"there are .*smollm2-control, smollm2-lora"):
         named("nothing of the kind at all")

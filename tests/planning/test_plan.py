@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, Qwen3Config
 
 from retrofox.config import load_recipe, validate
 from retrofox.planning.memory import memory
 from retrofox.planning.plan import plan
+from retrofox.surgery import make_plan
 from retrofox.training.flops import flops_per_token
 from retrofox.training.model import load_any
 from retrofox.training.objectives import OBJECTIVES
@@ -207,10 +211,53 @@ def test_what_training_would_find_missing_is_refused(make_recipe, tmp_path, monk
     assert "free and a checkpoint takes" in found
 
 
-@pytest.mark.parametrize("name", ["smollm2-partial", "smollm2-control", "smollm2-lora", "smollm2-three-stages"])
-def test_shipped_recipes_can_be_planned(name, pico_checkpoint, tmp_path):
-    (tmp_path / "books.txt").write_text("the fox forgets the gate")
-    changes = [f"data.{part}=[{tmp_path / 'books.txt'}]" for part in ("train", "eval")]
-    changes += [f"model={pico_checkpoint}", "stages.0.sequence_length=64"]
-    report = plan(load_recipe(RECIPES / f"{name}.yaml", changes))
-    assert report["refusals"] == []
+@pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))
+def test_shipped_recipes_are_refused_for_nothing_but_what_is_not_here(pico_checkpoint, tmp_path, monkeypatch, name):
+    """With a model in place of the Hub's: sets of the Hub aren't looked for, LongCrawl64 is a folder to fetch."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("retrofox.planning.plan.free_bytes", lambda out: 1 << 50)
+    report = plan(load_recipe(RECIPES / f"{name}.yaml", [f"model={pico_checkpoint}"]))
+    missing = [f"no directory longcrawl64/{part}.zarr" for part in ("train", "heldout")]
+    wanted = missing if name == "longcrawl64-fox" else []
+    assert [refusal.partition(":")[0] for refusal in report["refusals"]] == wanted
+    assert all(stage["steps"] > 0 for stage in report["stages"])
+    assert report["stages"]
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+SHAPES = {
+    "llama-3.2-1b": LlamaConfig(
+        **LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64,
+        tie_word_embeddings=True,
+        rope_parameters={**LLAMA3, "rope_theta": 500000.0, "factor": 32.0},
+    ),
+    "llama-3.1-8b": LlamaConfig(
+        **LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128,
+        rope_parameters={**LLAMA3, "rope_theta": 500000.0, "factor": 8.0},
+    ),
+    "qwen3-8b": Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_recipes_for_large_models_state_what_their_shape_plans(name):
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    assert recipe.fox is not None
+    found = make_plan(SHAPES[name], recipe.fox)
+    base = sum(math.prod(shape) for tensor, shape in found.base_tensors.items() if tensor not in found.tied)
+    assert f"{base + found.parameters:,} parameters" in (RECIPES / f"{name}.yaml").read_text()
+    assert set(found.kept_pairs) < set(range(1, found.pairs))

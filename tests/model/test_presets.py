@@ -1,0 +1,67 @@
+"""Presets name the papers' systems; ALiBi's slopes and the FoX paper's time constants are kinds of half-lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from retrofox import FoxSpec
+from retrofox.model.configuration_fox import PRESETS, PRO_PARTS, alibi_half_lives
+from retrofox.model.gates import initial_bias
+
+
+def test_a_preset_is_its_fields_and_changes_go_before_them():
+    assert FoxSpec.from_preset("fox-partial") == FoxSpec()
+    assert FoxSpec.from_preset("fox-pro") == FoxSpec(rope="drop", sink_tokens=0, pro=PRO_PARTS)
+    changed = FoxSpec.from_preset("fox-pro", pro="k-shift", sink_tokens=3)
+    assert changed == FoxSpec(rope="drop", sink_tokens=3, pro=("k-shift",))
+    assert FoxSpec.from_preset("transformer-pro").pro == PRO_PARTS
+    with pytest.raises(ValueError, match="unknown key 'sink' in fox"):
+        FoxSpec.from_preset("fox-pro", sink=1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_reads_back_as_the_fields_it_wrote(name):
+    spec = FoxSpec.from_preset(name).resolved(8192)
+    assert spec.preset == name
+    again = FoxSpec.from_dict(spec.to_dict())
+    assert (again, again.preset) == (spec, name)
+    assert FoxSpec.from_dict({**spec.to_dict(), "preset": None}) == spec  # the fields say it all
+
+
+@pytest.mark.parametrize(
+    ("heads", "slopes"),
+    [
+        (8, [2.0**-h for h in range(1, 9)]),
+        (4, [2**-2, 2**-4, 2**-6, 2**-8]),
+        (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]),
+        (1, [2**-8]),
+    ],
+)
+def test_alibis_slopes_are_those_of_press_et_al(heads, slopes):
+    assert [math.log(2) / half_life for half_life in alibi_half_lives(heads)] == pytest.approx(slopes)
+    log_f = torch.nn.functional.logsigmoid(torch.tensor(initial_bias(FoxSpec.from_preset("alibi"), heads)))
+    assert (-log_f).tolist() == pytest.approx(slopes, rel=1e-5)
+
+
+def test_time_constants_become_half_lives_and_stay_so():
+    spec = FoxSpec(gate="fixed", t_min=2, t_max=256)
+    assert spec.half_life == pytest.approx((2 * math.log(2), 256 * math.log(2)))
+    assert dataclasses.replace(spec, sink_tokens=4).half_life == spec.half_life
+    log_f = torch.nn.functional.logsigmoid(torch.tensor(initial_bias(spec, 8), dtype=torch.float64))
+    assert (-1 / log_f).tolist() == pytest.approx([2.0**n for n in range(1, 9)])
+
+
+@pytest.mark.parametrize("name", ["fox-llama", "fox-pro", "transformer-llama", "transformer-pro", "alibi", "drope"])
+def test_every_preset_makes_a_model_that_runs(pico_fox, name):
+    fields = dict(PRESETS[name][0])
+    model = pico_fox(half_life=None, max_wavelength=None, **fields)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        logits = model(ids).logits
+    assert logits.isfinite().all()
+    gates = [layer.self_attn.forget_gate for layer in model.model.layers]
+    assert all((gate is None) == (fields.get("gate") == "none") for gate in gates)
