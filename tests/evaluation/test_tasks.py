@@ -7,6 +7,7 @@ import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,7 +137,7 @@ def test_texts_tokenised_together_are_those_tokenised_alone(opened, pico_tokeniz
         ("a gate", " fox"),
     ]
     requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
-    lm = BatchedModel(opened, 128, progress=False)
+    lm: Any = BatchedModel(opened, 128, progress=False)
     seen = []
     lm._loglikelihood_tokens = lambda requests, disable_tqdm: seen.append(requests)
     lm.loglikelihood(requests)
@@ -327,7 +328,8 @@ def test_presets_are_lm_evals_own_names(folder, monkeypatch):
     assert expand(["short", "piqa", "extra"]) == [*PRESETS["short"], "extra"]
     import lm_eval.tasks as own
 
-    folders = "arc hellaswag lambada longbench openbookqa piqa ruler sciq super_glue wikitext winogrande".split()
+    folders = ["arc", "hellaswag", "lambada", "longbench", "openbookqa", "piqa", "ruler", "sciq", "super_glue"]
+    folders += ["wikitext", "winogrande"]
     root = Path(own.__file__).parent  # all of its folders hold thousands of files
     known = own.TaskManager(include_path=[root / folder for folder in folders], include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: known)
