@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -118,13 +120,14 @@ def run_tasks(
 def _run(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any]:
     """One task: {"metrics": as lm-eval gives them, "documents": {metric: {document: score}}, "seconds"}."""
     started = time.perf_counter()
-    output = import_module("lm_eval.evaluator").evaluate(
-        lm=lm,
-        task_dict={"tasks": {name: task}, "groups": {}},
-        limit=limit,
-        bootstrap_iters=BOOTSTRAP,
-        log_samples=True,
-    )
+    with _templates_compiled_once():
+        output = import_module("lm_eval.evaluator").evaluate(
+            lm=lm,
+            task_dict={"tasks": {name: task}, "groups": {}},
+            limit=limit,
+            bootstrap_iters=BOOTSTRAP,
+            log_samples=True,
+        )
     metrics = {metric: _plain(value) for metric, value in output["results"][name].items()}
     documents: dict[str, dict[str, float]] = {}
     for sample in output["samples"][name]:
@@ -153,9 +156,21 @@ def _plain(value: Any) -> Any:
 
 
 def _build_requests(task: Any, limit: int | None) -> None:
-    task.build_all_requests(
-        limit=import_module("lm_eval.evaluator_utils").get_sample_size(task, limit), rank=0, world_size=1
-    )
+    size = import_module("lm_eval.evaluator_utils").get_sample_size(task, limit)
+    with _templates_compiled_once():
+        task.build_all_requests(limit=size, rank=0, world_size=1)
+
+
+@contextlib.contextmanager
+def _templates_compiled_once() -> Iterator[None]:
+    """Inside, lm-eval's templates are kept compiled: it compiles them for every document, most of a task's time."""
+    environment = import_module("lm_eval.utils").env
+    compile_template = environment.from_string
+    environment.from_string = functools.lru_cache(maxsize=1024)(compile_template)
+    try:
+        yield
+    finally:
+        del environment.from_string  # the instance's, which hid the class's
 
 
 def find_tasks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,8 @@ def test_window_is_mistrals_sliding_window(base, ids):
     from transformers import MistralConfig, MistralForCausalLM
 
     values = {k: v for k, v in base.model.config.to_dict().items() if k not in ("model_type", "architectures")}
-    mistral = MistralForCausalLM(MistralConfig(**values, sliding_window=16, attn_implementation="eager")).eval()
+    values |= {"sliding_window": 16, "attn_implementation": "eager"}
+    mistral = MistralForCausalLM(MistralConfig(**values)).eval()
     mistral.load_state_dict(base.model.state_dict())
     windowed = build(parse("window:16"), base).model
     torch.testing.assert_close(logits(windowed, ids), logits(mistral, ids), atol=1e-4, rtol=1e-4)
@@ -288,7 +290,8 @@ def pico_mamba2():
 
 def pico_recurrent_gemma():
     torch.manual_seed(0)
-    config = transformers.RecurrentGemmaConfig(
+    config_class: Any = transformers.RecurrentGemmaConfig
+    config = config_class(
         vocab_size=288,
         hidden_size=32,
         intermediate_size=48,

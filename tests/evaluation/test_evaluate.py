@@ -340,7 +340,8 @@ def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, docum
             evaluate(model, None, documents, length, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="vocabulary of 100"):
         evaluate(pico_llama(vocab_size=100), None, documents, 64, tokenizer=tokenizer, progress=False)
-    for options in ({"limit": 3}, {"task_batch": 4}, {"task_cache_folder": "tasks"}):
+    given: list[dict] = [{"limit": 3}, {"task_batch": 4}, {"task_cache_folder": "tasks"}]
+    for options in given:
         with pytest.raises(ValueError, match="name tasks, or drop them"):
             evaluate(model, None, documents, tokenizer=tokenizer, **options)
     with pytest.raises(ValueError, match=r"empty\.txt is a file; name a directory"):

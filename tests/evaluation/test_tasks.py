@@ -7,6 +7,7 @@ import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +122,29 @@ def test_log_likelihoods_are_those_of_the_models_logits(opened, pico_tokenizer):
         target = torch.tensor(continuation)
         assert found == pytest.approx(-F.cross_entropy(logits, target, reduction="sum").item(), rel=1e-4)
         assert greedy == bool((logits.argmax(-1) == target).all())
+
+
+def test_texts_tokenised_together_are_those_tokenised_alone(opened, pico_tokenizer):
+    from lm_eval.api.instance import Instance
+
+    from retrofox.evaluation.harness_model import BatchedModel
+
+    pairs = [
+        ("the fox ", "forgets"),
+        ("a gate", " often"),
+        ("", "the gate"),
+        ("<s>the fox", " and so on"),
+        ("a gate", " fox"),
+    ]
+    requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
+    lm: Any = BatchedModel(opened, 128, progress=False)
+    seen = []
+    lm._loglikelihood_tokens = lambda requests, disable_tqdm: seen.append(requests)
+    lm.loglikelihood(requests)
+    assert lm.encoded == {}
+    alone = [(pair, *(lm._encode_pair(*pair) if pair[0] else ([0], lm.tok_encode(pair[1])))) for pair in pairs]
+    assert seen == [alone]
+    assert alone[0][2] == pico_tokenizer("the fox forgets")["input_ids"][len(pico_tokenizer("the fox")["input_ids"]) :]
 
 
 def test_rows_are_shared_and_batches_hold_a_number_of_tokens():
@@ -302,9 +326,12 @@ def test_the_tables_say_scores_and_differences(capsys):
 
 def test_presets_are_lm_evals_own_names(folder, monkeypatch):
     assert expand(["short", "piqa", "extra"]) == [*PRESETS["short"], "extra"]
-    from lm_eval.tasks import TaskManager
+    import lm_eval.tasks as own
 
-    known = TaskManager()  # indexes thousands of files: once
+    folders = ["arc", "hellaswag", "lambada", "longbench", "openbookqa", "piqa", "ruler", "sciq", "super_glue"]
+    folders += ["wikitext", "winogrande"]
+    root = Path(own.__file__).parent  # all of its folders hold thousands of files
+    known = own.TaskManager(include_path=[root / folder for folder in folders], include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: known)
     for names in PRESETS.values():
         assert all(known.match_tasks([name]) == [name] for name in names)
