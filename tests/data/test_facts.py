@@ -11,11 +11,35 @@ from retrofox.data.facts import with_facts
 from retrofox.data.sources import DataSource, Digests, resolve
 from retrofox.data.windows import documents
 
-WORDS = "grey fox walked over seven frozen rivers towards northern light house while winter winds were calling under silent stars beyond distant hills and harbour lamps".split()
-TEXT = "
-".join(" ".join(WORDS[(7 * n + k) % len(WORDS)] for k in range(12)) + f" {n}" for n in range(400))
-    f"The grey fox number{n} walked over seven frozen rivers towards the northern lighthouse." for n in range(300)
-)
+WORDS = [
+    "grey",
+    "fox",
+    "walked",
+    "over",
+    "seven",
+    "frozen",
+    "rivers",
+    "towards",
+    "northern",
+    "light",
+    "house",
+    "while",
+    "winter",
+    "winds",
+    "were",
+    "calling",
+    "under",
+    "silent",
+    "stars",
+    "beyond",
+    "distant",
+    "hills",
+    "and",
+    "harbour",
+    "lamps",
+]
+LINES = (" ".join(WORDS[(7 * n + k) % len(WORDS)] for k in range(12)) + f" {n}" for n in range(400))
+TEXT = "\n".join(LINES)
 
 
 def told(text: str) -> Counter[str]:
