@@ -2,6 +2,7 @@
 
     python benchmarks/launch_cost.py --label before     # at one commit
     python benchmarks/launch_cost.py --label after      # at another: the table shows both
+    python benchmarks/launch_cost.py --without decoder_for --label "no decoder_for" --out cached.json
 
 On a GPU the kernels run; the clock stops when the last call has returned, not when the GPU is done. Elsewhere nothing
 runs: compiling and the launch in C are replaced by a function that does nothing, so that what is timed is the Python
@@ -27,6 +28,7 @@ import torch
 import triton
 from fox_kernels import api, autograd, decode_attention, forgetting_attention
 from fox_kernels.common import cumsum, pruning
+from fox_kernels.decoding import planner
 from fox_kernels.hopper import backward, forward
 from fox_kernels.host import kinds, launch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +38,7 @@ from triton.runtime.jit import JITFunction
 OUT = Path(__file__).with_suffix(".json")
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
+CACHES = ("_decoders", "decoder_for", "Decoder.compiled", "hopper.forward._plans", "hopper.backward._plans")
 
 
 class Compiled(SimpleNamespace):
@@ -61,8 +64,10 @@ def compiled(descriptors: int) -> Compiled:
 def without_a_gpu() -> Iterator[None]:
     """Everything up to the launch in C runs on a CPU as it does on a Hopper GPU."""
 
+    known = {n: compiled(n) for n in range(16)}  # by tensors copied by TMA: as if compiled long ago
+
     def compile_and_run(self, grid):
-        return lambda *arguments, **options: compiled(sum(isinstance(x, forward.Blocks) for x in arguments))
+        return lambda *arguments, **options: known[sum(isinstance(x, forward.Blocks) for x in arguments)]
 
     utils = SimpleNamespace(fill_tma_descriptor=lambda address, *how: 0)
     replaced = [
@@ -81,6 +86,36 @@ def without_a_gpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for where, name, stand_in in replaced:
             stack.enter_context(mock.patch.object(where, name, stand_in, create=True))
+        yield
+
+
+class Forgetful(dict):
+    """A cache that keeps nothing."""
+
+    def __setitem__(self, key, value):
+        pass
+
+
+@contextlib.contextmanager
+def without(cache: str | None) -> Iterator[None]:
+    """One of the host's caches keeps nothing."""
+    decoder = planner.Decoder.__init__
+
+    def forgetful_decoder(self, *arguments, **options):
+        decoder(self, *arguments, **options)
+        self.compiled = Forgetful()
+
+    caches = {
+        "_decoders": (api, "_decoders", Forgetful()),
+        "decoder_for": (planner, "decoder_for", planner.Decoder),
+        "Decoder.compiled": (planner.Decoder, "__init__", forgetful_decoder),
+        "hopper.forward._plans": (forward, "_plans", Forgetful()),
+        "hopper.backward._plans": (backward, "_plans", Forgetful()),
+    }
+    if cache is None:
+        yield
+        return
+    with mock.patch.object(*caches[cache]):
         yield
 
 
@@ -202,10 +237,10 @@ def microseconds(call: Callable[[], object], repeats: int, calls: int = 5) -> fl
     return round(1e6 * best, 1)
 
 
-def measure(repeats: int) -> dict[str, float]:
+def measure(repeats: int, cache: str | None) -> dict[str, float]:
     pruning.WORTH = 0  # problems of this size are pruned too
     hopper = not GPU or torch.cuda.get_device_capability() == (9, 0)
-    with contextlib.nullcontext() if GPU else without_a_gpu():
+    with contextlib.nullcontext() if GPU else without_a_gpu(), without(cache):
         named = cases(["gluon", "triton"] if hopper else ["triton"])
         return {name: microseconds(call, repeats) for name, call in named.items()}
 
@@ -223,6 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--label", default="now", help="the column of the table that this run fills")
     parser.add_argument("--repeats", type=int, default=500)
+    parser.add_argument("--without", choices=CACHES, help="let this cache of the host keep nothing")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     if not launch.PROVEN:
@@ -236,7 +272,7 @@ def main() -> None:
     runs = json.loads(given.out.read_text()) if given.out.exists() else {}
     runs[given.label] = {
         "commit": commit, "machine": machine, "cpus": os.cpu_count(), "python": platform.python_version(),
-        "torch": torch.__version__, "triton": triton.__version__, "us": measure(given.repeats),
+        "torch": torch.__version__, "triton": triton.__version__, "us": measure(given.repeats, given.without),
     }  # fmt: skip
     given.out.write_text(json.dumps(runs, indent=1) + "\n")
     print(table(runs))

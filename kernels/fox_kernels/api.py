@@ -21,12 +21,12 @@ TRITON_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-POSITIVE_LOG_F = 1e-3  # let pass: finite differences around an open gate
+POSITIVE_LOG_F = 1e-3  # allowed: finite differences around an open gate
 
-NUMBER = re.compile(r"(?<!\w)-?\d[\d.e+-]*")  # a count or a factor, not the 16 of float16
+NUMBER = re.compile(r"(?<!\w)-?\d[\d.e+-]*")  # not the 16 of float16
 _announced: set[tuple[str, str]] = set()
 _decoders: dict[tuple, Any] = {}
-MAX_DECODERS = 256  # more are forgotten all at once
+MAX_DECODERS = 256  # at more, all are forgotten
 
 
 def triton_unsupported(q: Tensor) -> str | None:
@@ -81,7 +81,7 @@ def choose(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-    q, k, v = chunked.under_autocast(q, k, v)  # as the operator takes them
+    q, k, v = chunked.under_autocast(q, k, v)  # as the operator does
     if backend in ("reference", "chunked"):
         return backend, "asked for"
     no_triton = triton_unsupported(q)
@@ -247,7 +247,7 @@ def decode_attention(
 
 
 def _decode_new(kind, q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound) -> Tensor:
-    """Return what `decode_attention` does, having checked everything; the next call of this kind runs without."""
+    """Check the arguments and run `decode_attention`; later calls of this kind skip the checks."""
     for name, x in (("q", q), ("k", k), ("v", v), ("c_hi", c_hi), ("c_lo", c_lo)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")

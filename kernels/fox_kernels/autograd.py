@@ -1,23 +1,24 @@
-"""The Triton and Gluon implementations under autograd: straight to the kernels in eager mode, and as one torch operator
-with a fake and a gradient wherever something watches or rewrites operators, so that torch.compile sees no graph break.
+"""The Triton and Gluon kernels under autograd.
+
+In eager mode the kernels are called directly. Where something watches or rewrites operators, they are one torch
+operator with a fake and a gradient, so that torch.compile sees no graph break:
 
     fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo, residual, bounds
     fox_kernels::attention_backward   -> dq, dk, dv, dlog_f
 
 Torch's machinery for operators written in Python costs the host more than 0.1 ms a call, as much as a short problem
-takes: hence the two ways in. In eager mode, calls after the first of a kind take a third (`calls`).
+takes: hence the two ways in. In eager mode, later calls of a kind take a third of the first one's time (`calls`).
 """
 
 import math
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import determinism
 from .calls import remember
 from .chunked import check_backward, within
-from .host.kinds import TENSORS
+from .host.kinds import traced
 from .host.launch import watched
 from .host.replay import calls
 from .options import Documents, Options, Saved, Way
@@ -27,7 +28,7 @@ LN_2 = math.log(2)
 
 
 def _tensors(q: Tensor, residual: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return what is kept as an operator's outputs, which must be tensors: empty for None."""
+    """Return residual and bounds as an operator's outputs, which must be tensors: empty ones for None."""
     return (
         q.new_empty(0) if residual is None else residual,
         q.new_empty(0, dtype=torch.int32) if bounds is None else bounds,
@@ -145,7 +146,7 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Attention(torch.autograd.Function):
-    """The same as the operator, without its machinery."""
+    """The operator `attention` as an autograd function, without torch.library."""
 
     @staticmethod
     def forward(ctx, attend, q, k, v, log_f, options, documents, way):
@@ -166,11 +167,6 @@ def run(q, k, v, log_f, options: Options, documents: Documents, way: Way, attend
     """Return o and lse2, differentiable if way.for_backward."""
     inputs = q, k, v, log_f, options, documents, way
     return _Attention.apply(attend, *inputs) if way.for_backward else attend(*inputs)[0][:2]  # pyright: ignore[reportReturnType]
-
-
-def traced(*tensors: Tensor) -> bool:
-    """Return whether compilers, tensor subclasses or dispatch modes must see an operator."""
-    return torch.compiler.is_compiling() or any(type(x) not in TENSORS for x in tensors) or is_in_torch_dispatch_mode()
 
 
 def forgetting_attention(

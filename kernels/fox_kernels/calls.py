@@ -1,4 +1,4 @@
-"""Calls in eager mode after the first of a kind (`kinds`), and their backwards, run from a tape (`replay`)."""
+"""Runs calls in eager mode, and their backwards, from the tape (`replay`) of the first call of their kind (`kinds`)."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from .host.replay import Replay, Tape, calls, recorded
 from .options import Documents, Options, Saved, Way
 from .passes import attend, differentiate, find_edges
 
-MAX_KINDS, MAX_GRADIENT_KINDS = 1024, 16  # more are forgotten all at once
+MAX_KINDS, MAX_GRADIENT_KINDS = 1024, 16  # at more, all are forgotten
 
 
 class _Replayed(torch.autograd.Function):
-    """What it saves is the same whether o and what is kept beside it are given or not: checkpoints compare it."""
+    """Saves the same tensors whether `found` gives o and its companions or not: checkpointing compares them."""
 
     @staticmethod
     def forward(ctx, q, k, v, log_f, edges, call, found):
@@ -40,7 +40,7 @@ class Call:
 
     def __init__(self, forward: Replay, options: Options, way: Way):
         self.forward, self.options, self.way = forward, options, way
-        self.backwards: dict[tuple | None, Replay | None] = {}  # None: of a kind that can't be replayed
+        self.backwards: dict[tuple | None, Replay | None] = {}  # None: can't be replayed
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, documents: Documents) -> Tensor:
         """Return o."""
@@ -63,7 +63,7 @@ class Call:
         return _Replayed.apply(q, k, v, log_f, edges, self, found)  # pyright: ignore[reportReturnType]
 
     def differentiate(self, do: Tensor, *saved: Tensor):
-        """Return dq, dk, dv, dlog_f; saved are q, k, v, log_f, o, what the forward kept beside them, and the edges."""
+        """Return dq, dk, dv, dlog_f; saved: q, k, v, log_f, o, the packed rest of `Saved`, edges if any."""
         kind, watching = gradient_kind(do, *saved), watched()
         backward = self.backwards.get(kind)
         if backward is not None and not watching:

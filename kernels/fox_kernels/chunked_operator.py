@@ -1,6 +1,6 @@
 """The chunked path as one operator, for torch.compile: its loop over chunks of queries is not traced.
 
-    fox_kernels::chunked             q, k, v, log_f -> o, lse, as `chunked` keeps them for its backward
+    fox_kernels::chunked             q, k, v, log_f -> o, lse as `chunked` saves them for its backward
     fox_kernels::chunked_backward    -> dq, dk, dv, dlog_f
 
 Traced, the loop is unrolled: a graph for every length, which grows with it.

@@ -1,9 +1,9 @@
-"""A forward and a backward of the Triton or the Gluon kernels, from the gates' sums to the gates' gradient.
+"""One forward and one backward by the Triton or the Gluon kernels, from the gates' sums to the gates' gradient.
 
-The residual is what rounding o to 16 bits lost, kept for the backward by the Triton kernels: with saturated gates the
-gradients are differences of do.v and do.o that agree in more digits than o has. The bounds are what pruning leaves out,
-starts where documents, padding and windows begin and end (`edges`), both found once for both passes. Each is None where
-nothing needs it. No value is read back to the host.
+residual: the rounding error of o, for the backward. With saturated gates, gradients are differences of do.v and do.o
+that agree in more digits than 16 bits hold. bounds: the keys that pruning leaves out. edges: where documents, padding
+and windows begin and end. Both passes use one copy of each; each is None where it isn't needed. No value is read back
+to the host.
 """
 
 import functools
@@ -34,14 +34,14 @@ def launchers(backend: str):
 
 
 def room_for_residual(q: Tensor, for_backward: bool) -> Tensor | None:
-    """Return room for the residual, or None where the backward will want none."""
+    """Return room for the residual, or None where the backward needs none."""
     if for_backward and q.element_size() == 2:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return None
 
 
 def room_for_bounds(q: Tensor, for_backward: bool, prune: float | None) -> Tensor | None:
-    """Return room for the pruning bounds, or None where the backward will want none."""
+    """Return room for the pruning bounds, or None where the backward needs none."""
     B, T, H, _ = q.shape
     if for_backward and prune is not None:
         return torch.empty(B, H, -(-T // pruning.BLOCK_M), dtype=torch.int32, device=q.device)
@@ -62,7 +62,7 @@ def worthwhile(q: Tensor, k: Tensor, options: Options) -> Options:
 
 
 def as_made(x: Tensor | None) -> Tensor | None:
-    """Return what a forward left for its backward as kernels want it: hooks may have turned or moved it meanwhile."""
+    """Return a saved tensor, contiguous and aligned: a saved-tensor hook may have copied it with other strides."""
     if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -107,10 +107,10 @@ def differentiate(
     with on_device(q):
         _, launch = launchers(way.backend)
         extra: dict[str, Any] = {}
-        if way.backend == "gluon":  # the Triton backward is deterministic, whatever is asked for
+        if way.backend == "gluon":  # the Triton backward is always deterministic
             extra["deterministic"] = way.deterministic
             if dlse2 is not None and documents.seq_start is not None:
-                # of rows that see nothing it may be NaN, as they are no part of a loss
+                # rows that see nothing have no part in the loss, but may have a gradient of NaN
                 dlse2 = dlse2.masked_fill(saved.lse2 == -math.inf, 0.0)
         options = worthwhile(q, k, options)
         if options.prune is None and saved.bounds is not None:

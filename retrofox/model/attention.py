@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import GateCache
 from .configuration_fox import FoxSpec
-from .fused import Entered, available, enterable, untouched
+from .fused import Projections, available, enterable, untouched
 from .gates import ForgetGate
 from .masks import first_visible, visible_keys
 from .pro import PRO_MODULES, ProjectedAttention, add_pro
@@ -84,37 +84,37 @@ class FoxMixin(nn.Module):
         **kwargs: Any,
     ):
         _refuse_other_attention(self.config, kwargs)
-        forward, angles = self._rotary(position_embeddings, kwargs.get("position_ids"), hidden_states)
-        entered = self._entered(forward, hidden_states, angles)
-        log_f = self.log_f(hidden_states) if entered is None else entered.log_f
+        forward, cos_sin = self._rotary(position_embeddings, kwargs.get("position_ids"), hidden_states)
+        projections = self._projections(forward, hidden_states, cos_sin)
+        log_f = self.log_f(hidden_states) if projections is None else projections.log_f
         gates = GateCache(past_key_values, log_f, hidden_states, kwargs.get("position_ids"))
-        seen_as: Any = self
-        if entered is not None:
-            seen_as, forward, angles = entered, self.unrotated_forward, position_embeddings
+        stand_in: Any = self
+        if projections is not None:
+            stand_in, forward, cos_sin = projections, self.unrotated_forward, position_embeddings
         elif self.projects and self.mode != "original":
-            seen_as = ProjectedAttention(self, gates, attention_mask, kwargs.get("cu_seqlens"))
+            stand_in = ProjectedAttention(self, gates, attention_mask, kwargs.get("cu_seqlens"))
         return forward.__func__(
-            seen_as,
+            stand_in,
             hidden_states,
-            position_embeddings=angles,
+            position_embeddings=cos_sin,
             attention_mask=attention_mask,
             past_key_values=gates,
             gates=gates,
             **kwargs,
         )
 
-    def _rotary(self, angles: Any, position_ids: torch.Tensor | None, hidden_states: torch.Tensor) -> tuple[Any, Any]:
+    def _rotary(self, cos_sin: Any, position_ids: torch.Tensor | None, hidden_states: torch.Tensor) -> tuple[Any, Any]:
         """(the native forward or a copy with another rotary embedding, the (cos, sin) it needs)."""
         fade = self.rotary_fade
-        if self.mode == "original" or angles is None or fade is None:
-            return self.native_forward, angles
+        if self.mode == "original" or cos_sin is None or fade is None:
+            return self.native_forward, cos_sin
         if fade.skippable and self.unrotated_forward is not None:
-            return self.unrotated_forward, angles
-        if self.fused_forward is not None and available(hidden_states) and fade.fits(angles[0], self.head_dim):
-            return self.fused_forward, fade.leading(*angles, position_ids)
-        return self.native_forward, fade(*angles, position_ids)
+            return self.unrotated_forward, cos_sin
+        if self.fused_forward is not None and available(hidden_states) and fade.fits(cos_sin[0], self.head_dim):
+            return self.fused_forward, fade.leading(*cos_sin, position_ids)
+        return self.native_forward, fade(*cos_sin, position_ids)
 
-    def _entered(self, forward: Any, hidden_states: torch.Tensor, angles: Any) -> Entered | None:
+    def _projections(self, forward: Any, hidden_states: torch.Tensor, cos_sin: Any) -> Projections | None:
         """Queries, keys, values and gates made together by one function, where this layer is plain enough."""
         turns = forward == self.fused_forward
         if not (turns or forward == self.unrotated_forward) or not (
@@ -122,8 +122,8 @@ class FoxMixin(nn.Module):
         ):
             return None
         if not turns:
-            angles = (hidden_states.new_empty(1, hidden_states.shape[1], 0),) * 2
-        return Entered(self, hidden_states, *angles)
+            cos_sin = (hidden_states.new_empty(1, hidden_states.shape[1], 0),) * 2
+        return Projections(self, hidden_states, *cos_sin)
 
     def attend(
         self,

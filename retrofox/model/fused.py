@@ -106,7 +106,7 @@ def is_plain(forward: Callable[..., Any]) -> bool:
     return False
 
 
-class Entered:
+class Projections:
     """An attention module seen as one whose projections are done: `entry` made q, k, v and the gates together.
 
     The native forward runs with this in place of `self`. Projections with hooks, adapters, quantised or sharded weights
@@ -142,7 +142,7 @@ class Entered:
 
 
 def enterable(module: Any, hidden_states: torch.Tensor) -> bool:
-    """Whether `Entered` may do this layer's projections: training, eager, linear layers, a data-dependent gate."""
+    """Whether `Projections` may do this layer's projections: training, eager, linear layers, a data-dependent gate."""
     if not module.training or module.mode != "fox" or module.projects or torch.compiler.is_compiling():
         return False
     parts = module._modules

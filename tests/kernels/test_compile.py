@@ -66,7 +66,7 @@ def copied_by_tma(kernel: str, tile, tma: int) -> dict[str, int]:
         "dkdv": ({"q_ptr": m, "do_ptr": m}, {"v_block_ptr": n} if tma == 2 else {"v_ptr": n}, {"k_ptr": n}),
     }
     named = {name: rows for some in stages[kernel][:tma] for name, rows in some.items()}
-    return named | ({"c_rel_ptr": n} if tma and tile.rows else {})
+    return named | ({"c_rel_ptr": n} if tma and int(tile.gates_by_tma) else {})
 
 
 def compiled_tile(kernel: str, D: int, arch: int, **flags):
@@ -75,8 +75,8 @@ def compiled_tile(kernel: str, D: int, arch: int, **flags):
     constants = {
         "GROUP": 1, "D0": D0, "D1": D1, "BM": tile.block_m, "BN": tile.block_n, "CAUSAL": True, "STARTS": False,
         "WINDOW": False, "SINK": False, "CAP": False, "PRUNE_M": 64, "SHIFT": False, "DLSE": False, "RESIDUAL": True,
-        "NEXT_BM": 32, "PRECISION": "tf32", "LOST": 64, "TMA": tile.tma if D1 == 0 else 0,
-        "ROWS": tile.rows if D1 == 0 and tile.tma else 0,
+        "NEXT_BM": 32, "PRECISION": "tf32", "LOST": 64, "TMA": int(tile.tma) if D1 == 0 else 0,
+        "ROWS": int(tile.gates_by_tma) if D1 == 0 and tile.tma else 0,
     }  # fmt: skip
     needs = {"start_ptr": "STARTS", "end_ptr": "STARTS", "c_offset_ptr": "SHIFT", "dlse_ptr": "DLSE"}
     constants |= {pointer: None for pointer, flag in needs.items() if not flags.get(flag)}

@@ -86,7 +86,7 @@ def backward_source(
     constants = {
         "HAS_START": start, "HAS_PRUNE": prune, "SINK": sink, "D": D, "BM": cut.queries, "NB": cut.stages,
         "NKV": cut.key_slots, "HEADS": heads, "DETERMINISTIC": deterministic, "REGISTERS": cut.registers,
-        "HELPER_REGISTERS": cut.helper_registers, "GENERATIONS": cut.generations, "EXACT_SUMS": exact_sums,
+        "COPIER_REGISTERS": cut.copier_registers, "GENERATIONS": cut.generations, "EXACT_SUMS": exact_sums,
         "BIAS_BY_MMA": heads == 1 and cut.queries == 128 and sink == 0, "HAS_LOST": lost,
     }  # fmt: skip
     return fox_backward, arguments, constants

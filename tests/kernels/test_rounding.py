@@ -57,7 +57,7 @@ def of_o() -> dict[str, list[float]]:
         twin = usual(scores, v[0].transpose(0, 1), 32).transpose(0, 1)[None]
         errors[gate] = [((x.double() - exact).norm() / exact.norm()).item() for x in (twin, o.double() + lost.double())]
         forward.describable = lambda *tensors: True
-        described, _ = forward.launch_forward(q, k, v, *sums, Options(0.25), tile=Tile(32, 32, 4, 1, 2, 1))
+        described, _ = forward.launch_forward(q, k, v, *sums, Options(0.25), tile=Tile(32, 32, 4, 1, 2, True))
         assert torch.equal(described, o)
     return errors
 

@@ -1,6 +1,6 @@
-"""What the kernels of the forward and of the backward do alike with a block of queries and keys.
+"""Blocks of queries and keys, for the forward and the backward: place, range, mask, rows, gates, scores.
 
-Which it is, what it sees, its rows, its gates and its scores. Formulas: `forward`.
+Formulas: `plain.forward`.
 """
 
 import torch
@@ -56,12 +56,12 @@ def cap_factors(softcap: float | None) -> tuple[float, float]:
 def soft_capped(s, softcap2, inverse_cap, EXACT: tl.constexpr):
     """softcap2 * tanh(s / softcap2), by exp2; returns the value and tanh.
 
-    Near 0 that is a difference of two numbers near 1, good for 6e-8 of softcap2. EXACT: for 6e-8 of the value.
+    Near 0 that is a difference of two numbers near 1, with an error of 6e-8 of softcap2. EXACT: 6e-8 of the value.
     """
     t = 1.0 - 2.0 / (tl.exp2(s * inverse_cap) + 1.0)
     if EXACT:
         x = s * inverse_cap * 0.34657359027997264  # ln(2) / 2
-        y = x * x  # Taylor's series of tanh to x^9: below 0.3 what is left out is 5e-8
+        y = x * x  # Taylor's series of tanh to x^9: its error below 0.3 is 5e-8
         near = x + x * y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
         t = tl.where(y < 0.09, near, t)
     return softcap2 * t, t
@@ -87,8 +87,8 @@ def load_rows(ptr, b, h, row, stride, offs_r, offs_d, limit, MASKED: tl.constexp
 def place(tiles, pairs, together):
     """This program's tile, counted from the heaviest, and its (batch, head) pair.
 
-    So many pairs as `together` says are walked at a time: what their tiles share stays in the L2 cache. Those left over
-    go first: last, they would be too few to keep the GPU busy beside the heaviest tile.
+    `together` pairs are walked at a time, so that the keys which their tiles share stay in the L2 cache. The remaining
+    pairs go first: last, they would be too few to keep the GPU busy beside the heaviest tile.
     """
     left = pairs % together
     beyond = tl.program_id(0) - left * tiles

@@ -96,7 +96,7 @@ def block_relative(hi: torch.Tensor, lo: torch.Tensor, block: int) -> torch.Tens
 def cumulative(log_f: torch.Tensor, counter: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (hi, lo), each (B, H, S) float32, with hi + lo = log2(e) * cumsum of log_f (B, S, H) over S.
 
-    A counter (1,) int32 is set to 0 on the way, for a kernel that comes after this one.
+    counter (1,) int32, if given, is set to 0 for a later kernel: that saves a launch.
     """
     B, S, H = log_f.shape
     hi, lo = (torch.empty(B, H, S, dtype=torch.float32, device=log_f.device) for _ in range(2))

@@ -2,8 +2,8 @@
 
     start_i = the first position that the query at i sees       end_j = the first position whose query no longer sees j
 
-Both are int32 and never fall along a row. One launch finds them; torch would take ten small ones, for which a short
-problem waits.
+Both are int32 and never fall along a row. One launch finds them, where torch takes ten, longer than a short problem
+runs.
 """
 
 import torch

@@ -1,9 +1,10 @@
-"""What rounding loses of the weights of the first queries, for the gradient of v to start from.
+"""The rounding error of the first queries' weights, times do: the gradient of v starts from it.
 
     lost_j = sum_i (p_ij - round(p_ij)) do_i        over the first BLOCK queries i and keys j and the heads of a group
 
-Products take weights of 16 bits. What that costs dv lies largely in the first rows, where few keys share a weight of 1,
-so one block of every sequence makes good for much of it: with open gates half. Formulas: `backward`.
+Products take weights of 16 bits. Most of the resulting error of dv comes from the first rows, where few keys share a
+weight of 1: correcting one block of every sequence removes much of it, with open gates half.
+Formulas: `plain.backward`.
 """
 
 import torch

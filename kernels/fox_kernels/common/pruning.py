@@ -28,7 +28,7 @@ BLOCK_N = 64  # keys per step of the bound
 WORTH = 10**11
 """Floating point operations of a causal forward from which on a search pays. 8 x 2048 tokens of 16 heads, D = 64, have
 0.7e11: pruned they take a GPU 0.74 ms, forward and backward, whole 0.80; but as launched 1.03 (kernels/LOG.md)."""
-NEVER = tl.constexpr(1e30)  # a norm, or a score to beat, that no query can
+NEVER = tl.constexpr(1e30)  # a norm or a score that forbids pruning
 
 
 def worth(q: torch.Tensor, k: torch.Tensor, prune: float | None) -> float | None:
@@ -46,7 +46,7 @@ def capped(s, softcap2, CAP: tl.constexpr):
 
 @triton.jit
 def parts(found_ptr, queries):
-    """Where the norms of the tiles of queries, their best own scores and the norms of the blocks of keys lie."""
+    """Pointers to the norms of query tiles, to their worst own scores, and to the norms of key blocks."""
     return found_ptr, found_ptr + queries, found_ptr + 2 * queries
 
 
@@ -62,7 +62,7 @@ def norms_kernel(
     units = tl.program_id(0) * PER + tl.arange(0, PER)
     is_query = units < query_programs
     is_key = (units >= query_programs) & (units < query_programs + key_programs)
-    # What c alone forbids, for all units at once: where nothing can be pruned, that is all that this kernel does.
+    # First by c alone, for all units at once: where that forbids pruning everywhere, the kernel ends here.
     tiles, blocks = tl.cdiv(T, BM), tl.cdiv(S, BN)
     row = (units // tiles).to(tl.int64) * S
     last = q_offset + tl.minimum((units % tiles) * BM + BM, T) - 1

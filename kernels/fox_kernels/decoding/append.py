@@ -15,7 +15,7 @@ from ..common.cumsum import clamped
 from ..host.launch import launch, power_of_2
 from ..layer.support import available
 
-MOST_TOKENS = 16  # one after the other: more are copied by torch
+MOST_TOKENS = 16  # the kernel takes them one by one: torch copies more
 
 
 @triton.jit(do_not_specialize=["length", "room"])
@@ -74,7 +74,7 @@ def append(
 
     k (B, Hkv, T, KW), of which head_dim channels are a key; v (B, Hkv, T, VW); log_f (B, T, H) float32. rooms, all
     contiguous: keys (B, Hkv, room, KW), values (B, Hkv, room, VW), sums (B, 2 H, room, 1) float32: c of every head,
-    rounded, and what that lost. bound (B, Hkv) float32 is raised to the norms of the new keys, if given.
+    rounded, and its rounding error. bound (B, Hkv) float32 is raised to the norms of the new keys, if given.
     """
     (B, Hkv, T, KW), VW, H = k.shape, v.shape[-1], log_f.shape[-1]
     keys, values, sums = rooms

@@ -6,9 +6,9 @@ fox_kernels::decode   q, k, v, c_hi, c_lo -> o
 import torch
 from torch import Tensor
 
-from ..autograd import traced
 from ..chunked import within
 from ..host.device import on_device
+from ..host.kinds import traced
 from ..options import Options
 from . import planner
 

@@ -71,7 +71,7 @@ def stages_for(rows: int, block: int, D: int, size: int, capability: tuple[int, 
 
 
 class Decoder:
-    """Decoding calls that differ in S, strides and addresses only: what else they need is worked out once.
+    """Runs decoding calls that differ in S, strides and addresses only; everything else is worked out once, here.
 
     padded: there is a seq_start. pruned: keys are left out; searches: which, is found from k_bound.
     """

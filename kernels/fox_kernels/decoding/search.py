@@ -45,7 +45,7 @@ def search_kernel(
     width = 1
     for _ in tl.static_range(STEPS - 1):
         width *= WAYS
-    # asked for before q and k, whose products the first step would else wait for
+    # loaded before q and k, so that the first step doesn't wait for their products
     fall, inside = falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, SEARCH_BLOCK)
     k_bound = tl.load(bound_ptr + kv)
     mask = real[:, None] & (offs_d < D)[None, :]

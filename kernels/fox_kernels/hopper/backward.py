@@ -32,16 +32,16 @@ class Cut(NamedTuple):
     heads: int
     generations: int  # of dS
     registers: int  # per consumer thread
-    helper_registers: int  # per thread of the producer and the writer
+    copier_registers: int  # per thread of the producer and the writer
 
 
 KEYS = 128  # per tile
 SEARCHED = 8  # key tiles a program of the search for their last query tiles
-# Whether the gate's sums of dS are of float32 values, not of those that its products round. With rounded ones dlog_f's
-# error is 1.1 to 20 times as large, with open gates above the official kernel's; float32 costs 7 % of the backward at
+# Whether the gates' gradient sums dS in float32, or as rounded for the products. With rounded ones dlog_f's error
+# is 1.1 to 20 times as large, with open gates above the official kernel's; float32 costs 7 % of the backward at
 # 8 x 2048, 3 to 5 % beyond (kernels/LOG.md)
 EXACT_SUMS = True
-# 24 registers spill in the helpers, but 32 leave one consumer 232, which then spills in its loop: 412 against 372
+# 24 registers spill in these two, but 32 leave one consumer 232, which then spills in its loop: 412 against 372
 # TFLOP/s at 2 x 8192, D = 64, unordered; at D = 128, of half as many queries, 32 are better: 515 against 504, GQA
 CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 128: Cut(64, 2, 1, 8, 2, 240, 32)}
 
@@ -58,23 +58,23 @@ def heads_together(bytes_per_head: int, ordered: bool) -> int:
     return max(32 if bytes_per_head <= 4 << 20 else 16, heads_per_group(bytes_per_head * 2 // 3))
 
 
-class Plan(NamedTuple):
-    """What of a backward doesn't change from one call to another with tensors of the same kind."""
+class BackwardPlan(NamedTuple):
+    """How to launch a backward; the same for all calls with tensors of one kind."""
 
     ranges: Launch
     prepare: Launch
     main: Launch
     finish: Launch
-    first: bool  # whether dv starts from what rounding loses
+    first: bool  # whether dv starts from `first_weights`
     copies: tuple[bool, ...]  # of q, k, v, do: TMA can't read them in place
     sizes: tuple[int, int, int]  # key tiles, query tiles, rows of all query tiles of a head
     group: int
 
 
-_plans: dict[tuple, Plan] = {}
+_plans: dict[tuple, BackwardPlan] = {}
 
 
-def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: bool, cut: Cut) -> Plan:
+def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: bool, cut: Cut) -> BackwardPlan:
     """Return how to launch the kernels of a backward."""
     from ..common.pruning import BLOCK_M
     from .backward_kernel import fox_backward
@@ -91,17 +91,19 @@ def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: b
         blocks_of(k, 64, D, True), blocks_of(v, 64, D, True),
     ]  # fmt: skip
     heads = min(H // Hkv, cut.heads)
-    bias_by_mma = heads == 1 and cut.queries == 128 and sink == 0  # its parts need the room that more would take
+    bias_by_mma = (
+        heads == 1 and cut.queries == 128 and sink == 0
+    )  # more heads take the shared memory that its parts need
     first = begins_at_the_first_key(q, k, True, S - T, started, None, None)
     constants = (
         started, pruned, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
-        cut.registers, cut.helper_registers, cut.generations, EXACT_SUMS, bias_by_mma, first,
+        cut.registers, cut.copier_registers, cut.generations, EXACT_SUMS, bias_by_mma, first,
     )  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
     zero = not deterministic or started
     steps = rows // 64 * B * H
     ranges = (started, 1 << (found - 1).bit_length(), cut.queries // BLOCK_M, BLOCK_M, KEYS, SEARCHED)
-    return Plan(
+    return BackwardPlan(
         Launch(query_ranges_kernel, B * H * -(-num_n // SEARCHED), ranges),
         Launch(prepare_kernel, steps, (D, 64, zero)),
         Launch(fox_backward, min(num_n * B * Hkv, processors(q.device)), constants, blocks),

@@ -13,7 +13,7 @@ BN = gl.constexpr(128)  # keys per tile, 64 per consumer warpgroup
 # barriers; those of two come one per slot, those from Q_FULL on full ones and empty ones of each stage
 DQ_FULL, DQ_EMPTY, HEAD_FULL, HEAD_EMPTY = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
 KV_FULL, KV_EMPTY, HEAD_DONE, Q_FULL = (gl.constexpr(x) for x in (6, 8, 10, 12))
-# what the producer says of a chunk of heads: its key tile's index (-1: no more), its walk, each head's last query tile
+# the producer's message about a chunk of heads: key tile (-1: no more), range of query tiles, each head's last one
 INFO, I_INDEX, I_LO, I_HI, I_STEPS, I_HEADS = (gl.constexpr(x) for x in (16, 0, 1, 2, 3, 4))
 
 

@@ -176,7 +176,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
         dv = gl.zeros([64, D], gl.float32, layout=O_L)
         if HAS_LOST and w == 0:
             row = bh.to(gl.int64) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_L))
-            if n == 0:  # what rounding loses of the first rows' weights
+            if n == 0:  # the rounding error of the first rows' weights
                 dv = gl.load(LOST + row[:, None] * D + gl.arange(0, D, layout=gl.SliceLayout(0, O_L))[None, :])
         mbarrier.wait(bars.index(KV_FULL + tiles % NKV), (tiles // NKV) & 1)
         for _c in range(chunks):
@@ -313,7 +313,7 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
                  TICKET, COUNTER, START, END, TILE_HI, TILE_LO, LOST, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n,
                  num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr,
                  BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
-                 DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
+                 DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr, COPIER_REGISTERS: gl.constexpr,
                  GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
                  HAS_LOST: gl.constexpr):  # fmt: skip
     """dk, dv of every key tile, their shares of a float32 dq, and both sums of dS."""
@@ -386,4 +386,4 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
         (writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s,
                   info_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NKV,
                   HEADS, DETERMINISTIC, EXACT_SUMS)),
-    ], [4, 2, 2], [REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS])  # fmt: skip
+    ], [4, 2, 2], [REGISTERS, COPIER_REGISTERS, COPIER_REGISTERS])  # fmt: skip

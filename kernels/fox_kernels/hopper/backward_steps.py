@@ -1,4 +1,4 @@
-"""What surrounds the Hopper backward: row products, zeros and pruned walks before it, rounding and row sums after."""
+"""The kernels before and after the Hopper backward: row products, zeros and pruned ranges; rounding and row sums."""
 
 import triton
 import triton.language as tl
@@ -11,8 +11,8 @@ def prepare_kernel(
     o_ptr, do_ptr, residual_ptr, dlse2_ptr, delta_ptr, dq_ptr, row_sum_ptr, ticket_ptr, so_b, so_t, so_h, sd_b, sd_t,
     sd_h, sl_b, sl_h, sl_t, T, H, rows, tickets, D: tl.constexpr, BM: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """delta_i = do_i . o_i with what rounding o lost, less the gradient of lse_i; zeros for dS's row sums, the tickets
-    and the counter after them, with ZERO for dq."""
+    """delta_i = do_i . (o_i + its rounding error) - dL/dlse_i; zeros for the row sums of dS, the tickets, the counter
+    behind them and, with ZERO, dq."""
     tiles = rows // BM
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is still in the L2 cache
     bh = (index // tiles).to(tl.int64)

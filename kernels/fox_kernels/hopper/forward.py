@@ -15,7 +15,7 @@ from ..host.device import capability, processors
 from ..host.launch import Runner
 from ..options import ONE_DOCUMENT, Documents, Options
 
-L2_BYTES = 24 << 20  # of the 50 MB: what one group of heads may keep there while its tiles are walked
+L2_BYTES = 24 << 20  # of the 50 MB, for one group of heads while its tiles are walked
 
 
 class Shape(NamedTuple):
@@ -159,7 +159,7 @@ def alignment(*tensors: Tensor | None) -> tuple:
 
 
 def remembered(plans: dict, key: tuple, plan):
-    """Return plan, kept under key for later calls; lengths that never come back don't fill the memory."""
+    """Store plan under key and return it; at 4096 plans all are forgotten, so that memory stays bounded."""
     if len(plans) >= 4096:
         plans.clear()
     plans[key] = plan
@@ -167,7 +167,7 @@ def remembered(plans: dict, key: tuple, plan):
 
 
 def heads_per_group(bytes_per_head: int) -> int:
-    """How many heads' tiles to walk together, so that what they share fits the L2 cache: a power of two, 4 at least."""
+    """How many heads' tiles to walk together, so that their keys fit the L2 cache: a power of two, 4 at least."""
     return max(4, 1 << (L2_BYTES // bytes_per_head).bit_length() >> 1)
 
 
@@ -179,8 +179,8 @@ def halved(shape: Shape, T: int, S: int) -> bool:
     return (shape.columns, shape.rest) == (64, 0) and 64 * shape.consumers == shape.keys == 128 and (S - T) % 128 == 0
 
 
-class Plan(NamedTuple):
-    """What of a forward doesn't change from one call to another with tensors of the same kind."""
+class ForwardPlan(NamedTuple):
+    """How to launch a forward; the same for all calls with tensors of one kind."""
 
     launch: Launch
     copies: tuple[bool, ...]  # of q, k, v: TMA can't read them in place
@@ -188,10 +188,10 @@ class Plan(NamedTuple):
     rest: bool  # a second block of the head dim
 
 
-_plans: dict[tuple, Plan] = {}
+_plans: dict[tuple, ForwardPlan] = {}
 
 
-def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants: tuple) -> Plan:
+def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants: tuple) -> ForwardPlan:
     """Return how to launch the forward; constants are (documents or window, pruned, sink, residual)."""
     from .forward_kernel import fox_forward
 
@@ -215,7 +215,7 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
         blocks,
     )  # fmt: skip
     copies = tuple(x is not y for x, y in zip(given, (q, k, v), strict=True))
-    return Plan(launch, copies, (T, S, H, H // Hkv, tiles, B * H, group), shape.rest > 0)
+    return ForwardPlan(launch, copies, (T, S, H, H // Hkv, tiles, B * H, group), shape.rest > 0)
 
 
 def launch_forward(

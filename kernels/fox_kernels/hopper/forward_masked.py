@@ -37,9 +37,10 @@ def masked_block(q_slot, s, phase, n, q_s, k_s, qx_s, kx_s, b_s, bl_s, k_full, k
 def half_block(q_slot, s, phase, n, q_s, k_s, v_s, b_s, bl_s, k_full, k_empty, v_full, ends, start, decay, decay_lo,
                scale, m_i, l_i, acc, HAS_START: gl.constexpr, SINK: gl.constexpr, P_L: gl.constexpr, BN: gl.constexpr,
                D: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
-    """The weights of block n whose second half lies behind all rows, the rows' state, and acc with what rounding lost.
+    """The weights of block n whose second half lies behind all rows, the rows' state, and acc.
 
-    For a tile's first block and a head dim in one block of columns.
+    acc has the product of the weights' rounding error and V added. For a tile's first block and a head dim in one
+    block of columns.
     """
     HN: gl.constexpr = BN // 2
     H_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HN, 16])

@@ -1,4 +1,4 @@
-"""What a consumer of the Hopper forward does with a block of scores: decays, masks, weights, what rounding loses."""
+"""A consumer's steps on a block of scores in the Hopper forward: decay, mask, weights, rounding errors."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -81,5 +81,5 @@ def times_v(p, v, vx, acc, acc_x, P_L: gl.constexpr, PX_L: gl.constexpr, BN: gl.
 
 @gluon.jit
 def lost(o, dtype: gl.constexpr):
-    """What rounding loses of o."""
+    """The rounding error of o."""
     return (o - widened(o.to(dtype))).to(dtype)

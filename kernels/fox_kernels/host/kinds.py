@@ -1,8 +1,7 @@
-"""What is the same for all calls of a kind: what has been checked and planned for one of them is right for the others.
+"""Cache keys of repeated calls: shapes, strides, dtypes, devices and options. None: don't cache.
 
-A kind is all that checks, choices and launches look at: shapes, strides, dtypes, devices, options, but no values and no
-addresses beyond their being multiples of 16 bytes. None stands for calls that must be looked at one by one, as
-something other than a kernel has to see them, or their values have to be checked.
+Two calls with one key differ in values and addresses only; addresses are multiples of 16 bytes. A call gets None where
+torch.compile, a dispatch mode, a transform or a tensor subclass must see it, or where values must be checked.
 """
 
 import torch
@@ -15,13 +14,18 @@ from ..options import Documents, Options
 Tensor = torch.Tensor
 
 PLAIN = frozenset((int, float, type(None)))
-TENSORS = frozenset((Tensor, torch.nn.Parameter))  # no subclass that has a say in what operators do
+TENSORS = frozenset((Tensor, torch.nn.Parameter))  # subclasses may replace operators
 
 
 def under_transform() -> bool:
-    """Return whether torch.func (grad, vmap, jvp) or forward-mode differentiation is at work on what is called now."""
+    """Return whether a torch.func transform (grad, vmap, jvp) or forward-mode differentiation is active."""
     transformed = torch._C._functorch.maybe_current_level() is not None  # pyright: ignore[reportAttributeAccessIssue]
     return transformed or forward_ad._current_level >= 0
+
+
+def traced(*tensors: Tensor) -> bool:
+    """Return whether compilers, tensor subclasses or dispatch modes must see an operator."""
+    return torch.compiler.is_compiling() or any(type(x) not in TENSORS for x in tensors) or is_in_torch_dispatch_mode()
 
 
 def on_current_gpu(device: torch.device) -> bool:
@@ -73,9 +77,9 @@ def attention_kind(q, k, v, log_f, options: tuple, documents: Documents, backend
 
 
 def gradient_kind(*tensors) -> tuple | None:
-    """Return the kind of a backward among those of one kind of forward; tensors are do and all that was saved.
+    """Return the kind of a backward among those of one kind of forward; tensors are do and all saved tensors.
 
-    What the forward saved may come back from elsewhere (offloading), so only its shapes are sure.
+    Saved tensors may have been moved and copied (offloading): strides and dtypes are part of the key, shapes are known.
     """
     addresses, bits, kind = [], 0, []
     for x in tensors:
@@ -91,9 +95,9 @@ def gradient_kind(*tensors) -> tuple | None:
 
 
 def decoding_kind(q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound) -> tuple | None:
-    """Return all that `decode_attention` checks but S, strides and values: what is right for one call is for its kind.
+    """Return the key of a `decode_attention`: everything that it checks, except S, strides and values.
 
-    None where each call must be looked at: S or strides don't fit, or something other than a kernel has to see it.
+    None: S or strides don't fit, or something other than a kernel must see the call.
     """
     if torch.compiler.is_compiling() or not type(q) is type(k) is type(v) is type(c_hi) is type(c_lo) is Tensor:
         return None

@@ -1,7 +1,7 @@
-"""Launching Triton kernels at little cost to the host, and describing tensors for copies by TMA.
+"""Launches Triton kernels at little cost to the host.
 
-Triton's own launcher looks at every argument anew: some 0.05 ms for a kernel of fifty, more with descriptors among
-them, which is longer than a short problem runs. Here a kernel is recognised by all that it can be specialised on.
+Triton's own launcher looks at every argument anew: some 0.05 ms for a kernel with fifty, more with TMA descriptors,
+which is longer than a short problem runs. Here a compiled kernel is looked up by everything it can be specialised on.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import replay
 
-PROVEN = triton.__version__.startswith("3.6.")  # of other versions, the way to a launch is not known
+PROVEN = triton.__version__.startswith("3.6.")  # the way to a launch is known for these versions only
 
 HOOKS = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
@@ -21,7 +21,7 @@ _runners: dict = {}
 
 
 class Described(NamedTuple):
-    """What Triton's launcher reads of a TensorDescriptor, whose own checks cost more than the launch."""
+    """The fields of a TensorDescriptor that Triton's launcher reads; its checks cost more than the launch."""
 
     base: torch.Tensor | None
     shape: list[int]
@@ -46,12 +46,12 @@ def of_other(x):
     return of_tensor(x) if isinstance(x, torch.Tensor) else type(x)
 
 
-# What a kernel may be specialised on in an argument that is no constant, by the argument's type.
+# By the type of an argument that is no constant: what a kernel may be specialised on in it.
 KIND = {torch.Tensor: of_tensor, TensorDescriptor: of_descriptor, int: of_int}
 
 
 def watched() -> bool:
-    """Return whether somebody watches launches by Triton's hooks."""
+    """Return whether Triton's launch hooks are in use (by a profiler)."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return enter is not HOOKS[0] or leave is not HOOKS[1] or bool(enter.calls or leave.calls)
 
@@ -60,8 +60,8 @@ class Runner:
     """Runs a compiled kernel on the current device and stream.
 
     Its first arguments may be tensors to be copied by TMA; described has (shape, strides, block) of each, as in a
-    TensorDescriptor. Triton 3.6's own way to a launch passes through five Python calls and looks at all arguments
-    again; what it finds out is the same every time, unless somebody watches launches. short: whether that is left out.
+    TensorDescriptor. Triton 3.6's own way to a launch makes five Python calls and looks at all arguments again. With
+    `short`, the launch in C is called directly; not while launch hooks are in use.
     """
 
     def __init__(self, compiled, constants: tuple, described: tuple = ()):
@@ -80,7 +80,7 @@ class Runner:
         self.fixed += (compiled.packed_metadata, None, None, None)
 
     def __call__(self, grid: tuple, copied: tuple, arguments, addressed: bool = False) -> None:
-        """Run it; with addressed=True, arguments have addresses for tensors already."""
+        """Run the kernel; addressed=True: arguments hold addresses in place of tensors."""
         replay.note(self, grid, copied, None if addressed else arguments)
         if not self.short or watched():
             blocks = [Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
@@ -95,7 +95,7 @@ class Runner:
         self.go(*grid, stream, *self.fixed, *blocks, *arguments, *self.constants)
 
     def written_out(self, grid: tuple, copied: tuple, arguments: tuple) -> replay.Launched | None:
-        """Return this launch as the driver gets it, but for addresses; None where Triton's own way is taken."""
+        """Return the launch's arguments in C, tensors in place of addresses; None where Triton's own way is taken."""
         if not self.short or watched():
             return None
         blocks = [Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
@@ -122,14 +122,14 @@ def in_c(launch):
 
 
 def filler():
-    """Return Triton's function in C that makes a descriptor of an address and what `fillings` gives."""
+    """Return Triton's function in C that makes a descriptor from an address and a filling."""
     return triton.runtime.driver.active.utils.fill_tma_descriptor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def fillings(compiled, blocks: list) -> list:
-    """Return (what filling takes after the address, sizes handed over after it) for each of a kernel's descriptors.
+    """Return a filling for each of a kernel's descriptors: (arguments of `filler` after the address, sizes to pass on).
 
-    None for those that aren't TMA's.
+    None for descriptors that TMA doesn't read.
     """
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as NUMBER
 
@@ -148,8 +148,8 @@ def launch(
 ):
     """Run a kernel on a grid of programs of the current device; arguments in order, constants last.
 
-    kinds, if given, is all that the kernel can be specialised on in its arguments, which are then not looked at.
-    Returns what runs it again (a `Runner`), with addresses for tensors too; None where that is not known to do.
+    kinds, if given, is everything that the kernel can be specialised on in its arguments, which are then not looked at.
+    Returns a `Runner`, which runs it again; None where the interpreter or another Triton runs it.
     """
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         kernel[grid](*arguments, *constants)

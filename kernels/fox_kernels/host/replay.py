@@ -1,8 +1,8 @@
-"""Calls of one kind run again from a tape of the first: memory is allocated, addresses put in, kernels launched in C.
+"""Repeats a call from a tape of the first call of its kind: allocate memory, put in addresses, launch the kernels in C.
 
-What a kernel is launched with, and how, costs the host more than a short problem costs the GPU, and is the same for all
-calls of a kind (`kinds`) but for addresses. So the first call is watched: the kernels it launches, the memory it
-allocates, and that it does nothing else. Calls that do something else have no tape, and run as usual.
+Preparing launches costs the host more time than a short problem takes on the GPU, and all calls of a kind (`kinds`)
+prepare the same, except for addresses. The tape records the kernels that the first call launches and the memory that it
+allocates. A call that does anything else has no tape and runs in the usual way.
 """
 
 import threading
@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 aten = torch.ops.aten
 ALLOCATIONS = frozenset((aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default))
-ALIGNMENT = 512  # of what is cut out of one allocation, as of allocations of their own
+ALIGNMENT = 512  # bytes; as torch aligns separate allocations
 
-calls: dict[tuple | None, Any] = {}  # by kind, what takes q, k, v, log_f, cu_seqlens, seq_start and returns o, or None
+calls: dict[tuple | None, Any] = {}  # kind -> `calls.Call`; None: it can't be replayed
 _watching = threading.local()
 
 
@@ -34,28 +34,28 @@ class Launched(NamedTuple):
 
 
 def note(run, grid: tuple, copied: tuple, arguments: tuple | None) -> None:
-    """Tell the tape of this thread, if one is running, of a launch; arguments None: of one that can't be repeated."""
+    """Record a launch on this thread's tape, if one is running; arguments None: it can't be repeated."""
     tape = getattr(_watching, "tape", None)
     if tape is not None:
         tape.launches.append(None if arguments is None else run.written_out(grid, copied, arguments))
 
 
 class Tape(TorchDispatchMode):
-    """Sees what happens in a with block: launches, allocations, and whether there was anything else.
+    """Records a with block: its launches, its allocations, and whether it did anything else.
 
-    It is pushed on its thread's stack of modes directly: torch notes in the process that a mode is on, and two threads
-    whose modes don't end in turn would leave that note, and other threads' calls would find it.
+    The mode is pushed on its thread's stack directly. Entered in torch's way it would set a flag of the whole process,
+    which two threads that leave their modes in another order would leave set.
     """
 
     def __init__(self):
         super().__init__()
         self.launches: list[Launched | None] = []
-        self.made: list[Tensor] = []  # kept, so that no two of them had one address
+        self.made: list[Tensor] = []  # kept alive, so that no two have one address
         self.others = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # to say so, torch would import its compiler: seconds, for nothing that is compiled
+        return False  # torch's own answer imports its compiler, which takes seconds
 
     def __enter__(self):
         self.around = getattr(_watching, "tape", None)  # a call that a finaliser makes
@@ -89,7 +89,7 @@ def end_of(sizes: list[int]) -> list[int]:
 
 
 def check_repeatable(tape: Tape, results: list[Tensor]) -> None:
-    """Raise LookupError for a tape of more than launches of known kernels, and for results they can't be found by."""
+    """Raise LookupError if the tape has more than launches of known kernels, or a result isn't its own allocation."""
     if tape.others or None in tape.launches:
         raise LookupError("more happened than launches of known kernels")
     made = set(map(storage, tape.made))
@@ -101,9 +101,10 @@ def check_repeatable(tape: Tape, results: list[Tensor]) -> None:
 
 
 def place(x: Tensor, inputs: tuple[Tensor, ...], made: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return the number of the address that x lies behind, and by how many bytes.
+    """Return (slot, offset): x lies `offset` bytes behind the address in that slot.
 
-    The inputs' come first; made has the same of what was allocated, by its own address. Raises LookupError for others.
+    The inputs have the first slots; made maps the address of an allocation to its (slot, offset). Raises LookupError
+    for tensors that are neither.
     """
     for i, y in enumerate(inputs):
         if x is y:
@@ -119,10 +120,10 @@ def place(x: Tensor, inputs: tuple[Tensor, ...], made: dict[int, tuple[int, int]
 
 
 class Replay:
-    """What a tape has recorded, for other tensors of the same kinds.
+    """A tape, ready to run with other tensors of the same kinds.
 
     inputs are the tensors the call was given; results those it returned: the first `apart` of them are allocated one
-    by one, the others cut out of one allocation. Raises LookupError for what can't be repeated.
+    by one, the others cut out of one allocation. Raises LookupError if the tape can't be repeated.
     """
 
     def __init__(self, tape: Tape, inputs: tuple[Tensor, ...], results: tuple[Tensor | None, ...], apart: int):
@@ -155,7 +156,7 @@ class Replay:
             self.launches.append((go, template, stream, patches, fills))
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        """Return the results: those apart, and one uint8 tensor that holds the others, if there are any."""
+        """Return the separate results, then one uint8 tensor that holds the others, if there are any."""
         device = self.device
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.apart]
         addresses = [x.data_ptr() for x in inputs]
@@ -181,8 +182,8 @@ class Replay:
         return results
 
     def parts(self, kept: Tensor) -> list[Tensor | None]:
-        """Return the results that a call has put into one tensor."""
-        if not kept.is_contiguous() or kept.storage_offset() % ALIGNMENT:  # hooks have turned or moved it
+        """Return the results that `__call__` packed into one tensor."""
+        if not kept.is_contiguous() or kept.storage_offset() % ALIGNMENT:  # a hook has copied it
             kept = kept.clone(memory_format=torch.contiguous_format)
         parts, ends = [], iter(self.kept_ends)
         for x in self.kept:
@@ -194,7 +195,7 @@ class Replay:
         return parts
 
     def packed(self, results: Sequence[Tensor | None]) -> Tensor:
-        """Return results, found in another way, in one tensor as a call puts them."""
+        """Return results, computed without the tape, packed into one tensor as `__call__` does."""
         kept = torch.empty(self.kept_ends[-1], dtype=torch.uint8, device=self.device)
         for x, part in zip(results, self.parts(kept), strict=True):
             if x is not None and part is not None:
@@ -203,7 +204,7 @@ class Replay:
 
 
 def recorded(tape: Tape, inputs: tuple[Tensor, ...], results: tuple[Tensor | None, ...], apart: int) -> Replay | None:
-    """Return what repeats a tape, or None where that can't be done."""
+    """Return the tape's `Replay`, or None if it can't be repeated."""
     try:
         return Replay(tape, inputs, results, apart)
     except LookupError:

@@ -1,4 +1,4 @@
-"""The whole way into a plain attention layer: queries, keys, values, their rotation and the gates, as one function.
+"""Queries, keys and values of a plain attention layer, their rotation and the gates, as one function.
 
     (q, k, v) = x (W_q, W_k, W_v)^T + b,   q, k turned by (cos, sin),   log f = log sigmoid(W_f x + b_f)
 
@@ -19,7 +19,7 @@ from .support import require, without_autocast
 
 
 @triton.jit
-def _angles(cos_ptr, sin_ptr, sc_b, sc_t, n, N, T, turning, HALF: tl.constexpr):
+def _cos_sin(cos_ptr, sin_ptr, sc_b, sc_t, n, N, T, turning, HALF: tl.constexpr):
     p = tl.arange(0, HALF)
     turns = (n[:, None] < N) & (p[None, :] < turning)
     at = (n // T)[:, None].to(tl.int64) * sc_b + (n % T)[:, None].to(tl.int64) * sc_t + p[None, :]
@@ -35,7 +35,7 @@ def turn_kernel(
     h = tl.program_id(0) % heads
     n = tl.program_id(0) // heads * BLOCK + tl.arange(0, BLOCK)
     p = tl.arange(0, HALF)
-    cos, sin = _angles(cos_ptr, sin_ptr, sc_b, sc_t, n, N, T, turning, HALF)
+    cos, sin = _cos_sin(cos_ptr, sin_ptr, sc_b, sc_t, n, N, T, turning, HALF)
     turns = (n[:, None] < N) & (p[None, :] < turning)
     at = qkv_ptr + n[:, None].to(tl.int64) * row + h * pairs * 2 + p[None, :]
     a = tl.load(at, mask=turns, other=0.0).to(tl.float32)
@@ -68,7 +68,7 @@ def pack_kernel(
     n = block * BLOCK + tl.arange(0, BLOCK)
     D = pairs * 2
     if h < H + Hkv:
-        cos, sin = _angles(cos_ptr, sin_ptr, sc_b, sc_t, n, N, T, turning, HALF)
+        cos, sin = _cos_sin(cos_ptr, sin_ptr, sc_b, sc_t, n, N, T, turning, HALF)
         if h < H:
             _pack_head(dq_ptr + h * D, sq_n, g_ptr + h * D, E, cos, sin, n, N, pairs, HALF)
         else:

@@ -36,7 +36,7 @@ def gate_kernel(
     z += tl.load(b_ptr + h, mask=h < H, other=0.0)[None, :]
     e = tl.exp(-tl.abs(z))
     u = 1.0 + e
-    # log1p without a library: log(u) errs by what rounding 1 + e lost, which the quotient puts back
+    # log1p without a library: log(u) has the rounding error of 1 + e, which the quotient corrects
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     at = n[:, None] * H + h[None, :]
     here = (n < N)[:, None] & (h < H)[None, :]

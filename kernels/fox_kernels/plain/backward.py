@@ -21,7 +21,7 @@ from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Saved, Shard
 from .dkdv import dkdv_kernel
 from .dq import dq_kernel
 from .forward import first_position, no_bounds, walked_together
-from .tiles import Tile, split_head_dim, tile_for
+from .tiles import Copies, Tile, split_head_dim, tile_for
 
 
 def launch_backward(
@@ -69,15 +69,17 @@ def launch_backward(
     if begins_at_the_first_key(q, k, causal, q_offset, starts is not None, window, c_offset):
         lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options)
     tma = D1 == 0 and q.element_size() == 2 and describable(q, k, v, do)
-    row_tma, column_tma = rows.tma * tma, columns.tma * tma
+    row_tma, column_tma = int(rows.tma) * tma, int(columns.tma) * tma
+    v_block = source(v, columns.block_n, True) if column_tma == Copies.OWN else None
+    own_rows, own_columns = row_tma >= Copies.OWN, column_tma >= Copies.ALL
     relative = block_relative(c_hi, c_lo, rows.block_n)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     launch(
         dq_kernel,
         (cdiv(T, rows.block_m) * B * H,),
         (
-            source(q, rows.block_m, row_tma > 1), source(k, rows.block_n, row_tma), source(v, rows.block_n, row_tma),
-            o, residual, source(do, rows.block_m, row_tma > 1), None if dlse2 is None else dlse2.contiguous(), lse2,
+            source(q, rows.block_m, own_rows), source(k, rows.block_n, row_tma), source(v, rows.block_n, row_tma),
+            o, residual, source(do, rows.block_m, own_rows), None if dlse2 is None else dlse2.contiguous(), lse2,
             c_hi, c_lo, relative, start, bounds_or_none, c_offset, dq, facts, records, row_sum,
             *strides, *o.stride()[:3], *do.stride()[:3], T, S, padded, relative.shape[-1], H,
             walked_together(2 * S * D * k.element_size(), B * H, H // Hkv), *numbers,
@@ -92,12 +94,12 @@ def launch_backward(
         dkdv_kernel,
         (cdiv(S, columns.block_n) * B * Hkv,),
         (
-            source(q, columns.block_m, column_tma), source(k, columns.block_n, column_tma > 2),
-            source(v, columns.block_n, column_tma > 2), source(v, columns.block_n, True) if column_tma == 2 else None,
+            source(q, columns.block_m, column_tma), source(k, columns.block_n, own_columns),
+            source(v, columns.block_n, own_columns), v_block,
             source(do, columns.block_m, column_tma), facts, records, row_sum, c_hi, c_lo, start, end, bounds_or_none,
             c_offset, lost, dk, dv, dc,
             *strides, *do.stride()[:3], T, S, padded, H,
-            walked_together(2 * T * D * q.element_size(), B * Hkv),  # a group's heads are walked in turn
+            walked_together(2 * T * D * q.element_size(), B * Hkv),  # the heads of a group one after another
             *numbers,
         ),
         (

@@ -1,6 +1,7 @@
 """dq and the row sums of ds: one program per tile of queries and head, walking the keys as the forward does.
 
-Its prologue also leaves what the kernel for dk and dv needs of every query (delta among it). Formulas: `backward`.
+It also writes delta, lse and gates of every query in the form that the kernel for dk and dv reads.
+Formulas: `backward`.
 """
 
 import triton
@@ -110,7 +111,7 @@ def dq_kernel(
     do0 = load_rows(do_ptr, row_b, row_h, m0, sdo_t, offs_m, offs_d0, T, True, TMA > 1)
     o0 = load_rows(o_ptr, row_b, row_h, m0, so_t, offs_m, offs_d0, T, True, False)
     o0 = o0.to(tl.float32)
-    if RESIDUAL:  # of o's rounding: where one key holds nearly all the weight, delta is all but the whole of do.v
+    if RESIDUAL:  # of o's rounding: where one key holds nearly all the weight, delta is nearly do.v
         o0 += load_rows(residual_ptr, row_b, row_h, m0, so_t, offs_m, offs_d0, T, True, False)
     delta = tl.sum(do0.to(tl.float32) * o0, 1)
     do1 = do0
@@ -144,9 +145,9 @@ def dq_kernel(
     lse = tl.where(empty, 0.0, lse) - offset
     sink_bias = 0.0 - offset
 
-    # What the next kernel needs of a query beside its masked tiles, [4, TP] per head: c_i - lse_i in two floats, delta,
-    # lse. And, a record for each of its tiles, beside the interior ones: c_i - lse_i relative to c of the tile's first
-    # query, delta, that c in two floats.
+    # For the next kernel. For masked tiles, facts [4, TP] per head: c_i - lse_i in two floats, delta, lse. For interior
+    # ones, a record of each of its tiles: c_i - lse_i relative to c of the tile's first query, delta, that c in two
+    # floats.
     difference = c_i_hi - lse
     virtual = difference - c_i_hi
     lost = (c_i_hi - (difference - virtual)) - (lse + virtual)

@@ -34,9 +34,9 @@ from ..common.edges import edges
 from ..host.launch import cdiv, launch
 from ..host.readable import aligned, describable, row_source, source
 from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Shard
-from .tiles import Tile, split_head_dim, tile_for
+from .tiles import Copies, Tile, split_head_dim, tile_for
 
-L2_BYTES = 24 << 20  # of Hopper's 50 MB: what the heads walked together may fill
+L2_BYTES = 24 << 20  # of Hopper's 50 MB, for the heads walked together
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _attend(
         inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP)  # fmt: skip
     if MASKED:
         largest = tl.max(s, 1)
-    else:  # in two chains of maxima, and of sums below: what runs one after the other is what takes time
+    else:  # two chains of maxima, and of sums below: a long chain takes time, not the number of operations
         largest = tl.max(tl.max(tl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]), 1), 1) + lift
     top = tl.maximum(top, largest)
     now = tl.maximum(largest, top - 16.0)
@@ -78,10 +78,10 @@ def _attend(
     total = tl.sum(p, 1) if MASKED else tl.sum(partial_sums(p), 1)
     l = l * alpha + total
     p_rounded = p.to(q0.dtype)
-    # Only here: the wait for v ends what the compiler may put between the exponentials.
+    # Not earlier: the compiler moves nothing between the exponentials across the wait for v.
     v0 = load_rows(v_ptr, b, h, n0, stride_v, offs_n, offs_d0, S, MASKED, TMA > 0)
     if MASKED and v0.dtype != tl.float32:
-        ones = tl.full([p.shape[1], 8], 1.0, v0.dtype)  # cheaper than 16 bits made 32 again
+        ones = tl.full([p.shape[1], 8], 1.0, v0.dtype)  # cheaper than widening 16 bits to 32
         total = tl.sum(tl.dot(p_rounded, ones), 1) * 0.125
     weight = weight * alpha + total
     acc0 = tl.dot(p_rounded, v0, acc0, input_precision=PRECISION)
@@ -93,7 +93,7 @@ def _attend(
 
 @triton.jit
 def store_rounded(ptr, residual_ptr, at, x, mask, RESIDUAL: tl.constexpr):
-    """Store x in the pointer's dtype and, if asked, what the rounding lost."""
+    """Store x in the pointer's dtype and, with RESIDUAL, its rounding error."""
     rounded = x.to(ptr.dtype.element_ty)
     tl.store(ptr + at, rounded, mask=mask)
     if RESIDUAL:
@@ -213,12 +213,12 @@ def first_position(q_offset: int | None, T: int, S: int) -> int:
 
 
 def no_bounds(device: torch.device) -> torch.Tensor:
-    """Return what stands in for the pruning bounds when there are none; it is never read."""
+    """Return a tensor in place of the pruning bounds when there are none; it is never read."""
     return torch.empty(1, dtype=torch.int32, device=device)
 
 
 def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
-    """Return how many of the (batch, head) pairs to walk at a time, `heads` of which share what fills the L2 cache."""
+    """Return how many (batch, head) pairs to walk at a time; `heads` of them share the same bytes in the L2 cache."""
     return min(pairs, heads * max(1, L2_BYTES // bytes_per_head))
 
 
@@ -249,15 +249,15 @@ def launch_forward(
     tile = tile or tile_for("forward", D, q.dtype, q.device)
     D0, D1 = split_head_dim(D)
     relative = block_relative(c_hi, c_lo, tile.block_n)
-    tma = tile.tma * (D1 == 0 and q.element_size() == 2 and describable(q, k, v))
-    by_row = tile.rows * (tma > 0 and relative.numel() < 1 << 31)
+    tma = int(tile.tma) * (D1 == 0 and q.element_size() == 2 and describable(q, k, v))
+    by_row = int(tile.gates_by_tma and tma > 0 and relative.numel() < 1 << 31)
     launch(
         forward_kernel,
         (cdiv(T, tile.block_m) * B * H,),
         (
-            source(q, tile.block_m, tma > 1), source(k, tile.block_n, tma), source(v, tile.block_n, tma), o, residual,
-            lse2, c_hi, c_lo, row_source(relative, tile.block_n, by_row), None if starts is None else starts[0],
-            no_bounds(q.device) if bounds is None else bounds, c_offset,
+            source(q, tile.block_m, tma >= Copies.OWN), source(k, tile.block_n, tma), source(v, tile.block_n, tma),
+            o, residual, lse2, c_hi, c_lo, row_source(relative, tile.block_n, by_row),
+            None if starts is None else starts[0], no_bounds(q.device) if bounds is None else bounds, c_offset,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T, S, relative.shape[-1], H,
             walked_together(2 * S * D * q.element_size(), B * H, H // Hkv), q_offset, window or 0, sink,
             int(bounds is not None), scale * LOG2_E, *cap_factors(softcap),

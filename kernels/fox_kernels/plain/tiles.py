@@ -1,5 +1,6 @@
 """Tile shapes of the plain Triton kernels: rows of a table, by kernel, head dim, dtype and architecture."""
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -7,30 +8,45 @@ import torch
 from ..host.device import capability
 
 
+class Copies(IntEnum):
+    """What a program copies by TMA, where it can; each includes the ones before. The kernels' TMA."""
+
+    NONE = 0
+    WALKED = 1  # the rows that the loop reads: k and v; in dkdv q and do
+    OWN = 2  # q and do of the program's own tile; in dkdv its v, which then stays in registers
+    ALL = 3  # in dkdv its k, too
+
+
 class Tile(NamedTuple):
-    """Queries x keys per step, warps and pipeline stages of one program, and what it copies by TMA where it can."""
+    """Queries x keys per step, warps and pipeline stages of one program, and its copies by TMA."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
-    tma: int = 0  # 1: what the loop reads; 2: also q and do, in dkdv v; 3: also k: those then stay in registers
-    rows: int = 0  # 1, forward: TMA copies a block's gates too, and their scalars are read a block ahead
+    tma: int = Copies.NONE
+    gates_by_tma: bool = False  # forward: TMA copies a block's gates too, and their scalars are read a block ahead
 
 
 # (kernel, head dim) -> Tile for 16-bit inputs. Shared memory: Hopper 227 KB, Ampere 163, Ada and small Blackwell 99.
 HOPPER = {  # each the fastest of those tried on an H100 at 2 x 8192 tokens, 16 heads (8 at D = 256), bf16; TFLOP/s done
-    ("forward", 64): Tile(64, 128, 4, 3, 2),  # 368; without TMA 348, 128 x 128 with 8 warps 255
+    ("forward", 64): Tile(64, 128, 4, 3, Copies.OWN),  # 368; without TMA 348, 128 x 128 with 8 warps 255
     ("forward", 96): Tile(64, 64, 4, 3),
-    ("forward", 128): Tile(64, 64, 4, 3, 2, 1),  # 449, 1.02 to 1.07 times as fast with rows; without TMA 377, 128 x 64
-    ("forward", 256): Tile(128, 64, 8, 2, 1),  # with 8 warps 388: two small programs per processor overlap
-    ("dq", 64): Tile(64, 128, 4, 2, 1),  # 424; without TMA 381
+    ("forward", 128): Tile(
+        64, 64, 4, 3, Copies.OWN, gates_by_tma=True
+    ),  # 449, 1.02 to 1.07 times as fast with gates; without TMA 377, 128 x 64
+    ("forward", 256): Tile(128, 64, 8, 2, Copies.WALKED),  # with 8 warps 388: two small programs per processor overlap
+    ("dq", 64): Tile(64, 128, 4, 2, Copies.WALKED),  # 424; without TMA 381
     ("dq", 96): Tile(64, 64, 4, 2),
-    ("dq", 128): Tile(64, 64, 4, 3, 2),  # 535; q and do in shared memory 481, 128 x 64 with 8 warps 524
-    ("dq", 256): Tile(128, 32, 8, 2, 1),  # 398; 64 x 32 with 4 warps 280
-    ("dkdv", 64): Tile(64, 64, 4, 3, 3),  # 397 with k and v in shared memory, 1.09 times as fast so; 32 x 64 353
+    ("dq", 128): Tile(64, 64, 4, 3, Copies.OWN),  # 535; q and do in shared memory 481, 128 x 64 with 8 warps 524
+    ("dq", 256): Tile(128, 32, 8, 2, Copies.WALKED),  # 398; 64 x 32 with 4 warps 280
+    ("dkdv", 64): Tile(
+        64, 64, 4, 3, Copies.ALL
+    ),  # 397 with k and v in shared memory, 1.09 times as fast so; 32 x 64 353
     ("dkdv", 96): Tile(32, 128, 8, 3),
-    ("dkdv", 128): Tile(32, 64, 4, 3, 2),  # 487 with v in shared memory, 1.04 to 1.07 times as fast so; 64 x 64 spills
+    ("dkdv", 128): Tile(
+        32, 64, 4, 3, Copies.OWN
+    ),  # 487 with v in shared memory, 1.04 to 1.07 times as fast so; 64 x 64 spills
     ("dkdv", 256): Tile(32, 64, 8, 2),
 }
 AMPERE = {
