@@ -20,6 +20,7 @@ from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.source import holds_converted
+from retrofox.model.gates import DEAD_DECAY
 from retrofox.support.files import write_result
 from retrofox.support.plots import half_life_figure, save_csv, save_figure, tokens_label
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PERCENTILES = (5, 25, 50, 75, 95)
-DEAD_DECAY = 1e-4
-"""Nats: a gate that decays less over the whole length changes no attention weight by more than 0.01 %."""
 SATURATED_LOGIT = math.log(1e6)
 """Beyond it f (1 - f) < 1e-6, so training hardly moves the gate: a half-life over 690k tokens, or f = 0."""
 KEPT_TOKENS = 65536
