@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 import retrofox
 from retrofox.config import LoraConfig, Recipe, validate
 from retrofox.planning.measure import measure_steps
-from retrofox.planning.memory import reset_peak
+from retrofox.support.memory import reset_peak
 from retrofox.training.groups import set_trainable
 from retrofox.training.lora import add_adapters
 

@@ -99,7 +99,7 @@ _count = BeforeValidator(_whole, json_schema_input_type=int | Annotated[str, Fie
 Count = Annotated[int, _count, Field(ge=0)]
 Positive = Annotated[int, _count, Field(gt=0)]
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Fox = Annotated[FoxSpec, BeforeValidator(_fox), PlainSerializer(lambda spec: spec.to_dict())]
 
 
@@ -113,7 +113,9 @@ class Source(Section):
     """One source of documents: a file, a directory, a glob, or a Hugging Face dataset id."""
 
     path: str = Field(min_length=1)
-    weight: float = Field(default=1.0, gt=0, description="share of the tokens, relative to the other sources")
+    weight: float = Field(
+        default=1.0, ge=1e-9, le=1e9, description="share of the tokens, relative to the other sources"
+    )
     text_field: str | None = Field(default=None, description="field holding the text; None = data.text_field")
     recall: float = Field(
         default=0.0, ge=0, le=1, description="share of the documents into which made-up facts are put, each told twice"
@@ -180,7 +182,9 @@ class Stage(Section):
     teacher: Literal["auto", "shared", "copy"] | None = Field(
         default=None, description="align, distill: shared = the frozen weights themselves, copy = a second model"
     )
-    temperature: float | None = Field(default=None, gt=0, description="distill: both logits are divided by it (1)")
+    temperature: float | None = Field(
+        default=None, ge=1e-3, le=1e3, description="distill: both logits are divided by it (1)"
+    )
     ce_weight: float | None = Field(
         default=None, ge=0, le=1, description="distill: share of cross-entropy in the loss (0)"
     )

@@ -479,6 +479,17 @@ def spread(arguments: list[str]) -> list[str]:
     return result
 
 
+def _sleep_while_waiting() -> None:
+    """Lets OpenMP's threads sleep, not spin, while they wait for each other; before torch loads, which reads it.
+
+    A spinning thread holds the core that the one it waits for needs. Training steps of ten 576 x 1536 MLPs, 256 tokens,
+    2 threads on 2 cores of a Xeon, beside 11 busy processes: 0.12 steps/s spinning, 0.64 sleeping, 0.34 with 1 thread
+    (torch 2.13.0+cpu, libgomp; GOMP_SPINCOUNT=0 does the same, KMP_BLOCKTIME nothing).
+    """
+    if "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def main() -> None:
     """Entry point: bad input ends with one clear message and exit code 2, Ctrl-C (handled by typer) with 130."""
     sys.argv[1:] = spread(sys.argv[1:])
@@ -487,6 +498,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # other encodings than UTF-8 lack characters that models write
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would fill a log file
+    _sleep_while_waiting()
     try:
         app()
     except (ValueError, OSError) as error:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -31,6 +30,7 @@ from retrofox.loading.tokenizers import load_tokenizer, tokenizer_of_live
 from retrofox.model.configuration_fox import NOT_FOR_PLAIN_CLASSES, FoxSpec
 from retrofox.model.modeling_fox import write_remote_code
 from retrofox.support.files import new_file_mode
+from retrofox.support.memory import peak_bytes
 from retrofox.surgery import ATTENTION, Plan, apply, make_plan, starting_half_lives, with_new_modules
 from retrofox.version import __version__
 
@@ -166,7 +166,7 @@ def write(
             "plan": plan.to_dict(),
             "weights": how,
             "seconds": round(time.perf_counter() - started, 2),
-            "peak_memory_mib": peak_memory_mib(),
+            "peak_memory_mib": peak_bytes(torch.device("cpu")) >> 20,
             "parity": "skipped (--no-verify)",
         }
         if calibration is not None:
@@ -323,11 +323,3 @@ def _new_tensors(plan: Plan) -> dict[str, torch.Tensor]:
     """The tensors a conversion adds, at their starting values."""
     state = with_new_modules(plan).state_dict()
     return {name: value for name, value in state.items() if is_new_tensor(name)}
-
-
-def peak_memory_mib() -> int:
-    """Peak resident memory of this process so far, in MiB."""
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return max(peak, psutil.Process().memory_info().rss >> 10) >> 10

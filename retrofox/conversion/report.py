@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from retrofox.loading.shards import size
+from retrofox.support.memory import size
 from retrofox.surgery import Plan
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from retrofox.support.files import write_whole
+from retrofox.support.files import missing, remove_empty, write_whole
 
 FORMAT = 1
+DIGESTS = "digests.json"
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,21 @@ def clear_disk_errors(folder: Path) -> Iterator[None]:
             f"token shards can't be written to {folder}: {reason}. Free space there or set data.cache to another "
             "directory; finished shards are kept"
         ) from error
+
+
+@contextlib.contextmanager
+def cache_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder of shards; what was made is removed again where an error leaves no token in it."""
+    made = missing(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if made and not any(path.stat().st_size for path in folder.glob("*.tokens")):
+            for path in (folder / DIGESTS, *folder.glob("*.tokens"), *folder.glob("*.bounds"), *folder.glob("*.json")):
+                path.unlink(missing_ok=True)
+            remove_empty(made)
+        raise
 
 
 def is_complete(folder: Path, key: str) -> bool:

@@ -25,7 +25,7 @@ PACKING = 2
 
 
 @dataclass(frozen=True)
-class Plan:
+class Packing:
     """Which tokens lie in which window: window w holds segments rows[w] .. rows[w + 1] - 1.
 
     start (S,) int64: a segment's first token in the source's stream; length (S,) int32; rows (windows + 1,) int64.
@@ -98,8 +98,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     return bins_of, count
 
 
-def pack(bounds: np.ndarray, window: int) -> Plan:
-    """The plan for documents bounds[d] .. bounds[d + 1] of a stream, (D + 1,) int64.
+def pack(bounds: np.ndarray, window: int) -> Packing:
+    """The packing of documents bounds[d] .. bounds[d + 1] of a stream, (D + 1,) int64.
 
     Raises:
         ValueError: a window of less than two tokens holds no target, nor do documents of one.
@@ -124,25 +124,25 @@ def pack(bounds: np.ndarray, window: int) -> Plan:
     if not len(sizes):
         raise ValueError("no document has two tokens: there is nothing to predict")
     rows = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
-    return Plan(start.astype(np.int64), length, rows)
+    return Packing(start.astype(np.int64), length, rows)
 
 
-def cached_plan(folder: Path, fingerprint: str, bounds: np.ndarray, window: int) -> Plan:
+def cached_packing(folder: Path, fingerprint: str, bounds: np.ndarray, window: int) -> Packing:
     """`pack`, kept in folder/plans by the fingerprint of the tokens and the window."""
     key = hashlib.sha256(f"{PACKING} {fingerprint} {window}".encode()).hexdigest()[:24]
     path = folder / "plans" / f"{key}.npz"
     if path.is_file():
         try:
             with open(path, "rb") as stream, np.load(stream) as kept:
-                return Plan(kept["start"], kept["length"], kept["rows"])
+                return Packing(kept["start"], kept["length"], kept["rows"])
         except (zipfile.BadZipFile, KeyError, EOFError, ValueError):
             path.unlink(missing_ok=True)  # damaged: made again below
-    plan = pack(bounds, window)
+    packing = pack(bounds, window)
     buffer = io.BytesIO()
-    np.savez(buffer, start=plan.start, length=plan.length, rows=plan.rows)
+    np.savez(buffer, start=packing.start, length=packing.length, rows=packing.rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, buffer.getvalue())
     except OSError:
-        return plan  # a cache that can't be written to: planning again costs about a second per million documents
-    return plan
+        return packing  # a cache that can't be written to: packing again costs about a second per million documents
+    return packing

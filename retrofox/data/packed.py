@@ -22,10 +22,11 @@ import numpy as np
 import torch
 
 from retrofox.data.order import ORDERING, Mixture, Order
-from retrofox.data.pack import PACKING, Plan, cached_plan
+from retrofox.data.pack import PACKING, Packing, cached_packing
 from retrofox.data.shards import Manifest, PreparedSource
 
 IGNORE = -100
+"""Label of a position that nothing is predicted at."""
 OPEN_MAPS = 128
 
 
@@ -110,10 +111,10 @@ class PackedDataset(torch.utils.data.Dataset):
         self.filler = manifests[0].eos or 0
         self.tokens = [tokens for manifest in manifests for tokens in open_tokens(manifest)]
         folders = [manifest.folder for manifest in manifests for _ in manifest.sources]
-        self.plans: list[Plan] = []
+        self.packings: list[Packing] = []
         for folder, tokens in zip(folders, self.tokens, strict=True):
             try:
-                self.plans.append(cached_plan(folder, tokens.source.fingerprint, tokens.bounds, sequence_length))
+                self.packings.append(cached_packing(folder, tokens.source.fingerprint, tokens.bounds, sequence_length))
             except ValueError as error:
                 raise ValueError(f"{tokens.source.path}: {error}") from None
         if weights is None:
@@ -123,15 +124,14 @@ class PackedDataset(torch.utils.data.Dataset):
         self.weights = [float(weight) for weight in weights]
         if not all(0 < weight < float("inf") for weight in self.weights):
             raise ValueError(f"weights must be positive numbers, got {self.weights}: leave a source out instead of 0")
-        counts = [len(plan) for plan in self.plans]
+        counts = [len(packing) for packing in self.packings]
         self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         if len(counts) == 1:
             self.order: Order | Mixture = Order(counts[0], seed)
         else:
             # Weights are shares of tokens: windows of a source that fills them less must come more often.
-            self.order = Mixture(
-                counts, [w * n / plan.tokens for w, n, plan in zip(self.weights, counts, self.plans, strict=True)], seed
-            )
+            shares = [w * n / p.tokens for w, n, p in zip(self.weights, counts, self.packings, strict=True)]
+            self.order = Mixture(counts, shares, seed)
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
@@ -139,7 +139,7 @@ class PackedDataset(torch.utils.data.Dataset):
     @property
     def fill(self) -> float:
         """Share of the windows' positions that hold tokens, not padding."""
-        return sum(plan.tokens for plan in self.plans) / (len(self) * self.sequence_length)
+        return sum(packing.tokens for packing in self.packings) / (len(self) * self.sequence_length)
 
     @property
     def fingerprint(self) -> str:
@@ -170,13 +170,13 @@ class PackedDataset(torch.utils.data.Dataset):
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         source = int(np.searchsorted(self.offsets, index, side="right")) - 1
-        tokens, plan, row = self.tokens[source], self.plans[source], index - int(self.offsets[source])
-        first, last = plan.rows[row : row + 2].tolist()
+        tokens, packing, row = self.tokens[source], self.packings[source], index - int(self.offsets[source])
+        first, last = packing.rows[row : row + 2].tolist()
         length = self.sequence_length
         ids = np.full(length, self.filler, dtype=np.int64)
         positions = np.arange(length, dtype=np.int64)
         at, begins = 0, []
-        for start, count in zip(plan.start[first:last].tolist(), plan.length[first:last].tolist(), strict=True):
+        for start, count in zip(packing.start[first:last].tolist(), packing.length[first:last].tolist(), strict=True):
             ids[at : at + count] = tokens.slice(start, count)
             positions[at : at + count] -= at
             begins.append(at)
@@ -206,3 +206,13 @@ def collate(batch: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
         lengths = torch.cat([torch.zeros(1, dtype=torch.int64), *(item["doc_lengths"] for item in batch)])
         result["cu_seqlens"] = lengths.cumsum(0).to(torch.int32)
     return result
+
+
+def next_token_targets(
+    input_ids: torch.Tensor, labels: torch.Tensor | None, position_ids: torch.Tensor
+) -> torch.Tensor:
+    """Targets (B, T) int64: the next token of the same document, IGNORE where there is none or its label is IGNORE."""
+    following = input_ids if labels is None else labels
+    targets = torch.full_like(input_ids, IGNORE)
+    targets[:, :-1] = following[:, 1:].masked_fill(position_ids[:, 1:] == 0, IGNORE)
+    return targets

@@ -23,7 +23,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from retrofox.data.encode import Encoded, Encoder, Pool, fingerprint
-from retrofox.data.files import FORMAT, Digests, Shard, clear_disk_errors, is_complete, read_shard, sweep, write_note
+from retrofox.data.files import (
+    DIGESTS,
+    FORMAT,
+    Digests,
+    Shard,
+    cache_folder,
+    clear_disk_errors,
+    is_complete,
+    read_shard,
+    sweep,
+    write_note,
+)
 from retrofox.data.read import Batch
 from retrofox.data.sources import SourceLike, Unit, resolve
 from retrofox.support.files import temporary, to_disk, write_whole
@@ -162,10 +173,9 @@ def prepare_sources(
     started = time.perf_counter()
     folder = Path(out_dir).expanduser()
     workers = workers or _cores()
-    with clear_disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    with clear_disk_errors(folder), cache_folder(folder):
         sweep(folder)
-        memory = folder / "digests.json"
+        memory = folder / DIGESTS
         digests = Digests.load(memory)
         made_from = fingerprint(tokenizer)
         plan = [(source, source.text_field or text_field, resolve(source, leave_out=folder)) for source in sources]

@@ -25,13 +25,12 @@ from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_report import differences, print_tasks
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
+from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.support.report import (
     check_folder,
     environment,
     output_console,
-    peak_memory_bytes,
     progress_bar,
-    reset_peak_memory,
 )
 
 if TYPE_CHECKING:
@@ -284,7 +283,7 @@ def _run(
         modes |= {mode: (mode, label) for mode, label in CONTROLS.items()}
     total = sum(len(w.token_ids) for w in chosen)
     for name, (mode, label) in modes.items():
-        reset_peak_memory(opened.device)
+        reset_peak(opened.device)
         started = time.perf_counter()
         switched = nullcontext() if mode == "fox" else attention_mode(opened.model, mode)
         with progress_bar("tokens", progress) as bar, switched:
@@ -301,7 +300,7 @@ def _run(
             "fox": opened.fox,
             "seconds": seconds,
             "tokens_per_second": total / seconds,
-            "peak_memory_bytes": peak_memory_bytes(opened.device),
+            "peak_memory_bytes": peak_bytes(opened.device),
         }
         yield line, values
 

@@ -20,13 +20,12 @@ from retrofox.evaluation.heads import check_prune_eps, head_places, look
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.source import holds_converted
 from retrofox.loading.tokenizers import require_same_tokenizer
+from retrofox.model.gates import DEAD_DECAY
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DEAD_DECAY = 1e-4
-"""Nats: a gate that decays less over the whole length changes no attention weight by more than 0.01 %."""
 SATURATED_LOGIT = math.log(1e6)
 """Beyond it f (1 - f) < 1e-6, so training hardly moves the gate: a half-life over 690k tokens, or f = 0."""
 KEPT_TOKENS = 65536

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""A recipe's `precision` as a dtype."""
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from retrofox.support.memory import size
+
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
 SINGLE = "model-00001-of-00001.safetensors"
@@ -189,9 +191,9 @@ def write_tensors(file: Path, entries: Mapping[str, tuple[str, list[int], int]],
     """
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (dtype, shape, size) in entries.items():
-        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
+    for name, (dtype, shape, nbytes) in entries.items():
+        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        end += nbytes
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as stream:
@@ -307,14 +309,6 @@ def refuse_full_disk(out: Path, needed: int) -> None:
             f"{out} needs {size(needed)} and {there} has {size(free)} free: choose another disk, or "
             "--link on the disk of the source"
         )
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people: "16.1 GB", "352 MB", "7 kB"."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.{1 if unit == 1e9 else 0}f} {name}"
-    return f"{nbytes} bytes"
 
 
 def _link(file: Path, target: Path) -> None:

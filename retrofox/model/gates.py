@@ -12,6 +12,9 @@ from torch import nn
 from . import fused
 from .configuration_fox import OPEN_BIAS, FoxSpec, alibi_half_lives, bias_from_half_life, half_life_ladder
 
+DEAD_DECAY = 1e-4
+"""Nats: a gate that decays less over a whole row changes no attention weight by more than 0.01 %: it is dead."""
+
 
 class AddedModule(nn.Module):
     """What a conversion adds to an attention layer: float32 under every cast of the model, with known first values."""

@@ -13,13 +13,14 @@ import torch
 
 from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, Stage
-from retrofox.planning.memory import peak_bytes
+from retrofox.data.packed import IGNORE
+from retrofox.loading.device import PRECISIONS
+from retrofox.support.memory import peak_bytes
 from retrofox.training.arguments import arguments
 from retrofox.training.callbacks import Clock
 from retrofox.training.flops import flops_per_token, peak_flops
-from retrofox.training.groups import accumulation
-from retrofox.training.loop import FoxTrainer
-from retrofox.training.model import DTYPES
+from retrofox.training.groups import accumulation, tokens_per_step
+from retrofox.training.loop import FoxTrainer, StageRun
 from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
 
@@ -50,23 +51,21 @@ def measure_steps(
     recipe = recipe.model_copy(update={"log": recipe.log.model_copy(update={"every": 1, "report_to": []})})
     causal_lm(model).config.use_cache = False
     if recipe.precision != "fp32":
-        lower_precision_stream(model, DTYPES[recipe.precision])
+        lower_precision_stream(model, PRECISIONS[recipe.precision])
         fuse_norms(model)
     recompute(model, stage.gradient_checkpointing)
     compile_parts(model, stage.compile)
     rest: list[Any] = []
     if stage.objective != "extend":
-        dtype = DTYPES[recipe.precision]
+        dtype = PRECISIONS[recipe.precision]
         rest = [None if teacher is None else teacher.to(device, dtype).requires_grad_(False).eval()]
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    batch_tokens = stage.batch_tokens or stage.sequence_length * stage.micro_batch * world
+    batch_tokens = tokens_per_step(stage, world)
     clock = Clock(batch_tokens, flops_per_token(model, stage), peak_flops(device), device)
     with tempfile.TemporaryDirectory() as folder:
         settings = arguments(recipe, stage, Path(folder), steps, accumulation(stage, batch_tokens, world))
         settings.save_strategy = type(settings.save_strategy)("no")
-        trainer = FoxTrainer(
-            model,
-            settings,
+        run = StageRun(
             recipe=recipe,
             stage=stage.model_copy(update={"spike_factor": 0.0}),
             number=0,
@@ -78,6 +77,7 @@ def measure_steps(
             clock=clock,
             log_file=Path(folder) / "log.jsonl",
         )
+        trainer = FoxTrainer(model, settings, run)
         with repeatable(recipe.deterministic):
             trainer.train()
     speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:] or trainer.history)
@@ -106,9 +106,9 @@ def random_batches(stage: Stage, vocabulary: int, documents: int) -> Iterator[di
     cu_seqlens = torch.cat((first, torch.tensor([rows * length]))).to(torch.int32)
     while True:
         ids = torch.randint(0, vocabulary, (rows, length))
-        targets = torch.full_like(ids, -100)
+        targets = torch.full_like(ids, IGNORE)
         targets[:, :-1] = ids[:, 1:]
-        targets[:, :-1][:, positions[1:] == 0] = -100
+        targets[:, :-1][:, positions[1:] == 0] = IGNORE
         batch = {"input_ids": ids, "position_ids": positions.expand(rows, -1), "targets": targets}
         if documents > 1:
             batch["cu_seqlens"] = cu_seqlens

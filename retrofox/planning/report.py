@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from retrofox.support.memory import size
+
 
 def print_plan(report: dict[str, Any]) -> None:
     """Prints a plan: the run, a table per stage, what would be refused."""
@@ -23,9 +25,9 @@ def print_plan(report: dict[str, Any]) -> None:
         )
     if report["stages"]:
         disk = report["disk_gb"]
-        parts = ", ".join(f"{k} {size(v)}" for k, v in disk.items() if v and k not in ("total", "one_checkpoint"))
+        parts = ", ".join(f"{k} {size(1e9 * v)}" for k, v in disk.items() if v and k not in ("total", "one_checkpoint"))
         console.print(
-            f"disk: {size(disk['total'])} at most ({parts}) of {size(report['disk_free_gb'])} free",
+            f"disk: {size(1e9 * disk['total'])} at most ({parts}) of {size(1e9 * report['disk_free_gb'])} free",
             highlight=False,
             soft_wrap=True,
         )
@@ -43,9 +45,9 @@ def print_plan(report: dict[str, Any]) -> None:
             table.add_row("frozen", f"{stage['frozen_parameters']:,} parameters")
         for component, gigabytes in stage["memory_gb"].items():
             if gigabytes:
-                table.add_row(component, size(gigabytes))
+                table.add_row(component, size(1e9 * gigabytes))
         verdict = "fits" if stage["fits"] else "DOES NOT FIT: lower micro_batch, or gradient_checkpointing: full"
-        table.add_row("memory", f"{size(math.fsum(stage['memory_gb'].values()))} a device at its peak: {verdict}")
+        table.add_row("memory", f"{size(1e9 * math.fsum(stage['memory_gb'].values()))} a device at its peak: {verdict}")
         table.add_row("longest row", f"{stage['longest_sequence']:,} tokens, one to a micro-batch")
         if stage["hours"] is not None:
             table.add_row("hours", f"{stage['hours']:.2f} ({stage['hours_from']})")
@@ -53,12 +55,7 @@ def print_plan(report: dict[str, Any]) -> None:
             table.add_row("hours", "unknown for this device: run with --measure")
         if "measured" in stage:
             found = stage["measured"]
-            table.add_row("measured", f"{found['tokens_per_second']:,.0f} tok/s, {size(found['peak_memory_gb'])}")
+            table.add_row("measured", f"{found['tokens_per_second']:,.0f} tok/s, {size(1e9 * found['peak_memory_gb'])}")
         console.print(table)
     for refusal in report["refusals"]:
         console.print(f"[red]refused:[/red] {escape(refusal)}", highlight=False)
-
-
-def size(gigabytes: float) -> str:
-    """10^9 bytes as "1.23 GB", less than a tenth of one as "12.3 MB"."""
-    return f"{gigabytes:.2f} GB" if gigabytes >= 0.1 else f"{1e3 * gigabytes:.1f} MB"

@@ -29,6 +29,18 @@ def temporary(folder: Path, name: str) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
+def missing(folder: Path) -> list[Path]:
+    """The folder and those above it that are not there, innermost first: what making it makes."""
+    return [place for place in (folder, *folder.parents) if not place.exists()]
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Removes folders, innermost first, up to one that holds something."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
 def to_disk(stream: Any) -> None:
     """Waits until everything written is on the disk."""
     stream.flush()

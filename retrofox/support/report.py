@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import shlex
 import sys
 import time
@@ -59,20 +58,6 @@ def environment() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": gpu,
     }
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new peak on a GPU; a process's peak on the CPU can't be reset."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes the GPU allocator has held since the last reset; on a CPU the process's largest resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def output_console() -> Console:

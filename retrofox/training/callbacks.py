@@ -11,21 +11,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from retrofox.anatomy import decoder_layers
-from retrofox.model.gates import ForgetGate, half_life_tokens
+from retrofox.model.gates import DEAD_DECAY, ForgetGate, half_life_tokens
 from retrofox.support.files import write_whole
 from retrofox.support.interruptions import Interruptions
+from retrofox.support.memory import bytes_in_use, peak_bytes
 
 SATURATED_SLOPE = 1e-6
 """A gate value with f (1 - f) below it hardly moves in training; a head is saturated if 99 % of its values are so."""
-DEAD_DECAY = 1e-4
-"""Nats: a head that decays less over a whole row changes no attention weight by more than 0.01 %: it is dead."""
 
 
 class Diverged(ValueError):
@@ -215,24 +213,21 @@ class Clock:
         """Starts a new window at a step."""
         self.step, self.time = step, time.perf_counter()
 
+    def memory(self) -> int:
+        """Bytes: a GPU's peak; on a CPU what is in use, as its peak lies in what ran before the loop."""
+        return peak_bytes(self.device) if self.device.type == "cuda" else bytes_in_use(self.device)
+
     def read(self, step: int, max_steps: int, world_size: int) -> dict[str, float]:
         """Speed since the last reading; MFU only where the device's peak is known."""
         elapsed = max(1e-9, time.perf_counter() - self.time)
         speed = (step - self.step) * self.batch_tokens / elapsed
-        found = {"tokens_per_second": speed, "memory_gb": memory_gb(self.device)}
+        found = {"tokens_per_second": speed, "memory_gb": self.memory() / 1e9}
         if speed > 0:
             found["eta_seconds"] = (max_steps - step) * self.batch_tokens / speed
         if self.peak is not None:
             found["mfu"] = speed * self.flops_per_token / (self.peak * world_size)
         self.restart(step)
         return found
-
-
-def memory_gb(device: torch.device) -> float:
-    """Peak of allocated GPU memory, or the process's resident memory on a CPU, in 10^9 bytes."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    return psutil.Process().memory_info().rss / 1e9
 
 
 class Progress(ProgressCallback):

@@ -20,6 +20,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from retrofox.support.files import sync, write_json
+from retrofox.support.memory import size
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"checkpoint-(\d+)$")
@@ -144,13 +145,9 @@ def check_writable(root: Path, bytes_needed: int) -> None:
     free = shutil.disk_usage(root).free
     if free < bytes_needed:
         raise ValueError(
-            f"the disk of {root} has {_size(free)} free and a checkpoint takes {_size(bytes_needed)}: "
+            f"the disk of {root} has {size(free)} free and a checkpoint takes {size(bytes_needed)}: "
             "free some, lower checkpoint.keep, or choose another `output`"
         )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
 @contextlib.contextmanager
@@ -161,7 +158,7 @@ def saving(directory: Path, root: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         stands, _ = newest_good(root)
         raise ValueError(
-            f"could not write {directory}: {error} ({_size(shutil.disk_usage(root).free)} free there). "
+            f"could not write {directory}: {error} ({size(shutil.disk_usage(root).free)} free there). "
             + (f"{stands} is complete: " if stands else "There is no earlier checkpoint: ")
             + "free some disk space or repair the directory, and run the same command again"
         ) from error

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 
 from retrofox.config import Recipe, Stage
 from retrofox.data.order import StepSampler
-from retrofox.data.packed import IGNORE, PackedDataset, collate
+from retrofox.data.packed import IGNORE, PackedDataset, collate, next_token_targets
 from retrofox.data.shards import Manifest, prepare_sources
-from retrofox.training.objectives import next_token_targets
 
 
 @dataclass

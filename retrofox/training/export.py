@@ -11,9 +11,9 @@ import torch
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading.adapter import say_where_the_base_is
+from retrofox.loading.device import PRECISIONS
 from retrofox.support.files import new_file_mode, write_json
 from retrofox.training import checkpoint
-from retrofox.training.model import DTYPES
 from retrofox.version import __version__
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, not
 def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     weights: Any = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # type: ignore[arg-type]
-    dtype = DTYPES[trainer.recipe.precision] if last and trainer.recipe.lora is None else None
+    dtype = PRECISIONS[trainer.recipe.precision] if last and trainer.recipe.lora is None else None
     if trainer.args.should_save:
         if directory.exists():
             shutil.rmtree(directory)

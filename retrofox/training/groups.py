@@ -116,6 +116,11 @@ def group_schedules(groups: list[dict[str, Any]], stage: Stage, batch_tokens: in
     return [delayed if group["role"].startswith("gate") else common for group in groups]
 
 
+def tokens_per_step(stage: Stage, devices: int) -> int:
+    """Tokens of an optimizer step on all devices together: the stage's batch_tokens, else one micro-batch on each."""
+    return stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices
+
+
 def count_steps(stage: Stage, batch_tokens: int) -> int:
     """Optimizer steps of a stage: tokens / batch_tokens, rounded up."""
     return -(-stage.tokens // batch_tokens)

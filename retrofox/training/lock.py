@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from retrofox.loading.shards import NO_LOCKS
+from retrofox.support.files import missing, remove_empty
 from retrofox.training.checkpoint import check_writable
 
 NAME = ".lock"
@@ -46,6 +47,7 @@ class OutputLock:
         self.done = threading.Event()
 
     def __enter__(self) -> OutputLock:
+        self.made = missing(self.out)
         check_writable(self.out, 0)
         self.key = str(self.path.resolve())
         if self.key in self.held:
@@ -64,6 +66,7 @@ class OutputLock:
         with contextlib.suppress(OSError):  # while it is locked: whoever opened it sees that it is another file now
             self.path.unlink()
         os.close(self.file)
+        remove_empty(self.made)  # of a run that was refused; one that began has files there
 
     def _take(self) -> None:
         self.file, lock = _open_locked(self.path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,42 +42,47 @@ from retrofox.training.lora import assert_gates_saved, trained_in_full
 from retrofox.training.refusals import own_autocast
 
 
-class FoxTrainer(Trainer):
-    """Trains one stage.
+@dataclass
+class StageRun:
+    """One stage of a run: what it trains with, on what, and where it logs.
 
-    Args:
+    Attributes:
+        number: of the stage in the recipe, from 0.
         objective: called as objective(model, batch) inside the model's own forward, so that DDP and FSDP see one
             forward; returns (loss summed over targets, metrics summed over targets).
         batches: batches(consumed rows) -> endless iterable of batches with `targets` and `num_targets`.
         data_state: data_state(consumed rows) -> what identifies the data's order, kept in every checkpoint.
         first_row: rows consumed by earlier stages.
+        batch_tokens: tokens of an optimizer step on all devices together.
         evaluator: the objective that `evaluate_loss` reports, with eval_batches() -> this process's share of batches.
         interruptions: where signals are noted during the loop, which stops for them after a save.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        args: TrainingArguments,
-        *,
-        recipe: Recipe,
-        stage: Stage,
-        number: int,
-        objective: Callable[[Any, dict[str, Any]], tuple[torch.Tensor, torch.Tensor]],
-        batches: Callable[[int], Iterable[dict[str, Any]]],
-        data_state: Callable[[int], dict[str, Any]],
-        first_row: int,
-        batch_tokens: int,
-        clock: Clock,
-        log_file: Path,
-        evaluator: Any = None,
-        eval_batches: Callable[[], Iterable[dict[str, Any]]] | None = None,
-        interruptions: Interruptions | None = None,
-    ):
-        self.recipe, self.stage, self.number = recipe, stage, number
-        self.objective, self.batches, self.data_state = objective, batches, data_state
-        self.first_row, self.batch_tokens, self.clock, self.log_file = first_row, batch_tokens, clock, log_file
-        self.eval_batches = eval_batches
+    recipe: Recipe
+    stage: Stage
+    number: int
+    objective: Callable[[Any, dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
+    batches: Callable[[int], Iterable[dict[str, Any]]]
+    data_state: Callable[[int], dict[str, Any]]
+    first_row: int
+    batch_tokens: int
+    clock: Clock
+    log_file: Path
+    evaluator: Any = None
+    eval_batches: Callable[[], Iterable[dict[str, Any]]] | None = None
+    interruptions: Interruptions = field(default_factory=lambda: Interruptions("nothing is saved"))
+
+
+class FoxTrainer(Trainer):
+    """Trains one stage."""
+
+    def __init__(self, model: Any, args: TrainingArguments, run: StageRun):
+        recipe, stage, objective = run.recipe, run.stage, run.objective
+        self.recipe, self.stage, self.number = recipe, stage, run.number
+        self.objective, self.batches, self.data_state = objective, run.batches, run.data_state
+        self.first_row, self.batch_tokens, self.clock = run.first_row, run.batch_tokens, run.clock
+        self.log_file, self.evaluator, self.eval_batches = run.log_file, run.evaluator, run.eval_batches
+        self.interruptions = run.interruptions
         self.json_log: JsonLog | None = None
         self.resumed_step = 0
         self.own_autocast = own_autocast(recipe)
@@ -93,17 +99,15 @@ class FoxTrainer(Trainer):
         self.heads = HeadRecorder(lm, recipe.log.heads_every, stage.sequence_length)
         if recipe.log.heads_every is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError("log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out")
-        self.interruptions = interruptions or Interruptions("nothing is saved")
         self.window = LossWindow(len(getattr(objective, "metrics", ())), args.device)
         signals = Signals(args.world_size, self.interruptions)
         for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
             self.add_callback(callback)
         fox = getattr(lm.config, "fox", None)
         if stage.anneal and fox is not None and fox["rope"] == "anneal":  # last: it asks whether others want a save
-            self.add_callback(Anneal(lm, fox["annealed_tokens"], batch_tokens))
+            self.add_callback(Anneal(lm, fox["annealed_tokens"], run.batch_tokens))
         if self.is_fsdp_enabled and stage.objective == "align":
             self.add_callback(KeepGathered())
-        self.evaluator = evaluator
         model.forward = types.MethodType(self._forward, model)
 
     # data ------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from retrofox.loading.adapter import (
     with_adapter,
 )
 from retrofox.loading.converted import load
+from retrofox.loading.device import PRECISIONS
 from retrofox.loading.source import read_config
 from retrofox.model.gates import ForgetGate
 from retrofox.model.modeling_fox import NEW_MODULES
@@ -62,7 +63,7 @@ def add_adapters(base: Any, lora: LoraConfig, source: str) -> Any:
 
 def _base(recipe: Recipe, source: str, state: Any) -> Any:
     refuse_plain_base(source)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[recipe.precision]
+    dtype = PRECISIONS[recipe.precision]
     assert recipe.lora is not None
     if recipe.lora.quantize is None:
         model = load(source, dtype=dtype)

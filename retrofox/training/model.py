@@ -14,11 +14,10 @@ from retrofox.config import Recipe
 from retrofox.conversion.convert import convert
 from retrofox.loading.base import load_base
 from retrofox.loading.converted import load
+from retrofox.loading.device import PRECISIONS
 from retrofox.loading.rope_scaling import set_rope, set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
 from retrofox.training.lora import adapted
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def resolve_source(recipe: Recipe, out: Path, state: PartialState) -> Path:
@@ -115,4 +114,4 @@ def lower_frozen(model: Any, recipe: Recipe) -> None:
         return
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and not is_new_tensor(name):
-            parameter.data = parameter.data.to(DTYPES[recipe.precision])
+            parameter.data = parameter.data.to(PRECISIONS[recipe.precision])

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retrofox.anatomy import attention_mode, attentions, causal_lm, inner_model, is_converted
 from retrofox.config import Stage
+from retrofox.data.packed import IGNORE
 from retrofox.training.chunked_loss import (
     AnyRows,
     Head,
@@ -26,19 +27,8 @@ from retrofox.training.chunked_loss import (
 )
 from retrofox.training.teacher import require_own_original
 
-IGNORE = -100
 SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 """Set to true by accelerate where it shards weights."""
-
-
-def next_token_targets(
-    input_ids: torch.Tensor, labels: torch.Tensor | None, position_ids: torch.Tensor
-) -> torch.Tensor:
-    """Targets (B, T) int64: the next token of the same document, IGNORE where there is none or its label is IGNORE."""
-    following = input_ids if labels is None else labels
-    targets = torch.full_like(input_ids, IGNORE)
-    targets[:, :-1] = following[:, 1:].masked_fill(position_ids[:, 1:] == 0, IGNORE)
-    return targets
 
 
 def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tuple[str, str]:

@@ -19,7 +19,7 @@ import yaml
 from retrofox.config import ROLES, Recipe, dump
 from retrofox.data.sources import is_hidden
 from retrofox.training import checkpoint
-from retrofox.training.groups import accumulation
+from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.version import __version__
 
 FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers", "deterministic")
@@ -42,10 +42,7 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     batches = batches_of(out, recipe)
     begun = batches is not None
     if batches is None:
-        batches = [
-            stage.batch_tokens or stage.sequence_length * stage.micro_batch * state.num_processes
-            for stage in recipe.stages
-        ]
+        batches = [tokens_per_step(stage, state.num_processes) for stage in recipe.stages]
         checkpoint.check_writable(out, 0)
     for stage, batch_tokens in zip(recipe.stages, batches, strict=True):
         try:
@@ -63,6 +60,11 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
         write_whole(file, yaml.safe_dump(values, sort_keys=False).encode())
     state.wait_for_everyone()
     return batches
+
+
+def stage_folder(out: Path, recipe: Recipe, number: int) -> Path:
+    """Where a stage keeps its checkpoints and, unless it is the last, its model."""
+    return out / f"stage-{number}-{recipe.stages[number].objective}"
 
 
 def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
@@ -120,6 +122,25 @@ def refuse_mingling(recipe: Recipe) -> None:
         raise ValueError(f"{theirs[0]} is there, and not of a run: move it away, or choose another `output`")
 
 
+def unmark_damaged(out: Path, recipe: Recipe, state: Any) -> list[str]:
+    """Takes COMPLETE from finished models whose files are not as written, the last first, up to one that is whole.
+
+    Returns:
+        Which, and why. The run then writes them anew from their stages' last checkpoints.
+    """
+    places = [stage_folder(out, recipe, number) / "model" for number in range(len(recipe.stages) - 1)] + [out / "model"]
+    found = []
+    if state.is_main_process:
+        for place in reversed([place for place in places if (place / checkpoint.MARKER).is_file()]):
+            reason = checkpoint.problem(place)
+            if reason is None:
+                break
+            (place / checkpoint.MARKER).unlink()
+            found.append(f"{place}: {reason}: it is written anew")
+    state.wait_for_everyone()
+    return found
+
+
 def _discard_conversion(out: Path, recipe: Recipe) -> None:
     """Deletes OUTPUT/converted where a run that never began had it made of another model, or in another way."""
     file = out / "recipe.yaml"
@@ -135,7 +156,7 @@ def _complete_stages(out: Path, recipe: Recipe) -> int:
     """How many stages of the run in OUTPUT are done."""
     if (out / "model" / checkpoint.MARKER).is_file():
         return len(recipe.stages)
-    folders = [out / f"stage-{number}-{stage.objective}" for number, stage in enumerate(recipe.stages)]
+    folders = [stage_folder(out, recipe, number) for number in range(len(recipe.stages))]
     return sum((folder / "model" / checkpoint.MARKER).is_file() for folder in folders)
 
 

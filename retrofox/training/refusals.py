@@ -17,10 +17,8 @@ from retrofox.config import Recipe, Source, Stage
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
-from retrofox.loading.source import read_config, refuse_adapter
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.training.groups import set_trainable
-from retrofox.training.model import refuse_rope
 from retrofox.training.objectives import choose_cross_entropy
 from retrofox.training.output import batches_of, refuse_mingling
 from retrofox.training.speed import recompute
@@ -65,6 +63,12 @@ def refuse_precision(recipe: Recipe) -> None:
 def deepspeed() -> bool:
     """Whether accelerate launched this process for DeepSpeed."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def weights_are_sharded() -> bool:
+    """Whether accelerate shards weights, gradients and optimizer over the processes (FSDP2, ZeRO-3)."""
+    zero3 = deepspeed() and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
+    return zero3 or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def own_autocast(recipe: Recipe) -> bool:
@@ -180,17 +184,6 @@ def _on_the_hub(reference: str) -> bool:
     return not Path(reference).is_dir() and not reference.startswith(("/", "~", "."))
 
 
-def refuse_missing(recipe: Recipe) -> None:
-    """Raises ValueError or OSError for a model, a tokenizer or data that isn't there: before OUTPUT is begun."""
-    refuse_adapter(recipe.model)
-    if not recipe.model.endswith(".gguf"):
-        read_config(recipe.model)
-    refuse_rope(recipe, recipe.model)
-    for source in (*recipe.data.train, *recipe.data.eval):
-        _refuse_source(source)
-    recipe_tokenizer(recipe)
-
-
 def _refuse_source(source: Source) -> None:
     """Raises ValueError or OSError for data that isn't there; on the Hub it isn't looked for."""
     if not source.path.startswith("hf:") or not _on_the_hub(source.path[3:]):
@@ -199,18 +192,18 @@ def _refuse_source(source: Source) -> None:
         raise ValueError(f"{source.path} needs the package datasets: pip install 'retrofox[data]'")
 
 
-def refused_data(recipe: Recipe, vocabulary: int | None) -> list[str]:
+def refused_data(recipe: Recipe, vocabulary: int | None) -> list[Exception]:
     """What keeps the recipe's data from being tokenised: sources that are not there, no tokenizer, one too large."""
-    found = []
+    found: list[Exception] = []
     for source in (*recipe.data.train, *recipe.data.eval):
         try:
             _refuse_source(source)
         except (ValueError, OSError) as error:
-            found.append(str(error))
+            found.append(error)
     try:
         tokenizer = recipe_tokenizer(recipe)
         if vocabulary is not None:
             refuse_tokenizer(tokenizer, vocabulary)
     except (ValueError, OSError) as error:
-        found.append(str(error))
+        found.append(error)
     return found

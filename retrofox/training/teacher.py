@@ -12,10 +12,11 @@ from retrofox.anatomy import causal_lm, is_new_tensor
 from retrofox.config import Recipe, Stage
 from retrofox.conversion.convert import convert
 from retrofox.loading.base import load_base
+from retrofox.loading.device import PRECISIONS
 from retrofox.loading.source import read_config
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.training import checkpoint
-from retrofox.training.model import DTYPES, load_any
+from retrofox.training.model import load_any
 
 SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 """What a teacher's config shares with its pupil's."""
@@ -30,7 +31,7 @@ def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: P
     """
     if not needs_teacher(recipe, stage, model, source):
         return None
-    dtype = DTYPES[recipe.precision]
+    dtype = PRECISIONS[recipe.precision]
     spec = named_original(source)
     if spec is None:
         teacher = load_any(recipe, source, dtype)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from accelerate import PartialState
 
 from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, Stage
+from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.support.files import write_json
 from retrofox.support.interruptions import Interruptions
@@ -23,26 +25,24 @@ from retrofox.support.report import environment
 from retrofox.training import checkpoint
 from retrofox.training.arguments import STATE_BYTES, arguments
 from retrofox.training.callbacks import Clock
-from retrofox.training.data import StageData, prepare_tokens
+from retrofox.training.data import PreparedTokens, StageData, prepare_tokens
 from retrofox.training.export import export
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import accumulation, count_steps, role_of, set_trainable
 from retrofox.training.lock import OutputLock
-from retrofox.training.loop import FoxTrainer
-from retrofox.training.model import DTYPES, build_model, resolve_source
+from retrofox.training.loop import FoxTrainer, StageRun
+from retrofox.training.model import build_model, resolve_source
 from retrofox.training.objectives import OBJECTIVES
-from retrofox.training.output import claim_data, claim_output, refuse_mingling
-from retrofox.training.refusals import (
-    refuse_missing,
-    refuse_optimizer,
-    refuse_parallelism,
-    refuse_precision,
-    refuse_quantization,
-    refuse_stage,
-    refuse_tokenizer,
-    refuse_tokens,
-    refuse_trackers,
+from retrofox.training.output import (
+    batches_of,
+    claim_data,
+    claim_output,
+    refuse_mingling,
+    stage_folder,
+    unmark_damaged,
 )
+from retrofox.training.preflight import preflight
+from retrofox.training.refusals import refuse_stage, refuse_tokenizer, refuse_tokens
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
 from retrofox.training.teacher import teacher_for
 from retrofox.version import __version__
@@ -68,18 +68,17 @@ def train(recipe: Recipe) -> dict[str, Any]:
     """
     transformers.utils.logging.disable_progress_bar()
     state: Any = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
-    refuse_parallelism()
-    refuse_precision(recipe)
-    refuse_quantization(recipe)
-    refuse_trackers(recipe)
-    refuse_optimizer(recipe)
-    refuse_mingling(recipe)
     out = Path(recipe.output)
     interruptions = Interruptions("nothing was trained yet", quiet=not state.is_main_process)
     with interruptions, repeatable(recipe.deterministic):
+        refuse_mingling(recipe)
+        batches_of(out, recipe)
+        for line in unmark_damaged(out, recipe, state):
+            say(state, line)
         if (out / "model" / checkpoint.MARKER).is_file():
             return _complete(out, recipe, state)
-        refuse_missing(recipe)
+        for refusal in preflight(recipe, state.num_processes, state.device).refusals:
+            raise refusal
         with OutputLock(out) if state.is_main_process else contextlib.nullcontext():
             return _train(recipe, out, interruptions, state)
 
@@ -91,58 +90,78 @@ def _complete(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:
     if (out / "result.json").is_file():
         return json.loads((out / "result.json").read_text(encoding="utf-8"))
     # killed between the two
-    folders = [*(_root(out, recipe, number) for number in range(len(recipe.stages) - 1)), out]
+    folders = [*(stage_folder(out, recipe, number) for number in range(len(recipe.stages) - 1)), out]
     reports = [checkpoint.note_of(folder / "model")["report"] for folder in folders]
     return _finish(out, reports, sum(report["seconds"] for report in reports), state)
 
 
+@dataclass
+class Run:
+    """A run under way: what every stage of it needs.
+
+    Attributes:
+        source: the checkpoint that training starts from.
+        batch_tokens: tokens per optimizer step, of each stage.
+    """
+
+    recipe: Recipe
+    out: Path
+    source: Path
+    tokens: PreparedTokens
+    tokenizer: Any
+    batch_tokens: list[int]
+    interruptions: Interruptions
+    state: Any
+
+    def steps(self, number: int) -> int:
+        """Optimizer steps of a stage."""
+        return count_steps(self.recipe.stages[number], self.batch_tokens[number])
+
+    def first_row(self, number: int) -> int:
+        """Rows of a stage's length that earlier stages have read: it goes on behind them."""
+        length = self.recipe.stages[number].sequence_length
+        earlier = [n for n in range(number) if self.recipe.stages[n].sequence_length == length]
+        return sum(self.steps(n) * self.batch_tokens[n] // length for n in earlier)
+
+    def folder(self, number: int) -> Path:
+        """Where a stage keeps its checkpoints."""
+        return stage_folder(self.out, self.recipe, number)
+
+    def before(self, number: int) -> Path:
+        """The model a stage starts from."""
+        return self.folder(number - 1) / "model" if number else self.source
+
+
 def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) -> dict[str, Any]:
     started = time.perf_counter()
+    tokenizer = recipe_tokenizer(recipe)
+    tokens = prepare_tokens(recipe, tokenizer, state)  # first of all: texts that can't be read leave OUTPUT alone
     batches = claim_output(out, recipe, state)
     source = resolve_source(recipe, out, state)
-    tokenizer = recipe_tokenizer(recipe)
-    tokens = prepare_tokens(recipe, tokenizer, state)
     if state.is_main_process:
         claim_data(out / "data.json", tokens.train, tokens.eval)
     state.wait_for_everyone()
     with state.main_process_first():
         claim_data(out / "data.json", tokens.train, tokens.eval)
+    run = Run(recipe, out, source, tokens, tokenizer, batches, interruptions, state)
     model: Any = None
-    rows: dict[int, int] = {}
     reports = []
     for number, stage in enumerate(recipe.stages):
-        first_row = rows.get(stage.sequence_length, 0)
-        steps = count_steps(stage, batches[number])
-        rows[stage.sequence_length] = first_row + steps * batches[number] // stage.sequence_length
-        root = _root(out, recipe, number)
-        if (root / "model" / checkpoint.MARKER).is_file():
-            reports.append(checkpoint.note_of(root / "model")["report"])
+        finished = run.folder(number) / "model"
+        if (finished / checkpoint.MARKER).is_file():
+            reports.append(checkpoint.note_of(finished)["report"])
             say(state, f"stage {number} ({stage.objective}) is complete")
             interruptions.stands = f"stage {number} is complete"
             continue
         if model is None:
-            before = _root(out, recipe, number - 1) / "model" if number else source
-            model = build_model(recipe, before, state)
-            vocabulary = causal_lm(model).config.vocab_size
-            refuse_tokenizer(tokenizer, vocabulary)
-            for manifest in filter(None, (tokens.train, tokens.eval)):
-                refuse_tokens(manifest, tokenizer, vocabulary)
-            for later in range(number, len(recipe.stages)):
-                try:
-                    refuse_stage(recipe, recipe.stages[later], model, source, state.device)
-                except ValueError as error:
-                    raise ValueError(f"stages.{later}: {error}") from None
-            _prepare_speed(recipe, model)
-        data = StageData(tokens, recipe, stage, state)
-        trainer = _trainer(
-            recipe, number, model, source, root, data, first_row, batches[number], steps, interruptions, state
-        )
-        reports.append(_run_stage(trainer, root, steps, state))
+            model = _model(run, number)
+        trainer = _trainer(run, number, model)
+        reports.append(_run_stage(trainer, run, number))
         model = trainer.release()
         last = number == len(recipe.stages) - 1
         note = {"report": reports[-1], "stage": number, "recipe": recipe.model_dump(mode="json")}
         with interruptions.held():
-            export(trainer, model, (out if last else root) / "model", tokenizer, note, last)
+            export(trainer, model, out / "model" if last else finished, tokenizer, note, last)
             interruptions.stands = f"stage {number} is complete"
             if last:
                 result = _finish(out, reports, time.perf_counter() - started, state)
@@ -154,9 +173,27 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
     return result
 
 
-def _root(out: Path, recipe: Recipe, number: int) -> Path:
-    """The folder of a stage."""
-    return out / f"stage-{number}-{recipe.stages[number].objective}"
+def _model(run: Run, number: int) -> Any:
+    """The model that a stage starts from, ready for it and those after it.
+
+    Raises:
+        ValueError: a token of the texts has no embedding; a stage that this very model can't run.
+    """
+    recipe = run.recipe
+    model = build_model(recipe, run.before(number), run.state)
+    vocabulary = causal_lm(model).config.vocab_size
+    refuse_tokenizer(run.tokenizer, vocabulary)
+    for manifest in filter(None, (run.tokens.train, run.tokens.eval)):
+        refuse_tokens(manifest, run.tokenizer, vocabulary)
+    for later in range(number, len(recipe.stages)):
+        try:
+            refuse_stage(recipe, recipe.stages[later], model, run.source, run.state.device)
+        except ValueError as error:
+            raise ValueError(f"stages.{later}: {error}") from None
+    if recipe.precision != "fp32":
+        lower_precision_stream(model, PRECISIONS[recipe.precision])
+        fuse_norms(model)
+    return model
 
 
 def _finish(out: Path, reports: list[dict[str, Any]], seconds: float, state: Any) -> dict[str, Any]:
@@ -181,30 +218,14 @@ def say(state: Any, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _prepare_speed(recipe: Recipe, model: Any) -> None:
-    if recipe.precision != "fp32":
-        lower_precision_stream(model, DTYPES[recipe.precision])
-        fuse_norms(model)
-
-
-def _trainer(
-    recipe: Recipe,
-    number: int,
-    model: Any,
-    source: Path,
-    root: Path,
-    data: StageData,
-    first_row: int,
-    batch_tokens: int,
-    steps: int,
-    interruptions: Interruptions,
-    state: Any,
-) -> FoxTrainer:
-    stage = recipe.stages[number]
+def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
+    recipe, state = run.recipe, run.state
+    stage, batch_tokens, steps = recipe.stages[number], run.batch_tokens[number], run.steps(number)
+    data = StageData(run.tokens, recipe, stage, state)
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
     recompute(model, stage.gradient_checkpointing)
     compile_parts(model, stage.compile)
-    objective = _objective(recipe, stage, model, source, state)
+    objective = _objective(recipe, stage, model, run.source, state)
     roles = sorted({role_of(name) for name in names})
     say(
         state,
@@ -212,24 +233,23 @@ def _trainer(
         f"training {', '.join(roles)}; cross-entropy {objective.kind} ({objective.reason})",
     )
     lm = causal_lm(model)
-    clock = Clock(batch_tokens, flops_per_token(lm, stage), peak_flops(state.device), state.device)
-    return FoxTrainer(
-        model,
-        arguments(recipe, stage, root, steps, accumulation(stage, batch_tokens, state.num_processes)),
+    stage_run = StageRun(
         recipe=recipe,
         stage=stage,
         number=number,
         objective=objective,
         batches=data.batches,
         data_state=data.state,
-        first_row=first_row,
+        first_row=run.first_row(number),
         batch_tokens=batch_tokens,
-        clock=clock,
-        log_file=Path(recipe.output) / "log.jsonl",
+        clock=Clock(batch_tokens, flops_per_token(lm, stage), peak_flops(state.device), state.device),
+        log_file=run.out / "log.jsonl",
         evaluator=OBJECTIVES["extend"](model, Stage.model_construct(cross_entropy="chunked"), state.device),
         eval_batches=None if data.held_out is None else data.eval_batches,
-        interruptions=interruptions,
+        interruptions=run.interruptions,
     )
+    accumulated = accumulation(stage, batch_tokens, state.num_processes)
+    return FoxTrainer(model, arguments(recipe, stage, run.folder(number), steps, accumulated), stage_run)
 
 
 def _objective(recipe: Recipe, stage: Stage, model: Any, source: Path, state: Any) -> Any:
@@ -238,8 +258,9 @@ def _objective(recipe: Recipe, stage: Stage, model: Any, source: Path, state: An
     return OBJECTIVES[stage.objective](model, stage, state.device, teacher_for(recipe, stage, model, source, state))
 
 
-def _run_stage(trainer: FoxTrainer, root: Path, steps: int, state: Any) -> dict[str, Any]:
+def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
     """Trains one stage from its newest good checkpoint; exits with 128 + signal after an interruption."""
+    root, steps, state = run.folder(number), run.steps(number), run.state
     good, skipped = checkpoint.newest_good(root)
     resumed_at = None if good is None else checkpoint.note_of(good)["step"]  # rotation may take it away later
     for reason in skipped:

@@ -15,6 +15,7 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.cli import app as cli
 from retrofox.cli.convert import layer_wavelengths
+from retrofox.support.processes import fresh_python
 
 
 @pytest.fixture(scope="module")
@@ -374,3 +375,15 @@ def test_terminals_of_another_encoding_get_a_question_mark_instead_of_an_error()
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     done = subprocess.run([sys.executable, "-c", code, "say"], input=b"h\xff\n", capture_output=True, env=environment)
     assert (done.returncode, done.stdout) == (0, b"h? ?\n"), done.stderr
+
+
+@pytest.mark.parametrize(("own", "policy"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")])
+def test_threads_sleep_while_they_wait_unless_told_otherwise(own, policy):
+    """Spinning, two threads beside other busy processes trained at a fifth of the speed; torch reads it as it loads."""
+    program = (
+        "import os, sys\nfrom retrofox.cli import app\nsys.argv = ['retrofox', '--version']\n"
+        "try:\n    app.main()\nexcept SystemExit:\n    print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = subprocess.run(fresh_python(program), env={**environment, **own}, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == f"False {policy}", done.stderr

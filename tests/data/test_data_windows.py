@@ -117,7 +117,7 @@ def test_weights_are_shares_of_tokens(tmp_path, tokenizer, make_text):
             (tmp_path / name / f"{number}.txt").write_text(make_text(number, words))
         sources.append(DataSource(str(tmp_path / name), {"long": 0.2, "short": 0.7, "tiny": 0.1}[name]))
     data = PackedDataset(prepare_sources(sources, tokenizer, tmp_path / "out", progress=False), 64)
-    plain = [plan.tokens / len(plan) for plan in data.plans]
+    plain = [packing.tokens / len(packing) for packing in data.packings]
     assert max(plain) / min(plain) > 1.2  # windows are filled unequally: shares of windows would not do
     drawn = data.order.take(np.arange(200_000))
     counts = np.bincount(np.searchsorted(data.offsets, drawn, side="right") - 1, minlength=3)

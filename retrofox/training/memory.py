@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers.initialization import no_init_weights
 
 from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, Stage
+from retrofox.loading.device import PRECISIONS
 from retrofox.training.arguments import STATE_BYTES
 from retrofox.training.chunked_loss import chunk_rows, is_plain_head
-from retrofox.training.groups import set_trainable
+from retrofox.training.groups import set_trainable, tokens_per_step
 from retrofox.training.lora import add_adapters
-from retrofox.training.model import DTYPES, lower_frozen, set_attention
+from retrofox.training.model import lower_frozen, set_attention
 from retrofox.training.objectives import OBJECTIVES, Extend, recomputed_layers
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, recompute
 
 NF4_BYTES = 0.52
 """Per weight of a base quantised to nf4 with double quantisation: half a byte, and the scales of its blocks."""
-PROBE_ROWS = {"cuda": (2048, 4096, 8192), "cpu": (64, 128, 192)}
-"""Lengths of the rows the probes run."""
+PROBE_ROWS = {"cuda": (512, 2048, 4096, 8192), "cpu": (64, 128, 192)}
+"""Lengths of the rows the probes run, from the shortest that is trained: below its points a parabola leads astray."""
 
 
 class Curve(NamedTuple):
@@ -105,8 +106,7 @@ def memory(
     gradients = 4.0 * trained / shards
     if devices > 1 and not sharded:
         gradients *= 2  # DDP's buckets
-    batch_tokens = stage.batch_tokens or rows * tokens * devices
-    if batch_tokens == rows * tokens * devices:
+    if tokens_per_step(stage, devices) == rows * tokens * devices:
         # One micro-batch a step: gradients are made while the activations they come from are freed.
         gradients = max(0.0, gradients - activations)
     return {
@@ -183,7 +183,7 @@ def _fit(lengths: tuple[int, ...], values: np.ndarray) -> Curve:
 
 
 def _small(lm: Any, layers: int, recipe: Recipe, stage: Stage, device: torch.device) -> Any:
-    """The model at its width with random weights and few layers, prepared as `train` prepares it."""
+    """The model at its width with any weights and few layers, prepared as `train` prepares it."""
     config = copy.deepcopy(lm.config)
     config.num_hidden_layers = layers
     if device.type == "cpu":
@@ -191,13 +191,13 @@ def _small(lm: Any, layers: int, recipe: Recipe, stage: Stage, device: torch.dev
     for key in ("layer_types", "pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(config, key, None)
         setattr(config, key, value[:layers] if isinstance(value, list) and key == "layer_types" else None)
-    with torch.device(device):
+    with torch.device(device), no_init_weights():  # a wide model takes a minute to draw, and sizes need no values
         small: Any = type(lm)(config)
     set_attention(small, recipe)
     if recipe.lora is not None:
         small = add_adapters(small, recipe.lora, "").to(device)
     set_trainable(small, stage.model_copy(update={"trainable": None}), adapters=recipe.lora is not None)
-    dtype = DTYPES[recipe.precision]
+    dtype = PRECISIONS[recipe.precision]
     lower_frozen(small, recipe)
     if recipe.precision != "fp32":
         lower_precision_stream(small, dtype)
@@ -224,7 +224,7 @@ def _pass(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.d
     if isinstance(objective, Extend) and device.type == "cpu":
         objective.kind = "chunked"
     mixed = recipe.precision != "fp32"
-    with torch.autocast(device.type, dtype=DTYPES[recipe.precision] if mixed else torch.bfloat16, enabled=mixed):
+    with torch.autocast(device.type, dtype=PRECISIONS[recipe.precision] if mixed else torch.bfloat16, enabled=mixed):
         return objective(small, batch)[0]
 
 
@@ -233,16 +233,26 @@ def _allocated(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: to
     kept = peak = behind = 0
     for _ in range(2):  # the first pass loads kernels and their workspaces
         small.zero_grad(set_to_none=True)
-        before = torch.cuda.memory_allocated(device)
+        before, _ = _requested(device)
         torch.cuda.reset_peak_memory_stats(device)
         loss = _pass(small, recipe, stage, tokens, device)
-        kept, peak = torch.cuda.memory_allocated(device) - before, torch.cuda.max_memory_allocated(device) - before
+        kept, peak = (bytes_ - before for bytes_ in _requested(device))
         torch.cuda.reset_peak_memory_stats(device)
         loss.backward()
-        behind = torch.cuda.max_memory_allocated(device) - before
+        behind = _requested(device)[1] - before
         del loss
     small.zero_grad(set_to_none=True)
     return kept, peak - kept, max(0, behind - kept)
+
+
+def _requested(device: torch.device) -> tuple[int, int]:
+    """(bytes of live GPU tensors, their peak) as they were asked for.
+
+    What is allocated for them is up to 1 MB more each: nothing for the tensors of a training step, a third for those of
+    a probe, and the slope that is fitted through it wrong by as much.
+    """
+    statistics = torch.cuda.memory_stats(device)
+    return statistics["requested_bytes.all.current"], statistics["requested_bytes.all.peak"]
 
 
 def _saved(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.device) -> tuple[float, ...]:
@@ -262,24 +272,3 @@ def _saved(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.
     found = sum(storages.values())
     del loss
     return found, 0.0, 0.0
-
-
-def reset_peak(device: torch.device) -> float:
-    """Starts counting peak memory anew; returns the bytes in use now (of a CPU process: resident)."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return float(torch.cuda.memory_allocated(device))
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # resets VmHWM (proc(5))
-    return _status("VmRSS")
-
-
-def peak_bytes(device: torch.device) -> float:
-    """Largest number of bytes in use since `reset_peak`."""
-    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _status("VmHWM")
-
-
-def _status(key: str) -> float:
-    with open(f"/proc/{os.getpid()}/status") as file:
-        line = next(line for line in file if line.startswith(key + ":"))
-    return float(line.split()[1]) * 1024

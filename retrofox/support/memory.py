@@ -1,0 +1,47 @@
+"""Memory in use, its peak, and bytes as people write them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+import psutil
+import torch
+
+
+def bytes_in_use(device: torch.device) -> int:
+    """Bytes that the GPU allocator holds now; on a CPU what is resident of this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
+def reset_peak(device: torch.device) -> int:
+    """Starts counting the peak anew, where the system can (GPUs, Linux); returns the bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif os.access("/proc/self/clear_refs", os.W_OK):
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # resets VmHWM (proc(5))
+    return bytes_in_use(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes in use since the last `reset_peak`; where the peak of a process can't be reset, since its start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if os.path.exists("/proc/self/status"):
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people, in powers of ten: "16.1 GB", "1.23 GB", "35.2 MB", "7 kB", "12 bytes"."""
+    if nbytes >= 1e8:
+        return f"{nbytes / 1e9:.{1 if nbytes >= 1e10 else 2}f} GB"
+    if nbytes >= 1e5:
+        return f"{nbytes / 1e6:.1f} MB"
+    return f"{nbytes / 1e3:.0f} kB" if nbytes >= 1e3 else f"{nbytes:.0f} bytes"

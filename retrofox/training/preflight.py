@@ -1,0 +1,178 @@
+"""What a run needs before anything is written: the one list of refusals that `plan` shows and `train` stops at."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from retrofox.anatomy import lm_class
+from retrofox.config import Recipe, Stage
+from retrofox.loading.rope_scaling import set_rope_config
+from retrofox.loading.source import read_config, refuse_adapter
+from retrofox.support.memory import size
+from retrofox.surgery import make_plan
+from retrofox.training.groups import accumulation, tokens_per_step
+from retrofox.training.lora import add_adapters
+from retrofox.training.memory import memory
+from retrofox.training.model import changes_rope, refuse_rope, rope_scaling
+from retrofox.training.refusals import (
+    refuse_optimizer,
+    refuse_output,
+    refuse_parallelism,
+    refuse_precision,
+    refuse_quantization,
+    refuse_stage,
+    refuse_trackers,
+    refused_data,
+    weights_are_sharded,
+)
+from retrofox.training.teacher import needs_teacher
+
+
+@dataclass
+class StagePreflight:
+    """A stage that can run: its model on the meta device, requires_grad set, and bytes by component."""
+
+    stage: Stage
+    model: Any
+    teacher: bool
+    memory: dict[str, float]
+
+
+@dataclass
+class Preflight:
+    """What is known of a run before it: refusals in the order they were found, and what was not refused.
+
+    Attributes:
+        config: of the model to train, None where it can't be known.
+        added: parameters that the conversion will add.
+        stages: those that can run.
+    """
+
+    refusals: list[Exception] = field(default_factory=list)
+    config: Any = None
+    added: int = 0
+    stages: list[StagePreflight] = field(default_factory=list)
+
+    def collect(self, check: Callable[[], Any], where: str = "") -> Any:
+        """What a check returns; None, and its error noted, where it refuses."""
+        try:
+            return check()
+        except (ValueError, FileNotFoundError) as error:
+            self.refusals.append(type(error)(f"{where}{error}") if where else error)
+            return None
+
+
+def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
+    """Checks everything that the recipe, its files and this machine decide; writes nothing.
+
+    Raises:
+        FileNotFoundError: no such model.
+    """
+    found = Preflight()
+    found.collect(refuse_parallelism)
+    for refuse in (refuse_precision, refuse_quantization, refuse_trackers, refuse_optimizer, refuse_output):
+        found.collect(functools.partial(refuse, recipe))
+    for stage in recipe.stages:
+        found.collect(lambda stage=stage: accumulation(stage, tokens_per_step(stage, devices), devices))
+    try:
+        found.config, found.added = _config(recipe)
+        empty(found.config, recipe)
+    except ValueError as error:
+        found.refusals.append(error)
+        found.config = None
+    found.refusals += refused_data(recipe, getattr(found.config, "vocab_size", None))
+    if found.config is not None:
+        for number, stage in enumerate(recipe.stages):
+            check = functools.partial(_stage, recipe, stage, found.config, devices, device)
+            ready = found.collect(check, where=f"stages.{number}: ")
+            if ready is not None:
+                found.stages.append(ready)
+                found.collect(functools.partial(_refuse_size, ready, device), where=f"stages.{number}: ")
+    return found
+
+
+def _stage(recipe: Recipe, stage: Stage, config: Any, devices: int, device: torch.device) -> StagePreflight:
+    model, source = empty(config, recipe), starts_from(recipe)
+    refuse_stage(recipe, stage, model, source, device)
+    teacher = needs_teacher(recipe, stage, model, source)
+    return StagePreflight(
+        stage, model, teacher, memory(recipe, stage, model, devices, weights_are_sharded(), device, teacher)
+    )
+
+
+def _refuse_size(ready: StagePreflight, device: torch.device) -> None:
+    """Raises ValueError where a CPU has less memory than a stage needs; a GPU's allocator says so at the first step."""
+    needed, room = sum(ready.memory.values()), device_memory(device)
+    if device.type == "cpu" and needed > room:
+        raise ValueError(
+            f"it needs {size(needed)} and this machine has {size(room)}: lower sequence_length "
+            f"({ready.stage.sequence_length:,}) or micro_batch ({ready.stage.micro_batch}), or set "
+            "gradient_checkpointing: full"
+        )
+
+
+def starts_from(recipe: Recipe) -> Path | None:
+    """The checkpoint that training starts from; None: a conversion that is yet to be made."""
+    return Path(recipe.model) if recipe.fox is None else None
+
+
+def device_memory(device: torch.device) -> float:
+    """Bytes a run can have: on a GPU without its context and what an allocator loses to fragments (5 %)."""
+    if device.type == "cuda":
+        return 0.95 * torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total
+
+
+def _config(recipe: Recipe) -> tuple[Any, int]:
+    """(config of the model to train, parameters that its conversion adds)."""
+    if recipe.model.endswith(".gguf"):
+        path = Path(recipe.model)
+        if not path.is_file():
+            raise FileNotFoundError(f"{recipe.model}: no such file")
+        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    else:
+        refuse_adapter(recipe.model)
+        refuse_rope(recipe, recipe.model)
+        model_type = read_config(recipe.model).get("model_type", "")
+        if model_type.startswith("fox_"):
+            if recipe.fox is not None:
+                raise ValueError(
+                    f"{recipe.model} is already converted ({model_type}): remove `fox:` from the recipe, or give its "
+                    "base model"
+                )
+            return lm_class(model_type.removeprefix("fox_")).config_class.from_pretrained(recipe.model), 0
+        config = AutoConfig.from_pretrained(recipe.model)
+    if recipe.fox is None:
+        if recipe.lora is not None:
+            raise ValueError("LoRA here adapts converted models: give the recipe a `fox:` section")
+        if any(stage.objective != "extend" for stage in recipe.stages):
+            raise ValueError("align and distill compare a retrofit with its original: give `fox:` to the recipe")
+        if changes_rope(recipe):
+            set_rope_config(config, rope_scaling(recipe), recipe.rope_theta)
+        return config, 0
+    retrofit = make_plan(config, recipe.fox, base=recipe.model)
+    return retrofit.config, retrofit.parameters
+
+
+def empty(config: Any, recipe: Recipe) -> Any:
+    """The model without memory: parameters on the meta device."""
+    with torch.device("meta"):
+        return built(config, recipe)
+
+
+def built(config: Any, recipe: Recipe) -> Any:
+    """The model of a config with random weights in float32, adapters added where the recipe has them."""
+    if not config.model_type.startswith("fox_"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = lm_class(config.model_type.removeprefix("fox_"))(config)
+    if recipe.lora is None:
+        return model
+    return add_adapters(model, recipe.lora, recipe.model)

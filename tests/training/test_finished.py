@@ -1,0 +1,67 @@
+"""A finished run whose model was damaged since writes it anew; one that is whole does nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from retrofox.config import validate
+from retrofox.training import checkpoint
+from retrofox.training.train import train
+
+
+@pytest.fixture
+def recipe(tmp_path, pico_fox_checkpoint):
+    (tmp_path / "text.txt").write_text("the fox forgets the gate, and so on and on, " * 60)
+    stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 1e-3}
+    return validate(
+        {
+            "model": str(pico_fox_checkpoint),
+            "output": str(tmp_path / "run"),
+            "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
+            "stages": [stage, stage],
+            "precision": "fp32",
+            "dataloader_workers": 0,
+        }
+    )
+
+
+def test_a_model_that_was_deleted_or_damaged_is_written_anew(recipe, capsys):
+    train(recipe)
+    weights = Path(recipe.output) / "model" / "model.safetensors"
+    whole = weights.read_bytes()
+    first = Path(recipe.output) / "stage-0-extend" / "model" / "model.safetensors"
+    first.write_bytes(b"damaged, too")
+    assert train(recipe)["stages"]  # nothing reads it while the last model is whole
+    assert first.read_bytes() == b"damaged, too"
+    assert "nothing left to do" in capsys.readouterr().err
+    for damage in (weights.unlink, lambda: weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))):
+        damage()
+        result = train(recipe)
+        said = capsys.readouterr().err
+        assert "model.safetensors" in said
+        assert "it is written anew" in said
+        assert result["stages"][1]["resumed_at"] == 2
+        assert weights.read_bytes() == whole
+        assert checkpoint.problem(first.parent) is None  # the stage behind it starts from it
+    (Path(recipe.output) / "model" / "config.json").write_text("{}")
+    train(recipe)
+    assert checkpoint.problem(weights.parent) is None
+    capsys.readouterr()
+    train(recipe)
+    assert "nothing left to do" in capsys.readouterr().err
+
+
+def test_a_stage_starts_from_a_model_that_is_whole(recipe, capsys):
+    whole = train(recipe)
+    out = Path(recipe.output)
+    weights = (out / "model" / "model.safetensors").read_bytes()
+    (out / "model" / checkpoint.MARKER).unlink()
+    checkpoint.discard(out / "stage-1-extend" / "checkpoint-1")
+    checkpoint.discard(out / "stage-1-extend" / "checkpoint-2")
+    (out / "stage-0-extend" / "model" / "model.safetensors").write_bytes(b"damaged")
+    again = train(recipe)
+    assert "it is written anew" in capsys.readouterr().err
+    assert again["stages"][1]["loss_last"] == whole["stages"][1]["loss_last"]
+    assert (out / "model" / "model.safetensors").read_bytes() == weights

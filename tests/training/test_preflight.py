@@ -1,0 +1,109 @@
+"""What a recipe alone decides is refused by `plan` and `train` alike, before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from retrofox.config import load_recipe
+from retrofox.data.prepare import prepare
+from retrofox.planning.plan import plan
+from retrofox.training.train import train
+
+STAGE = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128}
+
+
+@pytest.fixture
+def recipe(tmp_path, pico_checkpoint) -> Path:
+    (tmp_path / "text.txt").write_text("the fox forgets the gate, and so on and on, " * 60)
+    values = {
+        "model": str(pico_checkpoint),
+        "fox": {"half_life": [2, 200]},
+        "output": str(tmp_path / "runs" / "run"),
+        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "a" / "cache"), "workers": 1},
+        "stages": [STAGE],
+        "precision": "fp32",
+        "dataloader_workers": 0,
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def everything(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["lora={targets: [nope]}"], "lora.targets: ['nope'] are no linear layers"),
+        (["stages.0.trainable=['*gaet*']"], "pattern '*gaet*' matches no parameter"),
+        ([f"stages.0.rates={ZERO}"], "nothing to train"),
+        (["fox=null", "stages.0.objective=align"], "give `fox:` to the recipe"),
+        (
+            ["stages.0.batch_tokens=192", "stages.0.micro_batch=2"],
+            "must be a multiple of sequence_length x micro_batch",
+        ),
+        (["stages.0.sequence_length=10M", "stages.0.tokens=10M", "stages.0.batch_tokens=10M"], "lower sequence_length"),
+        (["data.train=[nowhere.txt]"], "no data at nowhere.txt"),
+        (["data.tokenizer=nowhere/at/all"], "nowhere/at/all"),
+        (["optim=adamw_nope"], "optim: adamw_nope can't be used"),
+    ],
+)
+def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, changes, reason):
+    loaded, before = load_recipe(recipe, changes), everything(tmp_path)
+    refusals = plan(loaded)["refusals"]
+    assert reason in refusals[0]
+    with pytest.raises((ValueError, FileNotFoundError)) as stopped:
+        train(loaded)
+    assert str(stopped.value) == refusals[0]
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "change", ["stages.0.learning_rate=1e30", "stages.0.rates.gate_bias=1e7", "data.train.0={path: a, weight: 1e308}"]
+)
+def test_numbers_that_nothing_survives_are_no_recipe(recipe, change):
+    with pytest.raises(ValueError, match=r"learning_rate|gate_bias|weight"):
+        load_recipe(recipe, [change])
+
+
+@pytest.mark.parametrize("broken", ["misspelt", "no text", "not UTF-8"])
+@pytest.mark.parametrize("command", [train, prepare])
+def test_texts_that_cannot_be_read_leave_neither_cache_nor_output(recipe, tmp_path, command, broken):
+    text = tmp_path / "text.txt"
+    if broken == "misspelt":
+        text.rename(tmp_path / "texts.txt")
+    else:
+        text.write_bytes(b" \n" if broken == "no text" else b"\xff\xfe\xfd" * 99)
+    before = everything(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=r"text\.txt"):
+        command(load_recipe(recipe))
+    assert everything(tmp_path) == before
+
+
+def test_shards_that_were_finished_stay_where_a_later_file_cannot_be_read(recipe, tmp_path):
+    (tmp_path / "wrong.txt").write_bytes(b"\xff\xfe\xfd" * 99)
+    changes = [f"data.train=['{tmp_path / 'text.txt'}', '{tmp_path / 'wrong.txt'}']"]
+    with pytest.raises(ValueError, match=r"wrong\.txt: not UTF-8"):
+        prepare(load_recipe(recipe, changes), progress=False)
+    assert len(list((tmp_path / "a" / "cache").glob("*.tokens"))) == 1
+
+
+def test_what_fits_depends_on_the_machine(recipe, monkeypatch):
+    wide = ["stages.0.sequence_length=4096", "stages.0.batch_tokens=4096"]
+    assert plan(load_recipe(recipe, wide))["stages"][0]["fits"]
+    needed = sum(plan(load_recipe(recipe, wide))["stages"][0]["memory_gb"].values()) * 1e9
+    for room, fits in ((1.01 * needed, True), (0.99 * needed, False)):
+        for place in ("retrofox.training.preflight", "retrofox.planning.plan"):
+            monkeypatch.setattr(f"{place}.device_memory", lambda device, room=room: room)
+        found = plan(load_recipe(recipe, wide))
+        assert found["stages"][0]["fits"] == fits
+        assert (found["stages"][0]["longest_sequence"] >= 4096) == fits
+        assert bool(found["refusals"]) != fits

@@ -1,0 +1,103 @@
+"""What a stage takes over from the one before it, and what of its settings reaches the optimizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import retrofox
+from retrofox.config import validate
+from retrofox.data.packed import PackedDataset
+from retrofox.data.shards import Manifest
+from retrofox.training import checkpoint
+from retrofox.training.data import StageData
+from retrofox.training.train import train
+
+STAGE = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 1e-3}
+ONE_RATE = dict.fromkeys(("gate_bias", "gate_weight", "pro", "attention", "rest"), 0.001)
+
+
+@pytest.fixture
+def make_recipe(tmp_path, pico_checkpoint):
+    text = "".join(f"the fox forgets gate {i * i % 97} and so on, " for i in range(150))
+    (tmp_path / "text.txt").write_text(text)
+
+    def build(**values):
+        return validate(
+            {
+                "model": str(pico_checkpoint),
+                "fox": {"half_life": [2, 200]},
+                "output": str(tmp_path / "run"),
+                "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
+                "stages": [STAGE],
+                "precision": "fp32",
+                "log": {"every": 1},
+                "dataloader_workers": 0,
+                **values,
+            }
+        )
+
+    return build
+
+
+def test_a_second_stage_goes_on_annealing_where_the_first_ended(make_recipe, tmp_path):
+    fox = {"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 1000, "half_life": [2, 200]}
+    result = train(make_recipe(fox=fox, stages=[STAGE, STAGE], checkpoint={"every_steps": 1}))
+
+    def annealed(folder: Path) -> int:
+        return json.loads((folder / "config.json").read_text())["fox"]["annealed_tokens"]
+
+    places = [f"stage-{stage}-extend/checkpoint-{step}" for stage in (0, 1) for step in (1, 2)]
+    assert [annealed(tmp_path / "run" / place) for place in places] == [128, 256, 384, 512]
+    assert retrofox.load(result["model"]).config.fox["annealed_tokens"] == 512
+
+
+def test_later_stages_read_rows_that_no_earlier_one_of_their_length_has_read(make_recipe, tmp_path, monkeypatch):
+    asked, plain = [], StageData.batches
+
+    def batches(self, first_row):
+        for batch in plain(self, first_row):
+            asked.append((self.stage.sequence_length, [tuple(row) for row in batch["input_ids"].tolist()]))
+            yield batch
+
+    monkeypatch.setattr(StageData, "batches", batches)
+    short = {**STAGE, "sequence_length": 32}
+    train(make_recipe(stages=[STAGE, short, STAGE, short]))
+    manifest = next((tmp_path / "cache").glob("manifest-*.json"))
+    for length, rows_of_a_stage in ((64, 4), (32, 8)):
+        data = PackedDataset(Manifest.load(manifest), length, seed=0)
+        order = [int(data.order[number]) for number in range(2 * rows_of_a_stage)]
+        wanted = [tuple(data[item]["input_ids"].tolist()) for item in order]
+        assert [row for found, rows in asked if found == length for row in rows] == wanted
+    notes = [
+        checkpoint.note_of(path.parent) for path in sorted((tmp_path / "run").glob("stage-*/checkpoint-2/COMPLETE"))
+    ]
+    assert [note["data"]["consumed"] for note in notes] == [4, 8, 8, 16]
+
+
+def test_clip_bounds_the_step_and_betas_make_its_moments(make_recipe, tmp_path):
+    stage = {**STAGE, "tokens": 128, "weight_decay": 0.0, "rates": ONE_RATE, "schedule": "constant"}
+
+    def trained(name: str, **values):
+        settings = {key: values.pop(key) for key in ("clip", "betas") if key in values}
+        recipe = make_recipe(stages=[{**stage, **settings}], output=str(tmp_path / name), **values)
+        result = train(recipe)
+        before, after = retrofox.load(tmp_path / name / "converted"), retrofox.load(result["model"])
+        pairs = zip(after.parameters(), before.parameters(), strict=True)
+        moved = sum(float((a - b).detach().double().square().sum()) for a, b in pairs)
+        (line,) = (tmp_path / name / "log.jsonl").read_text().splitlines()
+        return moved**0.5, json.loads(line)["grad_norm"], tmp_path / name / "stage-0-extend" / "checkpoint-1"
+
+    free, norm, _ = trained("free", clip=0, optim="sgd")
+    assert norm > 0.5
+    assert free == pytest.approx(1e-3 * norm, rel=1e-3)
+    clipped, _, _ = trained("clipped", clip=0.25, optim="sgd")
+    assert clipped == pytest.approx(1e-3 * 0.25, rel=1e-3)
+    _, _, folder = trained("betas", clip=0, betas=[0.5, 0.75])
+    states = torch.load(folder / "optimizer.pt", weights_only=True)["state"].values()
+    assert states
+    for state in states:  # after one step: (1 - b1) g and (1 - b2) g^2
+        torch.testing.assert_close(state["exp_avg"].square(), state["exp_avg_sq"], rtol=1e-4, atol=1e-12)
