@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from retrofox.calibration.steps import STEPS
+
 
 def convert(
     source: Annotated[str, typer.Argument(help="Hub id, local directory, or .gguf file of a pretrained model.")],
@@ -59,7 +61,7 @@ def convert(
         list[Path] | None, typer.Option(help="Text files: fit gates and queries to the base's attention.")
     ] = None,
     calibrate_steps: Annotated[
-        int | None, typer.Option(help="Steps per layer; 0: only --init calibrated's half-lives. [default: 200]")
+        int | None, typer.Option(help=f"Steps per layer; 0: only --init calibrated's half-lives. [default: {STEPS}]")
     ] = None,
     no_refit_queries: Annotated[
         bool, typer.Option("--no-refit-queries", help="Calibration leaves the query projections as they are.")
@@ -125,7 +127,7 @@ def convert(
                 revision=revision,
                 progress=progress,
                 calibrate=files,
-                calibrate_steps=200 if calibrate_steps is None else calibrate_steps,
+                calibrate_steps=STEPS if calibrate_steps is None else calibrate_steps,
                 refit_queries=not no_refit_queries,
                 appearing=appearing,
             )

@@ -19,6 +19,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.calibration.calibrate import apply_to, calibrate
+from retrofox.calibration.steps import STEPS
+from retrofox.calibration.windows import Text, require_sources
 from retrofox.conversion.card import card
 from retrofox.conversion.norm_gains import gains_of, has_norms, measure_gains, set_gains
 from retrofox.conversion.tensors import check_weights, from_bin, replace_tensors
@@ -66,7 +68,7 @@ def preview(
     *,
     link: bool = False,
     revision: str | None = None,
-    calibrate: Sequence[str] = (),
+    calibrate: Sequence[Text] = (),
 ) -> tuple[Plan, dict[str, Any]]:
     """What a conversion would do: its plan, and the same as JSON values with the bytes that would be written.
 
@@ -87,12 +89,10 @@ def preview(
     return plan, values
 
 
-def _check_options(source: str | Path | PreTrainedModel, spec: FoxSpec, link: bool, calibrate: Sequence[str]) -> None:
+def _check_options(source: str | Path | PreTrainedModel, spec: FoxSpec, link: bool, calibrate: Sequence[Text]) -> None:
     if spec.init == "calibrated" and not calibrate:
         raise ValueError("init 'calibrated' measures the base on text: name files with --calibrate FILES")
-    missing = [file for file in calibrate if not Path(file).exists()]
-    if missing:
-        raise FileNotFoundError(f"--calibrate names {missing[0]}, which is not there")
+    require_sources(calibrate)
     if link and (isinstance(source, PreTrainedModel) or str(source).endswith(".gguf")):
         raise ValueError(
             "--link shares the weight files of a directory; a .gguf file or a live model has none: drop it"
@@ -108,8 +108,8 @@ def write(
     verify: bool = True,
     revision: str | None = None,
     progress: Progress | None = None,
-    calibrate: Sequence[str] = (),
-    calibrate_steps: int = 200,
+    calibrate: Sequence[Text] = (),
+    calibrate_steps: int = STEPS,
     refit_queries: bool = True,
     appearing: Appearing | None = None,
 ) -> dict[str, Any]:
@@ -208,7 +208,7 @@ Gains = dict[str, torch.Tensor]
 
 
 def _calibrated(
-    place: str | Path | PreTrainedModel, plan: Plan, files: Sequence[str], work: Path, steps: int, refit: bool
+    place: str | Path | PreTrainedModel, plan: Plan, files: Sequence[Text], work: Path, steps: int, refit: bool
 ) -> tuple[Calibration | None, Gains]:
     """The outcome of `retrofox.calibrate` on `files`, and of measuring the gains of norms on them."""
     if not files:

@@ -14,6 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.anatomy import lm_class
+from retrofox.calibration.steps import STEPS
+from retrofox.calibration.windows import TOKENS_READ
 from retrofox.config import Recipe, Stage
 from retrofox.loading.source import read_config, refuse_adapter
 from retrofox.planning.measure import measure_steps
@@ -113,6 +115,7 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
         "model": recipe.model,
         "output": recipe.output,
         "parameters": total,
+        "calibration": _calibration(recipe),
         "parameters_added": 0 if retrofit is None else retrofit.parameters,
         "devices": devices,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -131,6 +134,13 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
     if show:
         print_plan(report)
     return report
+
+
+def _calibration(recipe: Recipe) -> dict[str, Any] | None:
+    """What `fox.init: calibrated` will do before training; None where nothing is calibrated."""
+    if recipe.fox is None or recipe.fox.init != "calibrated":
+        return None
+    return {"steps_per_layer": STEPS, "most_tokens": TOKENS_READ, "data": [source.path for source in recipe.data.train]}
 
 
 def _refusals(recipe: Recipe, devices: int) -> list[str]:

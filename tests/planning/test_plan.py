@@ -214,3 +214,12 @@ def test_shipped_recipes_can_be_planned(name, pico_checkpoint, tmp_path):
     changes += [f"model={pico_checkpoint}", "stages.0.sequence_length=64"]
     report = plan(load_recipe(RECIPES / f"{name}.yaml", changes))
     assert report["refusals"] == []
+
+
+def test_a_calibration_before_training_is_planned(make_recipe, capsys):
+    fox = {"init": "calibrated"}
+    work = plan(make_recipe(fox=fox), show=True)["calibration"]
+    assert work["steps_per_layer"] > 0
+    assert [Path(path).name for path in work["data"]] == ["books.txt"]
+    assert f"{work['steps_per_layer']} steps a layer, on windows of the first" in capsys.readouterr().out
+    assert plan(make_recipe())["calibration"] is None
