@@ -257,7 +257,7 @@ def test_attention_scaling_of_dropped_pairs_stays(tokens):
 
 
 def test_a_dropped_rotary_stays_dropped_under_torch_compile(tokens):
-    model = convert(make_base("default"), rope="drop", sink_tokens=0)
+    model = convert(make_base("default"), rope="drop")
     hidden = torch.randn(1, 24, 32)
     position_ids = torch.arange(24)[None]
     _, module = next(attentions(model))
