@@ -28,6 +28,12 @@ def lm_class(model_type: str) -> Any:
     return getattr(modeling_fox, f"Fox{SUPPORTED[model_type]}ForCausalLM")
 
 
+def on_meta(model_type: str, config: Any) -> Any:
+    """A converted model without memory for its tensors, for their names and shapes."""
+    with torch.device("meta"):
+        return lm_class(model_type)(config)
+
+
 def attentions(model: torch.nn.Module) -> Iterator[tuple[str, FoxMixin]]:
     """(name, module) of every converted attention, in layer order.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from retrofox.anatomy import attentions, is_new_tensor, lm_class
+from retrofox.anatomy import attentions, is_new_tensor, on_meta
 from retrofox.families import check_settings, check_supported, replaced_settings, trained_length
 from retrofox.loading.source import understood
 from retrofox.model import configuration_fox, modeling_fox
@@ -134,12 +134,6 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),
         settings_replaced=replaced_settings(config),
     )
-
-
-def on_meta(model_type: str, config: Any) -> Any:
-    """A converted model without memory for its tensors, for their names and shapes."""
-    with torch.device("meta"):
-        return lm_class(model_type)(config)
 
 
 def with_new_modules(plan: Plan, device: Any = "cpu") -> Any:

@@ -14,12 +14,12 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from retrofox.anatomy import inner_model, is_new_tensor
+from retrofox.anatomy import inner_model, is_new_tensor, on_meta
 from retrofox.loading.base import base_config, load_base
 from retrofox.loading.shards import find
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model.configuration_fox import FoxSpec
-from retrofox.surgery import apply, make_plan, on_meta, with_new_modules
+from retrofox.surgery import apply, make_plan, with_new_modules
 
 
 class LayerSource:

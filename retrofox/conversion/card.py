@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCardData
 
-from retrofox.anatomy import attentions, lm_class
+from retrofox.anatomy import attentions, lm_class, on_meta
 from retrofox.loading.source import read_config
 from retrofox.model.configuration_fox import FoxSpec
-from retrofox.surgery import on_meta
 
 if TYPE_CHECKING:
     from retrofox.surgery import Plan

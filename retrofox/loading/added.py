@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from retrofox.anatomy import is_new_tensor, lm_class
+from retrofox.anatomy import is_new_tensor, lm_class, on_meta
 from retrofox.loading.shards import Shards
 from retrofox.loading.source import understood
-from retrofox.surgery import on_meta
 
 
 def check_added(directory: Path, values: Mapping[str, Any], found: Shards) -> None:

@@ -336,7 +336,7 @@ def test_files_are_utf8_whatever_the_locale(source, tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_interruption_leaves_no_half_written_out(source, tmp_path, how):
     out = tmp_path / "out"
-    slow = "import retrofox.conversion.artefact as a, time, sys, signal\n"
+    slow = "import retrofox.conversion.directory as a, time, sys, signal\n"
     slow += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     slow += "a.write_remote_code = lambda d: (print('writing', flush=True), time.sleep(60))\n"
     slow += f"import retrofox; retrofox.convert({str(source)!r}, {str(out)!r}, verify=False)\n"
