@@ -42,6 +42,12 @@ def _register(inner: Any, lm: Any) -> None:
     AutoModelForCausalLM.register(lm.config_class, lm, exist_ok=True)
 
 
+def on_meta(model_type: str, config: Any) -> Any:
+    """A converted model without memory for its tensors, for their names and shapes."""
+    with torch.device("meta"):
+        return lm_class(model_type)(config)
+
+
 def attentions(model: torch.nn.Module) -> Iterator[tuple[str, FoxMixin]]:
     """(name, module) of every converted attention, in layer order.
 
@@ -227,9 +233,3 @@ def require_known_tokens(model: PreTrainedModel, largest: int) -> None:
             f"token id {largest} lies outside the model's vocabulary of {vocabulary}: the tokenizer belongs to another "
             "model"
         )
-
-
-def on_meta(model_type: str, config: Any) -> Any:
-    """A converted model without memory for its tensors, for their names and shapes."""
-    with torch.device("meta"):
-        return lm_class(model_type)(config)

@@ -137,6 +137,10 @@ class DataConfig(Section):
     text_field: str = "text"
     workers: int | None = Field(default=None, ge=1, description="tokenising processes; None = all cores")
 
+    def read_as(self) -> list[Source]:
+        """The sources to train on, each with the field its text is in."""
+        return [source.model_copy(update={"text_field": source.text_field or self.text_field}) for source in self.train]
+
     @property
     def cache_dir(self) -> Path:
         """The directory of token shards, with the default filled in."""

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import transformers
-from transformers.models.auto.configuration_auto import model_type_to_module_name
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from retrofox.model.configuration_fox import SUPPORTED
 
@@ -60,45 +53,3 @@ def trained_length(config: Any) -> int:
 
 def _stretches(values: dict[str, Any]) -> bool:
     return values.get("rope_type", "default") != "default" and bool(values.get("original_max_position_embeddings"))
-
-
-def fitting_families() -> dict[str, str]:
-    """model_type -> attention class of every causal LM in the installed transformers that follows the convention.
-
-    The convention: an attention whose forward takes (hidden_states, position_embeddings, attention_mask,
-    past_key_values, **kwargs), rotates with apply_rotary_pos_emb, updates the cache and passes **kwargs on to the
-    registered attention function. Read from the source, so that hardly anything is imported. A family that fits is
-    supported once it has a row in SUPPORTED and a configuration in the tests.
-    """
-    root = Path(transformers.__file__).parent / "models"
-    found = {}
-    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        module = model_type_to_module_name(model_type)
-        source = root / module / f"modeling_{module}.py"
-        if not source.is_file():  # it runs with another family's classes
-            source = Path(inspect.getfile(getattr(transformers, name)))
-        fitting = _fitting_attentions(source.read_text(encoding="utf-8"))
-        if fitting:
-            found[model_type] = fitting[0]
-    return found
-
-
-def _fitting_attentions(source: str) -> list[str]:
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    forwards = [
-        (node.name, item)
-        for node in classes
-        for item in node.body
-        if node.name.endswith("Attention") and isinstance(item, ast.FunctionDef) and item.name == "forward"
-    ]
-    return [name for name, forward in forwards if _follows_convention(forward)]
-
-
-def _follows_convention(forward: ast.FunctionDef) -> bool:
-    arguments = {argument.arg for argument in forward.args.args}
-    text = ast.unparse(forward)
-    return (
-        {"hidden_states", "position_embeddings", "attention_mask", "past_key_values"} <= arguments
-        and forward.args.kwarg is not None
-        and all(call in text for call in ("past_key_values.update(", "attention_interface(", "apply_rotary_pos_emb("))
-    )

@@ -43,6 +43,7 @@ class Plan:
         layers: number of attention layers that get gates.
         tensors: name -> shape of every tensor that is added, all float32.
         kept_pairs: rotary pairs that turn as before in each layer; `slowed_pairs`: more slowly; `pairs`: all there are.
+        exempt_tokens: first tokens of a document that never decay, for each layer: none where it has a sliding window.
         half_lives: half-lives in tokens that the heads of a layer start with; none where they are yet to be fitted.
         base_tensors: name -> shape of the base model's own tensors; `tied` are those a checkpoint may lack.
         settings_replaced: values of the base's config that the conversion changes.
@@ -58,6 +59,7 @@ class Plan:
     slowed_pairs: list[int]
     pairs: int
     half_lives: list[float]
+    exempt_tokens: list[int] = field(default_factory=list)
     base_tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tied: tuple[str, ...] = ()
     settings_replaced: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +82,7 @@ class Plan:
             "rotary_pairs_kept": self.kept_pairs,
             "rotary_pairs_slowed": self.slowed_pairs,
             "half_lives_tokens": self.half_lives,
+            "exempt_tokens": self.exempt_tokens,
             "settings_replaced": self.settings_replaced,
         }
 
@@ -104,6 +107,14 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
     found = [module for _, module in attentions(model)]
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     added = {n: shape for n, shape in shapes.items() if is_new_tensor(n)}
+    windowed = all(m.window is not None for m in found)
+    if windowed and spec.sink_tokens not in (0, FoxSpec.sink_tokens):
+        raise ValueError(
+            f"sink_tokens {spec.sink_tokens} has no effect in this {config.model_type}: each of its layers has a "
+            "sliding window, which hides the first tokens; drop it, or set it to 0"
+        )
+    if windowed:
+        spec.sink_tokens = fox_config.fox["sink_tokens"] = 0
     gates = [m.forget_gate for m in found if m.forget_gate is not None]
     fade = [m.rotary_fade.fade for m in found if m.rotary_fade is not None]
     return Plan(
@@ -117,6 +128,7 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         slowed_pairs=[sum(0.0 < f < 1.0 for f in layer) for layer in fade],
         pairs=len(fade[0]) if fade else 0,
         half_lives=starting_half_lives(gates[0].initial_bias) if gates and spec.init != "calibrated" else [],
+        exempt_tokens=[m.exempt_tokens for m in found if m.forget_gate is not None],
         base_tensors={n: shape for n, shape in shapes.items() if n not in added},
         tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),
         settings_replaced=replaced_settings(config),

@@ -34,6 +34,7 @@ class Hub(ThreadingHTTPServer):
         self.repos: dict[str, dict[str, dict[str, bytes]]] = {}
         self.large: dict[str, bytes] = {}
         self.asked: list[str] = []
+        self.created: list[dict[str, Any]] = []
         self.damage = ""  # name of a file to spoil when it is committed
 
     @property
@@ -49,6 +50,11 @@ class Hub(ThreadingHTTPServer):
         commits = self.repos[repo]
         revision = list(commits)[-1] if revision == "main" else revision
         return revision, commits[revision]
+
+
+def asked_private(made: dict[str, Any]) -> bool:
+    """Whether a request to create a repository asks for a private one, by the field of either version of the client."""
+    return made.get("visibility") == "private" or made.get("private") is True
 
 
 def is_large(name: str) -> bool:
@@ -92,6 +98,7 @@ class Answers(BaseHTTPRequestHandler):
             values = json.loads(data)
             name = f"{values.get('organization') or 'me'}/{values['name']}"
             hub.repos.setdefault(name, {"0" * 40: {}})
+            hub.created.append(values)
             self.answer({"url": f"{hub.url}/{name}", "id": name, "name": name})
         elif found := re.fullmatch(r"/upload/([0-9a-f]{64})", path):
             hub.large[found[1]] = data
@@ -263,6 +270,7 @@ def test_a_pushed_checkpoint_is_all_there_and_verified(hub, converted, tmp_path)
     home = tmp_path / "home"
     code, printed, error = retrofox_command(hub.url, home, "push", converted, "me/fox", "--private")
     assert code == 0, error
+    assert [asked_private(made) for made in hub.created] == [True]
     report = json.loads(printed)
     _, files = hub.at("me/fox", report["commit"])
     assert report["verified"] == len(files) == len(report["files"])
@@ -275,6 +283,7 @@ def test_a_pushed_checkpoint_is_all_there_and_verified(hub, converted, tmp_path)
     code, _, error = retrofox_command(hub.url, home, "push", converted, "me/fox")
     assert code == 2
     assert "config.json at me/fox differ" in error
+    assert not asked_private(hub.created[1])
 
 
 def test_a_dry_push_contacts_nothing(converted, monkeypatch):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attentions, is_new_tensor
-from retrofox.conversion.artefact import GATES_SHARD
+from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.norm_gains import gains_of
 from retrofox.conversion.report import print_conversion
 from retrofox.conversion.verify import compare

@@ -22,7 +22,8 @@ from retrofox.calibration.half_life import calibrate_half_lives, write_half_live
 from retrofox.calibration.run import Run, put
 from retrofox.calibration.source import LayerSource, open_source
 from retrofox.calibration.state import State, fingerprint
-from retrofox.calibration.windows import documents_of, fitting_windows, full_windows
+from retrofox.calibration.steps import STEPS
+from retrofox.calibration.windows import Text, documents_of, fitting_windows, full_windows
 from retrofox.families import trained_length
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
@@ -89,10 +90,10 @@ def apply_to(model: PreTrainedModel, result: Calibration) -> PreTrainedModel:
 def calibrate(
     model_or_source: PreTrainedModel | str | os.PathLike,
     spec: FoxSpec | None,
-    files: Sequence[str | os.PathLike] | torch.Tensor,
+    files: Sequence[Text] | torch.Tensor,
     *,
     out_dir: str | os.PathLike,
-    steps: int = 300,
+    steps: int = STEPS,
     refit_queries: bool = True,
     progress: bool = True,
     resume: bool = True,
@@ -125,8 +126,9 @@ def calibrate(
         model_or_source: an unconverted live model, a Hub id, directory or .gguf file; or a live converted model, then
             with `spec` None. Nothing of a live unconverted model is changed.
         spec: what to convert to. init="calibrated" starts from half-lives measured at full context.
-        files: text or JSONL files, of which the first 2M tokens are read; or (N, T) int64 tokens, the last `held_out`
-            rows held out.
+        files: what a recipe's `data.train` may name (files, directories, globs, hf:..., longcrawl64:..., or sources
+            with a weight and a text_field), of which the first 2M tokens are read; or (N, T) int64 tokens, the
+            last `held_out` rows held out.
         steps: Adam steps per layer; 0 stops after the half-lives of init="calibrated".
         refit_queries: whether to fit M.
         resume: continue the work found in `out_dir`; False starts over.

@@ -9,18 +9,33 @@ from typing import Any
 import numpy as np
 import torch
 
+from retrofox.data.sources import DataSource, SourceLike, resolve
 from retrofox.data.windows import documents
+
+Text = str | os.PathLike[str] | SourceLike
+"""Where calibration's text comes from: a file, directory or glob, "hf:...", "longcrawl64:...", or a source of them."""
 
 TOKENS_READ = 1 << 21
 """Most tokens read of the files together: windows for a hundred calibrations, a few seconds of tokenising."""
 
 
-def documents_of(files: Sequence[str | os.PathLike], tokenizer: Any) -> list[np.ndarray]:
-    """Documents as tokens, int32, each file giving its first documents up to its share of TOKENS_READ.
+def require_sources(texts: Sequence[Text]) -> None:
+    """Raises FileNotFoundError or ValueError for a text that is not here; what lies on the Hub is looked for later."""
+    for text in map(_source, texts):
+        if not text.path.startswith(("hf:", "longcrawl64:")):
+            resolve(text)
+
+
+def _source(text: Text) -> SourceLike:
+    return DataSource(os.fspath(text)) if isinstance(text, str | os.PathLike) else text
+
+
+def documents_of(files: Sequence[Text], tokenizer: Any) -> list[np.ndarray]:
+    """Documents as tokens, int32, each source giving its first documents up to its weight's share of TOKENS_READ.
 
     Raises:
         FileNotFoundError: a file that is not there.
-        ValueError: no file, no tokenizer, or no text in the files.
+        ValueError: no source, no tokenizer, or no text in the sources.
     """
     if not files:
         raise ValueError("no calibration text: name at least one file")
@@ -30,15 +45,17 @@ def documents_of(files: Sequence[str | os.PathLike], tokenizer: Any) -> list[np.
             "windows instead of files)"
         )
     found: list[np.ndarray] = []
-    for file in files:
-        left = TOKENS_READ // len(files)
-        for _, ids in documents([file], tokenizer):
+    sources = [_source(file) for file in files]
+    weights = sum(source.weight for source in sources)
+    for source in sources:
+        left = max(1, int(TOKENS_READ * source.weight / weights))
+        for _, ids in documents([source], tokenizer):
             found.append(ids[:left])
             left -= len(ids)
             if left <= 0:
                 break
     if not any(len(ids) for ids in found):
-        raise ValueError(f"no text in {', '.join(os.fspath(file) for file in files)}")
+        raise ValueError(f"no text in {', '.join(source.path for source in sources)}")
     return found
 
 

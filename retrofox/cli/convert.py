@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from retrofox.calibration.steps import STEPS
 from retrofox.cli.tokens import METAVAR, count, length
 from retrofox.model.configuration_fox import IDLE, PRESETS, FoxSpec, default_rope, idle_fields
 from retrofox.support.counts import parse_tokens
@@ -116,7 +117,7 @@ def convert(
         list[Path] | None, typer.Option(help="Text files: fit gates and queries to the base's attention.")
     ] = None,
     calibrate_steps: Annotated[
-        int | None, typer.Option(help="Steps per layer; 0: only --init calibrated's half-lives. [default: 200]")
+        int | None, typer.Option(help=f"Steps per layer; 0: only --init calibrated's half-lives. [default: {STEPS}]")
     ] = None,
     no_refit_queries: Annotated[
         bool, typer.Option("--no-refit-queries", help="Calibration leaves the query projections as they are.")
@@ -187,7 +188,7 @@ def convert(
                 revision=revision,
                 progress=progress,
                 calibrate=files,
-                calibrate_steps=200 if calibrate_steps is None else calibrate_steps,
+                calibrate_steps=STEPS if calibrate_steps is None else calibrate_steps,
                 refit_queries=not no_refit_queries,
                 appearing=appearing,
             )

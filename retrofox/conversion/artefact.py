@@ -7,39 +7,36 @@ import errno
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedModel
 
-from retrofox.anatomy import is_new_tensor
 from retrofox.calibration.calibrate import apply_to, calibrate
+from retrofox.calibration.steps import STEPS
+from retrofox.calibration.windows import Text, require_sources
 from retrofox.conversion.card import card
-from retrofox.conversion.norm_gains import gains_of, has_norms, measure_gains, set_gains
-from retrofox.conversion.tensors import check_weights, from_bin, replace_tensors
+from retrofox.conversion.directory import Gains, write_directory
+from retrofox.conversion.norm_gains import gains_of, has_norms, set_gains
+from retrofox.conversion.tensors import check_weights
 from retrofox.conversion.verify import prove
 from retrofox.loading import shards
 from retrofox.loading.base import base_config, load_base
-from retrofox.loading.shards import INDEX, Appearing, Progress, Shards, refuse_existing
+from retrofox.loading.shards import Appearing, Progress, refuse_existing
 from retrofox.loading.source import check_live, check_out, fetch, reading_gguf, recorded
-from retrofox.loading.tokenizers import load_tokenizer, tokenizer_of_live
-from retrofox.model.configuration_fox import NOT_FOR_PLAIN_CLASSES, FoxSpec
-from retrofox.model.modeling_fox import write_remote_code
+from retrofox.loading.tokenizers import tokenizer_of_live
+from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.files import new_file_mode
 from retrofox.support.memory import peak_bytes
-from retrofox.surgery import ATTENTION, Plan, apply, make_plan, starting_half_lives, with_new_modules
+from retrofox.surgery import Plan, apply, make_plan, starting_half_lives
 from retrofox.version import __version__
 
 if TYPE_CHECKING:
     from retrofox.calibration.calibrate import Calibration
-
-GATES_SHARD = "model-retrofox.safetensors"
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".index.json")
-OURS = ("config.json", "README.md", "retrofox.json")
 
 
 def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str | None = None) -> Plan:
@@ -66,7 +63,7 @@ def preview(
     *,
     link: bool = False,
     revision: str | None = None,
-    calibrate: Sequence[str] = (),
+    calibrate: Sequence[Text] = (),
 ) -> tuple[Plan, dict[str, Any]]:
     """What a conversion would do: its plan, and the same as JSON values with the bytes that would be written.
 
@@ -87,12 +84,10 @@ def preview(
     return plan, values
 
 
-def _check_options(source: str | Path | PreTrainedModel, spec: FoxSpec, link: bool, calibrate: Sequence[str]) -> None:
+def _check_options(source: str | Path | PreTrainedModel, spec: FoxSpec, link: bool, calibrate: Sequence[Text]) -> None:
     if spec.init == "calibrated" and not calibrate:
         raise ValueError("init 'calibrated' measures the base on text: name files with --calibrate FILES")
-    missing = [file for file in calibrate if not Path(file).exists()]
-    if missing:
-        raise FileNotFoundError(f"--calibrate names {missing[0]}, which is not there")
+    require_sources(calibrate)
     if link and (isinstance(source, PreTrainedModel) or str(source).endswith(".gguf")):
         raise ValueError(
             "--link shares the weight files of a directory; a .gguf file or a live model has none: drop it"
@@ -108,8 +103,8 @@ def write(
     verify: bool = True,
     revision: str | None = None,
     progress: Progress | None = None,
-    calibrate: Sequence[str] = (),
-    calibrate_steps: int = 200,
+    calibrate: Sequence[Text] = (),
+    calibrate_steps: int = STEPS,
     refit_queries: bool = True,
     appearing: Appearing | None = None,
 ) -> dict[str, Any]:
@@ -128,39 +123,23 @@ def write(
         ValueError: `out` exists, `source` can't be converted, the parity proof failed, or linking is impossible.
         FileNotFoundError: `source` is not there.
     """
-    live = isinstance(source, PreTrainedModel)
     if isinstance(source, PreTrainedModel):
         refuse_existing(out)
-        if any(parameter.is_meta for parameter in source.parameters()):
-            raise ValueError(
-                f"this {type(source).__name__} holds no weights (they are on the meta device, or offloaded): load it "
-                "whole, or convert the directory that it came from"
-            )
     elif appearing is None:
         check_out(source, out)
     _check_options(source, spec, link, calibrate)
     started = time.perf_counter()
-    plan = plan_for(source, spec, revision)
-    whole = live or str(source).endswith(".gguf")
-    place, found = source, Shards({})
-    if not isinstance(source, PreTrainedModel) and not whole:
-        place, plan.spec.base_revision = fetch(source, revision)
-        plan.config.fox["base_revision"] = plan.spec.base_revision
-        found = shards.find(place)
-        if not found.pickled:
-            check_weights(place, found.tensors, plan)
+    job = _job(source, spec, link, revision)
+    plan = job.plan
     work = out.parent / f".{out.name}.calibration"
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disk_of(out))
         if appearing is None:
             appearing = stack.enter_context(Appearing(out))
         partial = appearing.partial
-        calibration, gains = _calibrated(place, plan, calibrate, work, calibrate_steps, refit_queries)
-        if isinstance(place, PreTrainedModel) or whole:
-            how = _write_live(place, plan, partial, calibration, gains)
-        else:
-            how = _write_directory(Path(place), found, plan, appearing, link, calibration, gains)
-            appearing.wait(progress)
+        calibration, gains = _calibrated(job.place, plan, calibrate, work, calibrate_steps, refit_queries)
+        how = job.write(appearing, calibration, gains)
+        appearing.wait(progress)
         report: dict[str, Any] = {
             "retrofox": __version__,
             "plan": plan.to_dict(),
@@ -177,7 +156,7 @@ def write(
             }
             shutil.copytree(work, partial / "calibration", ignore=shutil.ignore_patterns("*.safetensors", "layers"))
         if verify:
-            report["parity"] = prove(place, partial, refitted=calibration.rewritten() if calibration else ())
+            report["parity"] = prove(job.place, partial, refitted=calibration.rewritten() if calibration else ())
         (partial / "retrofox.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card(plan, report), encoding="utf-8")
         for file in partial.rglob("*"):
@@ -186,6 +165,71 @@ def write(
         appearing.commit()
     shutil.rmtree(work, ignore_errors=True)
     return report
+
+
+@dataclass
+class _Job:
+    """One conversion: what it does, where its base is read from, and how it is written.
+
+    Attributes:
+        place: the live model, the .gguf file or the local directory, for calibration and the proof.
+        write: writes it all but card and report, given the directory in the making and what calibration fitted; returns
+            how the weights came there.
+    """
+
+    plan: Plan
+    place: str | Path | PreTrainedModel
+    write: Callable[[Appearing, Calibration | None, Gains], str]
+
+
+def _job(source: str | Path | PreTrainedModel, spec: FoxSpec, link: bool, revision: str | None) -> _Job:
+    if isinstance(source, PreTrainedModel):
+        return _from_memory(source, spec, revision)
+    return (
+        _from_gguf(source, spec, revision)
+        if str(source).endswith(".gguf")
+        else _from_disk(source, spec, link, revision)
+    )
+
+
+def _from_memory(model: PreTrainedModel, spec: FoxSpec, revision: str | None) -> _Job:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"this {type(model).__name__} holds no weights (they are on the meta device, or offloaded): load it whole, "
+            "or convert the directory that it came from"
+        )
+    plan = plan_for(model, spec, revision)
+
+    def save(appearing: Appearing, calibration: Calibration | None, gains: Gains) -> str:
+        _save(model, tokenizer_of_live(model), plan, appearing.partial, calibration, gains)
+        return "saved from memory"
+
+    return _Job(plan, model, save)
+
+
+def _from_gguf(file: str | Path, spec: FoxSpec, revision: str | None) -> _Job:
+    plan = plan_for(file, spec, revision)
+
+    def save(appearing: Appearing, calibration: Calibration | None, gains: Gains) -> str:
+        _save(*load_base(file), plan, appearing.partial, calibration, gains)
+        return "dequantised from GGUF"
+
+    return _Job(plan, file, save)
+
+
+def _from_disk(source: str | Path, spec: FoxSpec, link: bool, revision: str | None) -> _Job:
+    """A directory, or a Hub id: its config.json by which it may be refused first, then the rest."""
+    plan = plan_for(source, spec, revision)
+    directory, plan.spec.base_revision = fetch(source, revision)
+    plan.config.fox["base_revision"] = plan.spec.base_revision
+    found = shards.find(directory)
+    if not found.pickled:
+        check_weights(directory, found.tensors, plan)
+
+    def place(appearing: Appearing, calibration: Calibration | None, gains: Gains) -> str:
+        return write_directory(directory, found, plan, appearing, link, calibration, gains)
+
+    return _Job(plan, directory, place)
 
 
 @contextlib.contextmanager
@@ -203,12 +247,8 @@ def _disk_of(out: Path) -> Iterator[None]:
         ) from error
 
 
-Gains = dict[str, torch.Tensor]
-"""Name in the converted model -> starting gain of an added norm."""
-
-
 def _calibrated(
-    place: str | Path | PreTrainedModel, plan: Plan, files: Sequence[str], work: Path, steps: int, refit: bool
+    place: str | Path | PreTrainedModel, plan: Plan, files: Sequence[Text], work: Path, steps: int, refit: bool
 ) -> tuple[Calibration | None, Gains]:
     """The outcome of `retrofox.calibrate` on `files`, and of measuring the gains of norms on them."""
     if not files:
@@ -235,14 +275,15 @@ def _fitted_half_lives(calibration: Calibration) -> list[list[float]]:
     return [starting_half_lives(bias.tolist()) for bias in biases]
 
 
-def _write_live(
-    source: str | Path | PreTrainedModel, plan: Plan, partial: Path, calibration: Calibration | None, gains: Gains
-) -> str:
-    """Saves the converted form of a model in memory, or of a .gguf file after dequantising it."""
-    if isinstance(source, PreTrainedModel):
-        base, tokenizer, how = source, tokenizer_of_live(source), "saved from memory"
-    else:
-        (base, tokenizer), how = load_base(source), "dequantised from GGUF"
+def _save(
+    base: PreTrainedModel,
+    tokenizer: Any,
+    plan: Plan,
+    partial: Path,
+    calibration: Calibration | None,
+    gains: Gains,
+) -> None:
+    """Saves the converted form of a model in memory."""
     model = apply(base, plan)
     if calibration is not None:
         apply_to(model, calibration)
@@ -253,73 +294,3 @@ def _write_live(
     model.save_pretrained(partial)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
-    return how
-
-
-def _write_directory(
-    directory: Path,
-    found: Shards,
-    plan: Plan,
-    appearing: Appearing,
-    link: bool,
-    calibration: Calibration | None,
-    gains: Gains,
-) -> str:
-    """Places shards, the new shard, index, config, tokenizer and code; no weight passes through memory."""
-    partial, how = appearing.partial, "linked" if link else "copied"
-    if GATES_SHARD in found.files:
-        raise ValueError(
-            f"{directory} has a shard called {GATES_SHARD}, as the one that is added: load it, save_pretrained it "
-            "anew, then convert that"
-        )
-    if found.pickled:
-        how = "converted from .bin"
-        for name, file in found.files.items():
-            from_bin(file, partial / name, plan.tied)
-        found = shards.read(partial, list(found.files))
-        check_weights(directory, found.tensors, plan)
-    elif appearing.placed is None:
-        appearing.place(found, link)
-    new = _new_tensors(plan)
-    if has_norms(plan):
-        new |= gains or measure_gains(directory, plan.spec, load_tokenizer(directory))
-    weight_map = dict(found.weight_map)
-    size = shards.nbytes(found.tensors.values()) + sum(t.nbytes for t in new.values())
-    if new:
-        save_file(new, partial / GATES_SHARD, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(new, GATES_SHARD))
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    for key in ATTENTION:
-        values.pop(key, None)
-    for key in ("model_type", "architectures", "auto_map"):
-        values[key] = getattr(plan.config, key)
-    values |= plan.settings_replaced
-    values["transformers_weights"] = NOT_FOR_PLAIN_CLASSES
-    values["fox"] = plan.config.fox
-    (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    templates = directory / "additional_chat_templates"
-    for file in [*directory.iterdir(), *templates.glob("*.jinja")]:
-        taken = (*found.files, GATES_SHARD, INDEX, *OURS)
-        if (
-            file.is_file()
-            and not file.name.endswith(WEIGHTS)
-            and (not file.name.endswith(".py") or file.name.startswith("tokenization"))
-            and file.name not in taken
-            and file.name[0] != "."
-        ):
-            target = partial / file.relative_to(directory)
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target)
-    write_remote_code(partial)
-    if calibration is not None:
-        appearing.wait()
-        replace_tensors(partial, calibration.tensors(), weight_map)
-    return how
-
-
-def _new_tensors(plan: Plan) -> dict[str, torch.Tensor]:
-    """The tensors a conversion adds, at their starting values."""
-    state = with_new_modules(plan).state_dict()
-    return {name: value for name, value in state.items() if is_new_tensor(name)}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCardData
 
+from retrofox.anatomy import attentions, lm_class, on_meta
 from retrofox.loading.source import read_config
 from retrofox.model.configuration_fox import FoxSpec
 
 if TYPE_CHECKING:
     from retrofox.surgery import Plan
-
 
 SOURCE = "https://github.com/retrofox/retrofox"
 HERE = "THIS_REPOSITORY"
@@ -39,7 +40,7 @@ def card(plan: Plan, report: dict[str, Any]) -> str:
             "loss on the proof's text, base": f"{parity['loss_base']:.3f}",
             "loss on the proof's text, converted": f"{parity['loss_converted']:.3f}",
         }
-    return _card(plan.spec, "Converted, not yet adapted.", rows)
+    return _card(plan.spec, "Converted, not yet adapted.", plan.exempt_tokens, rows)
 
 
 def _slowed(spec: FoxSpec) -> str:
@@ -54,12 +55,25 @@ def own_card(directory: Path) -> str | None:
 
 def card_of(directory: Path) -> str:
     """README.md of a converted checkpoint that has none, such as a trained one: what its config.json says."""
-    spec = FoxSpec.from_dict(read_config(directory)["fox"])
+    values = read_config(directory)
+    spec = FoxSpec.from_dict(values["fox"])
+    base_type = values["model_type"].removeprefix("fox_")
+    model = on_meta(base_type, lm_class(base_type).config_class.from_dict(values))
+    exempt = [attention.exempt_tokens for _, attention in attentions(model) if attention.forget_gate is not None]
     kept = f" (wavelengths up to {spec.max_wavelength:g} tokens)" if spec.rope == "partial" else _slowed(spec)
-    return _card(spec, "Converted, then adapted.", {"gates": spec.gate, "RoPE": spec.rope + kept})
+    return _card(spec, "Converted, then adapted.", exempt, {"gates": spec.gate, "RoPE": str(spec.rope) + kept})
 
 
-def _card(spec: FoxSpec, state: str, rows: dict[str, str]) -> str:
+def exemption(tokens: Sequence[int]) -> str:
+    """How many first tokens of a document never decay, in words, from the number in each layer."""
+    some = [count for count in tokens if count]
+    if not some:
+        return "none"
+    where = f" in {len(some)} of {len(tokens)} layers (the others have a sliding window)"
+    return f"{some[0]}{where if len(some) < len(tokens) else ''}"
+
+
+def _card(spec: FoxSpec, state: str, exempt: Sequence[int], rows: dict[str, str]) -> str:
     base = spec.base or "an unnamed model"
     is_hub_id = spec.base is not None and spec.base.count("/") == 1 and not spec.base.startswith((".", "/"))
     name = base.rstrip("/").split("/")[-1]
@@ -69,7 +83,7 @@ def _card(spec: FoxSpec, state: str, rows: dict[str, str]) -> str:
         pipeline_tag="text-generation",
         tags=["retrofox", "forgetting-transformer", "forgetting-attention", "long-context", "custom_code"],
     )
-    rows = {**rows, "sink tokens exempt from decay": str(spec.sink_tokens), "Pro parts": ", ".join(spec.pro) or "none"}
+    rows = {**rows, "sink tokens exempt from decay": exemption(exempt), "Pro parts": ", ".join(spec.pro) or "none"}
     lines = [
         f"---\n{data.to_yaml()}\n---\n",
         f"# {name} with forget gates\n",

@@ -8,14 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from retrofox.calibration.windows import Text
 from retrofox.conversion.artefact import plan_for, write
 from retrofox.conversion.norm_gains import has_norms, set_gains
 from retrofox.loading.base import load_base
 from retrofox.loading.tokenizers import tokenizer_of_live
 from retrofox.model.configuration_fox import FoxSpec
-from retrofox.surgery import (
-    apply,
-)
+from retrofox.surgery import apply
 
 
 def convert(
@@ -26,7 +25,7 @@ def convert(
     link: bool = False,
     verify: bool = True,
     revision: str | None = None,
-    calibrate: Sequence[str] = (),
+    calibrate: Sequence[Text] = (),
 ) -> Any:
     """Retrofits forget gates into a pretrained model.
 
@@ -38,7 +37,8 @@ def convert(
         link: hard-link the weight files instead of copying them (same file system).
         verify: prove on the written artefact, in a fresh process, that gates open + RoPE kept is the base model.
         revision: Hub revision of `source`.
-        calibrate: text files to fit gates and query projections on (needs `out`; see `retrofox.calibrate`).
+        calibrate: texts to fit gates and query projections on: files, globs, hf:..., longcrawl64:... (needs `out`; see
+            `retrofox.calibrate`).
 
     Returns:
         The converted model, sharing the tensors of a live `source` (out is None), or the report that is also written

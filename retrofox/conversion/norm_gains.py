@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from retrofox.calibration import capture
 from retrofox.calibration.source import open_source
+from retrofox.calibration.windows import Text, documents_of
 from retrofox.data.fixed_text import fixed_tokens
-from retrofox.data.windows import choose_windows
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.pro import HeadNorm, calibrate_norms
 from retrofox.surgery import Plan
@@ -27,17 +27,18 @@ def has_norms(plan: Plan) -> bool:
     return any(name.endswith(("norm.gain", "norm_fox.gain")) for name in plan.tensors)
 
 
-def text_tokens(config: Any, tokenizer: Any, files: Sequence[str] = ()) -> torch.Tensor:
+def text_tokens(config: Any, tokenizer: Any, files: Sequence[Text] = ()) -> torch.Tensor:
     """(N, T) int64 tokens to measure on: windows of `files`, else a fixed text, else (no tokenizer) seeded noise."""
     longest = min(LENGTH, config.max_position_embeddings)
     if not files or tokenizer is None:
         return fixed_tokens(tokenizer, config.vocab_size, longest)[0]
-    found = [w.token_ids for w in choose_windows(list(files), tokenizer, longest, windows=None, min_tokens=2)]
+    documents = documents_of(files, tokenizer)
+    found = [ids[start : start + longest] for ids in documents for start in range(0, len(ids), longest)]
     most = max(map(len, found))
-    return torch.stack([torch.as_tensor(ids) for ids in found if len(ids) == most][:WINDOWS])
+    return torch.stack([torch.as_tensor(ids).long() for ids in found if len(ids) == most][:WINDOWS])
 
 
-def set_gains(model: PreTrainedModel, tokenizer: Any = None, files: Sequence[str] = ()) -> dict[str, list[float]]:
+def set_gains(model: PreTrainedModel, tokenizer: Any = None, files: Sequence[Text] = ()) -> dict[str, list[float]]:
     """Sets the gains of a live converted model's added norms, in place; returns each norm's RMS per head."""
     tokens = text_tokens(model.config, tokenizer, files).to(model.device)
     return calibrate_norms(model, tokens.split(1))

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from retrofox.conversion.card import exemption
 from retrofox.support.memory import size
 from retrofox.surgery import Plan
 
@@ -74,7 +75,7 @@ def _table(title: str, plan: dict[str, Any], fitted: Sequence[float] = ()) -> No
         "layers x heads": f"{plan['layers']} x {plan['heads']}",
         "gates": spec["gate"] + (start if spec["gate"] != "none" else ""),
         "RoPE": f"{spec['rope']}: {pairs} of {plan['rotary_pairs']} pairs kept{span}",
-        "sink tokens": str(spec["sink_tokens"]),
+        "sink tokens": exemption(plan["exempt_tokens"]),
         "Pro parts": ", ".join(spec["pro"]) or "none",
         "pruning": "none" if spec["prune"] is None else f"keys that weigh at most e^{spec['prune']:g} are left out",
         "added": f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters, "

@@ -39,7 +39,8 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
             in front; the proof then runs with the base's put back, and reports what the stored ones give beside it.
 
     Raises:
-        ValueError: the logits differ, a projection is not a refit of the base's, or the process failed.
+        ValueError: the base's logits are not finite or all alike, they differ from the converted model's, a projection
+            is not a refit of the base's, or the process failed.
     """
     from transformers import PreTrainedModel
 
@@ -70,6 +71,11 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
         raise ValueError(
             f"the base's own loss on {result['text']} is {result['loss_base']} in {result['dtype']}: its weights are "
             "damaged, or too large for this dtype; nothing was written"
+        )
+    if result["base_tells_tokens_apart"] is False:
+        raise ValueError(
+            f"the base gives all tokens of its vocabulary one score on {result['text']}: its weights are damaged (all "
+            "alike, or so large that they overflow inside it); nothing was written"
         )
     if not result["equal"]:
         raise ValueError(
@@ -125,6 +131,7 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
         "equal": bool(difference.max() <= tolerance),
         "max_difference": float(difference.max()),
         "mean_difference": float(difference.mean()),
+        "base_tells_tokens_apart": bool((expected.amax(-1) > expected.amin(-1)).any()),
         "tolerance": tolerance,
         "dtype": str(dtype).removeprefix("torch."),
         "tokens": tokens.shape[1],

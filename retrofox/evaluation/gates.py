@@ -207,8 +207,8 @@ def _layers(opened: Opened) -> list[dict[str, Any]]:
                 "rotary_pairs_kept": sum(f == 1.0 for f in fade),
                 "rotary_pairs_fading": sum(0.0 < f < 1.0 for f in fade),
                 "longest_wavelength": max(kept, default=None),
-                "sink_tokens": attention.sink_tokens,
-                "sliding_window": getattr(attention, "sliding_window", None),
+                "sink_tokens": attention.exempt_tokens,
+                "sliding_window": attention.window,
                 "gate": attention.forget_gate,
             }
         )

@@ -34,6 +34,8 @@ SHORT_SCORES = 1 << 25  # elements of one layer's score matrix: 9 heads x 1900 t
 MODES = ("fox", "open", "shuffled", "original")
 NEW_MODULES = ("forget_gate", *PRO_MODULES)
 """Names of the modules a conversion adds to an attention layer; each has reset(), and all stay float32."""
+WINDOW_IN_CONFIG = ("mistral", "ministral3", "mixtral", "olmoe", "phi3", "starcoder2")
+"""Families whose attention reads its sliding window from the config at each call, in every layer."""
 _warned_slow = False
 
 
@@ -69,11 +71,20 @@ class FoxMixin(nn.Module):
         self.log_n = spec.log_n
         self.prune = spec.prune
         self.sink_tokens = spec.sink_tokens
+        self.window = _window(self, config)
         self.num_fox_heads = heads
         self.forget_gate = None if spec.gate == "none" else ForgetGate(config.hidden_size, heads, spec)
         add_pro(self, config, spec.pro)
         self.projects = any(x is not None for x in (self.q_norm_fox, self.k_norm_fox, self.k_shift, self.v_shift))
         self.rotary_fade = fade
+
+    @property
+    def exempt_tokens(self) -> int:
+        """First tokens of a document that never decay in this layer: `sink_tokens`, or 0 under a sliding window.
+
+        A window hides them from all but the first queries, in the base too, and its cache drops them.
+        """
+        return self.sink_tokens if self.window is None else 0
 
     def forward(
         self,
@@ -169,7 +180,7 @@ class FoxMixin(nn.Module):
         options: dict[str, Any] = {
             "scale": scaling,
             "window": sliding_window,
-            # A windowed layer drops its first keys from the cache, so it can exempt none of them.
+            # As `exempt_tokens`, by the window that is in force.
             "sink": self.sink_tokens if sliding_window is None else 0,
             "softcap": softcap,
             "prune": None if self.mode == "original" else self.prune,
@@ -200,6 +211,16 @@ class FoxMixin(nn.Module):
         if self.mode == "shuffled":
             log_f = log_f.roll(log_f.shape[-1] // 2, dims=-1) if log_f.shape[-1] > 1 else log_f
         return log_f
+
+
+def _window(attention: Any, config: Any) -> int | None:
+    """The sliding window in tokens with which a native attention calls its attention function."""
+    if not getattr(attention, "is_sliding", True):
+        return None
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    in_config = config.model_type.removeprefix("fox_") in WINDOW_IN_CONFIG
+    return getattr(config, "sliding_window", None) if in_config else None
 
 
 def fox_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

@@ -34,7 +34,9 @@ from retrofox.calibration.calibrate import apply_to, calibrate
 from retrofox.calibration.half_life import MassByDistance, calibrate_half_lives
 from retrofox.calibration.run import fold
 from retrofox.calibration.source import Checkpoint
-from retrofox.calibration.windows import full_windows, pieces
+from retrofox.calibration.windows import documents_of, full_windows, pieces
+from retrofox.config import validate
+from retrofox.conversion.artefact import write
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
 
 SHAPE: dict[str, Any] = {
@@ -502,3 +504,53 @@ def test_half_lives_are_measured_on_windows_of_the_full_trained_length(pico_chec
     result = calibrate(pico_checkpoint, spec, text, out_dir=tmp_path / "out", steps=0, progress=False)
     assert json.loads((tmp_path / "out" / "half_lives.json").read_text())["length_tokens"] == 128
     assert all((tmp_path / "out" / name).is_file() for name in result.files.values())
+
+
+def test_a_calibration_reads_what_a_recipe_trains_on(pico_checkpoint, pico_tokenizer, tmp_path):
+    """Globs, saved data sets, fields of their own and weights; a text that isn't there is told before any work."""
+    text = "a fox forgets what it need not keep. " * 200
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"body": text, "text": "no"}) + "\n")
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": [text]}).save_to_disk(str(tmp_path / "saved"))
+    recipe = {"model": str(pico_checkpoint), "output": "out", "stages": [{**STAGE}]}
+    train = [f"{tmp_path}/*.txt", {"path": f"{tmp_path}/rows.jsonl", "text_field": "body"}, f"hf:{tmp_path}/saved"]
+    sources = validate({**recipe, "data": {"train": train}}).data.read_as()
+    one = documents_of([tmp_path / "a.txt"], pico_tokenizer)
+    found = documents_of(sources, pico_tokenizer)
+    assert [document.tolist() for document in found] == [one[0].tolist()] * 4
+    report = write(
+        pico_checkpoint,
+        tmp_path / "out",
+        FoxSpec(init="calibrated"),
+        calibrate=sources,
+        calibrate_steps=0,
+        verify=False,
+    )
+    assert report["calibration"]["half_lives_tokens"]
+    with pytest.raises(FileNotFoundError, match="none"):
+        write(pico_checkpoint, tmp_path / "two", FoxSpec(init="calibrated"), calibrate=[f"{tmp_path}/none*.txt"])
+    assert not list(tmp_path.glob("*two*"))
+
+
+STAGE = {"objective": "extend", "tokens": 1000, "sequence_length": 64}
+
+
+def test_sources_share_the_tokens_read_by_weight(pico_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("retrofox.calibration.windows.TOKENS_READ", 400)
+    (tmp_path / "a.txt").write_text("the fox " * 1000)
+    sources = [SimpleNamespace(path=str(tmp_path / "a.txt"), weight=w, text_field=None) for w in (3.0, 1.0)]
+    assert [len(document) for document in documents_of(sources, pico_tokenizer)] == [300, 100]
+
+
+def test_the_number_of_steps_is_one_number(run):
+    import inspect
+
+    from retrofox.calibration.steps import STEPS
+
+    assert inspect.signature(calibrate).parameters["steps"].default == STEPS
+    assert inspect.signature(write).parameters["calibrate_steps"].default == STEPS
+    shown = " ".join(run("convert", "--help")[1].replace("│", " ").split())
+    assert f"[default: {STEPS}]" in shown

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import retrofox
 from retrofox import FoxSpec
-from retrofox.conversion.artefact import GATES_SHARD
+from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.report import print_conversion
 from retrofox.conversion.verify import compare
 from retrofox.loading.shards import INDEX, Appearing
@@ -181,7 +181,7 @@ BROKEN_TOKENIZERS = {
     "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
 )
 def test_a_full_disk_is_named_and_nothing_is_left(source, tmp_path, monkeypatch, error):
-    monkeypatch.setattr("retrofox.conversion.artefact.save_file", lambda *_, **__: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("retrofox.conversion.directory.save_file", lambda *_, **__: (_ for _ in ()).throw(error))
     with pytest.raises(ValueError, match=r"out could not be written: .*No space left on device; nothing was left"):
         retrofox.convert(source, tmp_path / "out", verify=False)
     assert list(tmp_path.iterdir()) == [source]
@@ -264,8 +264,8 @@ def test_a_failed_proof_leaves_nothing(source, tmp_path, monkeypatch):
         save_file(state, partial / name, metadata={"format": "pt"})
         return how
 
-    original = retrofox.conversion.artefact._write_directory
-    monkeypatch.setattr(retrofox.conversion.artefact, "_write_directory", spoiled)
+    original = retrofox.conversion.artefact.write_directory
+    monkeypatch.setattr(retrofox.conversion.artefact, "write_directory", spoiled)
     refused("parity proof failed", source, tmp_path / "out")
 
 
@@ -336,7 +336,7 @@ def test_files_are_utf8_whatever_the_locale(source, tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_interruption_leaves_no_half_written_out(source, tmp_path, how):
     out = tmp_path / "out"
-    slow = "import retrofox.conversion.artefact as a, time, sys, signal\n"
+    slow = "import retrofox.conversion.directory as a, time, sys, signal\n"
     slow += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     slow += "a.write_remote_code = lambda d: (print('writing', flush=True), time.sleep(60))\n"
     slow += f"import retrofox; retrofox.convert({str(source)!r}, {str(out)!r}, verify=False)\n"

@@ -29,7 +29,9 @@ def make_fox(pico_fox):
 
     def build(**spec) -> Any:
         config = {"max_position_embeddings": 256}
-        return pico_fox(stirred=False, config=config, **{"half_life": (4.0, 1000.0), **spec})
+        return pico_fox(
+            stirred=False, config=config, **({} if spec.get("gate") == "none" else {"half_life": (4.0, 1000.0)}), **spec
+        )
 
     return build
 

@@ -170,3 +170,19 @@ def test_a_base_with_tensors_that_its_model_has_no_use_for_is_converted_with_a_w
     assert len(said) == 1
     assert "holds 1 tensors" in said[0]
     assert "model.layers.0.spare.weight" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.embed_tokens.weight", "gives all tokens of its vocabulary one score"),
+        ("model.layers.0.mlp.down_proj.weight", "the base's own loss on .* is nan"),
+    ],
+)
+def test_weights_that_overflow_are_refused_by_the_proof(name, message, pico_checkpoint, tmp_path):
+    tensors = load_file(pico_checkpoint / "model.safetensors")
+    tensors[name].fill_(1e38)
+    save_file(tensors, pico_checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        retrofox.convert(pico_checkpoint, tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))

@@ -5,12 +5,11 @@ import pickle
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions, inner_model, is_new_tensor, logits_from_hidden
-from retrofox.families import check_supported, fitting_families, trained_length
+from retrofox.families import check_supported, trained_length
 from retrofox.model import attention as attention_module
 from retrofox.model.configuration_fox import SUPPORTED
 
@@ -300,6 +299,48 @@ def test_a_window_hides_what_is_beyond_it(fox, tokens, path):
     assert moved.nonzero()[:, 0].tolist() == list(range(3, 3 + windows[index]))
 
 
+def test_each_layer_says_how_many_tokens_it_exempts_from_decay(fox, tokens, monkeypatch):
+    """What `attend` is called with is what convert, inspect and the card report."""
+    windows = []
+    attend = attention_module.FoxMixin.attend
+
+    def watched(self, *args, sliding_window=None, **kwargs):
+        windows.append((self.window, sliding_window))
+        return attend(self, *args, sliding_window=sliding_window, **kwargs)
+
+    monkeypatch.setattr(attention_module.FoxMixin, "attend", watched)
+    logits(fox, tokens)
+    assert len(windows) == len(list(attentions(fox)))
+    assert all(said == got for said, got in windows)
+    sinks = fox.config.fox["sink_tokens"]
+    assert [m.exempt_tokens for _, m in attentions(fox)] == [sinks if got is None else 0 for _, got in windows]
+
+
+def test_sink_tokens_are_refused_where_every_layer_has_a_window(tokens):
+    base = make_base("mistral")
+    with pytest.raises(
+        ValueError, match="sink_tokens 4 has no effect in this mistral: each of its layers has a sliding"
+    ):
+        retrofox.convert(base, fox=FoxSpec(sink_tokens=4))
+    by_default, none = (retrofox.convert(base, fox=FoxSpec(**s)) for s in ({}, {"sink_tokens": 0}))
+    assert by_default.config.fox == none.config.fox
+    assert torch.equal(logits(by_default, tokens), logits(none, tokens))
+
+
+def test_reports_say_in_which_layers_sink_tokens_hold(tmp_path):
+    from retrofox.conversion.card import card_of
+    from retrofox.evaluation.gates import inspect
+
+    make_base("gemma2").save_pretrained(tmp_path / "base")
+    report = retrofox.convert(tmp_path / "base", tmp_path / "out", fox=FoxSpec(sink_tokens=4), verify=False)
+    assert report["plan"]["exempt_tokens"] == [0, 4]
+    said = "| sink tokens exempt from decay | 4 in 1 of 2 layers (the others have a sliding window) |"
+    assert said in (tmp_path / "out" / "README.md").read_text()
+    assert said in card_of(tmp_path / "out")
+    layers = inspect(tmp_path / "out")["layers"]
+    assert [(layer["sink_tokens"], layer["sliding_window"]) for layer in layers] == [(0, 7), (4, None)]
+
+
 def test_logits_from_hidden_states(base, fox, tokens):
     for model in (base, fox):
         with torch.no_grad():
@@ -335,19 +376,3 @@ def test_windows_that_the_attention_is_not_told_of_are_refused():
     config = AutoConfig.for_model("qwen2_moe", **{**PICO, **ROWS["qwen2_moe"], **settings})
     with pytest.raises(ValueError, match="set use_sliding_window to false"):
         retrofox.convert(AutoModelForCausalLM.from_config(config))
-
-
-def test_families_that_borrow_the_classes_of_another_are_found():
-    borrowed = {name for name, c in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if c == "LlamaForCausalLM"}
-    assert borrowed <= set(fitting_families())
-
-
-def test_fitting_families_without_a_row_are_reported_and_refused(record_property):
-    fitting = fitting_families()
-    assert set(SUPPORTED) <= set(fitting), "a supported family no longer follows the attention convention"
-    missing = sorted(set(fitting) - set(SUPPORTED))
-    record_property("families that fit but have no row", ", ".join(missing))
-    print(f"{len(SUPPORTED)} families supported; {len(missing)} more fit the convention: {', '.join(missing)}")
-    for model_type in missing:
-        with pytest.raises(ValueError, match="not supported"):
-            check_supported({"model_type": model_type})

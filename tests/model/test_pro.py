@@ -70,18 +70,39 @@ def test_output_gate_and_shifts_start_as_exact_identities(pico_llama, tokens, pa
     assert torch.equal(logits(retrofox.convert(pico_llama(), fox=spec), tokens), logits(without, tokens))
 
 
-@pytest.mark.parametrize("part", ["qk-norm", "output-norm"])
-def test_calibrated_norms_start_close_and_uncalibrated_ones_do_not(pico_llama, tokens, part):
-    expected = logits(pico_llama(), tokens).log_softmax(-1)
-    model = retrofox.convert(pico_llama(), fox=FoxSpec(rope="keep", gate="none", pro=(part,)))
+def small(base, *names: str):
+    """The model with some projections small, so that its attention is far from what norms of gain 1 make of it."""
+    with torch.no_grad():
+        for layer in base.model.layers:
+            for name in names:
+                getattr(layer.self_attn, name).weight.mul_(0.2)
+    return base
 
-    def divergence() -> float:
-        return float((expected.exp() * (expected - logits(model, tokens).log_softmax(-1))).sum(-1).mean())
 
-    raw = divergence()
+@pytest.mark.parametrize(
+    ("part", "projections", "bound"), [("qk-norm", ("q_proj", "k_proj"), 0.02), ("output-norm", ("v_proj",), 0.25)]
+)
+def test_calibrated_norms_start_close_and_uncalibrated_ones_do_not(pico_llama, tokens, part, projections, bound):
+    """Nats of KL from the base; half or twice the measured gains at least double them, and gains of 1 do."""
+    expected = logits(small(pico_llama(), *projections), tokens).log_softmax(-1)
+    base = small(pico_llama(), *projections)
+    model = retrofox.convert(base, fox=FoxSpec(rope="keep", gate="none", pro=(part,)))
+    gains = [p for name, p in model.named_parameters() if name.endswith(".gain")]
+
+    def divergence(factor: float = 1.0) -> float:
+        for gain in gains:
+            gain.data.mul_(factor)
+        result = float((expected.exp() * (expected - logits(model, tokens).log_softmax(-1))).sum(-1).mean())
+        for gain in gains:
+            gain.data.div_(factor)
+        return result
+
+    for gain in gains:
+        gain.data.fill_(1.0)
+    uncalibrated = divergence()
     report = model.calibrate_norms([tokens])
-    assert divergence() < raw
-    assert divergence() < 1.0
+    assert divergence() < bound
+    assert all(other > 2 * divergence() for other in (uncalibrated, divergence(0.5), divergence(2.0)))
     assert {name.split(".")[-1] for name in report} == MODULES[part]
     layer = model.model.layers[0].self_attn
     name = sorted(MODULES[part])[-1]

@@ -315,3 +315,12 @@ def test_real_shapes_fit_where_their_parts_do(name, parameters, pico_tokenizer, 
     adapters = planned(0.95 * needed, lora={"rank": 8})["stages"][0]
     assert adapters["fits"]
     assert adapters["memory_gb"]["optimizer"] < 0.1 * stage["memory_gb"]["optimizer"]
+
+
+def test_a_calibration_before_training_is_planned(make_recipe, capsys):
+    fox = {"init": "calibrated"}
+    work = plan(make_recipe(fox=fox), show=True)["calibration"]
+    assert work["steps_per_layer"] > 0
+    assert [Path(path).name for path in work["data"]] == ["books.txt"]
+    assert f"{work['steps_per_layer']} steps a layer, on windows of the first" in capsys.readouterr().out
+    assert plan(make_recipe())["calibration"] is None
