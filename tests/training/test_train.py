@@ -234,6 +234,7 @@ def test_guard_lets_ordinary_losses_pass():
     guard = Guard(3.0, fp16=False)
     for step, loss in enumerate((4.0, 3.8, 5.0, 3.7)):
         guard.check(loss, 1.0, step)
+    assert guard.mean is not None
     assert guard.mean == pytest.approx(0.9 * (0.9 * (0.9 * 4.0 + 0.1 * 3.8) + 0.1 * 5.0) + 0.1 * 3.7)
     limit = 3.0 * guard.mean + 1.0
     guard.check(limit - 0.01, 1.0, 5, keep=False)
