@@ -25,7 +25,7 @@ from retrofox.calibration.windows import documents_of, fitting_windows
 from retrofox.data.windows import choose_windows
 from retrofox.loading.base import load_base
 from retrofox.model.configuration_fox import FoxSpec
-from retrofox.support.files import write_atomic
+from retrofox.support.files import write_result
 from retrofox.support.report import environment
 from retrofox.surgery import apply, make_plan
 
@@ -65,7 +65,7 @@ def main() -> None:
             continue
         results["rows"].append(_row(row, base, fitted, judged, losses, options))
         print({key: value for key, value in results["rows"][-1].items() if key != "layers"}, flush=True)
-        write_atomic(options.out, (json.dumps(results, indent=1) + "\n").encode())
+        write_result(options.out, (json.dumps(results, indent=1) + "\n").encode())
 
 
 def _row(row: str, base: Any, fitted: torch.Tensor, judged: torch.Tensor, losses: torch.Tensor, options: Any) -> dict:

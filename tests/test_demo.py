@@ -68,3 +68,16 @@ def test_an_interrupted_step_starts_in_an_empty_folder_unless_it_resumes(demo, t
         (tmp_path / "steps.json").write_text(json.dumps({"train": {"command": command}}))
         demo.Steps(tmp_path).run("train", command, folder, resumes=resumes)
         assert (folder / "begun").exists() == resumes
+
+
+def test_the_short_demo_fails_where_its_losses_are_not_the_usual(demo):
+    def evaluation(base, converted, adapted):
+        return {"lines": [{"key": k, "mean": v} for k, v in (("base", base), ("base2", converted), ("model", adapted))]}
+
+    demo.check(evaluation(3.879, 3.880, 3.814))
+    for losses in ((3.879, 3.880, 3.875), (3.879, 3.880, float("nan"))):
+        with pytest.raises(SystemExit, match=r"two steps took the loss from 3\.880 to"):
+            demo.check(evaluation(*losses))
+    for converted in (4.2, float("nan")):
+        with pytest.raises(SystemExit, match="the conversion moved the loss by"):
+            demo.check(evaluation(3.879, converted, 3.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -498,6 +499,8 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # other encodings than UTF-8 lack characters that models write
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would fill a log file
+    # On a CPU every process that imports peft beside bitsandbytes 0.50 would be told of a kernel on the Hub.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     _sleep_while_waiting()
     try:
         app()

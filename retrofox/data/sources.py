@@ -166,7 +166,9 @@ def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
     Arguments and errors are those of `units_of`.
     """
     units = units_of(source, leave_out)
-    return [WithFacts(unit, source.recall) for unit in units] if source.recall else units
+    if not source.recall:
+        return units
+    return [WithFacts(unit, source.recall) for unit in units]
 
 
 def units_of(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:

@@ -25,13 +25,12 @@ from retrofox.evaluation.recall_control import Control, plan_control
 from retrofox.evaluation.repeats import UNITS, Repeats, WordStarts, find_repeats
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.tokenizers import require_same_tokenizer
+from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.support.report import (
     check_folder,
     environment,
     output_console,
-    peak_memory_bytes,
     progress_bar,
-    reset_peak_memory,
 )
 
 if TYPE_CHECKING:
@@ -186,7 +185,7 @@ def _run(
     """Runs every version of every text through one model: its line, and its sums by octave and document."""
     readings = [reading for text in texts for reading in text.readings]
     total = sum(reading.needed for reading in readings)
-    reset_peak_memory(opened.device)
+    reset_peak(opened.device)
     started = time.perf_counter()
     with progress_bar("tokens", progress) as bar:
         task = bar.add_task(opened.name, total=total)
@@ -210,7 +209,7 @@ def _run(
         "fox": opened.fox,
         "seconds": seconds,
         "tokens_per_second": total / seconds,
-        "peak_memory_bytes": peak_memory_bytes(opened.device),
+        "peak_memory_bytes": peak_bytes(opened.device),
     }
     return line, sums
 

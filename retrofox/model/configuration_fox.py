@@ -227,7 +227,7 @@ def default_rope(max_wavelength: float | None) -> str:
     return "interpolate" if max_wavelength is None else "partial"
 
 
-def idle_fields(rope: str, anneal_to: str, gate: str, init: str) -> dict[str, str]:
+def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[str, str]:
     """Field of a FoxSpec that these values of four others leave without effect -> which of the four does so."""
     idle: dict[str, str] = {}
     if rope != "interpolate":

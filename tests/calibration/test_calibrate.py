@@ -37,6 +37,7 @@ from retrofox.calibration.source import Checkpoint
 from retrofox.calibration.windows import documents_of, full_windows, pieces
 from retrofox.config import validate
 from retrofox.conversion.artefact import write
+from retrofox.data.sources import DataSource
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
 
 SHAPE: dict[str, Any] = {
@@ -541,7 +542,7 @@ STAGE = {"objective": "extend", "tokens": 1000, "sequence_length": 64}
 def test_sources_share_the_tokens_read_by_weight(pico_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("retrofox.calibration.windows.TOKENS_READ", 400)
     (tmp_path / "a.txt").write_text("the fox " * 1000)
-    sources = [SimpleNamespace(path=str(tmp_path / "a.txt"), weight=w, text_field=None) for w in (3.0, 1.0)]
+    sources = [DataSource(str(tmp_path / "a.txt"), weight=w) for w in (3.0, 1.0)]
     assert [len(document) for document in documents_of(sources, pico_tokenizer)] == [300, 100]
 
 

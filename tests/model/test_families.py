@@ -322,7 +322,7 @@ def test_sink_tokens_are_refused_where_every_layer_has_a_window(tokens):
         ValueError, match="sink_tokens 4 has no effect in this mistral: each of its layers has a sliding"
     ):
         retrofox.convert(base, fox=FoxSpec(sink_tokens=4))
-    by_default, none = (retrofox.convert(base, fox=FoxSpec(**s)) for s in ({}, {"sink_tokens": 0}))
+    by_default, none = (retrofox.convert(base, fox=spec) for spec in (FoxSpec(), FoxSpec(sink_tokens=0)))
     assert by_default.config.fox == none.config.fox
     assert torch.equal(logits(by_default, tokens), logits(none, tokens))
 

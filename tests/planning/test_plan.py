@@ -135,7 +135,32 @@ def test_flops_follow_the_textbook(pico_llama, make_recipe):
     stage = make_recipe().stages[0]
     model = pico_llama()
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
-    assert flops_per_token(model, stage) == 6 * matrices + 6 * 2 * 32 * 64
+    attention = 2 * 2 * 32 * 64  # two layers, four heads of width 8, rows of 64
+    assert flops_per_token(model, stage) == 6 * matrices + 3 * attention
+    distill = stage.model_copy(update={"objective": "distill"})
+    assert flops_per_token(model, distill) == 8 * matrices + 4 * attention
+    model.requires_grad_(False)
+    assert flops_per_token(model, stage) == 4 * matrices + 3 * attention
+    inside = 2 * (2 * 32 * 32 + 2 * 32 * 16)  # q and o, k and v
+    align = stage.model_copy(update={"objective": "align"})
+    assert flops_per_token(model, align) == 2 * matrices + 4 * inside + 4 * attention
+
+
+def test_gradients_take_the_place_of_activations_only_in_steps_of_one_micro_batch(make_recipe, pico_fox):
+    stage = {"objective": "extend", "tokens": 1024, "sequence_length": 8, "micro_batch": 1}
+    model, cpu = pico_fox(), torch.device("cpu")
+    trained = sum(parameter.numel() for parameter in model.parameters())
+
+    def planned(batch_tokens: int, devices: int = 1, sharded: bool = False) -> dict[str, float]:
+        recipe = make_recipe(stages=[{**stage, "batch_tokens": batch_tokens}])
+        return memory(recipe, recipe.stages[0], model, devices, sharded, cpu)
+
+    one = planned(8)
+    assert 0 < one["activations"] < 4 * trained
+    assert one["gradients"] == pytest.approx(4 * trained - one["activations"])
+    assert planned(16)["gradients"] == 4 * trained
+    assert planned(32, devices=2)["gradients"] == 8 * trained  # and DDP's buckets
+    assert planned(32, devices=2, sharded=True)["gradients"] == 2 * trained
 
 
 def test_refusals_are_collected(make_recipe):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retrofox.support.files import write_atomic
+from retrofox.support.files import write_result
 from retrofox.support.plots import (
     COLOURS,
     half_life_figure,
@@ -107,7 +107,7 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypa
     assert path.stat().st_mode & 0o444 == 0o444
     monkeypatch.setattr("os.replace", lambda *paths: (_ for _ in ()).throw(OSError("disk is gone")))
     with pytest.raises(ValueError, match=r"can't write .*results.csv: disk is gone; free some disk space"):
-        write_atomic(path, b"new")
+        write_result(path, b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["results.csv"]
     assert path.read_text() == "a,b\n1,\n"
 

@@ -169,7 +169,10 @@ def test_logits_of_all_positions_never_exist_at_once(pico_fox, batch, objective,
     assert batch["targets"].numel() == 48
 
 
-def test_a_piece_of_logits_stays_below_its_budget():
+def test_a_piece_of_logits_stays_below_its_budget(pico_fox):
+    model = freeze_original(pico_fox())
+    whole = Extend(model, stage("extend"), CPU).rows
+    assert Distill(model, stage("distill"), CPU).rows == whole // 4  # beside the original's, and both in float32
     for vocabulary in (49152, 128256, 262144):
         for device, budget in (("cuda", 2**28), ("cpu", 2**24)):
             assert budget // 4 < chunk_rows(vocabulary, torch.device(device)) * vocabulary <= budget

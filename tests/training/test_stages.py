@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import retrofox
+from retrofox.anatomy import is_new_tensor
 from retrofox.config import validate
 from retrofox.data.packed import PackedDataset
 from retrofox.data.shards import Manifest
@@ -101,3 +103,15 @@ def test_clip_bounds_the_step_and_betas_make_its_moments(make_recipe, tmp_path):
     assert states
     for state in states:  # after one step: (1 - b1) g and (1 - b2) g^2
         torch.testing.assert_close(state["exp_avg"].square(), state["exp_avg_sq"], rtol=1e-4, atol=1e-12)
+
+
+def test_models_between_stages_are_float32_and_the_logged_rate_is_the_pretrained_weights(make_recipe, tmp_path):
+    stage = {**STAGE, "tokens": 128, "schedule": "constant"}
+    result = train(make_recipe(stages=[stage, stage], precision="bf16"))
+    between = load_file(tmp_path / "run" / "stage-0-extend" / "model" / "model.safetensors")
+    assert {value.dtype for value in between.values()} == {torch.float32}
+    last = load_file(Path(result["model"]) / "model.safetensors")
+    assert {value.dtype for name, value in last.items() if is_new_tensor(name)} == {torch.float32}
+    assert {value.dtype for name, value in last.items() if not is_new_tensor(name)} == {torch.bfloat16}
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [line["learning_rate"] for line in log] == [1e-3, 1e-3]  # gates learn at five times that

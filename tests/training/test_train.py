@@ -185,6 +185,7 @@ def test_held_out_windows_are_the_same_for_any_number_of_processes(make_recipe, 
             rows += [tuple(row.tolist()) for batch in batches for row in batch["targets"] if (row >= 0).any()]
         return sorted(rows), passes
 
+    assert len(scored(1)[0]) == 7  # as many tokens as log.eval_tokens asks for
     for world in (2, 3, 5, 9):
         assert scored(world)[0] == scored(1)[0]
         assert len(scored(world)[1]) == 1
@@ -233,8 +234,12 @@ def test_guard_lets_ordinary_losses_pass():
     guard = Guard(3.0, fp16=False)
     for step, loss in enumerate((4.0, 3.8, 5.0, 3.7)):
         guard.check(loss, 1.0, step)
+    assert guard.mean is not None
+    assert guard.mean == pytest.approx(0.9 * (0.9 * (0.9 * 4.0 + 0.1 * 3.8) + 0.1 * 5.0) + 0.1 * 3.7)
+    limit = 3.0 * guard.mean + 1.0
+    guard.check(limit - 0.01, 1.0, 5, keep=False)
     with pytest.raises(Diverged, match="jumped"):
-        guard.check(20.0, 1.0, 5)
+        guard.check(limit + 0.01, 1.0, 5)
     with pytest.raises(Diverged, match="not finite"):
         guard.check(math.nan, 1.0, 5)
     with pytest.raises(Diverged, match="not finite"):
@@ -353,6 +358,8 @@ def test_half_life_statistics():
     assert found["half_life_p50"] == pytest.approx(128, rel=1e-5)
     assert found["gates_saturated"] == pytest.approx(1 / 3)
     assert found["gates_dead"] == pytest.approx(1 / 3)
+    decays = torch.tensor([-5e-5])  # a head is dead by what it decays over a row
+    assert [half_life_statistics(decays, torch.zeros(1), length)["gates_dead"] for length in (1, 1000)] == [1.0, 0.0]
     line = log_line({"loss": 3.0, "eta_seconds": 3661.0, **found}, 1, 2)
     assert "eta 1:01:01" in line
 

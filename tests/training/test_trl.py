@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,8 @@ def test_dpo_loads_its_reference_by_the_models_path(pico_fox_checkpoint, pico_to
     values = {"train_dataset": datasets.Dataset.from_list(PAIRS), "processing_class": pico_tokenizer}
     trainer = DPOTrainer(model, args=settings(DPOConfig), **values)
     assert type(trainer.ref_model) is type(model)
-    for (name, ours), theirs in zip(model.named_parameters(), trainer.ref_model.parameters(), strict=True):
+    reference: Any = trainer.ref_model
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     first, last = losses(trainer)
     assert first == pytest.approx(math.log(2), abs=1e-4)  # the reference is the model as it was
