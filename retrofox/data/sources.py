@@ -138,13 +138,8 @@ class WithFacts:
     unit: Unit
     share: float
 
-    @property
-    def name(self) -> str:
-        return self.unit.name
-
-    @property
-    def size(self) -> int:
-        return self.unit.size
+    def __post_init__(self) -> None:
+        self.name, self.size = self.unit.name, self.unit.size
 
     @property
     def paths(self) -> list[Path]:

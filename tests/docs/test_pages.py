@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import re
@@ -72,7 +73,7 @@ def test_readme_is_short_and_has_the_two_commands_and_the_recall():
     assert len(text.splitlines()) <= 200
     assert "    make demo " in text
     assert "    make test " in text
-    assert "beyond 1k tokens it is lost today" in text
+    assert "| **retrofit** (`smollm2-partial`) |" in text
 
 
 def test_make_test_builds_the_pages_with_warnings_as_errors():
@@ -172,11 +173,29 @@ def test_figures_in_the_text_are_those_on_file(hooks):
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
         for sentence in wanted:
             assert sentence in text, page
-    for bucket in figures.read("first-result/eval/eval.json")["buckets"]:
-        if bucket["from"] in (4096, 8192, 24576):
-            values = [f"{bucket['loss'][key]['mean']:.3f}" for key in ("base", "base2", "model")]
-            row = "| {} | {} | **{}** |".format(*values)
-            assert row in (ROOT / "README.md").read_text(encoding="utf-8")
+    readme, results = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/results.md"))
+    for bucket in figures.read("retrofit/eval/eval.json")["buckets"]:
+        keys = ("base", "base2", "model", "open", "shuffled")
+        values = [f"{bucket['loss'][key]['mean']:.3f}" for key in keys]
+        assert "| " + " | ".join(values) + " |" in results
+        if bucket["from"] in (0, 4096, 8192, 24576):
+            assert "| {} | {} | **{}** |".format(*values) in readme
+
+
+def test_needles_in_the_text_are_those_on_file():
+    readme, results = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/results.md"))
+    for mode in ("easy", "standard"):
+        file = ROOT / "benchmarks" / "retrofit" / f"needle-{mode}" / "needle_lengths.csv"
+        rows = list(csv.DictReader(file.open(encoding="utf-8")))
+        for model in ("base", "control", "partial"):
+            mine = [row for row in rows if row["model"] == model]
+            shares = [100 * float(row["found"]) for row in mine]
+            ends = [(100 * float(row["low"]), 100 * float(row["high"])) for row in mine]
+            cells = [f"{s:.0f} % ({a:.0f}-{b:.0f})" for s, (a, b) in zip(shares, ends, strict=True)]
+            assert " | ".join(cells) in results, (mode, model)
+            if mode == "easy":
+                stars = "**" if model == "partial" else ""
+                assert " | ".join(f"{stars}{share:.0f} %{stars}" for share in shares) in readme
 
 
 def test_the_manifest_lists_each_document_once_with_its_digest():
