@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from retrofox.data.encode import Encoder
 from retrofox.data.packed import PackedDataset, open_tokens
 from retrofox.data.shards import Manifest, prepare_sources
 from retrofox.data.sources import DataSource
@@ -206,3 +207,18 @@ def test_a_prepared_cache_that_is_only_read_serves(tmp_path, texts, tokenizer, m
     texts[0].write_text("something new")
     with pytest.raises(ValueError, match=r"can't be written to .*Read-only file system.*set data\.cache"):
         prepared([texts[0].parent], tokenizer, tmp_path / "out")
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, tokenizer, make_text, prepared, monkeypatch):
+    path, plain = tmp_path / "growing.txt", Encoder.__call__
+    path.write_text(make_text(1, 50))
+
+    def call(self, batch):
+        path.write_text(make_text(1, 60))
+        return plain(self, batch)
+
+    monkeypatch.setattr(Encoder, "__call__", call)
+    with pytest.raises(ValueError, match=r"growing\.txt changed while it was read"):
+        prepared([path], tokenizer, tmp_path / "out")
+    monkeypatch.undo()
+    assert prepared([path], tokenizer, tmp_path / "out").made == 1

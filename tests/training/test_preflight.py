@@ -107,3 +107,24 @@ def test_what_fits_depends_on_the_machine(recipe, monkeypatch):
         assert found["stages"][0]["fits"] == fits
         assert (found["stages"][0]["longest_sequence"] >= 4096) == fits
         assert bool(found["refusals"]) != fits
+
+
+def test_a_tokenizer_with_more_words_than_the_model_embeds(recipe, tmp_path, pico_llama, pico_tokenizer):
+    pico_llama(vocab_size=200).save_pretrained(tmp_path / "small")
+    pico_tokenizer.save_pretrained(tmp_path / "small")
+    loaded, before = load_recipe(recipe, [f"model={tmp_path / 'small'}"]), everything(tmp_path)
+    (found,) = plan(loaded)["refusals"]
+    assert f"the tokenizer has {pico_tokenizer.vocab_size} tokens, the model embeds 200" in found
+    with pytest.raises(ValueError, match=r"the model embeds 200: set data\.tokenizer"):
+        train(loaded)
+    assert everything(tmp_path) == before
+
+
+def test_a_folder_that_was_there_loses_nothing_to_texts_that_cannot_be_read(recipe, tmp_path):
+    cache = tmp_path / "a" / "cache"
+    cache.mkdir(parents=True)
+    (cache / "notes.json").write_text("years of work")
+    (tmp_path / "text.txt").write_bytes(b"\xff\xfe\xfd" * 99)
+    with pytest.raises(ValueError, match="not UTF-8"):
+        prepare(load_recipe(recipe), progress=False)
+    assert (cache / "notes.json").read_text() == "years of work"
