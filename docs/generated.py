@@ -5,7 +5,6 @@ Each function returns Markdown; a page names it in `<!-- generated: name -->`.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +13,9 @@ import figures
 import typer
 from figures import table
 
-from retrofox.cli import main
+from retrofox.cli.app import app
 from retrofox.config import schema
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
-
-app = importlib.import_module(main.__module__).app  # the Typer application that `retrofox` runs
 
 
 def part(name: str) -> str:

@@ -163,7 +163,8 @@ def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
     units = units_of(source, leave_out)
     if not source.recall:
         return units
-    return [WithFacts(unit, source.recall) for unit in units]
+    told: list[Unit] = [WithFacts(unit, source.recall) for unit in units]
+    return told
 
 
 def units_of(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:

@@ -60,8 +60,6 @@ class FoxSpec:
             layer), "calibrated" (half-lives fitted to where the base model's heads look), "alibi" (ALiBi's slopes:
             log f = -2^(-8h/H) for head h of H).
         half_life: (shortest, longest) in tokens for "slopes"; None = (length / 32, length * 8) of the base's length.
-        t_min, t_max: the same ladder in the FoX paper's words, for construction only: time constants T in tokens,
-            log-spaced over the heads, f = exp(-1/T); kept as half_life = (t_min ln 2, t_max ln 2).
         sink_tokens: first positions of each document whose keys are exempt from decay; 0 is the paper's FoX.
         pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift".
         log_n: if set, logits of position i are scaled by max(1, ln(i + 1) / ln(log_n)), log_n in tokens.
@@ -72,10 +70,13 @@ class FoxSpec:
         base: model id or path the weights come from (filled in by convert).
         base_revision: commit of `base` on the Hub, if known.
         version: retrofox version that converted the model.
-        preset: the name in PRESETS that `from_preset` or a `fox.preset` started from; a note, the fields above hold.
+
+    `t_min` and `t_max`, for construction only, are the ladder of half-lives in the FoX paper's words: time constants T
+    in tokens, log-spaced over the heads, f = exp(-1/T); kept as half_life = (t_min ln 2, t_max ln 2). `preset` is the
+    name in PRESETS that `from_preset` or a `fox.preset` started from: a note, the fields hold.
 
     Raises:
-        ValueError: a field has a value outside the ones above.
+        ValueError: a field has a value outside the ones above, or no effect beside the others.
     """
 
     rope: str | None = None
