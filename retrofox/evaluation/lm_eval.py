@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -117,10 +118,24 @@ def run_tasks(
     return Scores(metrics, documents)
 
 
+@contextlib.contextmanager
+def _in_this_process() -> Iterator[None]:
+    """lm-eval's bootstrap without its pool: a fork of a process whose threads hold locks may wait for ever."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
+
+
 def _run(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any]:
     """One task: {"metrics": as lm-eval gives them, "documents": {metric: {document: score}}, "seconds"}."""
     started = time.perf_counter()
-    with _templates_compiled_once():
+    with _templates_compiled_once(), _in_this_process():
         output = import_module("lm_eval.evaluator").evaluate(
             lm=lm,
             task_dict={"tasks": {name: task}, "groups": {}},

@@ -79,7 +79,7 @@ def test_a_live_model_is_converted_and_saved(pico_checkpoint, tmp_path, capsys):
     difference = float(out.split("by at most ")[1].split()[0])
     assert difference < 1e-3
     assert "4 tensors added, such as model.layers.0.self_attn.forget_gate" in out
-    assert retrofox.load(tmp_path / "out").config.fox["rope"] == "partial"
+    assert retrofox.load(tmp_path / "out").config.fox["rope"] == "interpolate"
 
 
 def test_the_operator_learns_in_a_layer_of_ones_own(text, capsys):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import retrofox
+import retrofox.conversion.directory
 from retrofox import FoxSpec
 from retrofox.calibration.source import tensor_files
 from retrofox.loading import shards
@@ -263,7 +264,7 @@ def test_parents_made_for_nothing_go_again(single, tmp_path, monkeypatch):
     def stop(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(retrofox.conversion.artefact, "write_remote_code", stop)  # type: ignore[attr-defined]
+    monkeypatch.setattr(retrofox.conversion.directory, "write_remote_code", stop)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="out could not be written: No space left"):
         retrofox.convert(single, tmp_path / "a" / "b" / "out", verify=False)
     assert [file.name for file in tmp_path.iterdir()] == ["base"]

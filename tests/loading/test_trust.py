@@ -51,7 +51,7 @@ def commands(model: Path, text: Path) -> dict[str, list]:
     return {
         "eval": ["eval", model, "--data", text, "--length", 16],
         "generate": ["generate", model, "a", "--max-new-tokens", 1],
-        "needle": ["needle", model, "--data", text, "--lengths", 64, "--depths", 1, "--trials", 1],
+        "needle": ["needle", model, "--data", text, "--lengths", 320, "--depths", 1, "--trials", 1],
         "inspect": ["inspect", model],
         "convert": ["convert", model, text.parent / "out"],
     }

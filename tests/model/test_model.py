@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -145,14 +146,16 @@ def _hub_home(directory) -> dict[str, str]:
 
 
 def test_plain_transformers_refuses_the_checkpoint_instead_of_dropping_the_gates(fox, tmp_path):
-    from transformers import AutoModelForCausalLM
-
+    """In a process that has not imported retrofox, which makes its classes known to transformers."""
     fox.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["auto_map"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"(?i)fox_?llama"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+    code = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(r"(?i)ValueError: .*fox_?llama", done.stderr)
 
 
 # caches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,8 @@ def test_wandb_offline(run, tmp_path, monkeypatch):
 
 def test_trackio(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for module in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, module)  # imported before, it has another folder
     run("trackio")
     stored = b"".join(path.read_bytes() for path in (tmp_path / "trackio").rglob("*.db*"))
     for name in WANTED:
