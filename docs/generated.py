@@ -1,4 +1,4 @@
-"""The generated parts of the pages: what the package says of itself, and the tables of figures.py.
+"""The generated parts of the pages: commands, recipe fields, families and recipes, and the tables of figures.py.
 
 Each function returns Markdown; a page names it in `<!-- generated: name -->`.
 """
@@ -58,7 +58,7 @@ def _command(command: Any, name: str) -> list[str]:
 
 
 def recipe_fields() -> str:
-    """Every field of a recipe, by section: what it takes, its default, its meaning."""
+    """Every field of a recipe, by section: accepted values, default, meaning."""
     whole = schema()
     sections = {"The recipe": whole, **whole["$defs"]}
     texts = []

@@ -21,7 +21,7 @@ HERE = "THIS_REPOSITORY"
 
 
 def card(plan: Plan, report: dict[str, Any]) -> str:
-    """README.md of a freshly converted checkpoint: what it is, how to load it, what the parity proof measured."""
+    """README.md of a freshly converted checkpoint: its retrofit, how to load it, the parity proof's numbers."""
     parity = report["parity"]
     kept = f"{min(plan.kept_pairs)}-{max(plan.kept_pairs)}" if plan.kept_pairs else "0"
     layers = report.get("calibration", {}).get("half_lives_tokens") or [plan.half_lives]
