@@ -298,6 +298,7 @@ def needle(
     generate: Annotated[
         bool, typer.Option("--generate", help="Generate the answers: the same verdicts, slower, no log-probability.")
     ] = False,
+    baseline: Baselines = None,
     text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
     device: Device = None,
@@ -331,6 +332,7 @@ def needle(
         ) from None
     options: dict[str, Any] = {"depths": depths, "mode": mode or ["easy"], "trials": trials, "seed": seed}
     options |= {"batch": int(batch) if batch.isdecimal() else batch, "generate": generate, "text_field": text_field}
+    options |= {"baselines": baseline or []}
     with trusting_code(trust_remote_code):
         run(model, against or None, data, sizes, **options, out=out, device=device, dtype=dtype)
 
@@ -384,6 +386,7 @@ def recall(
     seed: Annotated[int, typer.Option(help="Seed of the control's sample.")] = 0,
     max_documents: Annotated[int | None, typer.Option(help="Use only the first N documents.")] = None,
     batch: Annotated[int, typer.Option(help="Texts per batch.")] = 1,
+    baseline: Baselines = None,
     text_field: TextField = "text",
     device: Device = None,
     dtype: Dtype = None,
@@ -404,6 +407,7 @@ def recall(
 
     options: dict[str, Any] = {"ngram": ngram, "unit": unit, "control": control, "seed": seed, "batch": batch}
     options |= {"max_documents": max_documents, "text_field": text_field, "device": device, "dtype": dtype}
+    options |= {"baselines": baseline or []}
     run(model, against or None, data, length, out, **options)
 
 
@@ -484,8 +488,8 @@ def _sleep_while_waiting() -> None:
     """Lets OpenMP's threads sleep, not spin, while they wait for each other; before torch loads, which reads it.
 
     A spinning thread holds the core that the one it waits for needs. Training steps of ten 576 x 1536 MLPs, 256 tokens,
-    2 threads on 2 cores of an AMD EPYC, beside 11 busy processes: 0.12 steps/s spinning, 0.64 asleep, 0.34 with 1 thread
-    (torch 2.13.0+cpu, libgomp; GOMP_SPINCOUNT=0 does the same, KMP_BLOCKTIME nothing).
+    2 threads on 2 cores of an AMD EPYC, beside 11 busy processes: 0.12 steps/s spinning, 0.64 asleep, 0.34 with one
+    thread (torch 2.13.0+cpu, libgomp; GOMP_SPINCOUNT=0 does the same, KMP_BLOCKTIME nothing).
     """
     if "GOMP_SPINCOUNT" not in os.environ:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -17,7 +17,7 @@ import copy
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from retrofox.anatomy import is_converted
 from retrofox.conversion.convert import convert
 from retrofox.evaluation.windowed_attention import use_window
 from retrofox.families import check_supported
-from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.opened import Opened
 from retrofox.loading.rope_scaling import set_rope
 from retrofox.loading.source import holds_converted
 from retrofox.model.configuration_fox import FoxSpec
@@ -158,41 +158,14 @@ def base_for(baselines: Sequence[Baseline], model: Any, against: Sequence[Any]) 
         ValueError: that source is converted; said before anything is loaded where it lies on disk.
     """
     base = against[0] if against else model
+    if not baselines:
+        return base
+    if isinstance(base, Opened):
+        base = base.model
     converted = holds_converted(os.fspath(base)) if isinstance(base, (str, os.PathLike)) else is_converted(base)
-    if baselines and converted:
+    if converted:
         what = "the first --against" if against else "the model"
         raise ValueError(
             f"baselines are made of the base, and {what} is converted: give the base as the first --against"
         )
     return base
-
-
-def opened_baselines(
-    baselines: Sequence[str | Baseline],
-    model: Any,
-    against: Sequence[Any] = (),
-    *,
-    tokenizer: Any = None,
-    dtype: Any = None,
-    device: Any = None,
-) -> Iterator[Opened]:
-    """Every baseline of a measurement, one at a time, ready to run: for commands that take --baseline.
-
-    The base is loaded once; each baseline shares its weights. Options are checked at the first step of the iteration:
-    call `parse_all` and `base_for` before anything slow.
-
-    Args:
-        baselines: as `parse` reads them; none loads nothing.
-        model: what is measured; `against`: what it is compared with.
-        tokenizer, dtype, device: as in `open_model`.
-
-    Raises:
-        ValueError: a misspelt baseline, no unconverted base, or one that the baseline can't be made of.
-    """
-    parsed = parse_all(baselines)
-    source = base_for(parsed, model, against)
-    if not parsed:
-        return
-    base = open_model(source, tokenizer=tokenizer, dtype=dtype, device=device)
-    for baseline in parsed:
-        yield build(baseline, base)

@@ -18,7 +18,8 @@ from retrofox.anatomy import attention_mode
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, _require_files, choose_windows
 from retrofox.evaluation import loss_report, task_cache
-from retrofox.evaluation.baselines import Baseline, base_for, build, parse_all
+from retrofox.evaluation.baselines import Baseline, base_for, parse_all
+from retrofox.evaluation.columns import columns
 from retrofox.evaluation.context_use import ShortContexts, short_contexts
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
@@ -150,8 +151,8 @@ def evaluate(
     short = ShortContexts(contexts, chosen) if contexts and chosen else None
     losses: dict[str, list[np.ndarray]] = {}
     scores: dict[str, Scores] = {}
-    columns = _columns(model, others, wanted, tokenizer=tokenizer, dtype=dtype, device=device)
-    for key, opened in columns:
+    measured = columns(model, others, wanted, tokenizer=tokenizer, dtype=dtype, device=device)
+    for key, opened in measured:
         if key == "model":
             result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
         result["names"][key] = opened.name
@@ -160,11 +161,11 @@ def evaluate(
                 result["lines"].append(line)
                 losses[line["key"]] = values
             if short is not None:
-                measured = next(line for line in result["lines"] if line["key"] == key)
+                line = next(line for line in result["lines"] if line["key"] == key)
                 with progress_bar("tokens", progress) as bar:
                     task = bar.add_task(f"{opened.name}, less context", total=short.tokens)
                     lost = short.measure(opened.model, losses[key], batch, lambda n, t=task: bar.advance(t, n))
-                measured["short_context"] = lost
+                line["short_context"] = lost
         if found is not None:
             scores[key] = run_tasks(
                 opened,
@@ -180,19 +181,6 @@ def evaluate(
     _tell_apart(result["lines"])
     _report(result, losses, scores, chosen, out, started)
     return result
-
-
-def _columns(
-    model: Any, others: Sequence[Any], baselines: Sequence[Baseline], **options: Any
-) -> Iterator[tuple[str, Opened]]:
-    """(key, open model) of everything that is measured, one at a time: model, base, its baselines, further bases."""
-    for number, source in enumerate([model, *others]):
-        opened = open_model(source, **options)
-        yield "model" if number == 0 else "base" if number == 1 else f"base{number}", opened
-        if number == min(1, len(others)):
-            for baseline in baselines:
-                yield baseline.text, build(baseline, opened)
-        opened = None
 
 
 def _free_memory() -> None:

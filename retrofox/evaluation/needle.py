@@ -17,6 +17,8 @@ import torch
 
 from retrofox.data.sources import listed
 from retrofox.data.windows import _require_files
+from retrofox.evaluation.baselines import Baseline, base_for, parse_all
+from retrofox.evaluation.columns import columns
 from retrofox.evaluation.needles.haystack import read_haystack
 from retrofox.evaluation.needles.prompts import Prompt, make_prompts
 from retrofox.evaluation.needles.report import print_tables, write_files
@@ -48,6 +50,7 @@ def needle(
     device: str | torch.device | None = None,
     text_field: str = "text",
     tokenizer: Any = None,
+    baselines: Sequence[str | Baseline] = (),
     progress: bool = True,
 ) -> dict[str, Any]:
     """Share of needles found over context lengths and depths, and the mean log-probability of their answers.
@@ -68,6 +71,7 @@ def needle(
         trials: prompts per cell, each with another fact and another stretch of the haystack.
         seed: of facts and stretches.
         batch: prompts run at one time; "auto": as many as a budget of tokens allows.
+        baselines: made of the base and asked too, such as "yarn:4" (see `baselines`).
         generate: generate each value instead, as a user would: the same verdicts, slower, without log-probabilities.
 
     Returns:
@@ -81,6 +85,8 @@ def needle(
     places = [float(d) for d in (np.linspace(0, 1, max(0, depths)) if isinstance(depths, int) else depths)]
     sources, modes, others = listed(data), _modes(mode), _several(against)
     _check(lengths, places, trials, batch, sources)
+    wanted = parse_all(baselines)
+    base_for(wanted, model, others)
     check_folder(out)
     _require_files(sources)
     if tokenizer is None:
@@ -104,14 +110,13 @@ def needle(
         "answers": [],
         "environment": environment(),
     }
-    for number, source in enumerate([model, *others]):
-        opened = open_model(source, tokenizer=tokenizer, dtype=dtype, device=device)
+    for role, opened in columns(model, others, wanted, tokenizer=tokenizer, dtype=dtype, device=device):
         begun = time.perf_counter()
         answers = _answers(opened, prompts, _verdicts(opened, prompts, batch, generate, progress))
         name = _free_name(opened.name, result["models"])
         result["models"][name] = {
             "source": opened.source,
-            "role": "model" if number == 0 else "base" if number == 1 else f"base{number}",
+            "role": role,
             "trained_length": getattr(opened.model.config, "max_position_embeddings", None),
             "seconds": time.perf_counter() - begun,
             **_summary(answers, modes, lengths, places),

@@ -19,11 +19,13 @@ import torch
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, _require_files, choose_windows
 from retrofox.evaluation import recall_report
+from retrofox.evaluation.baselines import Baseline, base_for, parse_all
+from retrofox.evaluation.columns import columns
 from retrofox.evaluation.evaluate import _fingerprint, _listed, _tell_apart, _tokenizer_of
 from retrofox.evaluation.readings import Reading, read
 from retrofox.evaluation.recall_control import Control, plan_control
 from retrofox.evaluation.repeats import UNITS, Repeats, WordStarts, find_repeats
-from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.opened import Opened
 from retrofox.loading.tokenizers import require_same_tokenizer
 from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.support.report import (
@@ -57,6 +59,7 @@ def recall(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     tokenizer: Any = None,
+    baselines: Sequence[str | Baseline] = (),
     progress: bool = True,
 ) -> dict[str, Any]:
     """Loss and top-1 accuracy on tokens that repeat what stood d tokens back, by octave of d, with a control.
@@ -84,6 +87,7 @@ def recall(
         seed: of that sample.
         max_documents: documents read; None = all.
         batch: texts run at one time.
+        baselines: made of the base and read too, such as "yarn:4" (see `baselines`).
 
     Returns:
         A dict, as in recall.json: "lines" (the models), "octaves" (per octave: from, to, tokens, documents, and by
@@ -95,6 +99,8 @@ def recall(
     """
     sources, others = listed(data), _listed(against)
     _check(length, sources, ngram, unit, control, batch, max_documents)
+    wanted = parse_all(baselines)
+    base_for(wanted, model, others)
     check_folder(out)
     started = time.time()
     tokenizer = tokenizer or (model.tokenizer if isinstance(model, Opened) else _tokenizer_of(model))
@@ -124,17 +130,12 @@ def recall(
         "environment": environment(),
     }
     sums: dict[str, recall_report.Sums] = {}
-    for number, source in enumerate([model, *others]):
-        key = "model" if number == 0 else "base" if number == 1 else f"base{number}"
-        if isinstance(source, Opened):
-            opened = source
-        else:
-            opened = open_model(source, tokenizer=tokenizer, dtype=dtype, device=device)
-        if number == 0:
+    for key, opened in columns(model, others, wanted, tokenizer=tokenizer, dtype=dtype, device=device):
+        if key == "model":
             result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
         line, sums[key] = _run(opened, key, texts, len(edges) - 1, batch, progress)
         result["lines"].append(line)
-        opened = source = None  # frees the weights before the next model is loaded
+        opened = None  # frees the weights before the next model is loaded
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -14,8 +14,11 @@ import transformers
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from retrofox.anatomy import has_known_head, token_losses
-from retrofox.evaluation.baselines import FORMS, Baseline, build, opened_baselines, parse
+from retrofox.evaluation.baselines import FORMS, Baseline, base_for, build, parse, parse_all
+from retrofox.evaluation.columns import columns
 from retrofox.evaluation.evaluate import evaluate
+from retrofox.evaluation.needle import needle
+from retrofox.evaluation.recall import recall
 from retrofox.generation.generate import complete
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.outside import register_outside
@@ -205,14 +208,14 @@ def test_specs_are_read_and_written_back():
 def test_baselines_are_made_of_an_unconverted_base(base, pico_fox, pico_llama, pico_tokenizer):
     fox = pico_fox()
     with pytest.raises(ValueError, match="the model is converted: give the base as the first --against"):
-        next(opened_baselines(["drope"], fox, tokenizer=pico_tokenizer))
+        base_for(parse_all(["drope"]), fox, [])
     with pytest.raises(ValueError, match="the first --against is converted"):
-        next(opened_baselines(["drope"], base.model, [fox], tokenizer=pico_tokenizer))
-    assert list(opened_baselines([], fox)) == []
-    names = [b.source for b in opened_baselines(["pi:2", "drope"], fox, [base.model], tokenizer=pico_tokenizer)]
-    assert [name.split(" + ")[1] for name in names] == ["pi:2", "drope"]
+        base_for(parse_all(["drope"]), base.model, [fox])
+    assert base_for([], fox, []) is fox
+    measured = columns(fox, [base.model], parse_all(["pi:2", "drope"]), tokenizer=pico_tokenizer)
+    assert [key for key, _ in measured] == ["model", "base", "pi:2", "drope"]
     with pytest.raises(ValueError, match="given twice"):
-        list(opened_baselines(["pi:2", "pi:2.0"], base.model, tokenizer=pico_tokenizer))
+        parse_all(["pi:2", "pi:2.0"])
     scaled = Opened(pico_llama(rope_scaling={"rope_type": "linear", "factor": 2.0}), pico_tokenizer, "s", "s")
     with pytest.raises(ValueError, match=r"baseline yarn:4 of s: .*scaled already"):
         build(parse("yarn:4"), scaled)
@@ -366,3 +369,16 @@ def test_flash_linear_attentions_models_are_columns(name, pico_tokenizer, text, 
     pico_tokenizer.save_pretrained(tmp_path / "other")
     result = evaluate(str(tmp_path / "other"), None, [text], 100, progress=False)
     assert 0 < result["lines"][0]["mean"] < 20
+
+
+def test_needle_and_recall_take_baselines_too(base, pico_fox, pico_tokenizer, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the fox forgets the gate and the fox finds the gate again " * 40)
+    given = {"baselines": ["drope"], "tokenizer": pico_tokenizer, "progress": False}
+    asked = needle(pico_fox(), [base.model], [str(text)], [320], 1, trials=1, **given)
+    assert [entry["role"] for entry in asked["models"].values()] == ["model", "base", "drope"]
+    read = recall(pico_fox(), [base.model], [str(text)], 256, unit="tokens", control=0, **given)
+    assert [line["key"] for line in read["lines"]] == ["model", "base", "drope"]
+    losses = [octave["loss"] for octave in read["octaves"] if octave["tokens"]]
+    assert all(set(loss) == {"model", "base", "drope"} for loss in losses)
+    assert any(loss["drope"]["mean"] != loss["base"]["mean"] for loss in losses)

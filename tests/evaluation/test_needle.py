@@ -145,11 +145,11 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch):
     words = (
         "M --data a b --against B C --lengths 64,128 --depths 3 --mode multi-key --mode standard --trials 7 --seed 5"
     )
-    assert run("needle", *words.split(), "--batch", "4", "--generate", "--out", "o")[0] == 0
+    assert run("needle", *words.split(), "--batch", "4", "--generate", "--out", "o", "--baseline", "drope")[0] == 0
     assert given == {
         "model": "M", "against": ["B", "C"], "data": ["a", "b"], "lengths": [64, 128], "depths": 3, "batch": 4,
         "mode": ["multi-key", "standard"], "trials": 7, "seed": 5, "generate": True, "out": Path("o"),
-        "text_field": "text", "device": None, "dtype": None,
+        "text_field": "text", "device": None, "dtype": None, "baselines": ["drope"],
     }  # fmt: skip
     assert run("needle", "M", "--data", "a")[0] == 0
     assert (given["mode"], given["batch"], given["generate"], given["against"]) == (["easy"], "auto", False, None)

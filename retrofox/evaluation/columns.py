@@ -1,0 +1,28 @@
+"""The columns of a measurement: the model, what it is compared with, and baselines made of the base, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from retrofox.evaluation.baselines import Baseline, build
+from retrofox.loading.opened import Opened, open_model
+
+
+def columns(
+    model: Any, others: Sequence[Any], baselines: Sequence[Baseline], **options: Any
+) -> Iterator[tuple[str, Opened]]:
+    """(key, open model) of everything that is measured: model, base, its baselines, further bases.
+
+    Args:
+        model: as `open_model` takes it, or an `Opened` one; `others` likewise.
+        baselines: made of the first other, or of the model where there is none; they share its weights.
+        options: tokenizer, dtype and device of `open_model`.
+    """
+    for number, source in enumerate([model, *others]):
+        opened = source if isinstance(source, Opened) else open_model(source, **options)
+        yield "model" if number == 0 else "base" if number == 1 else f"base{number}", opened
+        if number == min(1, len(others)):
+            for baseline in baselines:
+                yield baseline.text, build(baseline, opened)
+        opened = None
