@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrofox.config import Recipe, dump, load_recipe, schema, validate
-from retrofox.config_yaml import apply_override, read_yaml
+from retrofox.config.yaml_text import apply_override, read_yaml
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.counts import parse_count
 
@@ -25,7 +25,7 @@ data: {train: [books.txt]}
 stages:
   - {objective: extend, tokens: 1M, sequence_length: 64, batch_tokens: 256, learning_rate: 6e-4}
 """
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 
 @pytest.fixture
