@@ -116,6 +116,16 @@ def group_schedules(groups: list[dict[str, Any]], stage: Stage, batch_tokens: in
     return [delayed if group["role"].startswith("gate") else common for group in groups]
 
 
+def set_rates(optimizer: Any, scheduler: Any, rates: list[float]) -> None:
+    """Gives a restored optimizer and its LambdaLR the recipe's present peak rates, one per group, at their step."""
+    scheduler.base_lrs = rates
+    scheduler._last_lr = [
+        rate * factor(scheduler.last_epoch) for rate, factor in zip(rates, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, rate, now in zip(optimizer.param_groups, rates, scheduler._last_lr, strict=True):
+        group["initial_lr"], group["lr"] = rate, now
+
+
 def tokens_per_step(stage: Stage, devices: int) -> int:
     """Tokens of an optimizer step on all devices together: the stage's batch_tokens, else one micro-batch on each."""
     return stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices
