@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ for where in sys.argv[2:]:
 def test_retrofox_loads_it(saved_before, name, tmp_path):
     before = saved_before(name)
     expected = load_file(before / "expected")
-    model = retrofox.load(before)
+    model: Any = retrofox.load(before)
     model.save_pretrained(tmp_path / "again")
     for opened in (model, retrofox.load(tmp_path / "again")):
         with torch.no_grad():
