@@ -70,7 +70,7 @@ class LoraConfig(Section):
 
 
 class RopeScaling(Section):
-    """transformers' `rope_scaling` of an unconverted model: its type, its factor, and what that type takes besides."""
+    """transformers' `rope_scaling` of an unconverted model: its type, its factor, and the other fields of that type."""
 
     rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
     factor: float = Field(gt=1, description="by how much the trained length is stretched")

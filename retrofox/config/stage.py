@@ -1,4 +1,4 @@
-"""One stage of a recipe: objective, tokens, rates, schedule; what does not go together is refused."""
+"""One stage of a recipe: objective, tokens, rates, schedule; refuses fields that exclude each other."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def preview(
     revision: str | None = None,
     calibrate: Sequence[Text] = (),
 ) -> tuple[Plan, dict[str, Any]]:
-    """What a conversion would do: its plan, and the same as JSON values with the bytes that would be written.
+    """The plan of a conversion, and the same as JSON values with the bytes that would be written.
 
     Nothing is written and no weight is read; of a local directory the weight files' headers are, and whatever would be
     refused is refused. Of a Hub id only config.json is fetched.
@@ -169,7 +169,7 @@ def write(
 
 @dataclass
 class _Job:
-    """One conversion: what it does, where its base is read from, and how it is written.
+    """One conversion: its plan, where its base is read from, and how it is written.
 
     Attributes:
         place: the live model, the .gguf file or the local directory, for calibration and the proof.
@@ -234,7 +234,7 @@ def _from_disk(source: str | Path, spec: FoxSpec, link: bool, revision: str | No
 
 @contextlib.contextmanager
 def _disk_of(out: Path) -> Iterator[None]:
-    """Turns what a full disk raises inside, often without a file's name, into a ValueError about `out`."""
+    """Turns the errors of a full disk, often without a file's name, into a ValueError about `out`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -256,7 +256,7 @@ def _calibrated(
     options: dict[str, Any] = {"out_dir": work, "steps": steps, "refit_queries": refit}
     if not has_norms(plan):
         return calibrate(place, plan.spec, files, **options), {}
-    # Norms come first, queries are fitted to what leaves them. That takes the whole model at once.
+    # Norms come first: queries are fitted to their output. That takes the whole model at once.
     base, tokenizer = (place, None) if isinstance(place, PreTrainedModel) else load_base(place, dtype=torch.float32)
     model = apply(base, plan)
     set_gains(model, tokenizer, files if tokenizer is not None else ())

@@ -66,7 +66,7 @@ def evaluate(
     cache: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Measures L(i), the loss of document position i in nats, for a model and for what it is compared with.
+    """Measures L(i), the loss of document position i in nats, for a model and for those it is compared with.
 
     All lines read the same tokens: the first `length` tokens of each document, chosen with the model's tokenizer. A
     converted model is also run with its gates forced open and with its gates shuffled over heads, since a loss alone

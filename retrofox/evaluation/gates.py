@@ -1,4 +1,4 @@
-"""`retrofox inspect`: what the forget gates of a converted model do, head by head."""
+"""`retrofox inspect`: the forget gates of a converted model, head by head."""
 
 from __future__ import annotations
 

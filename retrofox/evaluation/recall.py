@@ -1,4 +1,4 @@
-"""`retrofox recall`: how well a model remembers what it read, d tokens back, in natural text.
+"""`retrofox recall`: how well a model remembers natural text that it read d tokens back.
 
 A loss that stays flat over a long document is no memory. Text that repeats itself tells: a name, a phrase, a sentence
 that stood d tokens back can be continued from there, if the model still sees it.

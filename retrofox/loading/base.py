@@ -1,4 +1,4 @@
-"""Loading what is not converted: base models with their tokenizers, and the configs of what is to be converted."""
+"""Loading unconverted models: base models with their tokenizers, and the configs of sources to convert."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def has_softcap(config: Any) -> bool:
 
 
 def base_config(source: str | Path, revision: str | None = None) -> Any:
-    """The transformers config of a source that is a directory or Hub id, refusing what can't be converted."""
+    """The transformers config of a directory or Hub id; raises for a model that can't be converted."""
     refuse_adapter(source)
     values = read_config(source, revision)
     check_source(source, values)

@@ -26,7 +26,7 @@ def checkpoint_tokenizer(source: str | Path, out: Path) -> Any:
 
 
 UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError)
-"""What transformers raises at tokenizer files that are damaged, need other libraries, or need code of their own."""
+"""Errors of transformers at tokenizer files that are damaged, need other libraries, or need code of their own."""
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
@@ -84,7 +84,7 @@ def open_tokenizer(source: str) -> Any:
             f"no such model: {source}: give a directory (converted or not), a .gguf file or a Hub id (org/name)"
         )
     problem = "no tokenizer files there"
-    holds_converted(source)  # says what is wrong with the model's own files
+    holds_converted(source)  # raises for the model's own files, if they are damaged
     try:
         tokenizer = load_tokenizer(source)
     except FileNotFoundError:

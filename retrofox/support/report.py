@@ -1,4 +1,4 @@
-"""What every report carries: the environment its numbers depend on, and a progress bar while they are made."""
+"""For every report: the environment that its numbers depend on, and a progress bar while they are made."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_folder(out: str | os.PathLike | None) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Command, time, package versions, processor, memory and GPU: what a measured number depends on."""
+    """Command, time, package versions, processor, memory and GPU, on which measured numbers depend."""
     versions: dict[str, str | None] = {"retrofox": __version__}  # also where it runs from a source tree
     for package in PACKAGES:
         try:

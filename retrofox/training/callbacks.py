@@ -1,4 +1,4 @@
-"""What happens beside the training loop: annealing, signals, the log line."""
+"""Callbacks of the training loop: annealing, signals, the log line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LossWindow:
         self.start = step
 
     def state(self, accelerator: Any) -> dict[str, Any]:
-        """What a checkpoint keeps: where the window starts, and every process's sums."""
+        """For a checkpoint: where the window starts, and every process's sums."""
         return {"start": self.start, "sums": accelerator.gather(self.sums[None]).tolist()}
 
     def restore(self, kept: dict[str, Any], rank: int, world_size: int) -> None:
@@ -187,7 +187,7 @@ class Clock:
         self.step, self.time = step, time.perf_counter()
 
     def memory(self) -> int:
-        """Bytes: a GPU's peak; on a CPU what is in use, as its peak lies in what ran before the loop."""
+        """Bytes: a GPU's peak; on a CPU the memory in use: its peak may date from before the loop."""
         return peak_bytes(self.device) if self.device.type == "cuda" else bytes_in_use(self.device)
 
     def read(self, step: int, max_steps: int, world_size: int) -> dict[str, float]:
@@ -255,7 +255,7 @@ class JsonLog:
             write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def _lines(self) -> list[dict[str, Any]]:
-        """The entries that can be read: what a power cut left of the last one never stops a run."""
+        """The entries that can be read; a last one cut short never stops a run."""
         found = []
         for line in self.path.read_bytes().split(b"\n") if self.path.is_file() else ():
             with contextlib.suppress(ValueError):

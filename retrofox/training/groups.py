@@ -83,7 +83,7 @@ def schedule(stage: Stage, batch_tokens: int) -> Callable[[int], float]:
 
     Warm-up is linear over `warmup_tokens`, counted at the step's end so that the first step is not idle; then with
     p = progress through the rest: cosine (1 + cos pi p) / 2, linear 1 - p, constant 1, wsd 1 until the last
-    `decay_tokens` (a fifth, or what the warm-up leaves) and linear from there; all from 1 down to min_lr_ratio.
+    `decay_tokens` (a fifth, at most all after the warm-up) and linear from there; all from 1 down to min_lr_ratio.
     """
     floor, warmup = stage.min_lr_ratio, stage.warmup_tokens
     decay_tokens = stage.decay_tokens or max(1, min(stage.tokens // 5, stage.tokens - stage.warmup_tokens))

@@ -104,7 +104,7 @@ class FoxTrainer(Trainer):
         }
 
     def _forward(self, model: Any, **batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the model's forward is during a stage: the objective."""
+        """The model's forward during a stage: the objective."""
         for gate in self.gates.gates:
             if gate.bias.dtype != torch.float32:
                 raise ValueError(
@@ -260,7 +260,7 @@ class FoxTrainer(Trainer):
             return
         self.accelerator.wait_for_everyone()
         if self.args.should_save and directory.exists():
-            checkpoint.discard(directory)  # what an interrupted save left
+            checkpoint.discard(directory)  # left by an interrupted save
         self.accelerator.wait_for_everyone()
         with checkpoint.saving(directory, root):
             super()._save_checkpoint(model, trial)

@@ -1,4 +1,4 @@
-"""What a run needs before anything is written: the one list of refusals that `plan` shows and `train` stops at."""
+"""Checks before anything is written: the one list of refusals that `plan` shows and `train` stops at."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StagePreflight:
 
 @dataclass
 class Preflight:
-    """What is known of a run before it: refusals in the order they were found, and what was not refused.
+    """Results of the checks before a run: refusals in the order they were found, and the parts that passed.
 
     Attributes:
         config: of the model to train, None where it can't be known.
@@ -62,7 +62,7 @@ class Preflight:
     stages: list[StagePreflight] = field(default_factory=list)
 
     def collect(self, check: Callable[[], Any], where: str = "") -> Any:
-        """What a check returns; None, and its error noted, where it refuses."""
+        """The result of a check; None, and its error noted, where it refuses."""
         try:
             return check()
         except (ValueError, FileNotFoundError) as error:
@@ -125,7 +125,7 @@ def starts_from(recipe: Recipe) -> Path | None:
 
 
 def device_memory(device: torch.device) -> float:
-    """Bytes a run can have: on a GPU without its context and what an allocator loses to fragments (5 %)."""
+    """Bytes a run can have: on a GPU without its context and an allocator's fragments (5 %)."""
     if device.type == "cuda":
         return 0.95 * torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total

@@ -26,7 +26,7 @@ from retrofox.training.teacher import named_original, needs_teacher
 
 
 def refuse_parallelism() -> None:
-    """Raises ValueError for what an accelerate config asks that would leave the gates behind, or fail later."""
+    """Raises ValueError for options of an accelerate config that would lose the gates, or fail later."""
     for variable, name in (("PARALLELISM_CONFIG_CP_SIZE", "context"), ("PARALLELISM_CONFIG_SP_SIZE", "sequence")):
         if int(os.environ.get(variable, "1")) > 1:
             raise ValueError(
@@ -133,7 +133,7 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
 def refuse_tokenizer(tokenizer: Any, vocabulary: int) -> None:
     """Raises ValueError for a tokenizer whose words, special tokens aside, are more than the model embeds.
 
-    Special tokens beyond it are common (Gemma 3's picture token): what counts is whether a text holds one.
+    Special tokens beyond it are common (Gemma 3's picture token): a text must hold one to be refused.
     """
     if tokenizer.vocab_size > vocabulary:
         raise ValueError(
@@ -143,7 +143,7 @@ def refuse_tokenizer(tokenizer: Any, vocabulary: int) -> None:
 
 
 def refuse_tokens(manifest: Manifest, tokenizer: Any, vocabulary: int) -> None:
-    """Raises ValueError for prepared texts that hold a token beyond what the model embeds."""
+    """Raises ValueError for prepared texts that hold a token beyond the model's embedding."""
     if max(tokenizer.get_vocab().values()) < vocabulary:
         return
     for tokens in open_tokens(manifest):
@@ -193,7 +193,7 @@ def _refuse_source(source: Source) -> None:
 
 
 def refused_data(recipe: Recipe, vocabulary: int | None) -> list[Exception]:
-    """What keeps the recipe's data from being tokenised: sources that are not there, no tokenizer, one too large."""
+    """Refusals before tokenising: sources that are not there, no tokenizer, one too large."""
     found: list[Exception] = []
     for source in (*recipe.data.train, *recipe.data.eval):
         try:

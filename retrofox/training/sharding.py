@@ -1,4 +1,4 @@
-"""FSDP2 and DeepSpeed: how weights are split, and what that asks of checkpoints and of gates."""
+"""FSDP2 and DeepSpeed: the form of saved weights, and groups of their own for gates."""
 
 from __future__ import annotations
 
