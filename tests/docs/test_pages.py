@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import re
@@ -175,9 +174,9 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             assert sentence in text, page
 
 
-def test_the_table_of_the_readme_is_of_the_arms_on_file():
+def test_the_table_of_the_readme_is_of_the_arms_on_file(hooks):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    arms = figures.read("retrofit/arms.json")["arms"]
+    arms = hooks.generated.figures.read("retrofit/arms.json")["arms"]
     for name, stars in {"base": "", "control": "", "yarn": "", "partial": "**", "fox": ""}.items():
         losses = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in arms[name]["loss"]}
         found = " / ".join(f"{100 * row['found']:.0f}" for row in arms[name]["needles"]["easy"])
