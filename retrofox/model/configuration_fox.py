@@ -34,6 +34,9 @@ PRESETS: dict[str, tuple[dict[str, Any], str]] = {
 """Name of a published system -> the fields that differ from FoxSpec(), and a description. The systems are those of
 Lin et al. (ICLR 2025), Press et al. (2022, ALiBi) and arXiv 2512.12167 (DroPE)."""
 
+OPEN = (1 / 2, 128.0)
+"""Default half-lives beside stretched pairs, in trained lengths: those of recipes/smollm2-partial.yaml (4096 to 1Mi)."""
+
 
 @dataclass
 class FoxSpec:
@@ -59,7 +62,8 @@ class FoxSpec:
         init: "open" (f = 1: the start is the base model), "slopes" (half-lives log-spaced over the heads of each
             layer), "calibrated" (half-lives fitted to where the base model's heads look), "alibi" (ALiBi's slopes:
             log f = -2^(-8h/H) for head h of H).
-        half_life: (shortest, longest) in tokens for "slopes"; None = (length / 32, length * 8) of the base's length.
+        half_life: (shortest, longest) in tokens for "slopes"; None = (length / 2, length * 128) of the base's length
+            with rope "interpolate", else (length / 32, length * 8).
         sink_tokens: first positions of each document whose keys are exempt from decay; 0 is the paper's FoX.
         pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift".
         log_n: if set, logits of position i are scaled by max(1, ln(i + 1) / ln(log_n)), log_n in tokens.
@@ -204,7 +208,8 @@ class FoxSpec:
         if spec.max_wavelength is None:
             spec.max_wavelength = trained_length / 4
         if spec.half_life is None and spec.init != "alibi":
-            spec.half_life = (max(1.0, trained_length / 32), trained_length * 8.0)
+            shortest, longest = OPEN if spec.rope == "interpolate" else (1 / 32, 8.0)
+            spec.half_life = (max(1.0, trained_length * shortest), trained_length * longest)
         return spec
 
 
