@@ -63,6 +63,9 @@ def evaluate(
     from retrofox.evaluation.evaluate import evaluate as run
     from retrofox.loading.trust import trusting_code
 
+    names = [task.strip() for task in tasks.split(",") if task.strip()]
+    if tasks and not names:
+        raise ValueError(f"tasks must be names with commas between, such as short or arc_easy,piqa; got {tasks!r}")
     with trusting_code(trust_remote_code):
         run(
             model,
@@ -78,10 +81,10 @@ def evaluate(
             short_context=short_context or (),
             text_field=text_field,
             baselines=baseline or [],
-            tasks=[task.strip() for task in tasks.split(",") if task.strip()],
+            tasks=names,
             include_path=include_path,
             limit=limit,
-            task_batch=int(task_batch) if task_batch.isdigit() else task_batch,
+            task_batch=int(task_batch) if task_batch.isdecimal() else task_batch,
             task_cache_folder=task_cache,
             cache=cache,
             device=device,
@@ -187,7 +190,9 @@ def recall(
     model: Annotated[str, typer.Argument(help=MODEL)],
     data: Annotated[list[str], typer.Option(help="Files or directories of long documents, one or more.")],
     against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens read of each document: distances go up to it.")] = 8192,
+    length: Annotated[
+        int, typer.Option(parser=count, metavar=METAVAR, help="Tokens read of each document: distances go up to it.")
+    ] = 8192,
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
     ngram: Annotated[int, typer.Option(help="Words that must repeat, the one being completed included.")] = 4,
     unit: Annotated[str, typer.Option(help="words, or tokens to count each token as a word.")] = "words",
@@ -201,6 +206,7 @@ def recall(
     text_field: TextField = "text",
     device: Device = None,
     dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measures how well a model remembers natural text that it read d tokens back, by octave of d.
 
@@ -215,8 +221,10 @@ def recall(
         retrofox recall RUN/model --against BASE --data books/ --length 32768 --out recall
     """
     from retrofox.evaluation.recall import recall as run
+    from retrofox.loading.trust import trusting_code
 
     options: dict[str, Any] = {"ngram": ngram, "unit": unit, "control": control, "seed": seed, "batch": batch}
     options |= {"max_documents": max_documents, "text_field": text_field, "device": device, "dtype": dtype}
     options |= {"baselines": baseline or []}
-    run(model, against or None, data, length, out, **options)
+    with trusting_code(trust_remote_code):
+        run(model, against or None, data, length, out, **options)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from retrofox.calibration.calibrate import apply_to, calibrate
 from retrofox.calibration.steps import STEPS
@@ -25,9 +25,9 @@ from retrofox.conversion.norm_gains import gains_of, has_norms, set_gains
 from retrofox.conversion.tensors import check_weights
 from retrofox.conversion.verify import prove
 from retrofox.loading import shards
-from retrofox.loading.base import base_config, load_base
+from retrofox.loading.base import any_config, base_config, load_base
 from retrofox.loading.shards import Appearing, Progress, refuse_existing
-from retrofox.loading.source import check_live, check_out, fetch, reading_gguf, recorded
+from retrofox.loading.source import check_live, check_out, fetch, recorded
 from retrofox.loading.tokenizers import tokenizer_of_live
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.files import new_file_mode
@@ -47,12 +47,7 @@ def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str 
     if revision is not None and Path(source).exists():
         raise ValueError(f"revision {revision!r} belongs to a Hub id, and {source} is a local path: drop one of them")
     if str(source).endswith(".gguf"):
-        path = Path(source)
-        if not path.is_file():
-            raise FileNotFoundError(f"{source}: no such file")
-        with reading_gguf(path):
-            config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-        return make_plan(config, spec, base=recorded(source))
+        return make_plan(any_config(source), spec, base=recorded(source))
     return make_plan(base_config(source, revision), spec, base=recorded(source), revision=revision)
 
 

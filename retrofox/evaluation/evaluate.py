@@ -24,6 +24,7 @@ from retrofox.evaluation.context_use import ShortContexts, short_contexts
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_report import differences, print_tasks
+from retrofox.loading.device import check_place
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.support.memory import peak_bytes, reset_peak
@@ -113,6 +114,7 @@ def evaluate(
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
+    check_place(device, dtype)
     contexts = short_contexts(short_context, length)
     started = time.time()
     name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path

@@ -76,6 +76,26 @@ def has_softcap(config: Any) -> bool:
     return getattr(config, "attn_logit_softcapping", None) is not None
 
 
+def any_config(source: str | Path) -> Any:
+    """The transformers config of an unconverted model, supported or not: Hub id, directory or .gguf file.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: its file is damaged, or the model needs code of its own that may not run (see `loading.trust`).
+    """
+    path = Path(source)
+    if str(source).endswith(".gguf"):
+        if not path.is_file():
+            raise FileNotFoundError(f"{source}: no such file")
+        with reading_gguf(source):
+            return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    values = read_config(source)
+    register_outside(values)
+    refuse_untrusted(source, values)
+    with understood(f"config.json of {source}"):
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=trusts_code(source, values))
+
+
 def base_config(source: str | Path, revision: str | None = None) -> Any:
     """The transformers config of a directory or Hub id; raises for a model that can't be converted."""
     refuse_adapter(source)

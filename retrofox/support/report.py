@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from retrofox.support.files import nearest_existing, why_unwritable
 from retrofox.version import __version__
 
 PACKAGES = ("torch", "transformers", "triton", "peft", "tokenizers", "numpy")
@@ -25,13 +26,12 @@ def check_folder(out: str | os.PathLike | None) -> None:
     """Raises ValueError where results can't go, before they are made: `out` is a file, lies below one, is read-only."""
     if out is None:
         return
-    there = Path(out).absolute()
-    while not there.exists():
-        there = there.parent
+    there = nearest_existing(Path(out))
     if not there.is_dir():
         raise ValueError(f"results can't go to {out}: {there} is a file; name a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"results can't go to {out}: {there} can't be written to; name another directory")
+    reason = why_unwritable(there)
+    if reason is not None:
+        raise ValueError(f"results can't go to {out}: {there} can't be written to ({reason}); name another directory")
 
 
 def environment() -> dict[str, Any]:

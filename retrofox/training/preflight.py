@@ -10,10 +10,11 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from retrofox.anatomy import lm_class
 from retrofox.config import Recipe, Stage
+from retrofox.loading.base import any_config
 from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
 from retrofox.support.memory import size
@@ -134,10 +135,7 @@ def device_memory(device: torch.device) -> float:
 def _config(recipe: Recipe) -> tuple[Any, int]:
     """(config of the model to train, parameters that its conversion adds)."""
     if recipe.model.endswith(".gguf"):
-        path = Path(recipe.model)
-        if not path.is_file():
-            raise FileNotFoundError(f"{recipe.model}: no such file")
-        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        config = any_config(recipe.model)
     else:
         refuse_adapter(recipe.model)
         refuse_rope(recipe, recipe.model)
@@ -149,7 +147,7 @@ def _config(recipe: Recipe) -> tuple[Any, int]:
                     "base model"
                 )
             return lm_class(model_type.removeprefix("fox_")).config_class.from_pretrained(recipe.model), 0
-        config = AutoConfig.from_pretrained(recipe.model)
+        config = any_config(recipe.model)
     if recipe.fox is None:
         if recipe.lora is not None:
             raise ValueError("LoRA here adapts converted models: give the recipe a `fox:` section")
@@ -171,7 +169,7 @@ def empty(config: Any, recipe: Recipe) -> Any:
 def built(config: Any, recipe: Recipe) -> Any:
     """The model of a config with random weights in float32, adapters added where the recipe has them."""
     if not config.model_type.startswith("fox_"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model = lm_class(config.model_type.removeprefix("fox_"))(config)
     if recipe.lora is None:
         return model

@@ -18,6 +18,7 @@ from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
 from retrofox.loading.tokenizers import recipe_tokenizer
+from retrofox.support.files import nearest_existing, why_unwritable
 from retrofox.training.groups import set_trainable
 from retrofox.training.objectives import choose_cross_entropy
 from retrofox.training.output import batches_of, refuse_mingling
@@ -160,23 +161,18 @@ def refuse_output(recipe: Recipe) -> None:
     out = Path(recipe.output)
     refuse_mingling(recipe)
     batches_of(out, recipe)
-    place = _existing(out)
+    place = nearest_existing(out)
     if not place.is_dir():
         raise ValueError(f"can't write to {out}: {place} is a file; choose another `output`")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ValueError(f"can't write to {place}; choose another `output`")
+    reason = why_unwritable(place)
+    if reason is not None:
+        raise ValueError(f"can't write to {place} ({reason}); choose another `output`")
 
 
 def free_bytes(out: Path) -> int:
     """Free bytes on the disk where OUTPUT is or will be."""
-    place = _existing(out)
+    place = nearest_existing(out)
     return shutil.disk_usage(place if place.is_dir() else place.parent).free
-
-
-def _existing(path: Path) -> Path:
-    """The path itself, or the nearest one above it that is there."""
-    whole = path.expanduser().absolute()
-    return next(place for place in (whole, *whole.parents) if place.exists())
 
 
 def _on_the_hub(reference: str) -> bool:
