@@ -17,7 +17,7 @@ from retrofox import anatomy
 from retrofox.evaluation.bootstrap import Bootstrap, student_t, trend
 from retrofox.evaluation.readings import Reading, read
 from retrofox.evaluation.recall import octave_edges, recall
-from retrofox.evaluation.recall_control import GUARD, MOST_CUT, plan_control
+from retrofox.evaluation.recall_control import GUARD, MOST_CUT, MOST_EARLIER, _in_turn, plan_control
 from retrofox.evaluation.recall_report import verdicts
 from retrofox.evaluation.repeats import WordStarts, find_repeats
 from retrofox.loading.opened import open_model
@@ -256,3 +256,15 @@ def test_refusals(copier, words, texts, tmp_path, run):
     code, _, err = run("recall", "nowhere/at/all", "--data", texts[0])
     assert code == 2
     assert "no such model" in err
+
+
+def test_turns_of_phrase_and_ngrams_over_their_own_source_are_not_sampled():
+    draw = np.random.default_rng(0)
+    phrase = np.array([900, 901, 902, 903])
+    ids = np.concatenate([np.concatenate([draw.integers(0, 800, 20), phrase]) for _ in range(MOST_EARLIER + 4)])
+    ids = np.concatenate([ids, np.full(6, 950)])  # the same token again and again: its 4-grams overlap
+    repeats = find_repeats(ids, np.ones(len(ids), bool), 4)
+    ends = np.flatnonzero(ids == 903)
+    able = [*ends[1:], *np.flatnonzero(repeats.previous >= len(ids) - 6)]
+    assert len(able) > len(ends)
+    assert sorted(_in_turn([np.array(able)], repeats, 64, draw)) == ends[1 : MOST_EARLIER + 1].tolist()
