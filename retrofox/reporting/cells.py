@@ -28,7 +28,7 @@ def difference(row: Mapping[str, Any]) -> str:
     if change is None:
         return "-"
     value, unit = change["value"], row["unit"]
-    text = f"{100 * value:+.0f} pp" if unit == "share" else f"{value:+.3f}" if unit == "nats" else f"{value:+.4f}"
+    text = _signed(value, unit) + (" pp" if unit == "share" else "")
     if change.get("interval") is not None:
         low, high = (_signed(end, unit) for end in change["interval"])
         return f"{text} ({low} to {high})"
@@ -43,4 +43,6 @@ def _end(value: float, unit: str) -> str:
 
 
 def _signed(value: float, unit: str) -> str:
-    return f"{100 * value:+.0f}" if unit == "share" else f"{value:+.3f}"
+    """With its sign, and none where all digits are 0."""
+    text = f"{100 * value:+.0f}" if unit == "share" else f"{value:+.3f}" if unit == "nats" else f"{value:+.4f}"
+    return text if float(text) else text[1:]

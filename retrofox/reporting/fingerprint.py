@@ -55,6 +55,14 @@ def data_fingerprint(data: Sequence[str], digests: Digests) -> str:
     return _hash([unit.identity(digests) for path in data for unit in resolve(DataSource(path))])
 
 
+def folder_fingerprint(folder: str | None, digests: Digests) -> str | None:
+    """A hash of all files of a folder by name and content."""
+    if folder is None or not Path(folder).is_dir():
+        return None
+    files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
+    return _hash([[file.relative_to(folder).as_posix(), digests.of(file)] for file in files])
+
+
 def part_fingerprint(identity: dict[str, Any]) -> str:
     """The key of a part's result: its options, models and texts, and the versions that it ran with."""
     versions = {"retrofox": __version__, "torch": torch.__version__, "transformers": transformers.__version__}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -14,6 +15,9 @@ from retrofox.reporting.details import gates_table, short_context_table, slopes_
 from retrofox.reporting.style import CSS
 from retrofox.reporting.tables import chip, summary_table, table
 
+WIDTH = re.compile(rb'<svg[^>]* width="([0-9.]+)pt"')
+POINT = 4 / 3
+"""Pixels of CSS in a point."""
 MEMORY = (
     "A loss that does not rise is no memory. So memory comes first: facts asked for at the end of a long text, and "
     "natural text that repeats what stood d tokens back."
@@ -197,10 +201,13 @@ def _gpu(gpu: dict[str, Any] | None) -> str:
 def _figure(folder: Path, name: str, part: dict[str, Any], key: str, caption: str) -> str:
     """A figure that an evaluation wrote, as data inside the page."""
     file = folder / name / Path(part["files"][key]).name  # the folder may have moved since
-    data = base64.b64encode(file.read_bytes()).decode()
+    drawn = file.read_bytes()
+    width = float(WIDTH.search(drawn).group(1)) * POINT  # type: ignore[union-attr]
+    data = base64.b64encode(drawn).decode()
     under = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     alt = escape(caption or f"{name}, {key.removesuffix('_svg')}", quote=True)
-    return f'<figure><img alt="{alt}" src="data:image/svg+xml;base64,{data}">{under}</figure>'
+    style = f'style="max-width:{width:.0f}px"'
+    return f'<figure><img alt="{alt}" {style} src="data:image/svg+xml;base64,{data}">{under}</figure>'
 
 
 def _foot(result: dict[str, Any]) -> str:

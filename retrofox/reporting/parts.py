@@ -48,12 +48,11 @@ class Part:
     options: dict[str, Any]
     tokens: int = 0
 
-    @property
-    def command(self) -> str:
+    def command(self, dtype: str | None = None, device: str | None = None) -> str:
         """The command that measures the same alone."""
         words = ["retrofox", COMMANDS[self.run], self.options["model"]]
-        for name, value in self.options.items():
-            if name != "model":
+        for name, value in {**self.options, "dtype": dtype, "device": device}.items():
+            if name != "model" and (name, value) != ("text_field", "text"):
                 words += _flag(name, value)
         return shlex.join(words)
 

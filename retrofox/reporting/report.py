@@ -20,20 +20,16 @@ from retrofox.evaluation.heads import head_places
 from retrofox.loading.device import resolve_device, resolve_dtype
 from retrofox.loading.source import first_line, holds_converted
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
-from retrofox.reporting.fingerprint import data_fingerprint, model_fingerprint, part_fingerprint
+from retrofox.reporting.fingerprint import data_fingerprint, folder_fingerprint, model_fingerprint, part_fingerprint
 from retrofox.reporting.markdown import card_section
 from retrofox.reporting.page import render
 from retrofox.reporting.parts import Asked, Part, plan_parts
+from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE
 from retrofox.reporting.suites import Suite, choose_suite
 from retrofox.reporting.summary import summarise
 from retrofox.support.files import write_result
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import check_folder, environment
-
-FOLDER = "report"
-"""Where a report goes inside a model's directory; `retrofox push` looks for it there."""
-PAGE, DATA = "report.html", "report.json"
-FORMAT = 1
 
 
 def report(
@@ -109,7 +105,7 @@ def report(
     _check(asked, chosen)
     folder = Path(out) if out is not None else _folder_in(asked.model)
     check_folder(folder)
-    kept = _Kept(folder, asked, str(resolve_device(device)), dtype)
+    kept = _Kept(folder, asked, dtype, device)
     parts, missing = plan_parts(asked, chosen)
     if not parts:
         raise ValueError("nothing to measure: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
@@ -179,23 +175,25 @@ class _Kept:
 
     folder: Path
     asked: Asked
-    device: str
     dtype: str | None
+    given_device: str | None
 
     def __post_init__(self) -> None:
         memory = self.folder / "parts" / "digests.json"
         digests = Digests.load(memory)
         self.models = [model_fingerprint(source, digests) for source in (self.asked.model, *self.asked.against)]
         self.texts = data_fingerprint(self.asked.data, digests)
+        self.task_files = folder_fingerprint(self.asked.include_path, digests)
         write_result(memory, json.dumps(digests.known).encode())
 
     def identity(self, part: Part) -> dict[str, Any]:
         """All that decides a part's numbers: files by their content, not by where they lie."""
-        paths = ("model", "against", "data", "task_cache_folder")
+        paths = ("model", "against", "data", "include_path", "task_cache_folder")
         options = {name: value for name, value in part.options.items() if name not in paths}
         identity: dict[str, Any] = {"part": part.name, "options": options, "models": self.models}
-        where = {"device": self.device.partition(":")[0], "dtype": self.dtype}
-        return identity | where | {"texts": self.texts if "data" in part.options else None}
+        identity |= {"device": resolve_device(self.given_device).type, "dtype": self.dtype}
+        identity["texts"] = self.texts if "data" in part.options else None
+        return identity | {"task_files": self.task_files if "tasks" in part.options else None}
 
     def place(self, part: Part) -> Path:
         return self.folder / "parts" / part.name
@@ -216,7 +214,7 @@ class _Kept:
             "fingerprint": part_fingerprint(identity),
             "identity": identity,
             "measures": part.measures,
-            "command": part.command,
+            "command": part.command(self.dtype, self.given_device),
             "seconds": seconds,
             "tokens": part.tokens,
             "result": json.loads((place / part.file).read_text(encoding="utf-8")),

@@ -40,13 +40,13 @@ th { color: var(--soft); font-weight: 600; font-size: 13px; overflow-wrap: anywh
 th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: nowrap; }
 tr.group td { font-weight: 600; padding-top: 14px; border-bottom-color: var(--soft); }
 tr:last-child td { border-bottom: 0; }
-td .low { color: var(--soft); font-size: 12px; white-space: nowrap; }
-td.bar { background: linear-gradient(var(--bar), var(--bar)) left center / var(--v) 74% no-repeat; }
+td .low { display: block; color: var(--soft); font-size: 12px; line-height: 1.3; white-space: nowrap; }
+td.bar { background: linear-gradient(var(--bar), var(--bar)) left bottom / var(--v) 4px no-repeat; }
 td.best { font-weight: 650; }
 ul { margin: 8px 0 0; padding-left: 20px; max-width: 88ch; }
 li { margin: 3px 0; overflow-wrap: anywhere; }
 figure { margin: 18px 0 6px; background: #fff; border-radius: 8px; padding: 8px; border: 1px solid var(--line); }
-figure img { display: block; width: 100%; height: auto; max-width: 860px; margin: 0 auto; }
+figure img { display: block; width: 100%; height: auto; margin: 0 auto; }
 figcaption { color: #5b6370; font-size: 13px; padding: 6px 4px 2px; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(330px, 1fr)); gap: 14px; }
 .pair figure { margin: 8px 0; }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from retrofox.evaluation.bootstrap import student_t
 from retrofox.evaluation.context_use import trends
 from retrofox.evaluation.gates_report import head_sentences
+from retrofox.evaluation.loss_report import CONTROLS
 from retrofox.evaluation.loss_report import verdicts as gate_verdicts
 from retrofox.evaluation.needles.tasks import MODES
 from retrofox.evaluation.paired import paired_difference
@@ -34,13 +36,14 @@ def _labels(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     """Names of the columns, the model first."""
     for result in results.values():
         if "octaves" in result or "buckets" in result:
-            return {line["key"]: line["label"] for line in result["lines"] if line["key"] not in ("open", "shuffled")}
+            return {line["key"]: line["label"] for line in result["lines"] if line["key"] not in CONTROLS}
         if "answers" in result:
             return {values["role"]: name for name, values in result["models"].items()}
     for result in results.values():
         if result.get("names"):
             return dict(result["names"])
-    return {"model": next((r["model"] for r in results.values() if "heads" in r), "model")}
+    gates = next(result for result in results.values() if "heads" in result)
+    return {"model": gates["attention"][0]["label"] if "attention" in gates else Path(gates["model"]).name}
 
 
 def _row(topic: str, what: str, unit: str, values: Any, difference: Any, state: str | None) -> dict[str, Any]:
@@ -116,7 +119,7 @@ def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
         values = {
             key: {"value": v["mean"], "interval": _around(v, half)}
             for key, v in row["loss"].items()
-            if key not in ("open", "shuffled")
+            if key not in CONTROLS
         }
         change = row["difference"].get("model-base")
         difference = None if change is None else {"value": change["mean"], "interval": _around(change, half)}
@@ -172,7 +175,8 @@ def _sentences(results: Mapping[str, dict[str, Any]], rows: list[dict[str, Any]]
     if "recall" in results:
         sentences["memory"] += recall_verdicts(results["recall"])
     if results.get("loss", {}).get("buckets"):
-        sentences["loss"] = [*trends(results["loss"]), *gate_verdicts(results["loss"])]
+        columns = [line for line in results["loss"]["lines"] if line["key"] not in CONTROLS]
+        sentences["loss"] = [*trends({**results["loss"], "lines": columns}), *gate_verdicts(results["loss"])]
     if "attention" in results.get("heads", {}):
         sentences["heads"] = head_sentences(results["heads"]["attention"])
     tasks = [row for row in rows if row["topic"] == "tasks" and row["state"] is not None]
