@@ -119,8 +119,11 @@ def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
     measures = f"{suite.documents} documents of up to {longest} tokens"
     parts.append(Part("recall", measures, recall, "recall.json", {**read, **options}, tokens))
     options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": asked.min_tokens}
-    options |= {"short_context": suite.short_context, "baselines": specs}
+    used = suite.short_context if asked.min_tokens == suite.length else ""
+    options |= {"short_context": [used] if used else [], "baselines": specs}
     parts.append(Part("loss", measures, evaluate, "eval.json", {**read, **options}, once * (columns + 2)))
+    if asked.data and used != suite.short_context:
+        missing["use of context"] = f"fewer than {suite.documents} documents have {longest} tokens"
     if not asked.data:
         missing = {part.name: "it needs texts: give --data" for part in parts}
         parts = []
