@@ -84,7 +84,12 @@ def _sections(result: dict[str, Any], folder: Path) -> Iterator[tuple[str, str, 
     yield "memory", "Memory", f'<p class="lead">{MEMORY}</p>{memory}'
     if needles:
         rows = summary_table(result, "needle")
-        figures = "".join(_needle_figures(name, part, folder) for name, part in needles.items())
+        narrow = {name: part for name, part in needles.items() if len(part["modes"]) == 1}
+        figures = "".join(_needle_figure(name, part, folder) for name, part in narrow.items())
+        figures = f'<div class="pair">{figures}</div>' if figures else ""
+        figures += "".join(_needle_figure(name, needles[name], folder) for name in needles if name not in narrow)
+        grids = "".join(_needle_grids(name, part, folder) for name, part in needles.items())
+        figures += _details("By depth", f'<div class="pair">{grids}</div>') if grids else ""
         yield "needles", "Needles in a haystack", _needle_lead(needles) + rows + figures
     if "recall" in parts:
         part = parts["recall"]
@@ -116,23 +121,29 @@ def _note(needles: dict[str, Any], parts: dict[str, Any]) -> str:
 def _needle_lead(needles: dict[str, dict[str, Any]]) -> str:
     by = next(iter(needles.values()))["decided_by"]
     counts = ", ".join(
-        f"{len(part['depths']) * part['trials']} prompts a length in {' and '.join(part['modes'])}"
+        f"{_prompts(len(part['depths']) * part['trials'])} a length in {' and '.join(part['modes'])}"
         for part in needles.values()
     )
     return _lead(f"Share of needles found, by {by}, with 95 % Wilson intervals: {counts}. All models read the same.")
 
 
-def _needle_figures(name: str, part: dict[str, Any], folder: Path) -> str:
-    whole = _figure(folder, name, part, "svg", "Bars: 95 % Wilson intervals.")
+def _prompts(count: int) -> str:
+    return f"{count} prompt{'s' * (count > 1)}"
+
+
+def _needle_figure(name: str, part: dict[str, Any], folder: Path) -> str:
+    return _figure(folder, name, part, "svg", f"{', '.join(part['modes'])}: share found at each length")
+
+
+def _needle_grids(name: str, part: dict[str, Any], folder: Path) -> str:
+    """A heat-map for each model and each mode whose needles have a depth."""
     grids = []
     for label, values in part["models"].items():
         for mode in part["modes"]:
             if mode in PLACED:
                 key = values["role"] if len(part["modes"]) == 1 else f"{values['role']}_{mode}"
                 grids.append(_figure(folder, name, part, f"{key}_svg", f"{mode}: {label}"))
-    if not grids:
-        return whole
-    return f'{whole}<details><summary>By depth</summary><div class="pair">{"".join(grids)}</div></details>'
+    return "".join(grids)
 
 
 def _loss(result: dict[str, Any], part: dict[str, Any], folder: Path) -> str:

@@ -33,7 +33,7 @@ h3 { font-size: 15px; margin: 22px 0 6px; }
   color: var(--none); background: var(--none-bg); }
 .chip.better { color: var(--good); background: var(--good-bg); }
 .chip.worse { color: var(--bad); background: var(--bad-bg); }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; margin-top: 14px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 6px 10px; border-bottom: 1px solid var(--line); text-align: right; vertical-align: baseline; }
 th { color: var(--soft); font-weight: 600; font-size: 13px; overflow-wrap: anywhere; }
@@ -41,8 +41,8 @@ th:first-child, td:first-child { text-align: left; padding-left: 0; white-space:
 tr.group td { font-weight: 600; padding-top: 14px; border-bottom-color: var(--soft); }
 tr:last-child td { border-bottom: 0; }
 td .low { display: block; color: var(--soft); font-size: 12px; line-height: 1.3; white-space: nowrap; }
-td.bar { background: linear-gradient(var(--bar), var(--bar)) left bottom / var(--v) 4px no-repeat; }
-td.best { font-weight: 650; }
+td.bar { background: linear-gradient(var(--bar), var(--bar)) 10px bottom /
+  calc((100% - 20px) * var(--v)) 4px no-repeat; }
 ul { margin: 8px 0 0; padding-left: 20px; max-width: 88ch; }
 li { margin: 3px 0; overflow-wrap: anywhere; }
 figure { margin: 18px 0 6px; background: #fff; border-radius: 8px; padding: 8px; border: 1px solid var(--line); }

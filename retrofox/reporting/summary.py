@@ -197,4 +197,4 @@ def _compared(what: str, verb: str, rows: list[dict[str, Any]]) -> str:
         at = [row["what"] for row in rows if row["state"] == state]
         if at:
             told.append(f"{word} at {', '.join(at)}")
-    return f"{what} {verb}, against the base: {'; '.join(told)}"
+    return f"{what.capitalize()} {verb}, against the base: {'; '.join(told)}"

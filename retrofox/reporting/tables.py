@@ -41,7 +41,7 @@ def _value(row: dict[str, Any], key: str) -> str:
     text = _small(cell(value, row["unit"]))
     if row["unit"] != "share" or value["value"] is None:
         return f"<td>{text}</td>"
-    return f'<td class="bar" style="--v:{100 * value["value"]:.1f}%">{text}</td>'
+    return f'<td class="bar" style="--v:{value["value"]:.3f}">{text}</td>'
 
 
 def _small(text: str) -> str:

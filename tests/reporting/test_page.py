@@ -157,7 +157,7 @@ def test_a_difference_is_called_clear_by_a_paired_test_alone():
         assert [row["state"] for row in summary["rows"]] == [state]
         assert summary["labels"] == {"model": "mine", "base": "theirs"}
         word = {BETTER: "more at 64", WORSE: "fewer at 64", UNCLEAR: "no clear difference at 64"}[state]
-        assert summary["sentences"]["memory"] == [f"easy needles found, against the base: {word}"]
+        assert summary["sentences"]["memory"] == [f"Easy needles found, against the base: {word}"]
 
 
 def test_recall_loss_and_tasks_are_judged_by_their_intervals_and_the_side_that_is_better():
