@@ -18,6 +18,8 @@ from retrofox.reporting.tables import chip, summary_table, table
 WIDTH = re.compile(rb'<svg[^>]* width="([0-9.]+)pt"')
 POINT = 4 / 3
 """Pixels of CSS in a point."""
+ENOUGH = 30
+"""Repeated tokens from which an octave of distance may stand in a tile."""
 MEMORY = (
     "A loss that does not rise is no memory. So memory comes first: facts asked for at the end of a long text, and "
     "natural text that repeats what stood d tokens back."
@@ -58,6 +60,7 @@ def _tiles(result: dict[str, Any]) -> str:
         ("loss", "loss at positions {}, nats per token"),
     ):
         own = [row for row in rows if row["topic"] == topic and row["values"]["model"]["interval"] is not None]
+        own = [row for row in own if row.get("tokens", ENOUGH) >= ENOUGH]
         if own:
             tiles.append(_tile(own[-1], what.format(own[-1]["what"])))
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
@@ -183,7 +186,7 @@ def _method(result: dict[str, Any]) -> str:
             [name, entry["measures"], f"{entry['seconds']:.0f}", own["time"][:16], where, line.get("dtype", "")]
         )
         commands.append(f"<h3>{escape(name)}</h3><pre>{escape(entry['command'])}</pre>")
-    header = ["part", "measured", "seconds", "finished", "on", "dtype"]
+    header = ["part", "measured", "seconds", "begun", "on", "dtype"]
     facts = {
         "model": result["model"],
         "fingerprint": result["model_fingerprint"],

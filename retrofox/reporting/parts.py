@@ -103,7 +103,7 @@ def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
     longest = tokens_label(suite.length)
     for needles in suite.needles:
         count = needles.depths * needles.trials
-        measures = f"{count} prompts of {', '.join(map(tokens_label, suite.lengths))} tokens"
+        measures = f"{count} prompt{'s' * (count > 1)} of {', '.join(map(tokens_label, suite.lengths))} tokens"
         options: dict[str, Any] = {
             "lengths": list(suite.lengths),
             "depths": needles.depths,
@@ -116,7 +116,7 @@ def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
     options |= {"max_documents": suite.documents, "min_tokens": asked.min_tokens, "baselines": specs}
     once = suite.documents * suite.length
     tokens = once * columns * (1 + CONTROL_PASSES * bool(suite.control))
-    measures = f"{suite.documents} documents of up to {longest} tokens"
+    measures = f"{_documents(suite.documents)} of up to {longest} tokens"
     parts.append(Part("recall", measures, recall, "recall.json", {**read, **options}, tokens))
     options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": asked.min_tokens}
     used = suite.short_context if asked.min_tokens == suite.length else ""
@@ -130,6 +130,10 @@ def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
     _add_heads(parts, missing, asked, suite)
     _add_tasks(parts, missing, asked, suite)
     return parts, missing
+
+
+def _documents(count: int) -> str:
+    return f"{count} document{'s' * (count > 1)}"
 
 
 def _add_heads(parts: list[Part], missing: dict[str, str], asked: Asked, suite: Suite) -> None:
@@ -146,7 +150,7 @@ def _add_heads(parts: list[Part], missing: dict[str, str], asked: Asked, suite: 
     if asked.data:
         options |= {"against": base, "prune_eps": PRUNE_EPS, "maps": asked.maps}
         tokens = suite.heads_length * suite.heads_documents * (3 + 2 * (base is not None))
-    measures = f"{suite.heads_documents} documents of up to {tokens_label(suite.heads_length)} tokens"
+    measures = f"{_documents(suite.heads_documents)} of up to {tokens_label(suite.heads_length)} tokens"
     parts.append(Part("heads", measures if asked.data else "parameters alone", inspect, "gates.json", options, tokens))
 
 

@@ -11,6 +11,7 @@ from retrofox.evaluation.context_use import trends
 from retrofox.evaluation.gates_report import head_sentences
 from retrofox.evaluation.loss_report import CONTROLS
 from retrofox.evaluation.loss_report import verdicts as gate_verdicts
+from retrofox.evaluation.needles.shares import wilson_interval
 from retrofox.evaluation.needles.tasks import MODES
 from retrofox.evaluation.paired import paired_difference
 from retrofox.evaluation.recall_report import verdicts as recall_verdicts
@@ -97,16 +98,24 @@ def _recall_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for row in results.get("recall", {}).get("octaves", ()):
         if not row["tokens"]:
             continue
-        values = {key: {"value": v["mean"], "interval": v["interval"]} for key, v in row["accuracy"].items()}
+        values = {key: {"value": v["mean"], "interval": _wide(v, row["tokens"])} for key, v in row["accuracy"].items()}
         change = row.get("difference", {}).get("model", {}).get("accuracy")
-        difference = None if change is None else {"value": change["mean"], "interval": change["interval"]}
-        state = None
+        difference = state = None
         if change is not None:
-            low, high = change["interval"] or (0.0, 0.0)
-            state = _state(change["mean"], low > 0 or high < 0)
+            low, high = (min(1.0, max(-1.0, end)) for end in change["interval"] or (0.0, 0.0))
+            difference = {"value": change["mean"], "interval": change["interval"] and [low, high]}
+            state = _state(change["mean"], low < high and (low > 0 or high < 0))
         what = f"{tokens_label(row['from'])}-{tokens_label(row['to'])}"
-        rows.append(_row("recall", what, "share", values, difference, state))
+        rows.append({**_row("recall", what, "share", values, difference, state), "tokens": row["tokens"]})
     return rows
+
+
+def _wide(accuracy: dict[str, Any], tokens: int) -> list[float] | None:
+    """The interval over documents; Wilson's over tokens where all documents agree, as a handful of tokens may."""
+    interval = accuracy["interval"]
+    if interval is None or interval[0] < interval[1]:
+        return interval
+    return list(wilson_interval(accuracy["mean"], tokens))
 
 
 def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

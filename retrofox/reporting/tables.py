@@ -22,14 +22,15 @@ def summary_table(result: dict[str, Any], topic: str) -> str:
     rows = [row for row in result["summary"]["rows"] if row["topic"].split()[0] == topic]
     with_base = "base" in labels and any(row["difference"] for row in rows)
     first = {"needle": "length", "recall": "distance", "loss": "positions", "tasks": "task, metric"}[topic]
-    header = [first, *labels.values(), *(["difference to the base", ""] if with_base else [])]
+    counted = ["tokens"] if topic == "recall" else []
+    header = [first, *counted, *labels.values(), *(["difference to the base", ""] if with_base else [])]
     body, group = [], None
     for row in rows:
         if topic == "needle" and row["topic"] != group:
             group = row["topic"]
             body.append(f'<tr class="group"><td colspan="{len(header)}">{escape(group.split(maxsplit=1)[1])}</td></tr>')
-        cells = [f"<td>{escape(row['what'])}</td>", *(_value(row, key) for key in labels if key in row["values"])]
-        cells += ["<td>-</td>"] * (len(labels) - len(cells) + 1)
+        cells = [f"<td>{escape(row['what'])}</td>", *(f"<td>{row[name]:,}</td>" for name in counted)]
+        cells += [_value(row, key) if key in row["values"] else "<td>-</td>" for key in labels]
         if with_base:
             cells += [f"<td>{_small(difference(row))}</td>", f"<td>{chip(row['state'])}</td>"]
         body.append(f"<tr>{''.join(cells)}</tr>")

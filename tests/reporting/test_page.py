@@ -185,6 +185,13 @@ def test_recall_loss_and_tasks_are_judged_by_their_intervals_and_the_side_that_i
     recall = {"lines": lines, "octaves": octaves}
     states = [row["state"] for row in summarise({"recall": recall})["rows"]]
     assert states == [BETTER, WORSE, UNCLEAR]  # and no row of an octave without a token
+    few = octave(1.0, 1.0, 1.0)
+    few["accuracy"]["model"] = value(1.0, 1.0, 1.0)
+    [row] = summarise({"recall": {"lines": lines, "octaves": [few]}})["rows"]
+    assert row["state"] == UNCLEAR  # that all documents agree is no interval
+    assert row["values"]["model"]["interval"] == pytest.approx([0.7, 1.0], abs=0.01)  # Wilson's, of nine tokens
+    [row] = summarise({"recall": {"lines": lines, "octaves": [octave(0.5, -3.0, 4.0)]}})["rows"]
+    assert row["difference"]["interval"] == [-1.0, 1.0]
     p = {"difference": 0.1, "standard_error": 0.01, "p": 0.001, "documents": 9}
     tasks = {
         "names": {"model": "mine", "base": "theirs"},
