@@ -83,9 +83,14 @@ def push(
     repo: Annotated[str, typer.Argument(help="Hub repository, org/name; created where it doesn't exist.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Folder of its report, for the card; by default `report` in the model's directory."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
 ) -> None:
     """Uploads a converted model to the Hub in one commit; checks that it is complete before, and every file after."""
     from retrofox.hub import push as run
 
-    print(json.dumps(run(directory, repo, private=private, message=message, dry_run=dry_run), indent=2))
+    done = run(directory, repo, private=private, message=message, report=report, dry_run=dry_run)
+    print(json.dumps(done, indent=2))

@@ -228,12 +228,16 @@ def test_the_command_line_passes_every_option_on(run, pico_checkpoint, tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("the fox forgets the gate and then some other thing happens to it, " * 6, encoding="utf-8")
     arguments = ["recall", pico_checkpoint, "--data", text, "--length", 300, "--out", tmp_path / "out", "--seed", 7]
+    (tmp_path / "short.txt").write_text("the fox and the fox", encoding="utf-8")
+    arguments.insert(3, tmp_path / "short.txt")
     options = ["--ngram", 3, "--unit", "tokens", "--control", 2, "--max-documents", 1, "--batch", 2, "--device", "cpu"]
+    options += ["--min-tokens", 100]
     code, printed, err = run(*arguments, *options, "--against", pico_checkpoint)
     assert code == 0, err
     result = json.loads((tmp_path / "out" / "recall.json").read_text())
     assert (result["ngram"], result["unit"], result["control"], result["seed"]) == (3, "tokens", 2, 7)
     assert [line["key"] for line in result["lines"]] == ["model", "base"]
+    assert result["document_names"] == ["text.txt"]  # the other is too short
     assert "3 tokens seen before" in printed
 
 
@@ -244,6 +248,8 @@ def test_refusals(copier, words, texts, tmp_path, run):
         ({"unit": "letters"}, "unit must be one of words, tokens"),
         ({"control": -1}, "control must be a number of tokens"),
         ({"batch": 0}, "batch must be at least 1"),
+        ({"min_tokens": 1}, "min_tokens must lie between 2 and the length"),
+        ({"min_tokens": 701, "length": 700}, "min_tokens must lie between 2 and the length"),
         ({"max_documents": 0}, "max_documents must be at least 1"),
         ({"length": 64}, "no token in .* completes 4 words that stood 16 or more tokens before"),
         ({"data": []}, "nothing to read"),
