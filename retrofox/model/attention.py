@@ -11,8 +11,9 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache import GateCache
+from .cache import GateCache, GrowingLayer
 from .configuration_fox import FoxSpec
+from .fixed import decode_at, decodes_at, visible_at
 from .fused import Projections, available, enterable, untouched
 from .gates import ForgetGate
 from .masks import first_visible, visible_keys
@@ -176,7 +177,10 @@ class FoxMixin(nn.Module):
         # Under autocast the rotary's float32 (cos, sin) widen q and k but not v.
         query, key = query.to(value.dtype), key.to(value.dtype)
         if self.log_n is not None and self.mode != "original":
-            query = _log_n(query, self.log_n, gates.position_ids, key.shape[2])
+            position_ids = gates.position_ids
+            if position_ids is None and gates.layer is not None and gates.layer.clock is not None:
+                position_ids = gates.layer.clock.position
+            query = _log_n(query, self.log_n, position_ids, key.shape[2])
         options: dict[str, Any] = {
             "scale": scaling,
             "window": sliding_window,
@@ -253,6 +257,8 @@ def _attend(
     """Takes the masked path, the kernels for decoding or the operator; shapes as in `FoxMixin.attend`."""
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
         return _masked(query, key, value, gates.cumulative(), attention_mask, options)
+    if gates.layer is not None and gates.layer.clock is not None:
+        return _at_clock(query, key, value, gates.layer, options)
     seq_start = None
     length = key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -276,6 +282,18 @@ def _attend(
     q, k, v, log_f = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, log_f))
     out = cast(torch.Tensor, forgetting_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, **options))
     return out.view(batch, length, *out.shape[2:])
+
+
+def _at_clock(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: GrowingLayer, options: dict[str, Any]
+) -> torch.Tensor:
+    """A decoding step whose length only the device knows: keys and values are rooms, of which the clock says the rest."""
+    clock, (high, low) = layer.clock, layer.cumulative()
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if decodes_at(q, k):
+        bound = None if options["prune"] is None else layer.key_bound(query.shape[-1])
+        return decode_at(q, k, v, high, low, clock.length, seq_start=clock.seq_start, k_bound=bound, **options)
+    return _masked(query, key, value, (high, low), visible_at(clock, query.shape[2], options["window"]), options)
 
 
 def _log_n(query: torch.Tensor, trained: int, position_ids: torch.Tensor | None, num_keys: int) -> torch.Tensor:

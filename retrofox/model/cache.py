@@ -38,6 +38,9 @@ class GrowingLayer(DynamicLayer):
         ValueError: keys arrive without gates, or `keys` was replaced from outside.
     """
 
+    clock: Any = None  # of a `fixed.FixedLayer`
+    reserve = 0  # tokens to have room for from the first on
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._forget()
@@ -110,7 +113,7 @@ class GrowingLayer(DynamicLayer):
             if recorded:
                 self._rooms = [torch.cat(pair, 2) for pair in zip(old, new, strict=True)] if old else new
             else:
-                fits = -(-(end + max(SPARE_TOKENS, end // SPARE_PART)) // 64) * 64
+                fits = -(-max(end + max(SPARE_TOKENS, end // SPARE_PART), self.reserve) // 64) * 64
                 self._rooms = [x.new_empty((*x.shape[:2], fits, x.shape[3])) for x in new]
                 for room, x in zip(self._rooms, old, strict=False):
                     room[:, :, : self._length] = x
@@ -265,6 +268,8 @@ class GateCache:
         if layer_idx >= len(layers) or getattr(layers[layer_idx], "keys", None) is None:
             return None
         layer = layers[layer_idx]
+        if getattr(layer, "clock", None) is not None:
+            return layer.newest(width)
         if getattr(self._cache, "offloading", False):
             raise ValueError(
                 "key and value shift can't run with an offloaded cache: the previous token's keys may be in flight; "
@@ -289,6 +294,7 @@ def _growing(cache: Any, layer_idx: int) -> GrowingLayer | None:
                 "empty one"
             )
         layer = cache.layers[layer_idx] = GrowingLayer()
+        layer.reserve = getattr(cache, "tokens_to_reserve", 0)
     return layer if isinstance(layer, GrowingLayer) else None
 
 
