@@ -62,7 +62,7 @@ def generate(
 
     Returns:
         {"texts", "token_ids" (new ones), "prompt_tokens", "new_tokens", "seconds", "first_token_seconds" (None for
-        beams), "tokens_per_second"}.
+        beams), "tokens_per_second", "decoded_by" (a captured step, or why not; None where transformers doesn't say)}.
 
     Raises:
         FileNotFoundError: no such model.
@@ -102,6 +102,7 @@ def generate(
         "seconds": seconds,
         "first_token_seconds": meter.first_token_seconds(started),
         "tokens_per_second": new_tokens / seconds,
+        "decoded_by": getattr(opened.model, "decoded_by", None) if num_beams == 1 else None,
     }
     if stream:
         print(_speed(result), file=sys.stderr)

@@ -265,11 +265,11 @@ class GateCache:
     def previous(self, layer_idx: int, width: int) -> torch.Tensor | None:
         """(B, Hkv, width): the last `width` channels of the newest cached token, None when the cache is empty."""
         layers = () if self._cache is None else self._cache.layers
+        if layer_idx < len(layers) and getattr(layers[layer_idx], "clock", None) is not None:
+            return layers[layer_idx].newest(width)
         if layer_idx >= len(layers) or getattr(layers[layer_idx], "keys", None) is None:
             return None
         layer = layers[layer_idx]
-        if getattr(layer, "clock", None) is not None:
-            return layer.newest(width)
         if getattr(self._cache, "offloading", False):
             raise ValueError(
                 "key and value shift can't run with an offloaded cache: the previous token's keys may be in flight; "

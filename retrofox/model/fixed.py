@@ -91,8 +91,9 @@ class FixedLayer(GrowingLayer):
     def grow(self, room: int) -> None:
         """Makes room for at least `room` tokens; what is not yet written is 0."""
         kept = self.clock.tokens
-        usable = torch.is_inference_mode_enabled() or not self._rooms[0].is_inference()
-        if self._rooms[0].shape[2] >= room and usable and isinstance(self.source, GrowingLayer):
+        usable = isinstance(self.source, GrowingLayer) and self.source._writable
+        usable = usable and (torch.is_inference_mode_enabled() or not self._rooms[0].is_inference())
+        if self._rooms[0].shape[2] >= room and usable:
             rooms = self._rooms
         else:
             fits = -(-room // 64) * 64

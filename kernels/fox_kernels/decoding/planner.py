@@ -177,7 +177,23 @@ class Decoder:
         ]  # fmt: skip
         if self.searches:
             never = self.floor - math.log2(S)
-            arguments = (q, k, c_hi, c_lo, k_bound, first, length, *strides[:6], c_b, c_h, T, S, H, *self.factors, never)
+            arguments = (
+                q,
+                k,
+                c_hi,
+                c_lo,
+                k_bound,
+                first,
+                length,
+                *strides[:6],
+                c_b,
+                c_h,
+                T,
+                S,
+                H,
+                *self.factors,
+                never,
+            )
             launches.insert(0, (search_kernel, (pairs, 1, 1), arguments))
         if known is not None:
             for run, (_, grid, arguments) in zip(known, launches, strict=True):
