@@ -21,6 +21,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from .cache import GrowingLayer
 from .fixed import LEAST_ROOM, SHIFT_EVERY, Clock, FixedLayer
+from .lean import lean
 from .masks import first_visible
 
 DEVICES = ("cuda",)
@@ -149,8 +150,8 @@ class _One(StoppingCriteriaList):
         self.done: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        self.done = super().__call__(input_ids, scores, **kwargs)
-        return torch.ones_like(self.done)
+        self.done = done = super().__call__(input_ids, scores, **kwargs)  # type: ignore[arg-type]
+        return torch.ones_like(done)
 
 
 class _WithoutEnd:
@@ -274,7 +275,7 @@ class _Mark:
         return not bool(self.told[0])
 
     def undraw(self) -> None:
-        if self.generator is not None:
+        if self.generator is not None and self.drawn is not None:
             self.generator.set_offset(self.drawn)
 
 
@@ -377,14 +378,15 @@ class Decoding:
             clock.tokens += 1
 
     def _run(self, choice: Choice) -> None:
-        output = self.model(
-            input_ids=self.tokens,
-            position_ids=self.positions,
-            attention_mask=self.no_mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-        )
+        with lean(self.model):
+            output = self.model(
+                input_ids=self.tokens,
+                position_ids=self.positions,
+                attention_mask=self.no_mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+            )
         self.logits = output.logits[:, -1].float()
         self.positions.add_(1)
         for clock in self.clocks.values():

@@ -116,6 +116,7 @@ class FixedLayer(GrowingLayer):
         if self._bound is None:
             held = self._rooms[0][:, :, : self.clock.tokens, : self.head_dim]
             self._bound = torch.linalg.vector_norm(held, dim=-1, dtype=torch.float32).amax(-1)
+        assert self._bound is not None
         self._bound = self._bound.contiguous()
 
     def get_seq_length(self) -> int:

@@ -45,6 +45,7 @@ REMOTE_FILES = (
     "forgetting_eager.py",
     "fused.py",
     "gates.py",
+    "lean.py",
     "masks.py",
     "pro.py",
     "rope.py",
