@@ -178,9 +178,11 @@ class FoxMixin(nn.Module):
         query, key = query.to(value.dtype), key.to(value.dtype)
         if self.log_n is not None and self.mode != "original":
             position_ids = gates.position_ids
-            if position_ids is None and gates.layer is not None and gates.layer.clock is not None:
-                position_ids = gates.layer.clock.position
-            query = _log_n(query, self.log_n, position_ids, key.shape[2])
+            seen = key.shape[2]
+            if position_ids is None and gates.layer is not None:
+                position_ids = None if gates.layer.clock is None else gates.layer.clock.position
+                seen = gates.layer.get_seq_length()
+            query = _log_n(query, self.log_n, position_ids, seen)
         options: dict[str, Any] = {
             "scale": scaling,
             "window": sliding_window,
@@ -256,9 +258,13 @@ def _attend(
 ) -> torch.Tensor:
     """Takes the masked path, the kernels for decoding or the operator; shapes as in `FoxMixin.attend`."""
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
+        if gates.layer is not None and gates.layer.parts:
+            return _by_head(query, gates, attention_mask, options)
         return _masked(query, key, value, gates.cumulative(), attention_mask, options)
     if gates.layer is not None and gates.layer.clock is not None:
         return _at_clock(query, key, value, gates.layer, options)
+    if gates.layer is not None and gates.layer.parts:
+        return _by_head(query, gates, attention_mask, options)
     seq_start = None
     length = key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -282,6 +288,26 @@ def _attend(
     q, k, v, log_f = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, log_f))
     out = cast(torch.Tensor, forgetting_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, **options))
     return out.view(batch, length, *out.shape[2:])
+
+
+def _by_head(
+    query: torch.Tensor, gates: GateCache, attention_mask: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:
+    """Attention to a cache that has kept different keys of each kv head; then what has become irrelevant is dropped."""
+    layer: Any = gates.layer
+    if attention_mask is not None and attention_mask.numel():
+        raise ValueError(
+            "a cache that forgets takes whole rows: prompts of one length without padding, one after the other"
+        )
+    outputs, width = [], query.shape[-1]
+    for part, q, log_f in zip(
+        layer.parts, query.chunk(len(layer.parts), 1), gates.new_log_f.chunk(len(layer.parts), -1), strict=True
+    ):
+        view = GateCache(None, log_f, gates.hidden_states, gates.position_ids)
+        view.layer = part
+        outputs.append(_attend(q, part.keys[..., :width], part.values, view, None, None, options))
+    layer.forget()
+    return torch.cat(outputs, 2)
 
 
 def _at_clock(

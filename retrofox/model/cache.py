@@ -39,6 +39,7 @@ class GrowingLayer(DynamicLayer):
     """
 
     clock: Any = None  # of a `fixed.FixedLayer`
+    parts: Any = ()  # of a `forgetting.ForgettingLayer`
     reserve = 0  # tokens to have room for from the first on
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -219,6 +220,11 @@ class GateCache:
         return getattr(self._cache, name)
 
     @property
+    def new_log_f(self) -> torch.Tensor:
+        """(B, T, H) float32 of this call's tokens alone."""
+        return self._log_f
+
+    @property
     def log_f(self) -> torch.Tensor:
         """(B, S, H) float32 for all keys that `update` returned."""
         new, layer = self._log_f, self.layer
@@ -265,8 +271,9 @@ class GateCache:
     def previous(self, layer_idx: int, width: int) -> torch.Tensor | None:
         """(B, Hkv, width): the last `width` channels of the newest cached token, None when the cache is empty."""
         layers = () if self._cache is None else self._cache.layers
-        if layer_idx < len(layers) and getattr(layers[layer_idx], "clock", None) is not None:
-            return layers[layer_idx].newest(width)
+        own = layers[layer_idx] if layer_idx < len(layers) else None
+        if isinstance(own, GrowingLayer) and (own.clock is not None or own.parts):
+            return own.newest(width)  # type: ignore[attr-defined]
         if layer_idx >= len(layers) or getattr(layers[layer_idx], "keys", None) is None:
             return None
         layer = layers[layer_idx]

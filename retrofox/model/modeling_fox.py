@@ -42,6 +42,7 @@ REMOTE_FILES = (
     "cache.py",
     "captured.py",
     "fixed.py",
+    "forgetting.py",
     "forgetting_eager.py",
     "fused.py",
     "gates.py",
