@@ -175,8 +175,7 @@ def replayed(model: Any, ids: torch.Tensor, new: int, cache: Any) -> dict[str, A
         spans = []
         for _ in range(20):
             choice.at.fill_(choice.column - 1)
-            for clock in decoding.clocks.values():
-                clock.length.fill_(clock.tokens - 1)
+            decoding.bank.lengths.sub_(1)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             decoding.graph.replay()

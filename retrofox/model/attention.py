@@ -261,10 +261,10 @@ def _attend(
         if gates.layer is not None and gates.layer.parts:
             return _by_head(query, gates, attention_mask, options)
         return _masked(query, key, value, gates.cumulative(), attention_mask, options)
-    if gates.layer is not None and gates.layer.clock is not None:
-        return _at_clock(query, key, value, gates.layer, options)
     if gates.layer is not None and gates.layer.parts:
         return _by_head(query, gates, attention_mask, options)
+    if gates.layer is not None and gates.layer.clock is not None:
+        return _at_clock(query, key, value, gates.layer, options)
     seq_start = None
     length = key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 2:

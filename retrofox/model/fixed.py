@@ -19,7 +19,31 @@ except ImportError:  # no fox_kernels, an older one, or no Triton
 
 
 LEAST_ROOM = 256
+PART_ROOM = 1024  # tokens, and a quarter of those there: until a step is captured anew
 SHIFT_EVERY = 256  # tokens, at least: how often what has left a sliding window is written over
+
+
+class Bank:
+    """The device's side of all clocks of a cache, which advance together; a length is 16 bytes from the next.
+
+    Args:
+        most: clocks there may be.
+        tokens: of the text so far, dropped ones and padding included.
+    """
+
+    def __init__(self, most: int, tokens: int, device: torch.device):
+        self.lengths = torch.zeros(most, 4, dtype=torch.int32, device=device)
+        self.position = torch.tensor([[tokens]], dtype=torch.int64, device=device)
+        self.taken = 0
+
+    def length(self, tokens: int) -> torch.Tensor:
+        self.taken += 1
+        return self.lengths[self.taken - 1, :1].fill_(tokens)
+
+    def advance(self) -> None:
+        """Counts one more token, on the device."""
+        self.lengths.add_(1)
+        self.position.add_(1)
 
 
 class Clock:
@@ -27,22 +51,16 @@ class Clock:
 
     Attributes:
         length: (1,) int32: tokens cached before those of the running step.
-        position: (B, 1) int64: place of the running step's token in its row, padding included.
+        position: (1, 1) int64: place of the running step's token in its row, padding included.
         seq_start: (B,) int32: first visible token of each row; None without padding.
         tokens: `length` as the host knows it.
         reads: how much of the rooms a step reads, in tokens; a captured graph holds for one value.
     """
 
-    def __init__(self, tokens: int, dropped: int, seq_start: torch.Tensor | None, device: torch.device):
+    def __init__(self, bank: Bank, tokens: int, dropped: int, seq_start: torch.Tensor | None):
         self.tokens, self.reads = tokens, 0
-        self.length = torch.tensor([tokens], dtype=torch.int32, device=device)
-        self.position = torch.tensor([[tokens + dropped]], dtype=torch.int64, device=device)
+        self.length, self.position = bank.length(tokens), bank.position
         self.seq_start = None if seq_start is None else (seq_start - dropped).clamp_min_(0)
-
-    def advance(self) -> None:
-        """Counts one more token, on the device."""
-        self.length.add_(1)
-        self.position.add_(1)
 
     def shift(self, tokens: int) -> None:
         """The first `tokens` are gone from the rooms."""
@@ -151,11 +169,11 @@ class FixedLayer(GrowingLayer):
         """(B, Hkv, width): the last `width` channels of the newest cached token."""
         return self._rooms[0].index_select(2, self.clock.length.long() - 1)[:, :, 0, -width:]
 
-    def shift(self, tokens: int) -> None:
-        """Drops the first tokens of the rooms."""
+    def shift(self, tokens: int, sink: int = 0) -> None:
+        """Drops as many tokens from the rooms, the first after the sink tokens; the clock is told by the caller."""
         kept = self.clock.tokens - tokens
         for room in self._rooms:
-            room[:, :, :kept] = room[:, :, tokens : tokens + kept].clone()
+            room[:, :, sink:kept] = room[:, :, sink + tokens : tokens + kept].clone()
 
     def returned(self, tokens: int, ahead: int) -> Any:
         """The source, with what has been written since: `tokens` in all, the last `ahead` in the rooms left out."""
@@ -176,6 +194,76 @@ class FixedLayer(GrowingLayer):
         source.keys, source.values = torch.cat([key, bits, carried], -1), values.clone()
         source.cumulative_length = tokens
         return source
+
+
+class FixedParts(GrowingLayer):
+    """A ForgettingLayer whose parts are FixedLayers, each with a clock of its own.
+
+    Args:
+        source: the ForgettingLayer to stand in for.
+        clock: that of the text, dropped tokens included.
+        bank: where the parts' lengths are.
+        most: tokens the text may have.
+    """
+
+    def __init__(self, source: Any, clock: Clock, bank: Bank, most: int):
+        super().__init__()
+        self.source, self.clock, self.most, self.head_dim = source, clock, most, source.head_dim
+        heads = source.bounds.query.shape[0] // len(source.parts)
+        self.is_initialized, self.parts = True, []
+        for part in source.parts:
+            own = Clock(bank, part.get_seq_length(), 0, None)
+            self.parts.append(FixedLayer(part, own, self._enough(own), heads, source.head_dim))
+
+    def _enough(self, clock: Clock) -> int:
+        return min(self.most, clock.tokens + clock.tokens // 4 + PART_ROOM)
+
+    def see(self) -> None:
+        for part in self.parts:
+            part.grow(self._enough(part.clock))
+            part.clock.reads = min(part.room, self._enough(part.clock))
+
+    def full(self) -> bool:
+        return any(part.clock.tokens >= part.clock.reads for part in self.parts)
+
+    def get_seq_length(self) -> int:
+        return self.clock.tokens
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
+        states = zip(
+            self.parts, key_states.split(1, 1), value_states.split(1, 1), kwargs["log_f"].chunk(len(self.parts), -1),
+            strict=True,
+        )  # fmt: skip
+        for part, k, v, log_f in states:
+            part.update(k, v, log_f=log_f.contiguous(), head_dim=self.head_dim)
+        return key_states, value_states
+
+    def newest(self, width: int) -> torch.Tensor:
+        return torch.cat([part.newest(width) for part in self.parts], 1)
+
+    def forget(self) -> None:
+        """Not within a step: `drop` does it between steps."""
+
+    def drop(self) -> None:
+        """Drops what has become irrelevant to all tokens but the newest, which may be taken back."""
+        source = self.source
+        seen = self.clock.tokens - 1
+        if seen - source.looked_at < source.every:
+            return
+        source.looked_at = seen
+        for number, part in enumerate(self.parts):
+            part.source._show(part.clock.tokens - 1)
+            count = source._droppable(number)
+            if count:
+                part.shift(count, source.sink)
+                part.clock.shift(count)
+                source.dropped[number] += count
+                source.dropped_at = seen
+
+    def returned(self, tokens: int, ahead: int) -> Any:
+        self.source.parts = [part.returned(part.clock.tokens - ahead, ahead) for part in self.parts]
+        self.source.seen = tokens
+        return self.source
 
 
 def visible_at(clock: Clock, num_queries: int, window: int | None) -> torch.Tensor:

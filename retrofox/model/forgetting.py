@@ -188,6 +188,10 @@ class ForgettingLayer(GrowingLayer):
     def get_seq_length(self) -> int:
         return self.seen
 
+    @property
+    def every(self) -> int:
+        return EVERY
+
     def newest(self, width: int) -> torch.Tensor:
         """(B, Hkv, width): the last `width` channels of the newest token."""
         return torch.cat([part.keys[:, :, -1, -width:] for part in self.parts], 1)
