@@ -1,17 +1,18 @@
 """Prefill, decoding and memory of `generate`: a converted model beside its base, in turns in one run.
 
-    python benchmarks/generate.py [--model DIR|FILE.gguf] [--batches 1,16] [--contexts 2048,32768,131072] [--seconds 280]
-        [--contenders fox,fox-loop,base,base-static] [--rounds 2] [--new 96] [--out benchmarks/generate.json]
+    python benchmarks/generate.py [--model DIR|FILE.gguf] [--batches 1,16] [--contexts 2048,32768,131072]
+        [--contenders fox,fox-loop,base,base-static] [--rounds 2] [--new 96] [--seconds 280] [--out benchmarks/generate.json]
     python benchmarks/generate.py --device cpu --dtype float32 --contexts 256,1024 --batches 1 --new 48 --rounds 5 \\
         --contenders fox,base --model FILE.gguf --out benchmarks/generate-cpu.json
 
-Without --model: SmolLM2-135M's shapes with random weights. Contenders: `fox` decodes as it does by default (a captured step
-on a GPU), `fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with transformers' static cache,
-compiled. Times come from when tokens arrive: `first_ms` to the first token, `wall_ms` the median between later ones, after
-compiling and capturing; `whole_ms` their mean with everything. `gpu_ms` is the sum of a step's kernels and `launches` their
-number, from torch.profiler; `replay_ms` one captured step between two CUDA events. Where a cell has more than --prefill
-tokens, its cache is filled with random keys and nothing is prefilled. The result is written after every measurement and
-goes on where a file of the same settings ends, so the cells can be measured in several runs.
+Without --model: SmolLM2-135M's shapes with random weights. Contenders: `fox` decodes as it does by default (a
+captured step on a GPU), `fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with
+transformers' static cache, compiled. Times come from when tokens arrive: `first_ms` to the first token, `wall_ms` the
+median between later ones, after compiling and capturing; `whole_ms` their mean with everything. `gpu_ms` is the sum
+of a step's kernels and `launches` their number, from torch.profiler; `replay_ms` one captured step between two CUDA
+events. Where a cell has more than --prefill tokens, its cache is filled with random keys and nothing is prefilled.
+The result is written after every measurement and goes on where a file of the same settings ends, so the cells can be
+measured in several runs.
 """
 
 from __future__ import annotations

@@ -3,18 +3,21 @@
     python benchmarks/long_context.py [--model DIR] [--lengths 8192,32768,131072,524288,1048576] [--evict -10]
         [--contenders evict,full,base] [--new 320] [--seconds 280] [--out benchmarks/long-context.json]
 
-Without --model (a converted directory): SmolLM2-135M's shapes with random weights of deviation 0.02 and half-lives of 16 to
-16384 tokens, which says what memory and time are, not what text comes out. The text is random tokens. `evict` and `full`
-prefill 8192 tokens at a time and decode from a captured step; `base` is the unconverted model with its dynamic cache, its
-prompt in one piece. `prefill_s` is the time to the first token, `tokens_per_second` the median of later ones, `cache_gb` what
-keys, values and gates take after the last, `peak_gb` the most that was allocated. A length that doesn't fit is written
-down as its error. Goes on where a file of the same settings ends; draws benchmarks/long-context.png and .svg.
+Without --model (a converted directory): SmolLM2-135M's shapes with random weights of deviation 0.02 and half-lives of
+16 to 16384 tokens, which says what memory and time are, not what text comes out. The text is random tokens. `evict`
+and `full` prefill 8192 tokens at a time and decode from a captured step; `base` is the unconverted model with its
+dynamic cache, its prompt in one piece. `prefill_s` is the time to the first token, `tokens_per_second` the median of
+later ones, `cache_gb` what keys, values and gates take after the last, `peak_gb` the most that was allocated. A
+length that doesn't fit is written down as its error. Goes on where a file of the same settings ends; draws
+benchmarks/long-context.png and .svg.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
+import itertools
 import json
 import statistics
 import time
@@ -22,10 +25,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from provenance import provenance
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -33,7 +33,6 @@ import retrofox
 from retrofox.generation.generate import PREFILL
 from retrofox.model import captured
 from retrofox.model.forgetting import ForgettingCache
-from retrofox.support.plots import COLOURS, STYLE, tokens_label
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = {
@@ -104,10 +103,11 @@ def measure(built: dict[str, Any], contender: str, length: int, arguments: argpa
     )
     tokens = arrivals.times[1:]
     later = tokens[min(WARM, len(tokens) // 2) :]
+    steps = [b - a for a, b in itertools.pairwise(later)]
     result = {
         "prefill_s": tokens[0] - started,
-        "tokens_per_second": 1 / statistics.median(b - a for a, b in zip(later, later[1:], strict=False)),
-        "whole_tokens_per_second": (len(later) - 1) / (later[-1] - later[0]),
+        "tokens_per_second": 1 / statistics.median(steps),
+        "whole_tokens_per_second": len(steps) / sum(steps),
         "cache_gb": held(cache) / 1e9,
     }
     if cuda:
@@ -122,6 +122,12 @@ def measure(built: dict[str, Any], contender: str, length: int, arguments: argpa
 
 def draw(report: dict[str, Any], out: Path) -> None:
     """Tokens a second and gigabytes of cache against the context, a line for each contender."""
+    import matplotlib  # not on every machine that has a GPU: `--draw` draws what is on file
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from retrofox.support.plots import COLOURS, STYLE, tokens_label
+
     panels = {"tokens_per_second": "Tokens a second", "cache_gb": "Cache (GB)", "peak_gb": "Peak memory (GB)"}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11.0, 3.8), layout="constrained")
@@ -168,11 +174,15 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no further measurement after so many"
     )
+    parser.add_argument("--draw", action="store_true", help="only draw what --out holds")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "long-context.json")
     arguments = parser.parse_args()
     contenders = arguments.contenders.split(",")
     if unknown := set(contenders) - set(CONTENDERS):
         parser.error(f"contenders are {', '.join(CONTENDERS)}; got {', '.join(sorted(unknown))}")
+    if arguments.draw:
+        draw(json.loads(arguments.out.read_text(encoding="utf-8")), arguments.out)
+        return
     started, built = time.perf_counter(), models(arguments)
     device = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
     settings = {"device": device, "dtype": arguments.dtype, "model": Path(arguments.model or "random weights").name,
@@ -207,7 +217,10 @@ def main() -> None:
             print(f"{time.perf_counter() - started:6.0f} s  {length} {name}: "
                   f"{ {k: v for k, v in row.items() if k != 'kept'} }", flush=True)  # fmt: skip
     show(report)
-    draw(report, arguments.out)
+    if importlib.util.find_spec("matplotlib") is not None:
+        draw(report, arguments.out)
+    else:
+        print("matplotlib is not installed: draw the figure elsewhere, with --draw")
 
 
 if __name__ == "__main__":

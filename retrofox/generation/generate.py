@@ -64,7 +64,7 @@ def generate(
         chat_template: treat each prompt as a user's message and apply the tokenizer's chat template.
         ignore_eos: continue to max_new_tokens past the end-of-text token.
         echo: write each prompt before its continuation.
-        evict: ln of the part of a head's weight that may be missing, below 0: keys that cannot matter to any later token
+        evict: ln of the part of a head's weight that may be missing, below 0: keys that can't matter to a later token
             leave the cache (`retrofox.model.forgetting`). Needs a converted model and prompts of one length.
         output: where the stream goes, None = stdout; the closing line with tokens/s goes to stderr.
 

@@ -313,7 +313,7 @@ def _by_head(
 def _at_clock(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: GrowingLayer, options: dict[str, Any]
 ) -> torch.Tensor:
-    """A decoding step whose length only the device knows: keys and values are rooms, of which the clock says the rest."""
+    """A decoding step whose length only the device knows: keys and values are rooms, and the clock says how full."""
     clock, (high, low) = layer.clock, layer.cumulative()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if decodes_at(q, k):

@@ -73,9 +73,9 @@ class Clock:
 class FixedLayer(GrowingLayer):
     """A cache layer in rooms of a fixed size: `update` writes where the clock's device-side length says.
 
-    It takes the place of a GrowingLayer, whose rooms it uses where they are large enough, or of a transformers layer with
-    a sliding window, and gives back what it holds with `returned`. In the latter's place it keeps the window and up
-    to `SHIFT_EVERY` tokens (or a quarter of the window) that have left it.
+    It takes the place of a GrowingLayer, whose rooms it uses where they are large enough, or of a transformers layer
+    with a sliding window, and gives back what it holds with `returned`. In the latter's place it keeps the window and
+    up to `SHIFT_EVERY` tokens (or a quarter of the window) that have left it.
 
     Args:
         source: the layer to stand in for, not empty.

@@ -7,15 +7,16 @@ hold for every query and key the weights can make, what a key can still be worth
 
     s_max(|k|) = scale Q |k|,   Q >= |q_i|           s_own <= s_ii, the score of a query with its own key
 
-Both are bounds of one query head; with a softcap both pass through it. Dropped is the longest prefix (sink tokens, which
-do not decay, stay) whose bounds, added to those of all that was dropped before, sum to at most eps for each query head
-of the kv head and each row. So at every later token at most eps of a head's weight is missing, and its output is within
-2 eps max|v| of the full cache's.
+Both are bounds of one query head; with a softcap both pass through it. Dropped is the longest prefix (sink tokens,
+which do not decay, stay) whose bounds, added to those of all that was dropped before, sum to at most eps for each
+query head of the kv head and each row. So at every later token at most eps of a head's weight is missing, and its
+output is within 2 eps max|v| of the full cache's.
 
 Q, and K >= |k_i|, from the weights. What enters the projections is RMS-normed: x = g * u with |u| <= sqrt(hidden), so
-|W x + b| <= sqrt(hidden) sigma_max(W diag(g)) + |b|; with QK-norm |q| <= sqrt(head_dim) max|gain|. RoPE turns and keeps norms;
-its attention scaling and the logit scaling by position multiply them. s_own = -scale Q K; without biases, norms and shift
-it is also scale hidden lambda_min(sym(G W_q^T W_k G)), since RoPE turns a query and its own key alike: the larger holds.
+|W x + b| <= sqrt(hidden) sigma_max(W diag(g)) + |b|; with QK-norm |q| <= sqrt(head_dim) max|gain|. RoPE turns and
+keeps norms; its attention scaling and the logit scaling by position multiply them. s_own = -scale Q K; without
+biases, norms and shift it is also scale hidden lambda_min(sym(G W_q^T W_k G)), since RoPE turns a query and its own
+key alike: the larger holds.
 """
 
 from __future__ import annotations

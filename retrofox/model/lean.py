@@ -1,7 +1,8 @@
 """A decoding step with half the launches: norms, residual sums and gated MLPs of plain decoder layers, a kernel each.
 
-Everything here is an optimisation of what transformers' layers do anyway, for layers that were found to be written like
-Llama's, byte for byte, and that nothing has touched (hooks, adapters in a norm, quantised norms). Others are left alone.
+Everything here is an optimisation of what transformers' layers do anyway, for layers that were found to be written
+like Llama's, byte for byte, and that nothing has touched (hooks, adapters in a norm, quantised norms). Others are
+left alone.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def gated_mlp(module: Any) -> Any:
 def lean(model: Any) -> Iterator[int]:
     """Inside, plain layers of a causal model run with fewer launches; yields how many modules were found.
 
-    A layer's residual sums go into norms only where all layers and the last norm are plain: what one leaves the next must
-    take.
+    A layer's residual sums go into norms only where all layers and the last norm are plain: what one leaves the next
+    must take.
     """
     decoder = model.get_decoder()
     layers, last = list(decoder.layers), getattr(decoder, "norm", None)

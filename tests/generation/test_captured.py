@@ -70,7 +70,8 @@ def padded(rows: int, length: int, seed: int = 5) -> dict[str, torch.Tensor]:
 def test_greedy_and_padded_batches_give_the_tokens_of_the_growing_cache(pico_fox, fixed_on_cpu, spec, length):
     model = pico_fox(**MODELS[spec])
     ours, theirs = both(fixed_on_cpu, model, tokens(1, length))
-    assert torch.equal(ours, theirs) and ours.shape[1] == length + 24
+    assert torch.equal(ours, theirs)
+    assert ours.shape[1] == length + 24
     if length > 20:
         ours, theirs = both(fixed_on_cpu, model, tokens(3, length), **padded(3, length))
         assert torch.equal(ours, theirs)
@@ -128,7 +129,8 @@ def test_processors_and_criteria_see_what_they_would(pico_fox, fixed_on_cpu, pic
     text = pico_tokenizer.decode(model.generate(ids[:1], **OPTIONS)[0, 20:32])
     stop = next(c for c in text[4:] if c.isascii() and c.isalnum())
     ours, theirs = both(fixed_on_cpu, model, ids[:1], stop_strings=[stop], tokenizer=pico_tokenizer)
-    assert torch.equal(ours, theirs) and ours.shape[1] < 44
+    assert torch.equal(ours, theirs)
+    assert ours.shape[1] < 44
 
 
 def test_rows_end_at_their_end_tokens(pico_fox, fixed_on_cpu):
@@ -138,7 +140,8 @@ def test_rows_end_at_their_end_tokens(pico_fox, fixed_on_cpu):
         ours, theirs = both(fixed_on_cpu, model, ids, eos_token_id=ends)
         assert torch.equal(ours, theirs)
     ours, theirs = both(fixed_on_cpu, model, ids[:1], eos_token_id=[int(free[0, 26])])
-    assert torch.equal(ours, theirs) and ours.shape[1] <= 27
+    assert torch.equal(ours, theirs)
+    assert ours.shape[1] <= 27
 
 
 def test_streams_and_results_of_generate(pico_fox, fixed_on_cpu, pico_tokenizer):
@@ -234,7 +237,8 @@ def test_an_interruption_leaves_a_cache_that_goes_on(pico_fox, fixed_on_cpu):
         model.generate(ids, past_key_values=cache, streamer=Stop(), **OPTIONS)
     whole = model.generate(ids, **OPTIONS)
     kept = cache.get_seq_length()
-    assert 20 < kept < 30 and not any(isinstance(x, fixed.FixedLayer) for x in cache.layers)
+    assert 20 < kept < 30
+    assert not any(isinstance(x, fixed.FixedLayer) for x in cache.layers)
     again = model.generate(whole[:, : kept + 1], past_key_values=cache, **OPTIONS | {"max_new_tokens": 43 - kept})
     assert torch.equal(again, whole)
 

@@ -1,4 +1,4 @@
-"""Plain layers with fewer launches: found where they are plain, left alone elsewhere, and equal to what they stand for."""
+"""Plain layers with fewer launches: found where they are plain, left alone elsewhere, and the same bits."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Decoding at a length that only the device knows: the launches of a captured graph, which are the same at every step.
 
-The caches are rooms for `S` tokens; `length` (1,) int32 says how many are there. Kernels read it when they run, so one
-graph serves every length up to S. Which stretches of keys the programs take, and so every sum, is what `decode_attention`
-takes for a cache of just that length.
+The caches are rooms for `S` tokens; `length` (1,) int32 says how many are there. Kernels read it when they run, so
+one graph serves every length up to S. Which stretches of keys the programs take, and so every sum, is what
+`decode_attention` takes for a cache of just that length.
 """
 
 import torch
@@ -43,12 +43,12 @@ def decode_at(
 
     q           (B, T, H, D), the new tokens, which are in the rooms already
     k, v        (B, S, Hkv, D), views of the rooms; c_hi, c_lo (B, H, S) float32, last stride 1
-    length      (1,) int32 on the device, at a multiple of 16 bytes: tokens before the new ones; never read by the host
-    k_bound     (B, Hkv) float32, at least the norm of every key: needed with prune. What is pruned is found for a cache of
-                S tokens, which leaves out a little less than for one of `length`
+    length      (1,) int32 on the device, at a multiple of 16 bytes: tokens before the new ones; the host never reads it
+    k_bound     (B, Hkv) float32, at least the norm of every key: needed with prune. What is pruned is found for a cache
+                of S tokens, which leaves out a little less than for one of `length`
 
-    Other options as in `forgetting_attention`. Raises ValueError where `decodes_at` is False, for a length of another kind
-    and for prune without k_bound.
+    Other options as in `forgetting_attention`. Raises ValueError where `decodes_at` is False, for a length of another
+    kind and for prune without k_bound.
     """
     if not decodes_at(q, k):
         raise ValueError(

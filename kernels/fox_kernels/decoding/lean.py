@@ -3,9 +3,9 @@
     s = x + r,   y = w * round(s / sqrt(mean s^2 + eps))           h = round(silu(gate)) * up
     log f = log sigmoid(W x + b), in float32: a program per row and head, where `layer.gate` fills tiles of 64 rows
 
-Each rounds to the dtype of x where transformers' expressions do, so that results differ from theirs by the order of one
-sum at most. Torch takes eight launches for a norm, two for a SiLU and product; a step has a few tokens, and each launch costs
-it as much as a small product. For inference only: nothing has a gradient.
+Each rounds to the dtype of x where transformers' expressions do, so that results differ from theirs by the order of
+one sum at most. Torch takes eight launches for a norm, two for a SiLU and product; a step has a few tokens, and each
+launch costs it as much as a small product. For inference only: nothing has a gradient.
 """
 
 import torch
