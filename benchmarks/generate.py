@@ -1,7 +1,7 @@
 """Prefill, decoding and memory of `generate`: a converted model beside its base, in turns in one run.
 
     python benchmarks/generate.py [--model DIR|FILE.gguf] [--batches 1,16] [--contexts 2048,32768,131072]
-        [--contenders fox,fox-loop,base,base-static] [--rounds 2] [--new 96] [--seconds 280] [--out benchmarks/generate.json]
+        [--contenders fox,fox-loop,base,base-static] [--rounds 2] [--new 96] [--seconds 280]
     python benchmarks/generate.py --device cpu --dtype float32 --contexts 256,1024 --batches 1 --new 48 --rounds 5 \\
         --contenders fox,base --model FILE.gguf --out benchmarks/generate-cpu.json
 
@@ -37,12 +37,12 @@ from retrofox.loading.opened import open_model
 from retrofox.model import captured
 
 ROOT = Path(__file__).resolve().parent.parent
-SMOLLM2 = {
+SMOLLM2: dict[str, Any] = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rope_theta": 100000.0,
     "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-PICO = SMOLLM2 | {"vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+PICO: dict[str, Any] = SMOLLM2 | {"vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
                   "num_attention_heads": 6}  # fmt: skip
 CONTENDERS = ("fox", "fox-loop", "base", "base-static")
 PROFILED = 8  # steps

@@ -35,12 +35,12 @@ from retrofox.model import captured
 from retrofox.model.forgetting import ForgettingCache
 
 ROOT = Path(__file__).resolve().parent.parent
-SMOLLM2 = {
+SMOLLM2: dict[str, Any] = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rope_theta": 100000.0,
     "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-PICO = SMOLLM2 | {"vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+PICO: dict[str, Any] = SMOLLM2 | {"vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
                   "num_attention_heads": 6}  # fmt: skip
 FOX = {"rope": "partial", "max_wavelength": 1400, "half_life": (16.0, 16384.0), "sink_tokens": 1}
 CONTENDERS = ("evict", "full", "base")
@@ -89,7 +89,7 @@ def measure(built: dict[str, Any], contender: str, length: int, arguments: argpa
     cuda = model.device.type == "cuda"
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, model.config.vocab_size, (1, length), generator=generator).to(model.device)
-    cache = ForgettingCache(model, arguments.evict) if contender == "evict" else DynamicCache(config=model.config)
+    cache: Any = ForgettingCache(model, arguments.evict) if contender == "evict" else DynamicCache(config=model.config)
     arrivals = Arrivals()
     options: dict[str, Any] = {"max_new_tokens": arguments.new, "do_sample": False, "eos_token_id": None}
     if contender != "base" and length > PREFILL:
