@@ -345,14 +345,16 @@ def _masked(
     is bit for bit what SDPA gives the base model.
     """
     scaling, softcap, sink = options["scale"], options["softcap"], options["sink"]
-    if mask is None:
-        own = torch.full((1, 1, 1), key.shape[2] - 1, device=key.device)
-    else:
+    own = None
+    if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask >= 0  # additive: 0 lets through, a large negative does not
         own = mask.shape[-1] - 1 - mask.flip(-1).int().argmax(-1)  # (B, 1, T)
     high, low = (x.to(torch.promote_types(query.dtype, x.dtype)) for x in c)
-    own = own.expand(*high.shape[:2], -1)
-    decay, lost = (x.gather(-1, own)[..., None] - x[..., None, :] for x in (high, low))
+    if own is None:  # a single query, the last
+        decay, lost = ((x[..., -1:] - x)[:, :, None] for x in (high, low))
+    else:
+        own = own.expand(*high.shape[:2], -1)
+        decay, lost = (x.gather(-1, own)[..., None] - x[..., None, :] for x in (high, low))
     decay = (decay + lost) * LN_2
     if mask is None:
         decay[..., :sink] = 0.0

@@ -103,8 +103,8 @@ class GrowingLayer(DynamicLayer):
         """The sums of new gates (B, T, H), as (B, 2 H, T, 1)."""
         c = _summed(log_f.detach())
         if self._length:
-            high, low = self.sums[:, :, -1:, 0].chunk(2, 1)
-            c = c + (high.double() + low.double())
+            high, low = self.sums[:, :, -1:, 0].double().chunk(2, 1)
+            c = c + (high + low)
         return torch.cat(_two_floats(c), 1)[..., None]
 
     def _append(self, new: list[torch.Tensor], end: int) -> None:
@@ -307,7 +307,8 @@ def _growing(cache: Any, layer_idx: int) -> GrowingLayer | None:
 
 def _summed(log_f: torch.Tensor) -> torch.Tensor:
     """(B, T, H) -> (B, H, T) float64 in base 2."""
-    return (log_f.transpose(1, 2).double().clamp_min(LOG_F_MIN) * LOG2_E).cumsum(-1)
+    c = log_f.transpose(1, 2).double().clamp_min(LOG_F_MIN) * LOG2_E
+    return c if c.shape[-1] == 1 else c.cumsum(-1)
 
 
 def _two_floats(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
