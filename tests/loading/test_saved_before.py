@@ -39,7 +39,8 @@ def test_retrofox_loads_it(saved_before, name, tmp_path):
     expected = load_file(before / "expected")
     model: Any = retrofox.load(before)
     model.save_pretrained(tmp_path / "again")
-    for opened in (model, retrofox.load(tmp_path / "again")):
+    again: Any = retrofox.load(tmp_path / "again")
+    for opened in (model, again):
         with torch.no_grad():
             logits = opened(expected["tokens"]).logits[:, ::6]
         torch.testing.assert_close(logits, expected["logits"], atol=1e-5, rtol=0)
