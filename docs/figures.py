@@ -240,3 +240,32 @@ def corpus() -> str:
         for f in files
     ]
     return table(["source: documents / tokens", *files], [*rows, ["all", *totals]])
+
+
+def decoding() -> str:
+    """Milliseconds a token, kernels' time, launches and memory of `generate`, from benchmarks/generate.json."""
+    names = {"fox": "retrofit", "base": "base, dynamic cache", "base-static": "base, static cache, compiled"}
+    columns = {"wall_ms": ".2f", "gpu_ms": ".2f", "launches": ".0f", "peak_gb": ".2f"}
+    rows = []
+    for cell, found in read("generate.json")["cells"].items():
+        for name, row in found.items():
+            if "wall_ms" in row:
+                values = [format(row[c], f) if c in row else "-" for c, f in columns.items()]
+                rows.append([cell, names.get(name, name), *values])
+    header = ["batch x context", "model", "ms a token", "of it kernels, ms", "launches a token", "peak memory, GB"]
+    return table(header, rows, left=2)
+
+
+def long_context() -> str:
+    """Prefill, tokens a second and cache against the context, from benchmarks/long-context.json."""
+    names = {"evict": "retrofit, forgetting", "full": "retrofit, full cache", "base": "base"}
+    rows = []
+    for length, found in read("long-context.json")["lengths"].items():
+        for name, row in found.items():
+            if "cache_gb" in row:
+                kept = f"{row['kept_share']:.0%}" if "kept_share" in row else "100%"
+                values = [f"{row[c]:{f}}" for c, f in (("prefill_s", ".1f"), ("tokens_per_second", ".0f"))]
+                memory = [f"{row[c]:.2f}" if c in row else "-" for c in ("cache_gb", "peak_gb")]
+                rows.append([f"{int(length):,}", names[name], *values, kept, *memory])
+    header = ["context", "model", "prefill, s", "tokens/s", "keys kept", "cache, GB", "peak memory, GB"]
+    return table(header, rows, left=2)

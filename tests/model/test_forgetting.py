@@ -178,7 +178,7 @@ def test_a_model_forgets_and_answers_alike(pico_fox, monkeypatch, length):
     """Prefilled in chunks, then token by token: logits as near to the full cache's as ln eps says, and less is kept."""
     model = pico_fox(half_life=(1.0, 1.2), sink_tokens=2, config={"initializer_range": 0.1})
     ids = torch.randint(2, 288, (2, length + 20), generator=torch.Generator().manual_seed(2))
-    cache = ForgettingCache(model, -16.0)
+    cache = model.forgetting_cache(-16.0)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         parts = [model(x, past_key_values=cache).logits for x in ids[:, :length].split(30, 1)]
