@@ -315,3 +315,17 @@ def test_by_default_it_goes_into_the_models_directory(made, tmp_path):
     report(str(tmp_path / "fox"), progress=False)
     assert (tmp_path / "fox" / "report" / "report.html").is_file()
     assert model_fingerprint(str(tmp_path / "fox")) == before
+
+
+def test_the_documented_sizes_are_those_of_the_suites(monkeypatch):
+    monkeypatch.undo()
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    rows = {cells[0]: cells[1:] for line in page.splitlines() if (cells := [c.strip() for c in line.split("|")[1:-1]])}
+    chosen = [choose_suite("quick"), choose_suite("quick", True), choose_suite("long"), choose_suite("full")]
+    prompts = [{part.name: part.depths * part.trials for part in suite.needles} for suite in chosen]
+    assert [cell.split()[0] for cell in rows["texts up to"]] == [f"{suite.length >> 10}k" for suite in chosen]
+    assert rows["needle prompts at each length: easy, standard"] == [f"{p['easy']}, {p['standard']}" for p in prompts]
+    assert rows["RULER-style needles, each mode"] == [str(p.get("ruler", "")) for p in prompts]
+    assert rows["documents for loss and recall"] == [str(suite.documents) for suite in chosen]
+    assert rows["use of context"] == ["yes" if suite.short_context else "" for suite in chosen]
+    assert rows["tasks"] == [f"`{suite.tasks[0]}`" if suite.tasks else "" for suite in chosen]
