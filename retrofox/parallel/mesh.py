@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,8 +64,10 @@ class Mesh:
 
     def on_ring(self, place: int) -> int:
         """The global rank of a place on this process's ring."""
-        return self.reader * self.size + (place % self.degrees.ring) * self.degrees.ulysses + (
-            self.rank % self.degrees.ulysses
+        return (
+            self.reader * self.size
+            + (place % self.degrees.ring) * self.degrees.ulysses
+            + (self.rank % self.degrees.ulysses)
         )
 
     def gathered(self, tensor: torch.Tensor, ring_only: bool = False) -> torch.Tensor:
@@ -93,7 +96,7 @@ def build_mesh(split: Degrees) -> Mesh:
     if world % split.context:
         raise ValueError(f"{world} processes don't make groups of {split.context} (parallel.context)")
 
-    def mine(groups: list[list[int]]) -> dist.ProcessGroup | None:
+    def mine(groups: list[list[int]]) -> Any:
         """The group that holds this process; all processes make all of them, in one order."""
         found = None
         for members in groups:

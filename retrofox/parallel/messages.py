@@ -1,4 +1,4 @@
-"""The ring's messages: keys, values and gates to the processes that need them, gradients back to those that own them."""
+"""The ring's messages: keys, values and gates to the processes that need them, gradients back to their owners."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """One exchange a layer tells every process how far each chunk's gates fall, and which keys can be left where they are.
 
-Per row, chunk and head: the sum of log f, the greatest |q|, the greatest |k|, and the gap max_i (c_i - c_first - s_ii),
-by which a query's own score may fall short of the best. Sums are float64, so that c is exact across chunks.
+Per row, chunk and head: the sum of log f, the greatest |q|, the greatest |k|, and the gap max_i (c_i - c_start - s_ii),
+s_ii being a query's score of its own key. Sums are float64, so that c is exact across chunks.
 
 Keys of chunk b hold at most eps of the weight of any query of chunk a, and stay where they are, if
 
     between(b, a) + gap_a + |scale| max|q_a| max|k_b| < ln eps - ln T,     between = sum of log f of the chunks between
 
-(Lin et al., "Adaptive Computation Pruning", arXiv 2504.06949, for chunks instead of blocks). All processes read the same
-numbers, so all agree on what is sent before anything moves.
+(Lin et al., "Adaptive Computation Pruning", arXiv 2504.06949, for chunks instead of blocks). All processes read
+the same numbers, so all agree on what is sent before anything moves.
 """
 
 from __future__ import annotations
@@ -65,7 +65,12 @@ class Summary:
         c = by_chunk(clamped(log_f)).cumsum(2)
         falls = c[:, :, -1]
         if options["prune"] is None:
-            return [falls, torch.zeros_like(falls), torch.zeros_like(falls), falls.new_zeros(*falls.shape[:2], k.shape[2])]
+            return [
+                falls,
+                torch.zeros_like(falls),
+                torch.zeros_like(falls),
+                falls.new_zeros(*falls.shape[:2], k.shape[2]),
+            ]
         own = (q.double() * k.double().repeat_interleave(q.shape[2] // k.shape[2], 2)).sum(-1) * options["scale"]
         if options["softcap"] is not None:
             own = options["softcap"] * torch.tanh(own / options["softcap"])

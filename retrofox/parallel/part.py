@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, one part of a softmax: partial outputs that merge, partial gradients that add.
+"""Attention of some queries to some keys: one part of a softmax, whose outputs merge and whose gradients add.
 
     s_ij = cap(scale * q_i.k_j) + rows_i + cols_j      rows_i + cols_j = c_i - c_j <= 0, the decay between i and j
     lse_i = ln sum_j exp(s_ij)                         o_i = sum_j exp(s_ij - lse_i) v_j
@@ -83,7 +83,7 @@ def differentiate_part(
         lse, delta: (hk, G, T); do: (hk, G, T, D).
 
     Returns:
-        dq (hk, G, T, D), dk, dv (hk, S, D), and the sums of ds over keys (hk, G, T) and over queries (hk, G, S) float64.
+        dq (hk, G, T, D), dk, dv (hk, S, D), and float64 the sums of ds over keys (hk, G, T) and queries (hk, G, S).
     """
     d_k, d_v = torch.zeros_like(part.k), torch.zeros_like(part.v)
     by_key = torch.zeros(*part.q.shape[:2], part.k.shape[1], dtype=torch.float64, device=part.q.device)

@@ -104,7 +104,7 @@ def refuse_sharing(model: Any, length: int, split: Degrees) -> None:
     windows = {module.window for _, module in attentions(causal_lm(model)) if module.window is not None}
     if split.ring > 1 and windows and min(windows) < chunk:
         raise ValueError(
-            f"parallel.context: a sliding window of {min(windows)} tokens is smaller than the ring's pieces of {chunk}: "
-            f"most of what would be sent is out of sight. Take a context that divides the {key_value_heads(config)} "
-            f"key/value heads (their exchange has no such limit), or rows of at most {min(windows) * split.chunks} tokens"
+            f"parallel.context: a sliding window of {min(windows)} tokens is smaller than the ring's pieces ({chunk}), "
+            f"so most of what it sends is out of sight. Take a context that divides the {key_value_heads(config)} "
+            f"key/value heads (there is no ring then), or rows of at most {min(windows) * split.chunks} tokens"
         )

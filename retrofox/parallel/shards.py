@@ -11,7 +11,8 @@ import torch
 from retrofox.parallel.halo import predecessors
 from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh
-from retrofox.parallel.ring import RingPlan, ring_attention
+from retrofox.parallel.plan import RingPlan
+from retrofox.parallel.ring import ring_attention
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
 
 
@@ -43,7 +44,7 @@ def cut(batch: dict[str, Any], split: Degrees, process: int) -> dict[str, Any]:
     """A process's part of a batch of whole rows: input_ids, position_ids, targets (B, t), num_targets, rows.
 
     Args:
-        batch: input_ids, position_ids and targets (B, T), and cu_seqlens where rows hold several documents. position_ids
+        batch: input_ids, position_ids and targets (B, T), and cu_seqlens where rows hold several documents. Positions
             count from each document's start and stay as they are.
 
     Raises:

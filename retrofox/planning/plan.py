@@ -13,9 +13,9 @@ import torch
 from retrofox.calibration.steps import STEPS
 from retrofox.calibration.windows import TOKENS_READ
 from retrofox.config import Recipe, Stage
+from retrofox.parallel.settings import readers_of
 from retrofox.planning.measure import measure_steps
 from retrofox.planning.report import print_plan
-from retrofox.parallel.settings import readers_of
 from retrofox.support.memory import reset_peak, size
 from retrofox.training.arguments import STATE_BYTES
 from retrofox.training.flops import flops_per_token, peak_flops

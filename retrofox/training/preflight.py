@@ -16,8 +16,8 @@ from retrofox.anatomy import lm_class
 from retrofox.config import Recipe, Stage
 from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
-from retrofox.support.memory import size
 from retrofox.parallel.settings import context_of, readers_of
+from retrofox.support.memory import size
 from retrofox.surgery import make_plan
 from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.training.lora import add_adapters
@@ -83,8 +83,8 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
     found.collect(lambda: refuse_context(recipe, devices))
     for refuse in (refuse_precision, refuse_quantization, refuse_trackers, refuse_optimizer, refuse_output):
         found.collect(functools.partial(refuse, recipe))
+    readers = readers_of(recipe, devices)
     for stage in recipe.stages:
-        readers = readers_of(recipe, devices)
         found.collect(lambda stage=stage: accumulation(stage, tokens_per_step(stage, readers), readers))
     try:
         found.config, found.added = _config(recipe)

@@ -99,13 +99,13 @@ def operator(mesh: Mesh, name: str, documents: list[int] | None) -> None:
     log_f = logsigmoid(torch.randn(batch, length, heads, generator=random) * 2) / half_lives
     cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
     whole = [x.clone().requires_grad_() for x in (q, k, v, log_f)]
-    wanted = attend_locally(*whole, cu_seqlens, options)
+    wanted = attend_locally(whole[0], whole[1], whole[2], whole[3], cu_seqlens, options)
     (wanted * do.transpose(1, 2)).sum().backward()
     keep = torch.cat([torch.arange(*each) for each in mesh.degrees.segments(mesh.rank, length)])
     parts = [x[:, :, keep].clone().requires_grad_() for x in (q, k, v)] + [log_f[:, keep].clone().requires_grad_()]
     mesh.traffic.reset()
     shards = Shards(mesh, Rows(batch, length, cu_seqlens, torch.zeros(batch)), CPU)
-    found = shards.attend(*parts, options, attend_locally)
+    found = shards.attend(parts[0], parts[1], parts[2], parts[3], options, attend_locally)
     (found * do.transpose(1, 2)[:, keep]).sum().backward()
     errors = [difference(found, wanted[:, keep])]
     for part, x, dim in zip(parts, whole, (2, 2, 2, 1), strict=True):
