@@ -7,7 +7,8 @@ checkpointing, gradients summed over the GPUs), every GPU alone with a row and t
 them: ratio = seconds alone / (GPUs x seconds shared), 1 being ideal. `attention`: one layer's operator, forward and
 backward, with heads traded and as a ring. Cases: dense (gates open), packed (documents of an eighth of a row on
 average), gates (half-lives from 16 tokens to a row over the heads, pruning at ln eps = -10). overlap: the share of the
-exchange's own time that computing hides. error: root mean square beside float64, over that of one GPU's kernel. Published, on other machines: ring-flash-attention 0.902 (dense) and 0.759 (packed) of ideal, 8 x H800.
+exchange's own time that computing hides. error: root mean square beside float64, over that of one GPU's kernel. Published
+elsewhere: ring-flash-attention has 0.902 (dense) and 0.759 (packed) of the ideal speed on 8 x H800.
 """
 
 from __future__ import annotations
@@ -374,9 +375,11 @@ def accelerate_row(bench: Bench, length: int) -> dict[str, Any]:
         from accelerate.utils import FullyShardedDataParallelPlugin
 
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
             activation_checkpointing=True,
-        )  # fmt: skip
+        )
         accelerator = Accelerator(
             mixed_precision="bf16", parallelism_config=ParallelismConfig(cp_size=bench.world), fsdp_plugin=plugin
         )
