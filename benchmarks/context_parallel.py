@@ -7,8 +7,8 @@ checkpointing, gradients summed over the GPUs), every GPU alone with a row and t
 them: ratio = seconds alone / (GPUs x seconds shared), 1 being ideal. `attention`: one layer's operator, forward and
 backward, with heads traded and as a ring. Cases: dense (gates open), packed (documents of an eighth of a row on
 average), gates (half-lives from 16 tokens to a row over the heads, pruning at ln eps = -10). overlap: the share of the
-exchange's own time that computing hides. error: root mean square beside float64, over that of one GPU's kernel. Published
-elsewhere: ring-flash-attention has 0.902 (dense) and 0.759 (packed) of the ideal speed on 8 x H800.
+exchange's own time that computing hides. error: root mean square beside float64, over that of one GPU's kernel.
+Published elsewhere: ring-flash-attention has 0.902 (dense) and 0.759 (packed) of the ideal speed on 8 x H800.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 CASES = ("dense", "packed", "gates")
 PUBLISHED = {"dense": 0.902, "packed": 0.759}
 PRUNE = -10.0
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Bench:
@@ -128,6 +129,16 @@ class Bench:
         return row
 
 
+def alone(cu_seqlens: torch.Tensor | None, options: dict[str, Any]) -> Attend:
+    """The operator on one GPU."""
+    return lambda q, k, v, log_f: attend_locally(q, k, v, log_f, cu_seqlens, options)
+
+
+def together(shards: Shards, options: dict[str, Any]) -> Attend:
+    """The operator over shared rows."""
+    return lambda q, k, v, log_f: shards.attend(q, k, v, log_f, options, attend_locally)
+
+
 # one layer's attention ---------------------------------------------------------------------------------------------
 
 
@@ -147,10 +158,11 @@ def attention_inputs(bench: Bench, case: str, length: int) -> tuple[list[torch.T
     return [q, k, v, log_f], do.transpose(1, 2), cu_seqlens, options
 
 
-def both_ways(attend: Callable[..., torch.Tensor], inputs: list[torch.Tensor], do: torch.Tensor) -> list[torch.Tensor]:
+def both_ways(attend: Attend, inputs: list[torch.Tensor], do: torch.Tensor) -> list[torch.Tensor]:
     """Output and gradients of q, k, v, log_f."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attend(*leaves)
+    q, k, v, log_f = leaves
+    out = attend(q, k, v, log_f)
     return [out.detach(), *torch.autograd.grad(out, leaves, do)]
 
 
@@ -168,19 +180,20 @@ def attention_row(bench: Bench, case: str, length: int, split: Degrees) -> dict[
     mesh = bench.mesh(split)
     inputs, do, cu_seqlens, options = attention_inputs(bench, case, length)
     here = None if cu_seqlens is None else cu_seqlens.to(bench.device)
-    alone = bench.seconds(lambda: both_ways(lambda *x: attend_locally(*x, here, options), inputs, do))
+    one = bench.seconds(lambda: both_ways(alone(here, options), inputs, do))
     parts, do_part = part_of(bench, split, inputs, do)
     shards = Shards(mesh, Rows(1, length, cu_seqlens, torch.zeros(1)), bench.device)
 
     def shared() -> list[torch.Tensor]:
-        return both_ways(lambda *x: shards.attend(*x, options, attend_locally), parts, do_part)
+        return both_ways(together(shards, options), parts, do_part)
 
     seconds = bench.seconds(shared)
     mesh.traffic.reset()
     shared()
     traffic = {"bytes": dict(mesh.traffic.bytes), "hops": mesh.traffic.hops, "hops_saved": mesh.traffic.hops_saved}
-    share = overlap_of_ring(bench, shared, seconds) if split.ring > 1 else None
-    if split.ring == 1:
+    if split.ring > 1:
+        share = overlap_of_ring(bench, shared, seconds)
+    else:
         share = overlap_of_heads(bench, mesh, inputs, parts, do_part, here, options, seconds)
     return {
         "kind": "attention",
@@ -188,9 +201,9 @@ def attention_row(bench: Bench, case: str, length: int, split: Degrees) -> dict[
         "length": length,
         "ulysses": split.ulysses,
         "ring": split.ring,
-        "seconds_alone": alone,
+        "seconds_alone": one,
         "seconds": seconds,
-        "ratio": alone / (split.context * seconds),
+        "ratio": one / (split.context * seconds),
         **share,
         **traffic,
     }
@@ -201,7 +214,7 @@ def overlap_of_heads(bench, mesh, inputs, parts, do_part, here, options, seconds
     u = mesh.degrees.ulysses
     own = [x[:, : x.shape[1] // u] for x in inputs[:3]] + [inputs[3][..., : inputs[3].shape[2] // u]]
     do = do_part.new_ones(1, inputs[0].shape[2], own[0].shape[1], own[0].shape[3])
-    computing = bench.seconds(lambda: both_ways(lambda *x: attend_locally(*x, here, options), own, do))
+    computing = bench.seconds(lambda: both_ways(alone(here, options), own, do))
 
     def trade() -> None:
         x = heads_for_tokens(mesh, *(x.transpose(1, 2) for x in parts[:3]))
@@ -246,16 +259,16 @@ def error_row(bench: Bench, length: int, split: Degrees) -> dict[str, Any]:
     """Root mean square errors beside float64, shared and alone, of o, dq, dk, dv and dlog_f."""
     inputs, do, _, options = attention_inputs(bench, "gates", length)
     options = {**options, "prune": None}
-    exact = both_ways(lambda *x: attend_locally(*x, None, options), [x.double() for x in inputs], do.double())
-    alone = both_ways(lambda *x: attend_locally(*x, None, options), inputs, do)
+    exact = both_ways(alone(None, options), [x.double() for x in inputs], do.double())
+    one_gpu = both_ways(alone(None, options), inputs, do)
     parts, do_part = part_of(bench, split, inputs, do)
     mesh = bench.mesh(split)
     shards = Shards(mesh, Rows(1, length, None, torch.zeros(1)), bench.device)
-    shared = both_ways(lambda *x: shards.attend(*x, options, attend_locally), parts, do_part)
+    shared = both_ways(together(shards, options), parts, do_part)
     keep = torch.cat([torch.arange(*s) for s in split.segments(mesh.rank, length)]).to(bench.device)
     found = {}
     for name, wanted, one, ours, dim in zip(
-        ("o", "dq", "dk", "dv", "dlog_f"), exact, alone, shared, (1, 2, 2, 2, 1), strict=True
+        ("o", "dq", "dk", "dv", "dlog_f"), exact, one_gpu, shared, (1, 2, 2, 2, 1), strict=True
     ):
         sums = torch.stack(
             [
@@ -302,9 +315,9 @@ def model_of(bench: Bench, case: str, length: int) -> Any:
     torch.manual_seed(0)
     with bench.device:
         base = LlamaForCausalLM(config)
-    prune = {"prune": PRUNE} if case == "gates" else {}
-    gates: dict[str, Any] = {"half_life": (16.0, float(length))} if case == "gates" else {"init": "open"}
-    spec = retrofox.FoxSpec(rope="keep", **gates, **prune)
+    spec = retrofox.FoxSpec(rope="keep", init="open")
+    if case == "gates":
+        spec = retrofox.FoxSpec(rope="keep", half_life=(16.0, float(length)), prune=PRUNE)
     model = retrofox.convert(base, fox=spec).to(bench.device).train()
     model.config.use_cache = False
     if bench.cuda:
@@ -322,7 +335,7 @@ def step_row(bench: Bench, case: str, length: int) -> dict[str, Any]:
     step = Step(model, OBJECTIVES["extend"](model, stage, bench.device), bench.cuda)
     whole = batch_of(bench, case, length)
     part = cut(whole, split, mesh.rank)
-    ready = {k: v.to(bench.device) for k, v in part.items() if isinstance(v, torch.Tensor)}
+    ready: dict[str, Any] = {k: v.to(bench.device) for k, v in part.items() if isinstance(v, torch.Tensor)}
     ready["shards"] = Shards(mesh, part["rows"], bench.device)
     whole = {k: v.to(bench.device) for k, v in whole.items()}
 
@@ -330,25 +343,25 @@ def step_row(bench: Bench, case: str, length: int) -> dict[str, Any]:
         (module(**batch) / length).backward()
         module.zero_grad()
 
-    alone = attempt(bench, lambda: bench.seconds(lambda: run(step, whole)))
-    together = DistributedDataParallel(step, device_ids=[bench.device.index] if bench.cuda else None)
+    seconds_alone = attempt(bench, lambda: bench.seconds(lambda: run(step, whole)))
+    parallel = DistributedDataParallel(step, device_ids=[bench.device.index] if bench.cuda else None)
     mesh.traffic.reset()
-    run(together, ready)
+    run(parallel, ready)
     sent = dict(mesh.traffic.bytes)
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds = bench.seconds(lambda: run(together, ready))
-    known = isinstance(alone, float)
+    seconds = bench.seconds(lambda: run(parallel, ready))
+    known = isinstance(seconds_alone, float)
     return {
         "kind": "step",
         "case": case,
         "length": length,
         "ulysses": split.ulysses,
         "ring": split.ring,
-        "seconds_alone": alone,
+        "seconds_alone": seconds_alone,
         "seconds": seconds,
         "tokens_per_second_and_gpu": length / seconds / bench.world,
-        "ratio": alone / (bench.world * seconds) if known else None,
+        "ratio": seconds_alone / (bench.world * seconds) if known else None,
         "published_ratio_of_ring_flash_attention": PUBLISHED.get(case),
         "bytes": sent,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if bench.cuda else None,
