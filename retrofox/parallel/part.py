@@ -22,9 +22,9 @@ class Part:
     """Queries of one document and keys before them. hk kv heads, G query heads each.
 
     Attributes:
-        q: (hk, G, T, D); k, v: (hk, S, D), all in the computing dtype.
+        q: (hk, G, T, D); k, v: (hk, S, D), in the model's dtype.
         rows: (hk, G, T) float64, cols: (hk, G, S) float64, natural units; None: no decay (sinks).
-        first_query, key_positions: places in the row, which say what is causal and inside the window.
+        first_query, first_key: places in the row, which say what is causal and inside the window.
     """
 
     q: torch.Tensor
@@ -33,10 +33,15 @@ class Part:
     rows: torch.Tensor | None
     cols: torch.Tensor | None
     first_query: int
-    key_positions: torch.Tensor
+    first_key: int
     scale: float
     softcap: float | None
     window: int | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def spans(self) -> list[slice]:
         """Queries, some at a time."""
@@ -46,7 +51,7 @@ class Part:
 
     def scores(self, span: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """s (hk, G, queries of the span, S), -inf where hidden, and what tanh gave where there is a cap."""
-        s = torch.einsum("hgtd,hsd->hgts", self.q[:, :, span], self.k) * self.scale
+        s = torch.einsum("hgtd,hsd->hgts", self.q[:, :, span].to(self.dtype), self.k.to(self.dtype)) * self.scale
         capped = None
         if self.softcap is not None:
             capped = torch.tanh(s / self.softcap)
@@ -54,9 +59,10 @@ class Part:
         if self.rows is not None and self.cols is not None:
             s = s + (self.rows[:, :, span, None] + self.cols[:, :, None]).to(s.dtype)
         positions = torch.arange(self.first_query + span.start, self.first_query + span.stop, device=s.device)[:, None]
-        hidden = self.key_positions > positions
+        keys = torch.arange(self.first_key, self.first_key + self.k.shape[1], device=s.device)
+        hidden = keys > positions
         if self.window is not None and self.rows is not None:
-            hidden = hidden | (positions - self.key_positions >= self.window)
+            hidden = hidden | (positions - keys >= self.window)
         return s.masked_fill(hidden, -math.inf), capped
 
 
@@ -67,7 +73,7 @@ def attend_part(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         s, _ = part.scores(span)
         lse = torch.logsumexp(s, -1)
         weights = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-        outputs.append(torch.einsum("hgts,hsd->hgtd", weights, part.v))
+        outputs.append(torch.einsum("hgts,hsd->hgtd", weights, part.v.to(part.dtype)))
         sums.append(lse)
     return torch.cat(outputs, 2), torch.cat(sums, 2)
 
@@ -85,7 +91,8 @@ def differentiate_part(
     Returns:
         dq (hk, G, T, D), dk, dv (hk, S, D), and float64 the sums of ds over keys (hk, G, T) and queries (hk, G, S).
     """
-    d_k, d_v = torch.zeros_like(part.k), torch.zeros_like(part.v)
+    q, k, v = (x.to(part.dtype) for x in (part.q, part.k, part.v))
+    d_k, d_v = torch.zeros_like(k), torch.zeros_like(v)
     by_key = torch.zeros(*part.q.shape[:2], part.k.shape[1], dtype=torch.float64, device=part.q.device)
     d_q, by_query = [], []
     for span in part.spans():
@@ -93,14 +100,14 @@ def differentiate_part(
         weights = torch.exp(s - lse[:, :, span, None])
         given = do[:, :, span]
         d_v += torch.einsum("hgts,hgtd->hsd", weights, given)
-        ds = weights * (torch.einsum("hgtd,hsd->hgts", given, part.v) - delta[:, :, span, None])
+        ds = weights * (torch.einsum("hgtd,hsd->hgts", given, v) - delta[:, :, span, None])
         by_query.append(ds.sum(-1, dtype=torch.float64))
         by_key += ds.sum(2, dtype=torch.float64)
         if capped is not None:
             ds = ds * (1 - capped.square())
         ds = ds * part.scale
-        d_q.append(torch.einsum("hgts,hsd->hgtd", ds, part.k))
-        d_k += torch.einsum("hgts,hgtd->hsd", ds, part.q[:, :, span])
+        d_q.append(torch.einsum("hgts,hsd->hgtd", ds, k))
+        d_k += torch.einsum("hgts,hgtd->hsd", ds, q[:, :, span])
     return torch.cat(d_q, 2), d_k, d_v, torch.cat(by_query, 2), by_key
 
 

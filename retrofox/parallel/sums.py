@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from retrofox.parallel.kernels import differentiate
 from retrofox.parallel.messages import Exchange, Keys, swap
 from retrofox.parallel.offsets import LOG_F_MIN
-from retrofox.parallel.part import Part, differentiate_part
+from retrofox.parallel.part import Part
 from retrofox.parallel.walk import Task, Walk
 
 
@@ -17,7 +18,7 @@ class Sums:
     """Gradients of one backward, added up part by part: dq, dk, dv (B, t, heads, D), dc (B, H, t) float64."""
 
     def __init__(self, walk: Walk, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor):
-        self.walk, self.lse = walk, lse
+        self.walk, self.o, self.lse = walk, o, lse
         self.do = do.to(walk.dtype)
         self.delta = (self.do * o).sum(-1)  # (B, t, H)
         self.dq = torch.zeros_like(o)
@@ -30,7 +31,8 @@ class Sums:
         lse = self.lse[task.row, :, task.where].unflatten(0, (kv_heads, -1))[heads]
         delta = self.delta[task.row, task.where].T.unflatten(0, (kv_heads, -1))[heads]
         do = walk.grouped(self.do[task.row, task.where])[heads]
-        dq, dk, dv, by_query, by_key = differentiate_part(part, lse, delta, do)
+        o = walk.grouped(self.o[task.row, task.where])[heads]
+        dq, dk, dv, by_query, by_key = differentiate(part, o, lse, delta, do)
         self.dq[task.row, task.where].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)[heads] += dq
         if part.rows is not None:
             self.dc[task.row, :, task.where].unflatten(0, (kv_heads, -1))[heads] += by_query

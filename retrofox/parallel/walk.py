@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from retrofox.parallel.kernels import attend
 from retrofox.parallel.mesh import Mesh
 from retrofox.parallel.messages import KeyRing, Keys
 from retrofox.parallel.offsets import Summary, clamped
-from retrofox.parallel.part import Part, attend_part, merge
+from retrofox.parallel.part import Part, merge
 from retrofox.parallel.plan import Head, RingPlan
 
 
@@ -25,7 +26,7 @@ class Task:
     def add(self, o: torch.Tensor, lse: torch.Tensor, part: tuple[Part, list[int] | slice]) -> None:
         """Merges a part into o (B, t, H, D) and lse (B, H, t)."""
         what, heads = part
-        part_o, part_lse = attend_part(what)
+        part_o, part_lse = attend(what)
         kv_heads = self.q.shape[0]
         here_o = o[self.row, self.where].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # views of both
         here_lse = lse[self.row, :, self.where].unflatten(0, (kv_heads, -1))
@@ -56,20 +57,16 @@ class Walk:
         return found
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, H, D) -> (Hkv, G, T, D) in the computing dtype."""
-        return x.to(self.dtype).unflatten(1, (self.kv_heads, -1)).permute(1, 2, 0, 3)
+        """(T, H, D) -> (Hkv, G, T, D)."""
+        return x.unflatten(1, (self.kv_heads, -1)).permute(1, 2, 0, 3)
 
-    def part(self, task: Task, k, v, rows, cols, positions: torch.Tensor, heads: Any = slice(None)) -> Part:
+    def part(self, task: Task, k, v, rows, cols, first_key: int, heads: Any = slice(None)) -> Part:
         """Keys k, v (S, heads, D) for a task's queries of some kv heads."""
-        k, v = (x.to(self.dtype).transpose(0, 1) for x in (k, v))
+        k, v = (x.to(self.q.dtype).transpose(0, 1) for x in (k, v))
         first, given = task.chunk * self.plan.chunk, self.options
         return Part(
-            task.q[heads], k, v, rows, cols, first, positions, given["scale"], given["softcap"], given["window"]
+            task.q[heads], k, v, rows, cols, first, first_key, given["scale"], given["softcap"], given["window"]
         )
-
-    def places(self, low: int, high: int) -> torch.Tensor:
-        """Positions of keys, on the device."""
-        return torch.arange(low, high, device=self.q.device)
 
     def own_parts(self, task: Task, sinks: torch.Tensor) -> list[tuple[str, tuple[Part, Any]]]:
         """("sinks", "own" or "earlier", (part, kv heads)) of what lies here: sinks, the same chunk, the lower one."""
@@ -78,8 +75,7 @@ class Walk:
         known = plan.sinks.get((task.row, task.head.start))
         if known is not None:
             k, v = sinks[known.first : known.first + len(known.positions)].unbind(1)
-            positions = torch.tensor(known.positions, device=self.q.device)
-            found.append(("sinks", (self.part(task, k, v, None, None, positions), every)))
+            found.append(("sinks", (self.part(task, k, v, None, None, known.start), every)))
         begin = task.chunk * plan.chunk
         low, end = plan.own_low(task.row, task.chunk), begin + task.head.tokens
         if low < end:
@@ -87,9 +83,8 @@ class Walk:
             c = self.c[task.row, :, :, task.slot]
             cols = -c[..., low - begin : task.head.tokens]
             part = self.part(
-                task, self.k[task.row, where], self.v[task.row, where], c[..., : task.head.tokens], cols,
-                self.places(low, end),
-            )  # fmt: skip
+                task, self.k[task.row, where], self.v[task.row, where], c[..., : task.head.tokens], cols, low
+            )
             found.append(("own", (part, every)))
         if task.slot:
             low_chunk = self.chunks[0]
@@ -101,7 +96,7 @@ class Walk:
                 cols = (c[..., -1:] - c[..., where])[heads]
                 part = self.part(
                     task, self.k[task.row, where][:, heads], self.v[task.row, where][:, heads],
-                    self.rows(task, low_chunk, heads), cols, self.places(low, (low_chunk + 1) * plan.chunk), heads,
+                    self.rows(task, low_chunk, heads), cols, low, heads,
                 )  # fmt: skip
                 found.append(("earlier", (part, heads)))
         return found
@@ -127,7 +122,7 @@ class Walk:
             which, where = [item.heads.index(head) for head in heads], slice(low - item.low, item.high - item.low)
             part = self.part(
                 task, keys.k[where][:, which], keys.v[where][:, which], self.rows(task, item.chunk, heads),
-                behind[which][..., where], self.places(low, item.high), heads,
+                behind[which][..., where], low, heads,
             )  # fmt: skip
             found.append((task, (part, heads), where, which))
         return found
