@@ -34,6 +34,56 @@ LINES = {
 }
 
 
+ARMS = {
+    "base": "base",
+    "control": "control",
+    "yarn": "YaRN x 4",
+    "partial": "**partial**",
+    "partial-seed1": "**partial**, seed 1",
+    "keep": "keep",
+    "fox": "**fox**",
+}
+
+
+def retrofit_needles() -> str:
+    """Easy and standard needles found by every arm, at each length."""
+    arms = read("retrofit/arms.json")["arms"]
+    rows = []
+    for name, label in ARMS.items():
+        for mode, found in arms[name]["needles"].items():
+            rows.append([label, mode, found[0]["prompts"], *(f"{100 * row['found']:.0f}" for row in found)])
+    return table(["arm", "mode", "prompts a length", "1k", "4k", "8k", "16k", "32k"], rows, left=2)
+
+
+def retrofit_loss() -> str:
+    """Loss by position of every arm, to 32k and, where it was measured, to 128k."""
+    arms = read("retrofit/arms.json")["arms"]
+    tables = []
+    for key in ("loss", "loss_128k"):
+        measured = {name: arms[name][key] for name in ARMS if arms[name][key]}
+        rows = [
+            [_positions(buckets[0]), *(f"{bucket['mean']:.3f}" for bucket in buckets)]
+            for buckets in zip(*measured.values(), strict=True)
+        ]
+        tables.append(table(["positions", *(ARMS[name] for name in measured)], rows))
+    return "\n\n".join(tables)
+
+
+def retrofit_recall() -> str:
+    """Loss on repeated words by the distance to their earlier occurrence, and what cutting that out costs."""
+    arms = read("retrofit/arms.json")["arms"]
+    measured = {name: arms[name]["recall"] for name in ARMS if arms[name]["recall"]}
+    rows = [
+        [
+            f"{octaves[0]['from']:,} to {octaves[0]['to']:,}",
+            f"{octaves[0]['tokens']:,}",
+            *(f"{octave['loss']['mean']:.3f} (+{octave['recalled']['mean']:.2f})" for octave in octaves),
+        ]
+        for octaves in zip(*measured.values(), strict=True)
+    ]
+    return table(["distance", "tokens", *(ARMS[name] for name in measured)], rows)
+
+
 def first_result() -> str:
     """Loss by position of `smollm2-partial`, its base, its control, and with its gates forced open or shuffled."""
     rows = []

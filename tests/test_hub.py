@@ -286,6 +286,15 @@ def test_a_pushed_checkpoint_is_all_there_and_verified(hub, converted, tmp_path)
     assert not asked_private(hub.created[1])
 
 
+def test_a_model_saved_before_is_pushed_as_it_is(hub, saved_before, tmp_path):
+    before = saved_before("default")
+    code, printed, error = retrofox_command(hub.url, tmp_path / "home", "push", before, "me/before")
+    assert code == 0, error
+    _, files = hub.at("me/before", json.loads(printed)["commit"])
+    assert {"config.json", "model.safetensors", "modeling_fox.py", "README.md"} <= set(files)
+    assert all((before / name).read_bytes() == content for name, content in files.items() if name != "README.md")
+
+
 def test_a_dry_push_contacts_nothing(converted, monkeypatch):
     monkeypatch.setattr("retrofox.hub.HfApi", lambda: pytest.fail("contacted the Hub"))
     report = push(converted, "me/fox", dry_run=True)

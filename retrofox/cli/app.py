@@ -7,17 +7,14 @@ import json
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from retrofox.cli import convert as cli_convert
-from retrofox.cli import recipes as cli_recipes
-from retrofox.cli.tokens import METAVAR, count
-from retrofox.support.counts import ALLOWED
+from retrofox.cli import adapt, measure, recipe_config, recipes, use
+from retrofox.cli.convert import convert
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,30 +29,8 @@ app = typer.Typer(
     "    retrofox eval RUN/model --against BASE --data T   loss at each position, for both\n\n"
     "    retrofox generate RUN/model 'Once upon a time'    use it",
 )
-config_app = typer.Typer(no_args_is_help=True, help="What a recipe may say: schema, show.")
-app.add_typer(config_app, name="config")
-app.add_typer(cli_recipes.app, name="recipes")
-
-MODEL = "a converted model: directory or Hub id (a plain model works too where it makes sense)"
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: CUDA where there is one.")]
-Dtype = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16 or float16 (gates stay float32); default: bfloat16 on a GPU, else float32."),
-]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run the code beside a model or tokenizer that needs it, naming it."),
-]
-TextField = Annotated[str, typer.Option(help="Field of JSON or Parquet records that holds the text.")]
-Baselines = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Made of the base, untrained: pi:4, ntk:4, yarn:4, drope, window:4096 or streaming:4096,4; repeatable."
-    ),
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")
-]
+app.add_typer(recipe_config.app, name="config")
+app.add_typer(recipes.app, name="recipes")
 
 
 def _version(value: bool) -> None:
@@ -75,377 +50,6 @@ def _root(
     pass
 
 
-app.command()(cli_convert.convert)
-
-
-@app.command()
-def prepare(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")], changes: Overrides = None
-) -> None:
-    """Tokenises a recipe's data into memory-mapped shards (train does this too); finished shards are reused."""
-    from retrofox.config import load_recipe
-    from retrofox.data.prepare import prepare as run
-
-    print(json.dumps(run(load_recipe(recipe, changes or [])), indent=2, default=str))
-
-
-@app.command()
-def plan(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
-    changes: Overrides = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Run two real steps for time and memory.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-) -> None:
-    """Reports what a training run needs before anything runs: parameters, memory, steps, hours, disk, refusals."""
-    from retrofox.config import load_recipe
-    from retrofox.planning.plan import plan as run
-
-    result = run(load_recipe(recipe, changes or []), measure=measure, show=not as_json)
-    if as_json and os.environ.get("RANK", "0") == "0":
-        print(json.dumps(result, indent=2))
-
-
-@app.command()
-def train(recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")], changes: Overrides = None) -> None:
-    """Adapts a model by a recipe; run again after an interruption, it resumes. On several GPUs: `accelerate launch -m
-    retrofox train RECIPE`.
-    """
-    from retrofox.config import load_recipe
-
-    loaded = load_recipe(recipe, changes or [])
-    from retrofox.training.train import train as run
-
-    run(loaded)
-
-
-@app.command()
-def merge(
-    adapter: Annotated[Path, typer.Argument(help="A LoRA adapter directory trained by retrofox.")],
-    out: Annotated[Path, typer.Argument(help="Directory to write the merged model to.")],
-) -> None:
-    """Merges a LoRA adapter and its gates into its converted base and proves the logits equal."""
-    from retrofox.conversion.merge import merge as run
-
-    print(json.dumps(run(adapter, out), indent=2))
-
-
-@app.command(name="eval")
-def evaluate(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    data: Annotated[list[str] | None, typer.Option(help="Files or directories of documents, one or more.")] = None,
-    against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
-    length: Annotated[
-        int,
-        typer.Option(
-            parser=count, metavar=METAVAR, help="Tokens per window; by default the first ones of each document."
-        ),
-    ] = 4096,
-    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
-    max_documents: Annotated[int | None, typer.Option(help="Use only the first N documents.")] = None,
-    windows: Annotated[int, typer.Option(help="Windows per document; 0 = all.")] = 1,
-    min_tokens: Annotated[
-        int, typer.Option(parser=count, metavar=METAVAR, help="Skip documents with fewer tokens.")
-    ] = 2,
-    batch: Annotated[int, typer.Option(help="Windows per batch.")] = 1,
-    controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
-    short_context: Annotated[
-        list[str] | None,
-        typer.Option(help="Also give only the last N tokens, such as 512 2048: how much context is used; or auto."),
-    ] = None,
-    text_field: TextField = "text",
-    baseline: Baselines = None,
-    tasks: Annotated[
-        str,
-        typer.Option(
-            help="lm-eval tasks to run too, comma-separated, or short, ruler, longbench (needs retrofox[eval])."
-        ),
-    ] = "",
-    include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
-    limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
-    task_batch: Annotated[str, typer.Option(help="lm-eval: requests per batch, or auto: by tokens.")] = "auto",
-    task_cache: Annotated[
-        Path | None,
-        typer.Option(help="lm-eval: folder of finished tasks; by default in the cache folder, in retrofox/tasks."),
-    ] = None,
-    cache: Annotated[
-        bool, typer.Option("--cache/--no-cache", help="lm-eval: keep and reuse results of the same model and versions.")
-    ] = True,
-    context: Annotated[
-        int, typer.Option(min=1, help="Processes that share each window, launched as many (torchrun): for long ones.")
-    ] = 1,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Measures the loss at each document position, L(i), for a model and its original.
-
-    Prints a bucket table; writes JSON, CSV and plots into --out.
-    """
-    from retrofox.evaluation.evaluate import evaluate as run
-    from retrofox.loading.trust import trusting_code
-
-    with trusting_code(trust_remote_code):
-        run(
-            model,
-            against=against or None,
-            data=data or [],
-            length=length,
-            out=out,
-            max_documents=max_documents,
-            windows=windows or None,
-            min_tokens=min_tokens,
-            batch=batch,
-            controls=controls,
-            short_context=short_context or (),
-            text_field=text_field,
-            baselines=baseline or [],
-            tasks=[task.strip() for task in tasks.split(",") if task.strip()],
-            include_path=include_path,
-            limit=limit,
-            task_batch=int(task_batch) if task_batch.isdigit() else task_batch,
-            task_cache_folder=task_cache,
-            cache=cache,
-            context=context,
-            device=device,
-            dtype=dtype,
-        )
-
-
-@app.command()
-def generate(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    prompt: Annotated[list[str], typer.Argument(help="One or more prompts; several run as one batch.")],
-    max_new_tokens: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
-    num_beams: Annotated[int, typer.Option(help="Beam search width.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    cache: Annotated[
-        bool, typer.Option("--cache/--no-cache", help="Keep keys, values and gates of past tokens.")
-    ] = True,
-    stream: Annotated[
-        bool, typer.Option("--stream/--no-stream", help="Print tokens as they come (one prompt).")
-    ] = True,
-    template: Annotated[bool, typer.Option("--chat-template", help="Wrap each prompt in the chat template.")] = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Continues a prompt and streams the text."""
-    from retrofox.generation.generate import generate as run
-    from retrofox.loading.trust import trusting_code
-
-    with trusting_code(trust_remote_code):
-        result = run(
-            model,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            num_beams=num_beams,
-            stream=stream,
-            seed=seed,
-            device=device,
-            dtype=dtype,
-            use_cache=cache,
-            chat_template=template,
-        )
-    if not stream:
-        for text in result["texts"]:
-            typer.echo(text)
-
-
-@app.command()
-def chat(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Most tokens per answer.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the smallest set with this probability. [default: 0.95]", show_default=False),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Chats with a model, keeping the cache between turns. /exit ends the chat."""
-    from retrofox.generation.chat import chat as run
-    from retrofox.loading.trust import trusting_code
-
-    options = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
-    with trusting_code(trust_remote_code):
-        run(model, **options, seed=seed, device=device, dtype=dtype)
-
-
-@app.command()
-def needle(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    data: Annotated[list[str], typer.Option(help="Text files that make the haystack, one or more.")],
-    against: Annotated[
-        list[str] | None, typer.Option(help="Models that read the same prompts, the base first.")
-    ] = None,
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "1024,2048,4096,8192",
-    depths: Annotated[int, typer.Option(help="Number of depths, evenly spaced from start to end.")] = 5,
-    mode: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="easy (the needle holds question and answer), standard, multi-key, multi-value, multi-query, "
-            "variable-tracking, common-words, or all; one or more. [default: easy]",
-            show_default=False,
-        ),
-    ] = None,
-    trials: Annotated[int, typer.Option(help="Prompts per length and depth, each with another fact and text.")] = 2,
-    seed: Annotated[int, typer.Option(help="Seed of facts and places.")] = 0,
-    batch: Annotated[str, typer.Option(help="Prompts per batch, or auto: by length.")] = "auto",
-    generate: Annotated[
-        bool, typer.Option("--generate", help="Generate the answers: the same verdicts, slower, no log-probability.")
-    ] = False,
-    baseline: Baselines = None,
-    text_field: TextField = "text",
-    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Hides facts in long texts and asks for them, at several context lengths and depths.
-
-    One forward pass over prompt and answer tells what greedy decoding would emit. Prints the share found with its 95 %
-    Wilson interval and the answers' mean log-probability; 100 prompts per length (`--trials 20` at 5 depths) tell
-    shares apart that differ by 20 points.
-
-    **Modes.** *easy*, *standard*: one fact; easy asks in the needle's own words, which a base model can follow. After
-    RULER (arXiv 2404.06654): *multi-key* (one of four numbers), *multi-value* (all four of one thing), *multi-query*
-    (four of four things), *variable-tracking* (a chain of assignments), *common-words* (the ten words that a list holds
-    most often). Of several values, each is judged after the true earlier ones.
-
-    Example:
-
-        retrofox needle RUN/model --against BASE --data books/ --lengths 1024,8192,32768 --mode easy --mode multi-key
-    """
-    from retrofox.evaluation.needle import needle as run
-    from retrofox.loading.trust import trusting_code
-
-    try:
-        sizes = [count(part) for part in lengths.split(",")]
-    except typer.BadParameter:
-        raise ValueError(
-            f"lengths must be whole numbers with commas between, such as 1024,4096 or 4Ki,32Ki; got {lengths!r}: each "
-            f"takes {ALLOWED}"
-        ) from None
-    options: dict[str, Any] = {"depths": depths, "mode": mode or ["easy"], "trials": trials, "seed": seed}
-    options |= {"batch": int(batch) if batch.isdecimal() else batch, "generate": generate, "text_field": text_field}
-    options |= {"baselines": baseline or []}
-    with trusting_code(trust_remote_code):
-        run(model, against or None, data, sizes, **options, out=out, device=device, dtype=dtype)
-
-
-@app.command()
-def inspect(
-    model: Annotated[str, typer.Argument(help="A converted model: directory or Hub id.")],
-    data: Annotated[list[str] | None, typer.Option(help="Measure the gates on these texts.")] = None,
-    length: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens to read of each document.")] = 2048,
-    against: Annotated[
-        str | None, typer.Option(help="Another model whose heads to measure too, such as the base; needs --data.")
-    ] = None,
-    head_map: Annotated[
-        list[str] | None, typer.Option("--map", help="LAYER.HEAD: draw its attention and gate matrix into --out.")
-    ] = None,
-    prune_eps: Annotated[
-        float | None, typer.Option(help="Say what pruning would skip if it may lose this share, such as 1e-4.")
-    ] = None,
-    max_documents: Annotated[int, typer.Option(help="Use only the first N documents.")] = 8,
-    text_field: TextField = "text",
-    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Shows each head's half-life: local and global heads, dead and saturated gates, kept rotary pairs.
-
-    With --data also what the heads look at: attention mass beyond 64, 512 and 4k tokens, and the heads that retrieve.
-    """
-    from retrofox.evaluation.gates import inspect as run
-    from retrofox.loading.trust import trusting_code
-
-    options: dict[str, Any] = {"length": length, "max_documents": max_documents, "text_field": text_field, "out": out}
-    options |= {"against": against, "maps": head_map or (), "prune_eps": prune_eps}
-    with trusting_code(trust_remote_code):
-        run(model, data or None, **options, device=device, dtype=dtype)
-
-
-@app.command()
-def recall(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    data: Annotated[list[str], typer.Option(help="Files or directories of long documents, one or more.")],
-    against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
-    length: Annotated[int, typer.Option(help="Tokens read of each document: distances go up to it.")] = 8192,
-    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
-    ngram: Annotated[int, typer.Option(help="Words that must repeat, the one being completed included.")] = 4,
-    unit: Annotated[str, typer.Option(help="words, or tokens to count each token as a word.")] = "words",
-    control: Annotated[
-        int, typer.Option(help="Tokens per octave and document whose source is cut out as a control; 0 = none.")
-    ] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of the control's sample.")] = 0,
-    max_documents: Annotated[int | None, typer.Option(help="Use only the first N documents.")] = None,
-    batch: Annotated[int, typer.Option(help="Texts per batch.")] = 1,
-    baseline: Baselines = None,
-    text_field: TextField = "text",
-    device: Device = None,
-    dtype: Dtype = None,
-) -> None:
-    """Measures how well a model remembers natural text that it read d tokens back, by octave of d.
-
-    A loss that stays flat is no memory. Text repeats itself: where a token completes words that stood d tokens back,
-    and no nearer, a model that still sees them knows how they go on. The table shows accuracy and loss on such tokens.
-
-    Some of them anyone would guess. So the control cuts the earlier words out of the text and reads the same tokens
-    again: what the loss rises by is what the model had remembered. Five forward passes per document and model.
-
-    Books seldom repeat four words: give several long documents, or --ngram 3, which finds three to seven times as many.
-
-        retrofox recall RUN/model --against BASE --data books/ --length 32768 --out recall
-    """
-    from retrofox.evaluation.recall import recall as run
-
-    options: dict[str, Any] = {"ngram": ngram, "unit": unit, "control": control, "seed": seed, "batch": batch}
-    options |= {"max_documents": max_documents, "text_field": text_field, "device": device, "dtype": dtype}
-    options |= {"baselines": baseline or []}
-    run(model, against or None, data, length, out, **options)
-
-
-@app.command()
-def push(
-    directory: Annotated[Path, typer.Argument(help="A converted model's directory.")],
-    repo: Annotated[str, typer.Argument(help="Hub repository, org/name; created where it doesn't exist.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
-) -> None:
-    """Uploads a converted model to the Hub in one commit; checks that it is complete before, and every file after."""
-    from retrofox.hub import push as run
-
-    print(json.dumps(run(directory, repo, private=private, message=message, dry_run=dry_run), indent=2))
-
-
-@config_app.command("schema")
-def config_schema() -> None:
-    """Prints the JSON schema of a recipe, for editors and for reading."""
-    from retrofox.config import schema
-
-    print(json.dumps(schema(), indent=2))
-
-
-@config_app.command("show")
-def config_show(recipe: Annotated[Path, typer.Argument(help="The recipe.")], changes: Overrides = None) -> None:
-    """Prints a recipe as it will run: defaults filled in, changes applied."""
-    from retrofox.config import dump, load_recipe
-
-    print(dump(load_recipe(recipe, changes or [])), end="")
-
-
-@app.command()
 def doctor() -> None:
     """Reports what this machine has: versions, GPU, and which attention backend would run and why."""
     import torch
@@ -457,6 +61,13 @@ def doctor() -> None:
     q = torch.zeros(1, 128, 8, 64, device=device, dtype=torch.bfloat16)
     backend, reason = choose(q, q, q, torch.zeros(1, 128, 8, device=device))
     print(json.dumps({**environment(), "attention_backend": backend, "reason": reason}, indent=2, default=str))
+
+
+for command in (convert, adapt.prepare, adapt.plan, adapt.train, adapt.merge):
+    app.command()(command)
+app.command(name="eval")(measure.evaluate)
+for command in (use.generate, use.chat, measure.needle, measure.inspect, measure.recall, use.push, doctor):
+    app.command()(command)
 
 
 def spread(arguments: list[str]) -> list[str]:

@@ -24,6 +24,7 @@ from retrofox.evaluation.context_use import ShortContexts, short_contexts
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_report import differences, print_tasks
+from retrofox.loading.device import check_place
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.support.memory import peak_bytes, reset_peak
@@ -67,7 +68,7 @@ def evaluate(
     progress: bool = True,
     context: int = 1,
 ) -> dict[str, Any]:
-    """Measures L(i), the loss of document position i in nats, for a model and for what it is compared with.
+    """Measures L(i), the loss of document position i in nats, for a model and for those it is compared with.
 
     All lines read the same tokens: the first `length` tokens of each document, chosen with the model's tokenizer. A
     converted model is also run with its gates forced open and with its gates shuffled over heads, since a loss alone
@@ -119,6 +120,7 @@ def evaluate(
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
+    check_place(device, dtype)
     contexts = short_contexts(short_context, length)
     started = time.time()
     name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path

@@ -1,4 +1,4 @@
-"""What the heads of a model look at, measured over a text: for `retrofox inspect`, before against after a retrofit."""
+"""Attention of a model's heads, measured over a text: for `retrofox inspect`, before against after a retrofit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is reported of per-token losses: buckets, curves, slopes and what their intervals say, a table, files."""
+"""The report of per-token losses: buckets, curves, slopes with verdicts by their intervals, a table, files."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def curves(
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:
-    """The bucket table, the slopes and, for a converted model, what the controls say about its gates."""
+    """The bucket table, the slopes and, for a converted model, the controls' verdict on its gates."""
     lines = result["lines"]
     keys = [line["key"] for line in lines]
     documents, tokens = result["documents"], result["tokens"]

@@ -1,4 +1,4 @@
-"""Per-token loss L(i): the loss of each document position, and what its average over documents says.
+"""Per-token loss L(i): the loss of each document position, and its average over documents.
 
 The slope of L(i), not one perplexity, tells whether a model uses its context (Lin et al., "Forgetting Transformer",
 ICLR 2025, section 4): a model that does keeps falling; one that breaks beyond its trained length turns upwards.

@@ -1,4 +1,4 @@
-"""`retrofox recall`: how well a model remembers what it read, d tokens back, in natural text.
+"""`retrofox recall`: how well a model remembers natural text that it read d tokens back.
 
 A loss that stays flat over a long document is no memory. Text that repeats itself tells: a name, a phrase, a sentence
 that stood d tokens back can be continued from there, if the model still sees it.
@@ -25,6 +25,7 @@ from retrofox.evaluation.evaluate import _fingerprint, _listed, _tell_apart, _to
 from retrofox.evaluation.readings import Reading, read
 from retrofox.evaluation.recall_control import Control, plan_control
 from retrofox.evaluation.repeats import UNITS, Repeats, WordStarts, find_repeats
+from retrofox.loading.device import check_place
 from retrofox.loading.opened import Opened
 from retrofox.loading.tokenizers import require_same_tokenizer
 from retrofox.support.memory import peak_bytes, reset_peak
@@ -102,6 +103,7 @@ def recall(
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
+    check_place(device, dtype)
     started = time.time()
     tokenizer = tokenizer or (model.tokenizer if isinstance(model, Opened) else _tokenizer_of(model))
     for other in others:

@@ -1,4 +1,4 @@
-"""What a conversion added to a checkpoint on disk: all of it there, of the right shapes, and finite."""
+"""Checks the tensors that a conversion added to a checkpoint on disk: all there, of the right shapes, finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading what is not converted: base models with their tokenizers, and the configs of what is to be converted."""
+"""Loading unconverted models: base models with their tokenizers, and the configs of sources to convert."""
 
 from __future__ import annotations
 
@@ -76,8 +76,28 @@ def has_softcap(config: Any) -> bool:
     return getattr(config, "attn_logit_softcapping", None) is not None
 
 
+def any_config(source: str | Path) -> Any:
+    """The transformers config of an unconverted model, supported or not: Hub id, directory or .gguf file.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: its file is damaged, or the model needs code of its own that may not run (see `loading.trust`).
+    """
+    path = Path(source)
+    if str(source).endswith(".gguf"):
+        if not path.is_file():
+            raise FileNotFoundError(f"{source}: no such file")
+        with reading_gguf(source):
+            return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    values = read_config(source)
+    register_outside(values)
+    refuse_untrusted(source, values)
+    with understood(f"config.json of {source}"):
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=trusts_code(source, values))
+
+
 def base_config(source: str | Path, revision: str | None = None) -> Any:
-    """The transformers config of a source that is a directory or Hub id, refusing what can't be converted."""
+    """The transformers config of a directory or Hub id; raises for a model that can't be converted."""
     refuse_adapter(source)
     values = read_config(source, revision)
     check_source(source, values)

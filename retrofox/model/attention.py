@@ -153,7 +153,7 @@ class FoxMixin(nn.Module):
         s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """What the native forward calls as its attention function.
+        """The attention function that the native forward calls.
 
         Args:
             query: (B, H, T, D); key, value: (B, Hkv, S, D), the queries being the last T of the S positions.

@@ -17,7 +17,7 @@ DEAD_DECAY = 1e-4
 
 
 class AddedModule(nn.Module):
-    """What a conversion adds to an attention layer: float32 under every cast of the model, with known first values."""
+    """Base of the modules that a conversion adds to an attention layer: float32 under casts, known first values."""
 
     def initial_values(self) -> dict[str, torch.Tensor]:
         """Name of each of this module's tensors -> its value right after a conversion."""

@@ -59,7 +59,7 @@ ROTATES_IF: dict[str, Callable[[Any], bool]] = {
 
 
 class FoxPreTrained:
-    """What every Fox class adds to its base's PreTrainedModel: float32 gates, one attention, its own code on disk."""
+    """Mixin of the Fox classes, beside their base's PreTrainedModel: float32 gates, one attention, own code on disk."""
 
     _keep_in_fp32_modules_strict = NEW_MODULES
     _supports_attention_backend = False  # vLLM and SGLang would swap the attention function and drop the gates
@@ -146,7 +146,7 @@ def _check_added(model: nn.Module, missing: Iterable[str]) -> None:
 
 
 def _savable(config: Any) -> Any:
-    """A generation config as it is or, where transformers refuses to save it, a copy without what it ignores.
+    """A generation config as it is or, where transformers refuses to save it, a copy without the fields it ignores.
 
     Published checkpoints have temperatures without do_sample, and -1 for no padding token; most versions of
     transformers then refuse to save the model at all.

@@ -127,7 +127,7 @@ def joined_tokens(
     None where that is so for all, except for a first token that has none before it.
 
     Args:
-        attention_mask: what the attention gets: None, (B, S) bool or (B, 1, T, S).
+        attention_mask: as the attention gets it: None, (B, S) bool or (B, 1, T, S).
         cu_seqlens: (N + 1,) document starts over the flattened tokens, or None.
         hidden_states: (B, T, hidden), for its shape and device.
     """

@@ -1,4 +1,4 @@
-"""`retrofox plan`: what a recipe will train, need and take, and why it would be refused, before anything runs."""
+"""`retrofox plan`: parameters, memory, hours, disk and refusals of a recipe, before anything runs."""
 
 from __future__ import annotations
 

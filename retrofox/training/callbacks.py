@@ -1,10 +1,9 @@
-"""What happens beside the training loop: annealing, signals, the log line, the guard against divergence."""
+"""Callbacks of the training loop: annealing, signals, the log line."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,32 +24,6 @@ from retrofox.support.memory import bytes_in_use, peak_bytes
 
 SATURATED_SLOPE = 1e-6
 """A gate value with f (1 - f) below it hardly moves in training; a head is saturated if 99 % of its values are so."""
-
-
-class Diverged(ValueError):
-    """Training stopped because the loss is not a number or has jumped; the last good checkpoint stands."""
-
-
-class Guard:
-    """Stops a run whose loss turned NaN or jumped: loss > factor * running mean + 1 nat.
-
-    State: the running mean of logged losses (decay 0.9), saved with every checkpoint.
-    """
-
-    def __init__(self, factor: float, fp16: bool):
-        self.factor, self.fp16 = factor, fp16
-        self.mean: float | None = None
-
-    def check(self, loss: float, grad_norm: float | None, step: int, keep: bool = True) -> None:
-        """Raises Diverged, or takes the loss into the running mean, if it is to `keep`."""
-        # fp16's loss scaler starts with overflowing gradients on purpose and skips those steps.
-        gradient_broken = grad_norm is not None and not math.isfinite(grad_norm) and not self.fp16
-        if not math.isfinite(loss) or gradient_broken:
-            raise Diverged(f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite")
-        if self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
-            raise Diverged(f"step {step}: loss {loss:.3f} jumped from a running mean of {self.mean:.3f}")
-        if keep:
-            self.mean = loss if self.mean is None else 0.9 * self.mean + 0.1 * loss
 
 
 class LossWindow:
@@ -77,7 +50,7 @@ class LossWindow:
         self.start = step
 
     def state(self, accelerator: Any) -> dict[str, Any]:
-        """What a checkpoint keeps: where the window starts, and every process's sums."""
+        """For a checkpoint: where the window starts, and every process's sums."""
         return {"start": self.start, "sums": accelerator.gather(self.sums[None]).tolist()}
 
     def restore(self, kept: dict[str, Any], rank: int, world_size: int) -> None:
@@ -219,7 +192,7 @@ class Clock:
         self.step, self.time = step, time.perf_counter()
 
     def memory(self) -> int:
-        """Bytes: a GPU's peak; on a CPU what is in use, as its peak lies in what ran before the loop."""
+        """Bytes: a GPU's peak; on a CPU the memory in use: its peak may date from before the loop."""
         return peak_bytes(self.device) if self.device.type == "cuda" else bytes_in_use(self.device)
 
     def read(self, step: int, max_steps: int, world_size: int) -> dict[str, float]:
@@ -287,7 +260,7 @@ class JsonLog:
             write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def _lines(self) -> list[dict[str, Any]]:
-        """The entries that can be read: what a power cut left of the last one never stops a run."""
+        """The entries that can be read; a last one cut short never stops a run."""
         found = []
         for line in self.path.read_bytes().split(b"\n") if self.path.is_file() else ():
             with contextlib.suppress(ValueError):

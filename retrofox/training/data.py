@@ -30,7 +30,7 @@ class PreparedTokens:
 
 
 def prepare_tokens(recipe: Recipe, tokenizer: Any, state: Any) -> PreparedTokens:
-    """Tokenises what is not yet in the cache, on the main process first; the others then find it done.
+    """Tokenises the data that the cache lacks, on the main process first; the others then find it done.
 
     Raises:
         ValueError: data that can't be read.
@@ -67,7 +67,7 @@ class StageData:
         self.held_out = None if tokens.eval is None else PackedDataset(tokens.eval, stage.sequence_length)
 
     def state(self, consumed: int) -> dict[str, Any]:
-        """What a checkpoint keeps of the data: {consumed, seed, fingerprint}."""
+        """The data's state, for a checkpoint: {consumed, seed, fingerprint}."""
         return self.dataset.state(consumed)
 
     def batches(self, first_row: int) -> Iterable[dict[str, Any]]:

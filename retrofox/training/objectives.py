@@ -35,7 +35,7 @@ def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tu
     """(name, reason) of the cross-entropy to run: "chunked" (ours), "torch" (linear_cross_entropy) or "liger".
 
     Raises:
-        ValueError: the requested one can't run here, with what is missing.
+        ValueError: the requested one can't run here; the text names the missing part.
     """
     installed = importlib.util.find_spec("liger_kernel") is not None
     sharded = [name for name in SHARDING if os.environ.get(name, "false").lower() == "true"]

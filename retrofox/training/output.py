@@ -33,7 +33,7 @@ FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
 def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage.
 
-    OUTPUT/recipe.yaml then says what the run resumes with. A run that left nothing to resume (refused for a misspelt
+    The run resumes with OUTPUT/recipe.yaml. A run that left nothing to resume (refused for a misspelt
     path or pattern, say) leaves OUTPUT to the next.
 
     Raises:
@@ -97,7 +97,7 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
 
 
 def refuse_mingling(recipe: Recipe) -> None:
-    """Keeps a run from writing over, or into, what is not its own; writes nothing itself.
+    """Raises where a run would write over, or into, files that it did not write; writes nothing itself.
 
     Raises:
         ValueError: the model lies where OUTPUT's own models go, or OUTPUT inside it, or inside a directory of texts,

@@ -1,4 +1,4 @@
-"""What a run needs before anything is written: the one list of refusals that `plan` shows and `train` stops at."""
+"""Checks before anything is written: the one list of refusals that `plan` shows and `train` stops at."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from retrofox.anatomy import lm_class
 from retrofox.config import Recipe, Stage
+from retrofox.loading.base import any_config
 from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
 from retrofox.parallel.settings import context_of, readers_of
@@ -50,7 +51,7 @@ class StagePreflight:
 
 @dataclass
 class Preflight:
-    """What is known of a run before it: refusals in the order they were found, and what was not refused.
+    """Results of the checks before a run: refusals in the order they were found, and the parts that passed.
 
     Attributes:
         config: of the model to train, None where it can't be known.
@@ -64,7 +65,7 @@ class Preflight:
     stages: list[StagePreflight] = field(default_factory=list)
 
     def collect(self, check: Callable[[], Any], where: str = "") -> Any:
-        """What a check returns; None, and its error noted, where it refuses."""
+        """The result of a check; None, and its error noted, where it refuses."""
         try:
             return check()
         except (ValueError, FileNotFoundError) as error:
@@ -136,7 +137,7 @@ def starts_from(recipe: Recipe) -> Path | None:
 
 
 def device_memory(device: torch.device) -> float:
-    """Bytes a run can have: on a GPU without its context and what an allocator loses to fragments (5 %)."""
+    """Bytes a run can have: on a GPU without its context and an allocator's fragments (5 %)."""
     if device.type == "cuda":
         return 0.95 * torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
@@ -145,10 +146,7 @@ def device_memory(device: torch.device) -> float:
 def _config(recipe: Recipe) -> tuple[Any, int]:
     """(config of the model to train, parameters that its conversion adds)."""
     if recipe.model.endswith(".gguf"):
-        path = Path(recipe.model)
-        if not path.is_file():
-            raise FileNotFoundError(f"{recipe.model}: no such file")
-        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        config = any_config(recipe.model)
     else:
         refuse_adapter(recipe.model)
         refuse_rope(recipe, recipe.model)
@@ -160,7 +158,7 @@ def _config(recipe: Recipe) -> tuple[Any, int]:
                     "base model"
                 )
             return lm_class(model_type.removeprefix("fox_")).config_class.from_pretrained(recipe.model), 0
-        config = AutoConfig.from_pretrained(recipe.model)
+        config = any_config(recipe.model)
     if recipe.fox is None:
         if recipe.lora is not None:
             raise ValueError("LoRA here adapts converted models: give the recipe a `fox:` section")
@@ -182,7 +180,7 @@ def empty(config: Any, recipe: Recipe) -> Any:
 def built(config: Any, recipe: Recipe) -> Any:
     """The model of a config with random weights in float32, adapters added where the recipe has them."""
     if not config.model_type.startswith("fox_"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model = lm_class(config.model_type.removeprefix("fox_"))(config)
     if recipe.lora is None:
         return model

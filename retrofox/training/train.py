@@ -113,7 +113,7 @@ def _complete(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """A run under way: what every stage of it needs.
+    """A run under way, with the parts that its stages share.
 
     Attributes:
         source: the checkpoint that training starts from.
@@ -213,7 +213,7 @@ def _model(run: Run, number: int) -> Any:
 
 
 def _finish(out: Path, reports: list[dict[str, Any]], seconds: float, state: Any) -> dict[str, Any]:
-    """Writes result.json: what was done, with what, on what."""
+    """Writes result.json: stages, losses, command, versions, hardware."""
     result = {
         "output": str(out),
         "model": str(out / "model"),
@@ -323,7 +323,7 @@ def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
 
 
 def _checkpoint_bytes(trainer: FoxTrainer) -> int:
-    """Size of one checkpoint: all weights (of an adapter, what is trained), and two moments of what is trained."""
+    """Size of one checkpoint: all weights (of an adapter, the trained ones), and two moments of each trained one."""
     parameters = list(trainer.model.parameters())  # type: ignore[union-attr]
     saved = [p for p in parameters if p.requires_grad or trainer.recipe.lora is None]
     moments = STATE_BYTES.get(trainer.recipe.optim, 8)

@@ -1,0 +1,91 @@
+"""`generate`, `chat` and `push` on the command line. Importing it imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from retrofox.cli.options import MODEL, Device, Dtype, TrustRemoteCode
+from retrofox.cli.tokens import METAVAR, count
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    prompt: Annotated[list[str], typer.Argument(help="One or more prompts; several run as one batch.")],
+    max_new_tokens: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
+    num_beams: Annotated[int, typer.Option(help="Beam search width.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep keys, values and gates of past tokens.")
+    ] = True,
+    stream: Annotated[
+        bool, typer.Option("--stream/--no-stream", help="Print tokens as they come (one prompt).")
+    ] = True,
+    template: Annotated[bool, typer.Option("--chat-template", help="Wrap each prompt in the chat template.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Continues a prompt and streams the text."""
+    from retrofox.generation.generate import generate as run
+    from retrofox.loading.trust import trusting_code
+
+    with trusting_code(trust_remote_code):
+        result = run(
+            model,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            num_beams=num_beams,
+            stream=stream,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            use_cache=cache,
+            chat_template=template,
+        )
+    if not stream:
+        for text in result["texts"]:
+            typer.echo(text)
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Most tokens per answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the smallest set with this probability. [default: 0.95]", show_default=False),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Chats with a model, keeping the cache between turns. /exit ends the chat."""
+    from retrofox.generation.chat import chat as run
+    from retrofox.loading.trust import trusting_code
+
+    options = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    with trusting_code(trust_remote_code):
+        run(model, **options, seed=seed, device=device, dtype=dtype)
+
+
+def push(
+    directory: Annotated[Path, typer.Argument(help="A converted model's directory.")],
+    repo: Annotated[str, typer.Argument(help="Hub repository, org/name; created where it doesn't exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
+) -> None:
+    """Uploads a converted model to the Hub in one commit; checks that it is complete before, and every file after."""
+    from retrofox.hub import push as run
+
+    print(json.dumps(run(directory, repo, private=private, message=message, dry_run=dry_run), indent=2))
