@@ -118,6 +118,11 @@ def demo() -> str:
         ]
         for row in result["loss"]
     ]
+    names = ("original", "converted", "adapted")
+    needles = [
+        [row["length"], row["prompts"], *(_share_of(row[name]) for name in names)] for row in result.get("needles", ())
+    ]
+    found = [table(["facts found again at, tokens", "asked", *names], needles)] if needles else []
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     machine = result["machine"]
     note = f" {result['note']}" if "note" in result else ""
@@ -127,8 +132,14 @@ def demo() -> str:
             f"`{result['command']}`: {result['seconds']:.0f} seconds on {where} ({versions}), {result['date']}.{note}",
             table(["step", "seconds", "peak memory, MiB"], steps),
             table(["positions of held-out books", "original", "converted", "adapted"], losses),
+            *found,
         ]
     )
+
+
+def _share_of(value: dict[str, Any]) -> str:
+    low, high = value["interval"]
+    return f"{100 * value['found']:.0f} % ({100 * low:.0f}-{100 * high:.0f})"
 
 
 def training_speed() -> str:

@@ -17,6 +17,7 @@ from retrofox.loading import shards
 from retrofox.loading.added import check_added, check_finite
 from retrofox.loading.source import first_line, hub_errors, read_config
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.reporting.pushed import FOLDER, report_of, with_section
 
 LEFT_AT_HOME = (".pt", ".pth", ".bin", ".gguf", ".partial", ".lock", ".tmp")
 """Endings of files that are not pushed: optimizer states, other formats, work in progress."""
@@ -57,22 +58,31 @@ def check_complete(directory: Path) -> None:
 
 
 def push(
-    directory: str | Path, repo: str, *, private: bool = False, message: str | None = None, dry_run: bool = False
+    directory: str | Path,
+    repo: str,
+    *,
+    private: bool = False,
+    message: str | None = None,
+    report: str | Path | None = None,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
     """Uploads a converted checkpoint to the Hub in one commit and verifies each file's hash there.
 
-    The card's placeholder for the repository becomes its name; a directory without a card gets one.
+    The card's placeholder for the repository becomes its name; a directory without a card gets one. A report's page
+    and JSON go along, and its table into the card.
 
     Args:
         repo: "org/name"; created where it doesn't exist.
         private: whether a new repository is private.
+        report: folder that `retrofox report` wrote; None = `report` in the directory, if it is there.
         dry_run: check and list, contact nothing.
 
     Returns:
         repo, files (path -> bytes), bytes; unless dry_run also commit and verified, how many files were compared.
 
     Raises:
-        ValueError: the checkpoint is incomplete, `repo` is not a repository name, the upload failed, a file differs.
+        ValueError: the checkpoint is incomplete, `repo` is not a repository name, the upload failed, a file differs,
+            or the report is of other weights.
     """
     directory = Path(directory)
     check_complete(directory)
@@ -84,13 +94,20 @@ def push(
     contents: dict[str, bytes | Path] = {}
     for file in sorted(directory.rglob("*")):
         name = file.relative_to(directory)
+        if name.parts[0] == FOLDER:
+            continue  # what of it goes along is added below
         if file.is_file() and not name.name.endswith(LEFT_AT_HOME) and not any(part[0] == "." for part in name.parts):
             contents[name.as_posix()] = file
+    measured = report_of(directory, None if report is None else Path(report))
+    if measured is not None:
+        section, files = measured
+        text = with_section(text, section)
+        contents |= files
     contents["README.md"] = text.replace(HERE, repo).encode()
     sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
-    report: dict[str, Any] = {"repo": repo, "files": sizes, "bytes": sum(sizes.values())}
+    found: dict[str, Any] = {"repo": repo, "files": sizes, "bytes": sum(sizes.values())}
     if dry_run:
-        return report
+        return found
     api = HfApi()
     operations = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in contents.items()]
     title = message or f"Upload {directory.absolute().name} with retrofox"
@@ -108,7 +125,7 @@ def push(
     differing = [name for name, content in contents.items() if name not in there or not _same(content, there[name])]
     if differing:
         raise ValueError(f"{', '.join(differing[:5])} at {repo} differ from what was uploaded: push again")
-    return report | {"commit": commit.oid, "verified": len(contents)}
+    return found | {"commit": commit.oid, "verified": len(contents)}
 
 
 def _same(content: bytes | Path, there: RepoFile) -> bool:

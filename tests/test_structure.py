@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ORDER = (
     *("version", "support", "model", "families", "config", "anatomy", "loading", "surgery", "data", "parallel"),
-    *("calibration", "conversion", "training", "planning", "generation", "evaluation", "hub", "cli", "__main__"),
+    *("calibration", "conversion", "training", "planning", "generation", "evaluation", "reporting", "hub", "cli"),
+    "__main__",
 )
 """Rooms from the ground up: each may import itself and those before it."""
 FREE = ("cli",)

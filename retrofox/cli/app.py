@@ -15,6 +15,7 @@ from rich.text import Text
 
 from retrofox.cli import adapt, measure, recipe_config, recipes, use
 from retrofox.cli.convert import convert
+from retrofox.cli.report import report
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -66,7 +67,7 @@ def doctor() -> None:
 for command in (convert, adapt.prepare, adapt.plan, adapt.train, adapt.merge):
     app.command()(command)
 app.command(name="eval")(measure.evaluate)
-for command in (use.generate, use.chat, measure.needle, measure.inspect, measure.recall, use.push, doctor):
+for command in (use.generate, use.chat, measure.needle, measure.inspect, measure.recall, report, use.push, doctor):
     app.command()(command)
 
 

@@ -205,6 +205,9 @@ def recall(
     ] = 32,
     seed: Annotated[int, typer.Option(help="Seed of the control's sample.")] = 0,
     max_documents: Annotated[int | None, typer.Option(help="Use only the first N documents.")] = None,
+    min_tokens: Annotated[
+        int, typer.Option(parser=count, metavar=METAVAR, help="Skip documents with fewer tokens.")
+    ] = 2,
     batch: Annotated[int, typer.Option(help="Texts per batch.")] = 1,
     baseline: Baselines = None,
     text_field: TextField = "text",
@@ -229,6 +232,6 @@ def recall(
 
     options: dict[str, Any] = {"ngram": ngram, "unit": unit, "control": control, "seed": seed, "batch": batch}
     options |= {"max_documents": max_documents, "text_field": text_field, "device": device, "dtype": dtype}
-    options |= {"baselines": baseline or []}
+    options |= {"min_tokens": min_tokens, "baselines": baseline or []}
     with trusting_code(trust_remote_code):
         run(model, against or None, data, length, out, **options)

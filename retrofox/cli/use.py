@@ -11,6 +11,15 @@ import typer
 from retrofox.cli.options import MODEL, Device, Dtype, TrustRemoteCode
 from retrofox.cli.tokens import METAVAR, count
 
+Evict = Annotated[
+    float | None,
+    typer.Option(
+        metavar="LN_EPS",
+        help="Drop keys that cannot matter any more: ln of the weight that may be missing, such as -10.",
+        show_default=False,
+    ),
+]
+
 
 def generate(
     model: Annotated[str, typer.Argument(help=MODEL)],
@@ -27,6 +36,7 @@ def generate(
         bool, typer.Option("--stream/--no-stream", help="Print tokens as they come (one prompt).")
     ] = True,
     template: Annotated[bool, typer.Option("--chat-template", help="Wrap each prompt in the chat template.")] = False,
+    evict: Evict = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -49,6 +59,7 @@ def generate(
             dtype=dtype,
             use_cache=cache,
             chat_template=template,
+            evict=evict,
         )
     if not stream:
         for text in result["texts"]:
@@ -65,6 +76,7 @@ def chat(
         typer.Option(help="Sample from the smallest set with this probability. [default: 0.95]", show_default=False),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    evict: Evict = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -75,7 +87,7 @@ def chat(
 
     options = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
     with trusting_code(trust_remote_code):
-        run(model, **options, seed=seed, device=device, dtype=dtype)
+        run(model, **options, seed=seed, evict=evict, device=device, dtype=dtype)
 
 
 def push(
@@ -83,9 +95,14 @@ def push(
     repo: Annotated[str, typer.Argument(help="Hub repository, org/name; created where it doesn't exist.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Folder of its report, for the card; by default `report` in the model's directory."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
 ) -> None:
     """Uploads a converted model to the Hub in one commit; checks that it is complete before, and every file after."""
     from retrofox.hub import push as run
 
-    print(json.dumps(run(directory, repo, private=private, message=message, dry_run=dry_run), indent=2))
+    done = run(directory, repo, private=private, message=message, report=report, dry_run=dry_run)
+    print(json.dumps(done, indent=2))

@@ -25,7 +25,8 @@ from retrofox.conversion.norm_gains import gains_of, has_norms, set_gains
 from retrofox.conversion.tensors import check_weights
 from retrofox.conversion.verify import prove
 from retrofox.loading import shards
-from retrofox.loading.base import any_config, base_config, load_base
+from retrofox.loading.base import load_base
+from retrofox.loading.configs import any_config, base_config
 from retrofox.loading.shards import Appearing, Progress, refuse_existing
 from retrofox.loading.source import check_live, check_out, fetch, recorded
 from retrofox.loading.tokenizers import tokenizer_of_live

@@ -1,4 +1,4 @@
-"""Loading unconverted models: base models with their tokenizers, and the configs of sources to convert."""
+"""Loading unconverted models with their tokenizers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from retrofox.families import check_supported
 from retrofox.loading.outside import register_outside
 from retrofox.loading.shards import find
 from retrofox.loading.source import (
-    check_source,
     opened_by_transformers,
     read_config,
     reading_gguf,
-    refuse_adapter,
-    understood,
 )
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.loading.trust import refuse_untrusted, trusts_code
@@ -74,33 +70,3 @@ def load_base(
 def has_softcap(config: Any) -> bool:
     """Whether a base model caps its attention logits: transformers before 5.23 drops the cap in sdpa, its default."""
     return getattr(config, "attn_logit_softcapping", None) is not None
-
-
-def any_config(source: str | Path) -> Any:
-    """The transformers config of an unconverted model, supported or not: Hub id, directory or .gguf file.
-
-    Raises:
-        FileNotFoundError: nothing there.
-        ValueError: its file is damaged, or the model needs code of its own that may not run (see `loading.trust`).
-    """
-    path = Path(source)
-    if str(source).endswith(".gguf"):
-        if not path.is_file():
-            raise FileNotFoundError(f"{source}: no such file")
-        with reading_gguf(source):
-            return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-    values = read_config(source)
-    register_outside(values)
-    refuse_untrusted(source, values)
-    with understood(f"config.json of {source}"):
-        return AutoConfig.from_pretrained(str(source), trust_remote_code=trusts_code(source, values))
-
-
-def base_config(source: str | Path, revision: str | None = None) -> Any:
-    """The transformers config of a directory or Hub id; raises for a model that can't be converted."""
-    refuse_adapter(source)
-    values = read_config(source, revision)
-    check_source(source, values)
-    check_supported(values)
-    with understood(f"config.json of {source}"):
-        return AutoConfig.from_pretrained(str(source), revision=revision or "main", trust_remote_code=False)

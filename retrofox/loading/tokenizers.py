@@ -11,9 +11,10 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from retrofox.config import Recipe
+from retrofox.loading.configs import any_config
 from retrofox.loading.outside import register_outside
 from retrofox.loading.source import holds_converted, read_config, reading_gguf
-from retrofox.loading.trust import own_code, refuse_untrusted, trusts_code
+from retrofox.loading.trust import own_code, trusts_code
 from retrofox.model import configuration_fox
 from retrofox.model.configuration_fox import SUPPORTED
 
@@ -107,9 +108,7 @@ def open_tokenizer(source: str) -> Any:
         )
     problem = "no tokenizer files there"
     if not holds_converted(source) and not source.endswith(".gguf"):
-        values = read_config(source)
-        register_outside(values)
-        refuse_untrusted(source, values)  # before texts are read for a model that will not open
+        any_config(source)  # refuses one that will not open before texts are read for it
     try:
         tokenizer = read_tokenizer(source)
     except FileNotFoundError:

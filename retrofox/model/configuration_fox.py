@@ -35,7 +35,7 @@ PRESETS: dict[str, tuple[dict[str, Any], str]] = {
 Lin et al. (ICLR 2025), Press et al. (2022, ALiBi) and arXiv 2512.12167 (DroPE)."""
 
 OPEN = (1 / 2, 128.0)
-"""Default half-lives beside stretched pairs, in trained lengths: those of recipes/smollm2-partial.yaml (4096 to 1Mi)."""
+"""Default half-lives beside stretched pairs, in trained lengths, as in recipes/smollm2-partial.yaml (4096 to 1Mi)."""
 
 
 @dataclass

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from . import configuration_fox
 from .attention import NEW_MODULES, FoxMixin
+from .captured import decode
 from .configuration_fox import SUPPORTED, FoxSpec
 from .fused import fused_forward, is_plain, unrotated, with_rotary
 from .gates import AddedModule
@@ -39,9 +40,13 @@ REMOTE_FILES = (
     "modeling_fox.py",
     "attention.py",
     "cache.py",
+    "captured.py",
+    "fixed.py",
+    "forgetting.py",
     "forgetting_eager.py",
     "fused.py",
     "gates.py",
+    "lean.py",
     "masks.py",
     "pro.py",
     "rope.py",
@@ -103,6 +108,10 @@ class FoxPreTrained:
                 init.copy_(getattr(module, name), value)  # leaves loaded tensors alone
         else:
             super()._init_weights(module)  # type: ignore[misc]
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """Greedy decoding and sampling of `generate`, from a captured step where it can be; see `captured.decode`."""
+        return decode(self, super()._sample, *args, **kwargs)  # type: ignore[misc]
 
     def set_annealed_tokens(self, tokens: int) -> None:
         """Moves the rotary dial of an annealing model to `tokens` training tokens; saved with the config."""

@@ -136,7 +136,7 @@ def joined_tokens(
         inside = torch.ones(batch * length + 1, dtype=torch.bool, device=cu_seqlens.device)
         inside[cu_seqlens[:-1].long()] = False
         return inside[:-1].view(batch, length)
-    if attention_mask is None:
+    if attention_mask is None or not attention_mask.numel():  # none, or one that stands for the clock of a cache
         return None
     if attention_mask.dim() == 2:
         seen = F.pad(attention_mask, (1, 0), value=False)

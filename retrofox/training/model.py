@@ -11,7 +11,8 @@ from accelerate import PartialState
 from retrofox.anatomy import is_new_tensor
 from retrofox.config import Recipe
 from retrofox.conversion.convert import convert
-from retrofox.loading.base import any_config, load_base
+from retrofox.loading.base import load_base
+from retrofox.loading.configs import any_config
 from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.rope_scaling import set_rope, set_rope_config

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from retrofox.anatomy import lm_class
 from retrofox.config import Recipe, Stage
-from retrofox.loading.base import any_config
+from retrofox.loading.configs import any_config
 from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
 from retrofox.parallel.settings import context_of, readers_of
