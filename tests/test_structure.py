@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ORDER = (
-    *("version", "support", "model", "families", "config", "anatomy", "loading", "surgery", "data"),
+    *("version", "support", "model", "families", "config", "anatomy", "loading", "surgery", "data", "parallel"),
     *("calibration", "conversion", "training", "planning", "generation", "evaluation", "reporting", "hub", "cli"),
     "__main__",
 )

@@ -52,6 +52,9 @@ def evaluate(
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="lm-eval: keep and reuse results of the same model and versions.")
     ] = True,
+    context: Annotated[
+        int, typer.Option(min=1, help="Processes that share each window, launched as many (torchrun): for long ones.")
+    ] = 1,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -87,6 +90,7 @@ def evaluate(
             task_batch=int(task_batch) if task_batch.isdecimal() else task_batch,
             task_cache_folder=task_cache,
             cache=cache,
+            context=context,
             device=device,
             dtype=dtype,
         )

@@ -129,6 +129,17 @@ class LogConfig(Section):
         return self
 
 
+class ParallelConfig(Section):
+    """How processes share rows that are too long for one device; the number of processes is the launcher's."""
+
+    context: int = Field(
+        default=1, ge=1, description="processes that share each row; those beyond it read other rows (DDP, FSDP2)"
+    )
+    ulysses: int | None = Field(
+        default=None, ge=1, description="of these, how many trade heads, the rest being a ring; None = as many as go"
+    )
+
+
 class Recipe(Section):
     """A whole run. `fox: null` trains the model as it is: the control."""
 
@@ -150,6 +161,7 @@ class Recipe(Section):
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    parallel: ParallelConfig = ParallelConfig()
     dataloader_workers: int = Field(default=2, ge=0)
     deterministic: bool = Field(
         default=False,

@@ -104,7 +104,7 @@ class FoxMixin(nn.Module):
         if projections is not None:
             stand_in, forward, cos_sin = projections, self.unrotated_forward, position_embeddings
         elif self.projects and self.mode != "original":
-            stand_in = ProjectedAttention(self, gates, attention_mask, kwargs.get("cu_seqlens"))
+            stand_in = ProjectedAttention(self, gates, attention_mask, kwargs.get("cu_seqlens"), kwargs.get("shards"))
         return forward.__func__(
             stand_in,
             hidden_states,
@@ -148,6 +148,7 @@ class FoxMixin(nn.Module):
         *,
         gates: GateCache,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Any = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
@@ -160,6 +161,8 @@ class FoxMixin(nn.Module):
             attention_mask: None; (B, S) bool, False on left padding (a mask shorter than the keys cuts a static cache
                 to its filled part); or (B, 1, T, S) bool, anything.
             cu_seqlens: (N + 1,) int32 document starts over the flattened B * T tokens.
+            shards: where several processes hold parts of the rows (`retrofox.parallel`), the object that moves queries,
+                keys, values and gates between them: shards.attend(query, key, value, log_f, options, attend_locally).
 
         Returns:
             (B, T, H, D) and no attention weights.
@@ -191,7 +194,10 @@ class FoxMixin(nn.Module):
             "softcap": softcap,
             "prune": None if self.mode == "original" else self.prune,
         }
-        output = _attend(query, key, value, gates, attention_mask, cu_seqlens, options)
+        if shards is None:
+            output = _attend(query, key, value, gates, attention_mask, cu_seqlens, options)
+        else:
+            output = shards.attend(query, key, value, gates.log_f, options, attend_locally)
         return self.finish(output, gates.hidden_states), None
 
     def finish(self, output: torch.Tensor, hidden_states: torch.Tensor | None) -> torch.Tensor:
@@ -288,6 +294,18 @@ def _attend(
     q, k, v, log_f = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, log_f))
     out = cast(torch.Tensor, forgetting_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, **options))
     return out.view(batch, length, *out.shape[2:])
+
+
+def attend_locally(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_f: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Forgetting Attention of tensors that are whole rows, all on this device; shapes as in `FoxMixin.attend`."""
+    return _attend(query, key, value, GateCache(None, log_f), None, cu_seqlens, options)
 
 
 def _by_head(
@@ -399,8 +417,9 @@ def _refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
         )
     if "is_causal" in kwargs:
         raise ValueError(
-            "accelerate's context parallelism (is_causal was set and the mask dropped) splits the sequence without "
-            "the forget gates: train without context parallelism (cp_size=1), with FSDP or DDP"
+            "accelerate's own context parallelism (is_causal was set and the mask dropped) splits the sequence without "
+            "the forget gates: `retrofox train` has one that moves them (parallel: {context: N}, or the same cp_size); "
+            "elsewhere use FSDP or DDP"
         )
     if kwargs.get("cache") is not None:
         raise ValueError("continuous batching (generate_batch) pages keys without the forget gates: use generate")

@@ -240,6 +240,7 @@ class FoxModelMixin(FoxPreTrained):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Any = None,
         **kwargs: Any,
     ):
         """As the base model's forward; packed documents by restarting position_ids or by `cu_seqlens`.
@@ -248,15 +249,24 @@ class FoxModelMixin(FoxPreTrained):
             position_ids: (B, T); where they restart without an attention mask and a cache, a new document starts. None
                 = counted from each document's start where `cu_seqlens` tells it.
             cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included.
+            shards: what this process holds of rows that several processes share, and how attention finds the rest
+                (`retrofox.parallel.shards.Shards`); it knows the documents, position_ids count from their starts.
 
         Raises:
-            ValueError: cu_seqlens together with an attention mask or a filled cache.
+            ValueError: cu_seqlens together with an attention mask or a filled cache; shards with any of these.
         """
         if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
             raise ValueError("Forgetting Attention never forms attention weights: output_attentions must be False")
         cached = past_key_values is not None and past_key_values.get_seq_length() > 0
         if cu_seqlens is not None and (cached or attention_mask is not None):
             raise ValueError("cu_seqlens (packed documents) excludes attention_mask and a filled key/value cache")
+        if shards is not None:
+            if attention_mask is not None or cu_seqlens is not None or past_key_values is not None or use_cache:
+                raise ValueError("rows shared between processes take position_ids only: no mask, cu_seqlens or cache")
+            if position_ids is None:
+                raise ValueError("rows shared between processes need position_ids, counted from each document's start")
+            kwargs["shards"], use_cache = shards, False
+            attention_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=position_ids.device)
         source: Any = input_ids if input_ids is not None else inputs_embeds
         if cu_seqlens is None and attention_mask is None and position_ids is not None and past_key_values is None:
             cu_seqlens = _document_starts(position_ids, source.shape[0])

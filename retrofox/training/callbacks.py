@@ -17,6 +17,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from retrofox.anatomy import decoder_layers
 from retrofox.model.gates import DEAD_DECAY, ForgetGate, half_life_tokens
+from retrofox.parallel.mesh import Mesh
 from retrofox.support.files import write_whole
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.memory import bytes_in_use, peak_bytes
@@ -114,7 +115,8 @@ class LogWithSaves(TrainerCallback):
 class GateRecorder(TrainerCallback):
     """Keeps the gates of the last micro-batch before each log line, and only of that."""
 
-    def __init__(self, model: torch.nn.Module, every: int, save_steps: int):
+    def __init__(self, model: torch.nn.Module, every: int, save_steps: int, mesh: Mesh | None = None):
+        self.mesh = mesh
         self.gates = [module for module in model.modules() if isinstance(module, ForgetGate)]
         self.every, self.save_steps = every, save_steps
 
@@ -132,8 +134,11 @@ class GateRecorder(TrainerCallback):
         recorded = [gate.last_log_f for gate in self.gates if gate.last_log_f is not None]
         if not recorded:
             return {}
-        found = torch.stack([_per_head(log_f) for log_f in recorded], 1).flatten(1).cpu()
+        found = torch.stack([_per_head(log_f) for log_f in recorded], 1).flatten(1)
         length = recorded[0].shape[1]
+        if self.mesh is not None:  # each process saw a part of the rows
+            found, length = self.mesh.sum(found) / self.mesh.size, length * self.mesh.size
+        found = found.cpu()
         for gate in self.gates:
             gate.last_log_f = None
         return half_life_statistics(found[0], found[1], length)

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from retrofox.anatomy import causal_lm
+from retrofox.parallel.shards import Shards
 from retrofox.training import checkpoint
 from retrofox.training.callbacks import (
     Anneal,
@@ -48,7 +49,7 @@ class FoxTrainer(Trainer):
         self.objective, self.batches, self.data_state = objective, run.batches, run.data_state
         self.first_row, self.batch_tokens, self.clock = run.first_row, run.batch_tokens, run.clock
         self.log_file, self.evaluator, self.eval_batches = run.log_file, run.evaluator, run.eval_batches
-        self.interruptions = run.interruptions
+        self.interruptions, self.mesh = run.interruptions, run.mesh
         self.json_log: JsonLog | None = None
         self.resumed_step = 0
         self.own_autocast = own_autocast(recipe)
@@ -61,7 +62,7 @@ class FoxTrainer(Trainer):
         for builtin in (PrinterCallback, ProgressCallback):
             self.remove_callback(builtin)
         lm = causal_lm(model)
-        self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps))
+        self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps), run.mesh)
         self.heads = HeadRecorder(lm, recipe.log.heads_every, stage.sequence_length)
         if recipe.log.heads_every is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError("log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out")
@@ -97,13 +98,16 @@ class FoxTrainer(Trainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # Pinned host memory and non_blocking: the copy runs beside the step before it.
-        return {
+        ready: dict[str, Any] = {
             key: value.to(self.args.device, non_blocking=True)
             for key, value in inputs.items()
             if isinstance(value, torch.Tensor)
         }
+        if self.mesh is not None:
+            ready["shards"] = Shards(self.mesh, inputs["rows"], self.args.device)
+        return ready
 
-    def _forward(self, model: Any, **batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, model: Any, **batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's forward during a stage: the objective."""
         for gate in self.gates.gates:
             if gate.bias.dtype != torch.float32:

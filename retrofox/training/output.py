@@ -18,11 +18,12 @@ import yaml
 
 from retrofox.config import ROLES, Recipe, dump
 from retrofox.data.sources import is_hidden
+from retrofox.parallel.settings import readers_of
 from retrofox.training import checkpoint
 from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.version import __version__
 
-FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers", "deterministic")
+FREE_TO_CHANGE = ("output", "checkpoint", "log", "parallel", "dataloader_workers", "deterministic")
 FREE_IN_DATA = ("cache", "workers")
 FREE_IN_STAGE = ("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor")
 FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
@@ -39,14 +40,14 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
         ValueError: OUTPUT holds another run or can't be written to; batch_tokens don't divide among the devices.
     """
     file = out / "recipe.yaml"
-    batches = batches_of(out, recipe)
+    batches, readers = batches_of(out, recipe), readers_of(recipe, state.num_processes)
     begun = batches is not None
     if batches is None:
-        batches = [tokens_per_step(stage, state.num_processes) for stage in recipe.stages]
+        batches = [tokens_per_step(stage, readers) for stage in recipe.stages]
         checkpoint.check_writable(out, 0)
     for stage, batch_tokens in zip(recipe.stages, batches, strict=True):
         try:
-            accumulation(stage, batch_tokens, state.num_processes)
+            accumulation(stage, batch_tokens, readers)
         except ValueError as error:
             if not begun:
                 raise

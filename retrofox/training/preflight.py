@@ -17,6 +17,7 @@ from retrofox.config import Recipe, Stage
 from retrofox.loading.configs import any_config
 from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
+from retrofox.parallel.settings import context_of, readers_of
 from retrofox.support.memory import size
 from retrofox.surgery import make_plan
 from retrofox.training.groups import accumulation, tokens_per_step
@@ -24,6 +25,7 @@ from retrofox.training.lora import add_adapters
 from retrofox.training.memory import memory
 from retrofox.training.model import changes_rope, refuse_rope, rope_scaling
 from retrofox.training.refusals import (
+    refuse_context,
     refuse_optimizer,
     refuse_output,
     refuse_parallelism,
@@ -79,10 +81,12 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
     """
     found = Preflight()
     found.collect(refuse_parallelism)
+    found.collect(lambda: refuse_context(recipe, devices))
     for refuse in (refuse_precision, refuse_quantization, refuse_trackers, refuse_optimizer, refuse_output):
         found.collect(functools.partial(refuse, recipe))
+    readers = readers_of(recipe, devices)
     for stage in recipe.stages:
-        found.collect(lambda stage=stage: accumulation(stage, tokens_per_step(stage, devices), devices))
+        found.collect(lambda stage=stage: accumulation(stage, tokens_per_step(stage, readers), readers))
     try:
         found.config, found.added = _config(recipe)
         empty(found.config, recipe)
@@ -104,9 +108,16 @@ def _stage(recipe: Recipe, stage: Stage, config: Any, devices: int, device: torc
     model, source = empty(config, recipe), starts_from(recipe)
     refuse_stage(recipe, stage, model, source, device)
     teacher = needs_teacher(recipe, stage, model, source)
+    held = held_by_one(recipe, stage)
     return StagePreflight(
-        stage, model, teacher, memory(recipe, stage, model, devices, weights_are_sharded(), device, teacher)
+        stage, model, teacher, memory(recipe, held, model, devices, weights_are_sharded(), device, teacher)
     )
+
+
+def held_by_one(recipe: Recipe, stage: Stage) -> Stage:
+    """A stage with rows of the length that one process holds, where several share them."""
+    context = context_of(recipe)
+    return stage.model_copy(update={"sequence_length": stage.sequence_length // context}) if context > 1 else stage
 
 
 def _refuse_size(ready: StagePreflight, device: torch.device) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from retrofox.anatomy import is_converted
+from retrofox.anatomy import causal_lm, is_converted
 from retrofox.config import Recipe, Source, Stage
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
 from retrofox.loading.tokenizers import recipe_tokenizer
+from retrofox.parallel.settings import context_of, refuse_processes, refuse_sharing, split_of
 from retrofox.support.files import nearest_existing, why_unwritable
 from retrofox.training.groups import set_trainable
 from retrofox.training.objectives import choose_cross_entropy
@@ -28,12 +29,12 @@ from retrofox.training.teacher import named_original, needs_teacher
 
 def refuse_parallelism() -> None:
     """Raises ValueError for options of an accelerate config that would lose the gates, or fail later."""
-    for variable, name in (("PARALLELISM_CONFIG_CP_SIZE", "context"), ("PARALLELISM_CONFIG_SP_SIZE", "sequence")):
-        if int(os.environ.get(variable, "1")) > 1:
-            raise ValueError(
-                f"{name} parallelism ({variable}={os.environ[variable]}) moves queries, keys and values but not the "
-                "forget gates, so attention would be silently wrong: use DDP, FSDP2 or ZeRO-3"
-            )
+    variable = "PARALLELISM_CONFIG_SP_SIZE"
+    if int(os.environ.get(variable, "1")) > 1:
+        raise ValueError(
+            f"sequence parallelism ({variable}={os.environ[variable]}) moves queries, keys and values but not the "
+            "forget gates, so attention would be silently wrong: use cp_size, or `parallel: {context: N}` in the recipe"
+        )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         if int(os.environ.get("FSDP_VERSION", "1")) != 2:
             raise ValueError("FSDP version 1 can't keep the forget gates in float32: set fsdp_version: 2")
@@ -44,6 +45,13 @@ def refuse_parallelism() -> None:
             "accelerate's dynamo_backend compiles the whole model, whose forward is the stage's objective here: set "
             "dynamo_backend: 'no'; `compile: true` in a stage compiles its MLPs and norms"
         )
+
+
+def refuse_context(recipe: Recipe, processes: int) -> None:
+    """Raises ValueError where these processes can't share rows as the recipe asks, whatever the model."""
+    refuse_processes(recipe, processes)
+    if deepspeed() and context_of(recipe) > 1:
+        raise ValueError("parallel.context runs with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config")
 
 
 def refuse_precision(recipe: Recipe) -> None:
@@ -123,6 +131,7 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
     """
     if stage.objective != "extend" and not is_converted(model):
         raise ValueError(f"{stage.objective} compares a retrofit with its original: give `fox:` to the recipe")
+    refuse_sharing(model, stage.sequence_length, split_of(recipe, causal_lm(model).config))
     set_trainable(model, stage, adapters=recipe.lora is not None)
     if needs_teacher(recipe, stage, model, source) and source is not None:
         named_original(source)

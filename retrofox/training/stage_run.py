@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from retrofox.config import Recipe, Stage
+from retrofox.parallel.mesh import Mesh
 from retrofox.support.interruptions import Interruptions
 from retrofox.training.callbacks import Clock
 
@@ -28,6 +29,7 @@ class StageRun:
         batch_tokens: tokens of an optimizer step on all devices together.
         evaluator: the objective that `evaluate_loss` reports, with eval_batches() -> this process's share of batches.
         interruptions: where signals are noted during the loop, which stops for them after a save.
+        mesh: where several processes share rows, this one's place among them.
     """
 
     recipe: Recipe
@@ -43,3 +45,4 @@ class StageRun:
     evaluator: Any = None
     eval_batches: Callable[[], Iterable[dict[str, Any]]] | None = None
     interruptions: Interruptions = field(default_factory=lambda: Interruptions("nothing is saved"))
+    mesh: Mesh | None = None

@@ -393,7 +393,10 @@ def test_json_log_drops_what_will_be_run_again(tmp_path):
 
 @pytest.mark.parametrize(
     ("variable", "value", "match"),
-    [("PARALLELISM_CONFIG_CP_SIZE", "2", "context parallelism"), ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_back")],
+    [
+        ("PARALLELISM_CONFIG_SP_SIZE", "2", "sequence parallelism"),
+        ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_back"),
+    ],
 )
 def test_accelerate_configs_that_can_not_work_are_refused(make_recipe, monkeypatch, variable, value, match):
     monkeypatch.setenv(variable, value)
