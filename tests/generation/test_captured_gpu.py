@@ -18,7 +18,7 @@ SMOLLM2: dict[str, Any] = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rope_theta": 100000.0,
     "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "initializer_range": 0.06,
 }  # fmt: skip
-SMALL = SMOLLM2 | {"num_hidden_layers": 6}
+SMALL: dict[str, Any] = SMOLLM2 | {"num_hidden_layers": 6}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
 SPECS: dict[str, dict[str, Any]] = {
     "partial": {"max_wavelength": 1400.0},

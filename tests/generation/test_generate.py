@@ -16,6 +16,7 @@ from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate
 from retrofox.loading.opened import Opened, open_model
 from retrofox.model import attention as attention_module
+from retrofox.model.forgetting import ForgettingCache
 
 PROMPTS = ["the fox forgets", "a", "the gate is open and the fox forgets the gate"]
 
@@ -393,6 +394,7 @@ def test_evict_gives_the_same_text_and_says_what_it_kept(pico_fox, pico_tokenize
 
 def test_evict_is_refused_where_it_can_not_hold(pico_fox, pico_llama, pico_tokenizer):
     opened = open_model(pico_fox(), tokenizer=pico_tokenizer)
+    options: dict[str, Any]
     for options, message in (
         ({"evict": 0.5}, "below 0"),
         ({"evict": -9.0, "num_beams": 2}, "leave out beams"),
@@ -414,6 +416,7 @@ def test_a_chat_that_forgets_answers_alike(pico_fox, pico_tokenizer, monkeypatch
         session = ChatSession(opened, evict=evict)
         answers.append([session.reply("the gate " * 20, 12), session.reply("and so on", 12)])
     assert answers[0] == answers[1]
+    assert isinstance(session.cache, ForgettingCache)
     assert session.cache.report()["kept_share"] < 0.9
 
 

@@ -229,8 +229,8 @@ def test_what_can_not_forget_is_refused(pico_llama, pico_fox, stir):
         ForgettingCache(model, -10.0)
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    gemma = retrofox.convert(
-        Gemma2ForCausalLM(Gemma2Config(**PICO, attn_implementation="eager")), fox=retrofox.FoxSpec(half_life=(2.0, 9.0))
-    )
+    config = Gemma2Config(**PICO)
+    config._attn_implementation = "eager"
+    gemma = retrofox.convert(Gemma2ForCausalLM(config), fox=retrofox.FoxSpec(half_life=(2.0, 9.0)))
     with pytest.raises(ValueError, match="no bound on the scores"):
         ForgettingCache(gemma, -10.0)
