@@ -92,23 +92,35 @@ class Call:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def qkv_proj(self, hidden_states: torch.Tensor) -> Any:
-        """Queries, keys and values side by side, queries and keys normed where the spec has qk-norm."""
-        module, attention = self._module, self._module.attn
-        out = module.qkv_proj(hidden_states)
-        if module.q_norm_fox is None:
-            return out
-        flat = out[0] if isinstance(out, tuple) else out
-        channels = [heads * module.fox.head_dim for heads in (attention.num_heads, attention.num_kv_heads)]
-        q, k, v = flat.split([channels[0], channels[1], channels[1]], -1)
-        q, k = (_head_norm(x, norm) for x, norm in ((q, module.q_norm_fox), (k, module.k_norm_fox)))
-        flat = torch.cat([q, k, v], -1)
-        return (flat, out[1]) if isinstance(out, tuple) else flat
+    @property
+    def qkv_proj(self) -> Any:
+        """The projection to queries, keys and values side by side."""
+        return self._module.qkv_proj if self._module.q_norm_fox is None else Normed(self._module)
 
     @property
     def attn(self) -> Attend:
         """What the native forward calls with queries, keys and values."""
         return Attend(self._module, self._hidden_states, self._positions)
+
+
+class Normed:
+    """A projection to queries, keys and values that norms the heads of queries and keys (qk-norm)."""
+
+    def __init__(self, module: Any):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module.qkv_proj, name)
+
+    def __call__(self, hidden_states: torch.Tensor) -> Any:
+        module, attention = self._module, self._module.attn
+        out = module.qkv_proj(hidden_states)
+        flat = out[0] if isinstance(out, tuple) else out
+        queries, keys = (heads * module.fox.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
+        q, k, v = flat.split([queries, keys, keys], -1)
+        q, k = _head_norm(q, module.q_norm_fox), _head_norm(k, module.k_norm_fox)
+        flat = torch.cat([q, k, v], -1)
+        return (flat, out[1]) if isinstance(out, tuple) else flat
 
 
 class Attend:
