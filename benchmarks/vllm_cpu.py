@@ -1,7 +1,7 @@
 """The proof that vLLM serves converted models right: SmolLM2-135M and tiny random models of every family, on a CPU.
 
     make test-vllm        # sets up .venv-vllm and runs this; about an hour and a half on two cores
-    .venv-vllm/bin/python benchmarks/vllm_cpu.py [--out benchmarks/vllm-cpu.json] [--work DIR] [--only NAME ...] [--fresh]
+    .venv-vllm/bin/python benchmarks/vllm_cpu.py [--out FILE.json] [--work DIR] [--only NAME ...] [--fresh]
 
 Each case is a `retrofox verify-serving`: requests at once, prefix hits, chunked prefill, preemption, every
 log-probability beside retrofox's own. A finished case is kept in the JSON file and not run again. Exit code 1 where one
@@ -105,7 +105,9 @@ CASES = {
     "pro parts through transformers": Case("smollm3", spec={"pro": PRO, **SHORT}),
     "log n": Case("llama", spec={"log_n": 64, **SHORT}),
     "head dim 96": Case("llama", {"head_dim": 96}),
-    "head dim 128, 8 heads a group": Case("llama", {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1}),
+    "head dim 128, 8 heads a group": Case(
+        "llama", {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1}
+    ),
     "5 heads a group, prune": Case(
         "llama", {"num_attention_heads": 5, "num_key_value_heads": 1}, {"prune": -20.0, **SHORT}
     ),
@@ -116,7 +118,7 @@ SMALL = Sizes(requests=8, longest=1024, tokens=16)
 
 
 def stirred(model: Any, size: float = 0.05) -> Any:
-    """The model with noise on every added tensor: gates that depend on the data, norms and gates that are no identity."""
+    """The model with noise on every added tensor: gates that depend on the data, no part an identity."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

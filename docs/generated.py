@@ -122,7 +122,7 @@ def shipped_recipes() -> str:
 
 OF_RESULTS = (
     *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
-    *(figures.kernel_table, figures.kernel_ratios, figures.corpus),
+    *(figures.kernel_table, figures.kernel_ratios, figures.corpus, figures.serving),
 )
 PARTS: dict[str, Callable[[], str]] = {
     function.__name__: function for function in (commands, recipe_fields, families, shipped_recipes, *OF_RESULTS)

@@ -423,7 +423,9 @@ def push(
     base: Annotated[
         str | None, typer.Option(help="For an adapter: the Hub id of its converted base, if it names it by a path.")
     ] = None,
-    results: Annotated[Path | None, typer.Option(help="What `retrofox eval --out` wrote, to go with the model.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="What `retrofox eval --out` wrote, to go with the model.")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Download it again afterwards and compare the logits.")
     ] = True,

@@ -21,7 +21,7 @@ HERE = "THIS_REPOSITORY"
 """What a card calls its own repository until it is pushed."""
 
 
-def card(plan: Plan, report: dict[str, Any], licence: Mapping[str, str] | None = None) -> str:
+def card(plan: Plan, report: dict[str, Any], licence: Mapping[str, Any] | None = None) -> str:
     """README.md of a freshly converted checkpoint: its retrofit, how to load it, the parity proof's numbers.
 
     Args:
@@ -81,7 +81,7 @@ def with_metadata(text: str, values: Mapping[str, str]) -> str:
     return str(found)
 
 
-def adapter_card(base: str, config: Mapping[str, Any], licence: Mapping[str, str]) -> str:
+def adapter_card(base: str, config: Mapping[str, Any], licence: Mapping[str, Any]) -> str:
     """README.md of a LoRA adapter with its gates, for a converted base on the Hub."""
     data = ModelCardData(
         base_model=base,
@@ -94,8 +94,8 @@ def adapter_card(base: str, config: Mapping[str, Any], licence: Mapping[str, str
     lines = [
         f"---\n{data.to_yaml()}\n---\n",
         f"# LoRA adapter of {base}\n",
-        f"Made with [retrofox]({SOURCE}). Its base `{base}` is a converted model: it has forget gates. On any other base,",
-        "and in plain PEFT on the unconverted one, the adapter runs without them.\n",
+        f"Made with [retrofox]({SOURCE}). Its base `{base}` is a converted model: it has forget gates. On any other",
+        "base, and in plain PEFT on the unconverted one, the adapter runs without them.\n",
         "```python\nimport retrofox\nfrom huggingface_hub import snapshot_download\n",
         f'model = retrofox.load(snapshot_download("{HERE}"))\n```\n',
         "For an engine, merge it first: `retrofox merge ADAPTER OUT`.\n",
@@ -122,7 +122,7 @@ def _card(
     exempt: Sequence[int],
     rows: dict[str, str],
     base_type: str,
-    licence: Mapping[str, str],
+    licence: Mapping[str, Any],
 ) -> str:
     base = spec.base or "an unnamed model"
     is_hub_id = spec.base is not None and spec.base.count("/") == 1 and not spec.base.startswith((".", "/"))

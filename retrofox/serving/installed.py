@@ -1,4 +1,4 @@
-"""What is installed beside retrofox: optional extras, and vLLM with or without sight of the plug-in. Imports none of it."""
+"""What is installed beside retrofox: extras, and vLLM with or without sight of the plug-in. Imports none of it."""
 
 from __future__ import annotations
 

@@ -143,7 +143,12 @@ def make_jobs(source: Sequence[int], sizes: Sizes, engine: dict[str, Any], train
     mixed += [slice_of(short), slice_of(short * 3 // 4)]
     endings = [prompt[: len(prompt) * 3 // 4] + slice_of(9) for prompt in mixed[-2:]]
     lengths = sorted({min(longest, n) for n in (longest, longest // 2, longest // 4)})
-    plenty = {**engine, "max_num_seqs": sizes.requests, "max_num_batched_tokens": CHUNK, "max_model_len": longest + sizes.tokens}
+    plenty = {
+        **engine,
+        "max_num_seqs": sizes.requests,
+        "max_num_batched_tokens": CHUNK,
+        "max_model_len": longest + sizes.tokens,
+    }
     plenty["enable_prefix_caching"] = True
     of_prompt = {"max_tokens": sizes.tokens, "of_prompt": True}
     first = Job(
@@ -253,9 +258,7 @@ def compare(model: Any, prompts: list[list[int]], answers: list[dict[str, Any]])
     }
 
 
-def _read(
-    logits_at: Callable[[Any], torch.Tensor], ids: torch.Tensor, first: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _read(logits_at: Callable[[Any], torch.Tensor], ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probability of each token from position `first` on, the most probable token there), float32 and int64."""
     log_p, choice = [], []
     for start in range(first, len(ids), LOGIT_POSITIONS):

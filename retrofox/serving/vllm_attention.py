@@ -174,9 +174,7 @@ class FoxImpl:
         return kv_cache[page, :, last % block].chunk(2, -1)[1]
 
 
-def _write_rows(
-    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> None:
+def _write_rows(kv_cache: torch.Tensor, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Writes (T, Hkv, width + D) keys and values beside each other into (blocks, Hkv, tokens, 2 (width + D))."""
     slots = slot_mapping.long()
     real = slots >= 0  # padding has slot -1

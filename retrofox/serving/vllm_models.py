@@ -72,8 +72,8 @@ class FoxAttention:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the native forward: (positions, hidden_states), or hidden_states=... of transformers' modules."""
-        hidden = kwargs.get("hidden_states", args[-1] if args else None)
-        positions = kwargs.get("positions", kwargs.get("position_ids", args[0] if args else None))
+        hidden: Any = kwargs.get("hidden_states", args[-1] if args else None)
+        positions: Any = kwargs.get("positions", kwargs.get("position_ids", args[0] if args else None))
         call = Call(self, hidden.reshape(-1, hidden.shape[-1]), positions.reshape(-1))
         if kwargs.get("position_embeddings") is not None and self.fox.tables is not None:
             kwargs["position_embeddings"] = self.fox.tables(positions, kwargs["position_embeddings"][0].dtype)
@@ -206,8 +206,8 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
     native: Attention = module.attn
     if (native.sliding_window or None) != wanted.window:
         raise ValueError(
-            f"layer {wanted.layer_idx} has a sliding window of {wanted.window} tokens, vLLM reads {native.sliding_window} "
-            "from its config"
+            f"layer {wanted.layer_idx} has a sliding window of {wanted.window} tokens, vLLM gives it one of "
+            f"{native.sliding_window}"
         )
     config = wanted.config
     num_heads = {config.num_key_value_heads: native.num_kv_heads, config.num_attention_heads: native.num_heads}
@@ -230,7 +230,9 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
         if rotary is None:
             fox.tables = faded(wanted.rotary_fade, length)
         else:
-            module.rotary_emb = Unturned() if wanted.rotary_fade.skippable else faded(wanted.rotary_fade, length, rotary)
+            module.rotary_emb = (
+                Unturned() if wanted.rotary_fade.skippable else faded(wanted.rotary_fade, length, rotary)
+            )
     module.fox = fox
     own = module.__dict__.pop("forward", None)  # vLLM's fused forward of a transformers module
     forward = type(module).forward if own is None else own.__func__
