@@ -138,6 +138,6 @@ def running_sum(
     ends = query_start[1:].contiguous()
     token = torch.arange(log_f.shape[0], device=log_f.device, dtype=ends.dtype)
     request = torch.searchsorted(ends, token, right=True).clamp_max(len(ends) - 1)
-    continued = seq_lens > query_start[1:] - query_start[:-1]
+    continued = seq_lens[: len(ends)] > query_start[1:] - query_start[:-1]
     before = torch.where(continued[:, None, None], before, 0.0)
     return sums + (before - sums[starts] + log_f[starts])[request]

@@ -19,6 +19,12 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from retrofox.serving.lanes import Lanes, plan_lanes, running_sum
 
+try:
+    from retrofox.serving.lane_kernels import query_lanes, write_lanes
+except ImportError:  # without Triton there is no GPU to use it on
+    query_lanes: Any = None
+    write_lanes: Any = None
+
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 """Backends whose cache is known to be (blocks, kv heads, tokens, key and value), or on a CPU keys before values."""
 PLAIN_ISA = ("vec", "vec16")
@@ -64,14 +70,31 @@ def with_lanes(native: Attention, exempt_tokens: int) -> Attention:
 @functools.cache
 def _backend(native: Any, softcap: bool) -> Any:
     """The backend with an implementation that knows lanes; one that can't be captured where it attends by itself."""
-    impl = native.get_impl_cls()
+    impl, builder = native.get_impl_cls(), native.get_builder_cls()
     fox = type(f"Fox{impl.__name__}", (FoxImpl, impl), {"__module__": __name__})
-    body: dict[str, Any] = {"get_impl_cls": staticmethod(lambda: fox), "__module__": __name__}
+    changes: dict[str, Any] = {"__module__": __name__}
     if softcap:
-        builder = native.get_builder_cls()
-        eager = type(f"Fox{builder.__name__}", (builder,), {"_cudagraph_support": AttentionCGSupport.NEVER})
-        body["get_builder_cls"] = staticmethod(lambda: eager)
+        changes["_cudagraph_support"] = AttentionCGSupport.NEVER
+    made = type(f"Fox{builder.__name__}", (WideScratch, builder), changes)
+    body = {
+        "get_impl_cls": staticmethod(lambda: fox),
+        "get_builder_cls": staticmethod(lambda: made),
+        "__module__": __name__,
+    }
     return type(f"Fox{native.__name__}{'Softcap' if softcap else ''}", (native,), body)
+
+
+class WideScratch:
+    """Mixin of a backend's metadata builder: scratch memory for heads as wide as the cache's, not as the config's."""
+
+    softmax_segm_output: torch.Tensor
+
+    def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any):
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        scratch = getattr(self, "softmax_segm_output", None)  # TRITON_ATTN
+        if scratch is not None:
+            width = 1 << (kv_cache_spec.head_size - 1).bit_length()
+            self.softmax_segm_output = scratch.new_empty((*scratch.shape[:-1], width))
 
 
 class FoxImpl:
@@ -97,6 +120,11 @@ class FoxImpl:
         if batch is None or not kv_cache.numel():
             return
         lanes, width = self.lanes, self.lanes.width
+        if self._fuses(layer, key):
+            table = batch.block_table, self.scale
+            self.c = write_lanes(lanes, key, value, kv_cache, batch.query_start_loc, batch.seq_lens, *table)
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+            return
         log_f, flag = lanes.outgoing(key[..., :width])
         before = lanes.state(self._values_before(layer, kv_cache, batch))
         c = self.c = running_sum(log_f, batch.query_start_loc, batch.seq_lens, before)
@@ -121,12 +149,17 @@ class FoxImpl:
     ) -> torch.Tensor:
         """Attends: by the backend's kernels with c in the queries' lanes, or by `gathered`."""
         c, self.c = self.c, None
-        if attn_metadata is None or c is None:
+        if attn_metadata is None:
             return output.zero_()
+        if c is None:
+            raise RuntimeError("vLLM attends to keys that it has not written: the gates' running sum is missing")
         if self._by_rows(layer):
             return self.gathered(query, kv_cache, attn_metadata, output)
-        own = self.lanes.query(c, self.scale, query.dtype)
-        query = torch.cat([own.flatten(1, 2), query[..., self.lanes.width :]], -1)
+        if self._fuses(layer, query):
+            query_lanes(self.lanes, query, c, self.scale)
+        else:
+            own = self.lanes.query(c, self.scale, query.dtype)
+            query = torch.cat([own.flatten(1, 2), query[..., self.lanes.width :]], -1)
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
 
     def gathered(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: Any, output: torch.Tensor) -> torch.Tensor:
@@ -157,6 +190,16 @@ class FoxImpl:
             )
             output[begin:end, :, width:] = found[0]
         return output
+
+    def _fuses(self, layer: Any, states: torch.Tensor) -> bool:
+        """Whether lanes are made in place by kernels: on a GPU, in bfloat16, and where the backend attends."""
+        return (
+            write_lanes is not None
+            and states.is_cuda
+            and states.dtype == torch.bfloat16
+            and states.stride(-1) == 1
+            and not self._by_rows(layer)
+        )
 
     def _by_rows(self, layer: Any) -> bool:
         """Whether this layer keeps and reads its cache by itself: softcap, or a CPU backend that packs values."""
