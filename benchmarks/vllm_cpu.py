@@ -168,7 +168,7 @@ REAL = ("SmolLM2-135M, gates stirred, float32", "SmolLM2-135M, bfloat16 beside i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "vllm-cpu.json")
     parser.add_argument("--work", type=Path, default=HERE.parent / "demo-out" / "vllm")
     parser.add_argument("--only", nargs="+", help="names of cases, or beginnings of them")

@@ -68,7 +68,7 @@ def measure(model: str, length: int, options: argparse.Namespace, seed: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--against", required=True, help="the base")
     parser.add_argument("--lengths", default="2048,32768", help="prompt lengths in tokens")

@@ -1,5 +1,6 @@
 """The lanes of a layer in two kernels on a GPU, in place of some forty small ones: `lanes.py` says what they are."""
 
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

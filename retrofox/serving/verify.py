@@ -188,15 +188,17 @@ def run_vllm(job: Job, model: str) -> dict[str, Any]:
     """What `retrofox.serving.vllm_run` gives for a job.
 
     Raises:
-        ValueError: vLLM stopped, with the last error it named and where its log is.
+        ValueError: vLLM stopped, with the last error that it named.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "job.json", Path(folder) / "result.json"
         asked.write_text(json.dumps({"model": model, "engine": job.engine, "rounds": job.rounds}), encoding="utf-8")
+        ranks = job.engine["tensor_parallel_size"]
         environment = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if job.engine["tensor_parallel_size"] == 1 else "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if ranks == 1 else "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))) if ranks > 1 else "auto",  # a core a rank
             **os.environ,
         }
         command = [sys.executable, "-m", "retrofox.serving.vllm_run", str(asked), str(answered)]
@@ -210,7 +212,7 @@ def last_error(log: str) -> str:
     """The sentence of retrofox's refusal in vLLM's log, or the last line that names an error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     ours = [line[line.index("retrofox can't serve") :] for line in lines if "retrofox can't serve" in line]
-    errors = [line for line in lines if "Error" in line]
+    errors = [line for line in lines if "Error" in line and "Engine core initialization failed" not in line]
     return (ours or errors[-1:] or lines[-1:] or ["it said nothing"])[0]
 
 

@@ -90,7 +90,7 @@ class WideScratch:
     softmax_segm_output: torch.Tensor
 
     def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any):
-        super().__init__(kv_cache_spec, *args, **kwargs)
+        super().__init__(kv_cache_spec, *args, **kwargs)  # type: ignore[call-arg]
         scratch = getattr(self, "softmax_segm_output", None)  # TRITON_ATTN
         if scratch is not None:
             width = 1 << (kv_cache_spec.head_size - 1).bit_length()

@@ -164,10 +164,10 @@ class Attend:
 
 
 def _head_norm(flat: torch.Tensor, norm: Any) -> torch.Tensor:
-    """(T, heads * D) with each head divided by its RMS and multiplied by its gain, as `retrofox.model.pro.HeadNorm`."""
+    """(..., heads * D), each head divided by its RMS and times its gain, as `retrofox.model.pro.HeadNorm` does."""
     wide = flat.float().view(-1, *norm.gain.shape)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.gain
-    return normed.to(flat.dtype).flatten(1)
+    return normed.to(flat.dtype).view(flat.shape)
 
 
 def install(model: nn.Module, config: Any, vllm_config: VllmConfig) -> None:
