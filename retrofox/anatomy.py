@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def is_new_tensor(name: str) -> bool:
-    """Whether a parameter name belongs to what a conversion adds (gates and Pro parts), not to the base model."""
+    """Whether a parameter name is one that a conversion adds (gates and Pro parts), not the base model's."""
     return any(part in modeling_fox.NEW_MODULES for part in name.split("."))
 
 
 def lm_class(model_type: str) -> Any:
     """The Fox...ForCausalLM class of a base model_type such as "llama", known to transformers' Auto classes afterwards.
 
-    What opens a converted directory by its path (TRL's reference models) then gets these classes and needs no
+    Code that opens a converted directory by its path (TRL's reference models) then gets these classes and needs no
     trust_remote_code.
     """
     prefix = SUPPORTED[model_type]
@@ -150,7 +150,7 @@ _heads_known: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKey
 
 @torch.no_grad()
 def has_known_head(model: PreTrainedModel) -> bool:
-    """Whether `logits_from_hidden` of the inner model's output is what the model's own forward computes.
+    """Whether `logits_from_hidden` of the inner model's output equals the logits of the model's own forward.
 
     It is for the families that can be converted. Any other causal LM, with attention or without, is tried once, on a
     few tokens; the answer is kept.
@@ -173,7 +173,7 @@ def read_logits(model: PreTrainedModel, token_ids: torch.Tensor) -> Callable[[An
     """Runs any causal LM once over whole texts; returns the function that reads float32 logits off it.
 
     The function takes an index into (B, T), such as (rows, positions) or (slice(None), slice(0, 64)), and gives
-    (..., vocabulary). The head is applied to what is asked for only, where the model is known to have a plain one.
+    (..., vocabulary). The head is applied to those positions only, where the model is known to have a plain one.
 
     Args:
         token_ids: (B, T) int64 on the model's device; padding, if any, stands at the end.

@@ -1,4 +1,4 @@
-"""The table of supported families: rows, not branches, and what differs between them outside attention."""
+"""The table of supported families: rows, not branches, and their differences outside attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from retrofox.model.configuration_fox import SUPPORTED
 
 
 def check_supported(config: Any) -> None:
-    """Raises ValueError, listing what is supported, for a config (object or dict) of another family."""
+    """Raises ValueError, listing the supported families, for a config (object or dict) of another one."""
     model_type = config.get("model_type") if isinstance(config, dict) else config.model_type
     if model_type not in SUPPORTED:
         raise ValueError(f"model_type {model_type!r} is not supported; families known: {', '.join(SUPPORTED)}")

@@ -24,6 +24,7 @@ from retrofox.loading.added import check_added, check_finite
 from retrofox.loading.converted import load
 from retrofox.loading.source import first_line, hub_errors, read_config
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.reporting.pushed import FOLDER, report_of, with_section
 
 LEFT_AT_HOME = (".pt", ".pth", ".bin", ".gguf", ".partial", ".lock", ".tmp")
 """Endings of files that are not pushed: optimizer states, other formats, work in progress."""
@@ -70,7 +71,7 @@ def push(
     message: str | None = None,
     dry_run: bool = False,
     base: str | None = None,
-    results: str | Path | None = None,
+    report: str | Path | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
     """Uploads a converted checkpoint, or an adapter of one, to the Hub in one commit, and verifies what is there.
@@ -84,7 +85,7 @@ def push(
         private: the repository must be private: a new one is made so, a public one is refused.
         dry_run: check and list, contact nothing.
         base: for an adapter: the Hub id of its converted base, where the adapter names it by a local path.
-        results: what `retrofox eval --out` wrote, to go with the model.
+        report: folder that `retrofox report` wrote; None = `report` in the directory, if it is there.
         check: afterwards download it into an empty cache and compare the logits.
 
     Returns:
@@ -93,7 +94,8 @@ def push(
 
     Raises:
         ValueError: the checkpoint is incomplete, `repo` is not a repository name, the card contradicts the base's
-            licence, there is no token or it may not write, the upload failed, a file or the logits differ.
+            licence, there is no token or it may not write, the upload failed, a file or the logits differ, the report
+            is of other weights.
     """
     directory = Path(directory)
     adapter = (directory / "adapter_config.json").is_file()
@@ -115,19 +117,24 @@ def push(
         text = adapter_card(named, values, licence)
     else:
         text, licence = _model_card(directory, dry_run)
-    section, files = history(directory, None if results is None else Path(results))
+    section, files = history(directory)
     contents |= files
-    contents["README.md"] = f"{text.rstrip()}\n{section and chr(10) + section}".replace(HERE, repo).encode()
+    text = f"{text.rstrip()}\n{section and chr(10) + section}"
+    measured = None if adapter else report_of(directory, None if report is None else Path(report))
+    if measured is not None:
+        text, files = with_section(text, measured[0]), measured[1]
+        contents |= files
+    contents["README.md"] = text.replace(HERE, repo).encode()
     sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
-    report: dict[str, Any] = {"repo": repo, "files": sizes, "bytes": sum(sizes.values()), "licence": licence or None}
+    found: dict[str, Any] = {"repo": repo, "files": sizes, "bytes": sum(sizes.values()), "licence": licence or None}
     if dry_run:
-        return report
+        return found
     title = message or f"Upload {directory.absolute().name} with retrofox"
     commit = publish(repo, contents, private, title)
-    report |= {"commit": commit, "verified": len(contents), "logits_equal": None}
+    found |= {"commit": commit, "verified": len(contents), "logits_equal": None}
     if check:
-        report["logits_equal"] = _loads_the_same(directory, repo, commit)
-    return report
+        found["logits_equal"] = _loads_the_same(directory, repo, commit)
+    return found
 
 
 def _contents(directory: Path) -> dict[str, bytes | Path]:
@@ -135,6 +142,8 @@ def _contents(directory: Path) -> dict[str, bytes | Path]:
     contents: dict[str, bytes | Path] = {}
     for file in sorted(directory.rglob("*")):
         name = file.relative_to(directory)
+        if name.parts[0] == FOLDER:
+            continue  # what of it goes along is added by `push`
         if file.is_file() and not name.name.endswith(LEFT_AT_HOME) and not any(part[0] == "." for part in name.parts):
             contents[name.as_posix()] = file
     return contents

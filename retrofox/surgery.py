@@ -36,7 +36,7 @@ DROPPED = (
 
 @dataclass
 class Plan:
-    """What a conversion will do: everything that can be said before a tensor is touched.
+    """The plan of a conversion, known before a tensor is touched.
 
     Attributes:
         spec: the resolved spec.
@@ -88,7 +88,7 @@ class Plan:
 
 
 def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str | None = None) -> Plan:
-    """Plans the conversion of a model with this config; raises ValueError for what can't be converted."""
+    """Plans the conversion of a model with this config; raises ValueError for one that can't be converted."""
     check_supported(config)
     check_settings(config)
     spec = spec.resolved(trained_length(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,23 @@ def pico_checkpoint(pico_llama, pico_tokenizer, tmp_path) -> Path:
     pico_llama().save_pretrained(directory)
     pico_tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def saved_before(tmp_path) -> Callable[[str], Path]:
+    """saved_before(name) -> a directory as commit d454864 saved it (loading/test_saved_before.py says how)."""
+
+    def unpack(name: str) -> Path:
+        directory = tmp_path / "before" / name
+        directory.mkdir(parents=True)
+        with zipfile.ZipFile(Path(__file__).parent / "loading" / "saved-at-d454864.zip") as archive:
+            for member in archive.namelist():
+                folder, file = member.split("/")
+                if folder in (name, "code"):
+                    (directory / file).write_bytes(archive.read(member))
+        return directory
+
+    return unpack
 
 
 @pytest.fixture

@@ -420,29 +420,22 @@ def test_a_card_without_a_licence_gets_the_bases_from_the_hub(online, converted,
     assert b"license: apache-2.0" in online.at("me/fox", "main")[1]["README.md"]
 
 
-def test_recipe_loss_and_results_go_with_a_trained_model(online, pico_fox_checkpoint, tmp_path):
-    run, results = tmp_path / "run", tmp_path / "results"
+def test_recipe_and_loss_go_with_a_trained_model(online, pico_fox_checkpoint, tmp_path):
+    run = tmp_path / "run"
     run.mkdir()
-    results.mkdir()
     pico_fox_checkpoint.rename(run / "model")
     (run / "recipe.yaml").write_text("retrofox: 0.1.0\nrecipe:\n  model: org/base\n  seed: 7\n")
     steps = [(0, 100, 3.5), (0, 200, 3.0), (1, 100, 2.5)]
     log = [json.dumps({"stage": stage, "step": 1, "tokens": tokens, "loss": loss}) for stage, tokens, loss in steps]
     (run / "log.jsonl").write_text("\n".join(log) + "\n")
-    (results / "eval.json").write_text("{}")
-    (results / "per_token_loss.png").write_bytes(b"a picture")
-    push(run / "model", "me/fox", results=results, check=False)
+    push(run / "model", "me/fox", check=False)
     files = online.at("me/fox", "main")[1]
     assert files["training/recipe.yaml"] == b"model: org/base\nseed: 7\n"
     assert files["training/loss.csv"].decode().splitlines()[-1] == "1,300,2.5"
     assert files["training/loss.png"].startswith(b"\x89PNG")
-    assert files["evaluation/per_token_loss.png"] == b"a picture"
     card = files["README.md"].decode()
     assert "seed: 7" in card
     assert "![loss over training tokens](training/loss.png)" in card
-    assert "evaluation/eval.json" in card
-    with pytest.raises(ValueError, match="holds no results"):
-        push(run / "model", "me/fox", results=tmp_path / "nothing", dry_run=True)
 
 
 @pytest.fixture
@@ -483,6 +476,15 @@ def test_a_pushed_adapter_gives_the_same_logits_on_its_pushed_base(hub, adapter,
     code, printed, error = retrofox_command(hub.url, home, "push", adapter, "me/adapter", "--base", "me/base")
     assert code == 0, error
     assert json.loads(printed)["logits_equal"] is True
+
+
+def test_a_model_saved_before_is_pushed_as_it_is(hub, saved_before, tmp_path):
+    before = saved_before("default")
+    code, printed, error = retrofox_command(hub.url, tmp_path / "home", "push", before, "me/before")
+    assert code == 0, error
+    _, files = hub.at("me/before", json.loads(printed)["commit"])
+    assert {"config.json", "model.safetensors", "modeling_fox.py", "README.md"} <= set(files)
+    assert all((before / name).read_bytes() == content for name, content in files.items() if name != "README.md")
 
 
 def test_a_dry_push_contacts_nothing(converted, monkeypatch):

@@ -17,6 +17,8 @@ import torch
 from retrofox.version import __version__
 
 ROOT = Path(__file__).parents[1]
+VERSIONS = ("5.10.1", "5.17.0", "5.23.0")
+"""Of transformers: the oldest that pyproject allows, one between, and the newest that was there."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,8 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(wheel):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     there = {f"retrofox/{file.relative_to(ROOT / 'retrofox')}" for file in (ROOT / "retrofox").rglob("*.py")}
-    there |= {f"fox_kernels/{file.name}" for file in (ROOT / "kernels" / "fox_kernels").glob("*.py")}
+    kernels = ROOT / "kernels"
+    there |= {str(file.relative_to(kernels)) for file in (kernels / "fox_kernels").rglob("*.py")}
     there |= {"retrofox/py.typed", "fox_kernels/py.typed"}
     recipes = ROOT / "recipes"
     there |= {f"retrofox/shipped-recipes/{file.relative_to(recipes)}" for file in recipes.rglob("*.yaml")}
@@ -49,12 +52,16 @@ def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(wheel):
 
 
 @pytest.mark.slow
-def test_installed_alone_it_converts_and_generates(wheel, pico_checkpoint, tmp_path):
+@pytest.mark.parametrize("version", VERSIONS)
+def test_installed_alone_it_converts_and_generates(wheel, version, pico_checkpoint, tmp_path):
     clean = tmp_path / "clean"
     venv.create(clean, symlinks=True)
     python, program = clean / "bin" / "python", clean / "bin" / "retrofox"
     packages = next(clean.glob("lib/python*/site-packages"))
-    # What retrofox needs is taken from here; .pth files in that folder, such as an editable install's, aren't read.
+    pip = [sys.executable, "-m", "pip"]
+    fetched = [*pip, "install", "-q", "--target", packages, f"transformers=={version}"]
+    subprocess.run([str(part) for part in fetched], check=True)
+    # The rest is taken from here. .pth files in that folder, such as an editable install's, aren't read.
     (packages / "needed.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     elsewhere = tmp_path / "elsewhere"
@@ -67,9 +74,10 @@ def test_installed_alone_it_converts_and_generates(wheel, pico_checkpoint, tmp_p
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel)
+    run(*pip, "--python", python, "install", "-q", "--no-deps", "--no-index", wheel)
     where = run(python, "-c", "import fox_kernels, retrofox; print(retrofox.__file__, fox_kernels.__file__)").split()
     assert all(Path(file).is_relative_to(packages) for file in where)
+    assert run(python, "-c", "import transformers; print(transformers.__version__)").strip() == version
     assert run(program, "--version").strip() == __version__
     assert "smollm2-partial" in run(program, "recipes", "ls")
     report = json.loads(run(program, "convert", pico_checkpoint, "converted", "--preset", "fox-llama", "--json"))

@@ -50,7 +50,7 @@ def triton_unsupported(q: Tensor) -> str | None:
 
 
 def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Return why the Hopper kernels (Gluon) can't run what the Triton kernels can, or None if they can."""
+    """Return why the Hopper kernels (Gluon) can't run a problem that the Triton kernels can, or None if they can."""
     if q.device.type != "cuda" or capability(q.device)[0] != 9:
         return "the GPU is not a Hopper (compute capability 9.0)"
     from .hopper.forward import unsupported

@@ -32,7 +32,7 @@ def check_arguments(
     seq_start: Tensor | None = None, window: int | None = None, sink: int = 0, softcap: float | None = None,
     prune: float | None = None,
 ) -> float:  # fmt: skip
-    """Return the scale to use, or raise ValueError saying which argument is wrong, what is allowed and what to do."""
+    """Return the scale to use, or raise ValueError naming the wrong argument, what is allowed and what to do."""
     given = {"q": q, "k": k, "v": v, "log_f": log_f, "cu_seqlens": cu_seqlens, "seq_start": seq_start}
     for name, x in given.items():
         if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v", "log_f")):
@@ -122,7 +122,7 @@ def _check_positions(name: str, x: Tensor, fits: bool, wanted: str, device: torc
 
 
 def has_values(x: Tensor) -> bool:
-    """Return whether x is more than a stand-in that is traced: what is done may depend on its values."""
+    """Return whether x holds values, so that control flow may depend on them: False for a traced tensor."""
     return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
 
 
@@ -180,7 +180,7 @@ def prune_limit(q: Tensor, k: Tensor, c: Tensor, scale: float, softcap: float | 
 
 
 class _Problem(NamedTuple):
-    """What every chunk needs; C = D + G + 2 channels, the group's G query heads are stacked into rows."""
+    """Shared by all chunks; C = D + G + 2 channels, the group's G query heads are stacked into rows."""
 
     q: Tensor  # (B, Hkv, G, T, D), input dtype
     keys: Tensor  # (B * Hkv, S, C): the key side; its decay channels are rewritten for each chunk

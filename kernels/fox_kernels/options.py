@@ -1,4 +1,4 @@
-"""What a problem has beside its tensors, as the package passes it on: options, documents, shards, what a forward saves.
+"""NamedTuples that the package passes on beside tensors: options, documents, shards, the tensors saved by a forward.
 
 The public functions and the torch operators take the same as single arguments.
 """
@@ -48,7 +48,7 @@ ALL_KEYS = Shard()
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for its backward, o (B, T, H, D) among it.
+    """Tensors that a forward saves for its backward, o (B, T, H, D) among them.
 
     lse2 (B, H, T) float32 is the base-2 log-sum-exp, c_hi + c_lo (B, H, S) float32 the gates' sums times log2(e).
     residual, like o, is the rounding error of o; bounds is what `common.pruning.loop_bounds` returns. None: not needed.

@@ -45,7 +45,7 @@ class Calibration:
             weights and biases (float32) and, after a refit, q_proj (or qkv_proj) weights and biases in the model's
             dtype.
         report: settings, per-layer table, KL and loss before and after, seconds.
-        files: what was written into `out_dir`, file names by kind.
+        files: names of the files written into `out_dir`, by kind.
     """
 
     values: dict[str, torch.Tensor]

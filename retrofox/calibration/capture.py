@@ -1,4 +1,4 @@
-"""Running a converted model layer by layer, and what one layer's attention operator receives on the way."""
+"""Running a converted model layer by layer, and capturing the inputs of one layer's attention operator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 2
 class Operands:
     """What attention receives for one window: queries (H, T, D), keys and values (Hkv, T, D), float32.
 
-    Queries and keys are rotated and normed. `inputs` (T, hidden) are what enters the attention block; `raw_queries`
+    Queries and keys are rotated and normed. `inputs` (T, hidden) enter the attention block; `raw_queries`
     (H, T, D) the queries as projected, before norm and rotation. `window` and `softcap` are the layer's own.
     """
 
@@ -49,7 +49,7 @@ class LayerCall:
 
 
 class _Recorder(nn.Module):
-    """Stands in for a decoder layer: notes what it is called with and hands the hidden states on."""
+    """Stands in for a decoder layer: keeps its arguments and hands the hidden states on."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -117,7 +117,7 @@ def losses_from(model: PreTrainedModel, token_ids: torch.Tensor, hidden: torch.T
 
 @torch.no_grad()
 def through(layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
-    """What leaves one decoder layer, (N, T, hidden), a few rows at a time."""
+    """The output of one decoder layer, (N, T, hidden), a few rows at a time."""
     rows = []
     for part in hidden.split(ROWS_AT_ONCE):
         out = layer(part, *call.arguments, **call.keywords)
@@ -136,10 +136,10 @@ class _Seen:
 
 @contextlib.contextmanager
 def _watch(attention: FoxMixin, compute: bool) -> Iterator[_Seen]:
-    """Notes what enters `attention` and its operator. With `compute` False the operator returns zeros."""
+    """Captures the inputs of `attention` and its operator. With `compute` False the operator returns zeros."""
     seen = _Seen()
 
-    # Named as what it stands in for: the mixin refuses to run with any other attention function.
+    # It has the original function's name: the mixin refuses to run with any other attention function.
     def fox_attention(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any):
         seen.operator = {"query": query, "key": key, "value": value, "mask": mask, **options}
         if compute and options.get("sliding_window") is None and options.get("softcap") is None and mask is None:
@@ -175,7 +175,7 @@ def _watch(attention: FoxMixin, compute: bool) -> Iterator[_Seen]:
 def run_original(
     layer: nn.Module, hidden: torch.Tensor, call: LayerCall
 ) -> tuple[torch.Tensor, list[tuple[Operands, dict[str, Any]]]]:
-    """Runs a layer as the base model does: what leaves it, and per window the operands and the block's arguments."""
+    """Runs a layer as the base model does; returns its output and, per window, operands and the block's arguments."""
     attention: FoxMixin = layer.self_attn  # type: ignore[assignment]
     outputs, captured = [], []
     with mode(attention, "original"), _watch(attention, compute=True) as seen:
@@ -189,7 +189,7 @@ def run_original(
 
 @torch.no_grad()
 def through_original(layer: nn.Module, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
-    """What leaves one decoder layer as the base model has it, (N, T, hidden)."""
+    """The output of one decoder layer in the base model, (N, T, hidden)."""
     attention: FoxMixin = layer.self_attn  # type: ignore[assignment]
     with mode(attention, "original"), _watch(attention, compute=True):
         return through(layer, hidden, call)
@@ -245,7 +245,7 @@ Finish = Callable[[torch.Tensor, int, int], torch.Tensor]
 
 
 def query_finish(attention: FoxMixin, operands: Operands, block: dict[str, Any]) -> Finish:
-    """The family's own steps from projected to final queries, found by trying which reproduce what was captured.
+    """The family's own steps from projected to final queries, found by trying which reproduce the captured queries.
 
     Raises:
         ValueError: none does, so a matrix in front of it can't be fitted and folded; says why.

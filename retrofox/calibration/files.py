@@ -1,4 +1,4 @@
-"""What a finished calibration leaves to read: tables per layer and per head, a figure, the report, the tensors."""
+"""Files of a finished calibration: tables per layer and per head, a figure, the report, the tensors."""
 
 from __future__ import annotations
 

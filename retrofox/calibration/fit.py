@@ -55,7 +55,7 @@ class Student:
 
 @dataclass
 class Window:
-    """One calibration window of one layer: the original's operands, and what the converted attention starts from."""
+    """One calibration window of one layer: the original's operands, and the converted attention's first ones."""
 
     original: Operands
     converted: Operands

@@ -1,4 +1,4 @@
-"""What every head of a converted model attends to, watched while the model runs: distances, copies, maps.
+"""Attention of every head of a converted model, watched while the model runs: distances, copies, maps.
 
 The attention function is listened to and its weights are made again, a block of queries at a time, so that no T x T
 matrix exists. A base model is watched in its converted form in mode "original", which gives the base's attention.
@@ -36,7 +36,7 @@ BEYOND = (64, 512, 4096)
 
 @dataclass
 class Attention:
-    """What one layer's attention received for one text: queries (H, T, D), keys (Hkv, T, D), c (H, T) float64.
+    """Inputs of one layer's attention for one text: queries (H, T, D), keys (Hkv, T, D), c (H, T) float64.
 
     c is the running sum of log f, 0 everywhere without gates; `sink` first keys are exempt from decay.
     """
@@ -87,7 +87,7 @@ def watch(model: PreTrainedModel, token_ids: torch.Tensor, visit: Visit, origina
         original: run it in mode "original", as the base model.
     """
 
-    # Named as what it stands in for: the mixin refuses to run with any other attention function.
+    # It has the original function's name: the mixin refuses to run with any other attention function.
     def fox_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         visit(module.layer_idx, _received(module, query, key, options))
         return fox.fox_attention(module, query, key, value, mask, **options)

@@ -101,7 +101,7 @@ class Run:
     def _fit(
         self, number: int, layer: nn.Module, call: capture.LayerCall, entering: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
-        """(what leaves the original's layer, the layer's new tensors by name below its attention, its measurements)"""
+        """(output of the original's layer, the layer's new tensors by name below its attention, its measurements)"""
         attention: FoxMixin = layer.self_attn  # type: ignore[assignment]
         leaving = torch.empty_like(entering)
         count = len(entering) - self.held_out
@@ -147,7 +147,7 @@ class Run:
     def _windows(
         self, layer: nn.Module, call: capture.LayerCall, entering: torch.Tensor, leaving: torch.Tensor, part: slice
     ) -> list[fitting.Window]:
-        """Some of the windows, with what leaves the original's layer for them written into `leaving`."""
+        """Some of the windows; writes the original layer's outputs for them into `leaving`."""
         leaving[part], captured = capture.run_original(layer, entering[part], call)
         return [self._window(layer.self_attn, *entry) for entry in captured]  # type: ignore[arg-type]
 
@@ -155,7 +155,7 @@ class Run:
         converted, finish = capture.converted_operands(attention, block), None
         if self.refit:
             finish = capture.query_finish(attention, converted, block)
-            converted.query = converted.query.new_empty(0)  # made anew from what was projected, at each step
+            converted.query = converted.query.new_empty(0)  # made anew from the raw projections, at each step
         return fitting.Window(original, converted, finish, attention.sink_tokens, attention.log_n)
 
     def _student(self, attention: FoxMixin, window: fitting.Window) -> fitting.Student:

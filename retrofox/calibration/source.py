@@ -15,7 +15,8 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import inner_model, is_new_tensor, on_meta
-from retrofox.loading.base import base_config, load_base
+from retrofox.loading.base import load_base
+from retrofox.loading.configs import base_config
 from retrofox.loading.shards import find
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model.configuration_fox import FoxSpec

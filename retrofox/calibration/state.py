@@ -1,4 +1,4 @@
-"""What a calibration leaves on disk while it runs: one file per finished layer, and the inputs of the next one."""
+"""Files of a calibration under way: one file per finished layer, and the inputs of the next one."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TOKENS_READ = 1 << 21
 
 
 def require_sources(texts: Sequence[Text]) -> None:
-    """Raises FileNotFoundError or ValueError for a text that is not here; what lies on the Hub is looked for later."""
+    """Raises FileNotFoundError or ValueError for a text that is not here; sets on the Hub are looked for later."""
     for text in map(_source, texts):
         if not text.path.startswith(("hf:", "longcrawl64:")):
             resolve(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 HOME = Path(__file__).parents[1] / "shipped-recipes"
 FACTS = ("hardware", "tokens", "time", "result", "corpus")
-"""What a recipe's opening comment may state; corpus: which texts its result was measured on."""
+"""Keys of a recipe's opening comment; corpus: which texts its result was measured on."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ShippedRecipe:
     Attributes:
         name: path below the recipes without its ending, such as "smollm2-partial" or "accelerate/ddp".
         text: the whole file.
-        about: what its opening comment says of it, as one paragraph.
+        about: its opening comment, as one paragraph.
         facts: those of FACTS that the comment states, for recipes; "run" -> the command, for launch files.
     """
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from retrofox.calibration.calibrate import apply_to, calibrate
 from retrofox.calibration.steps import STEPS
@@ -26,9 +26,10 @@ from retrofox.conversion.norm_gains import gains_of, has_norms, set_gains
 from retrofox.conversion.tensors import check_weights
 from retrofox.conversion.verify import prove
 from retrofox.loading import shards
-from retrofox.loading.base import base_config, load_base
+from retrofox.loading.base import load_base
+from retrofox.loading.configs import any_config, base_config
 from retrofox.loading.shards import Appearing, Progress, refuse_existing
-from retrofox.loading.source import check_live, check_out, fetch, reading_gguf, recorded
+from retrofox.loading.source import check_live, check_out, fetch, recorded
 from retrofox.loading.tokenizers import tokenizer_of_live
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.files import new_file_mode
@@ -48,12 +49,7 @@ def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str 
     if revision is not None and Path(source).exists():
         raise ValueError(f"revision {revision!r} belongs to a Hub id, and {source} is a local path: drop one of them")
     if str(source).endswith(".gguf"):
-        path = Path(source)
-        if not path.is_file():
-            raise FileNotFoundError(f"{source}: no such file")
-        with reading_gguf(path):
-            config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
-        return make_plan(config, spec, base=recorded(source))
+        return make_plan(any_config(source), spec, base=recorded(source))
     return make_plan(base_config(source, revision), spec, base=recorded(source), revision=revision)
 
 
@@ -66,7 +62,7 @@ def preview(
     revision: str | None = None,
     calibrate: Sequence[Text] = (),
 ) -> tuple[Plan, dict[str, Any]]:
-    """What a conversion would do: its plan, and the same as JSON values with the bytes that would be written.
+    """The plan of a conversion, and the same as JSON values with the bytes that would be written.
 
     Nothing is written and no weight is read; of a local directory the weight files' headers are, and whatever would be
     refused is refused. Of a Hub id only config.json is fetched.
@@ -170,7 +166,7 @@ def write(
 
 @dataclass
 class _Job:
-    """One conversion: what it does, where its base is read from, and how it is written.
+    """One conversion: its plan, where its base is read from, and how it is written.
 
     Attributes:
         place: the live model, the .gguf file or the local directory, for calibration and the proof.
@@ -235,7 +231,7 @@ def _from_disk(source: str | Path, spec: FoxSpec, link: bool, revision: str | No
 
 @contextlib.contextmanager
 def _disk_of(out: Path) -> Iterator[None]:
-    """Turns what a full disk raises inside, often without a file's name, into a ValueError about `out`."""
+    """Turns the errors of a full disk, often without a file's name, into a ValueError about `out`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -257,7 +253,7 @@ def _calibrated(
     options: dict[str, Any] = {"out_dir": work, "steps": steps, "refit_queries": refit}
     if not has_norms(plan):
         return calibrate(place, plan.spec, files, **options), {}
-    # Norms come first, queries are fitted to what leaves them. That takes the whole model at once.
+    # Norms come first: queries are fitted to their output. That takes the whole model at once.
     base, tokenizer = (place, None) if isinstance(place, PreTrainedModel) else load_base(place, dtype=torch.float32)
     model = apply(base, plan)
     set_gains(model, tokenizer, files if tokenizer is not None else ())

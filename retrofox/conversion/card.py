@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SOURCE = "https://github.com/retrofox/retrofox"
 HERE = "THIS_REPOSITORY"
-"""What a card calls its own repository until it is pushed."""
+"""Stands for the repository in a card until it is pushed."""
 
 
 def card(plan: Plan, report: dict[str, Any], licence: Mapping[str, Any] | None = None) -> str:
@@ -59,7 +59,7 @@ def own_card(directory: Path) -> str | None:
 
 
 def card_of(directory: Path) -> str:
-    """README.md of a converted checkpoint that has none, such as a trained one: what its config.json says."""
+    """README.md of a converted checkpoint that has none, such as a trained one, from its config.json."""
     values = read_config(directory)
     spec = FoxSpec.from_dict(values["fox"])
     base_type = values["model_type"].removeprefix("fox_")

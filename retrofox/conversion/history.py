@@ -1,4 +1,4 @@
-"""How a trained model came about, for its card: the recipe, the loss over training, what was measured."""
+"""How a trained model came about, for its card: the recipe and the loss over training."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-MEASURED = (".json", ".csv", ".png", ".md")
-"""Endings of the files of `retrofox eval --out` that go with a model."""
 
+def history(directory: Path) -> tuple[str, dict[str, bytes | Path]]:
+    """(a section of the card, path in the repository -> content) about a model's training.
 
-def history(directory: Path, results: Path | None) -> tuple[str, dict[str, bytes | Path]]:
-    """(a section of the card, path in the repository -> content) about a model's training and measurements.
-
-    Args:
-        directory: the model; a run keeps recipe.yaml, log.jsonl and result.json beside it.
-        results: what `retrofox eval MODEL --out` wrote, or None.
-
-    Raises:
-        ValueError: `results` holds no results.
+    A run keeps recipe.yaml and log.jsonl beside its model; both are empty for a model of no run.
     """
     lines, files = [], {}
     run = directory.absolute().parent
@@ -37,13 +29,6 @@ def history(directory: Path, results: Path | None) -> tuple[str, dict[str, bytes
             files["training/loss.csv"] = _csv(steps)
             files["training/loss.png"] = _curve(steps)
             lines += [f"{_summary(steps)}\n", "![loss over training tokens](training/loss.png)\n"]
-    if results is not None:
-        found = sorted(f for f in results.glob("*") if f.is_file() and f.suffix in MEASURED) if results.is_dir() else []
-        if not found:
-            raise ValueError(f"{results} holds no results: give the directory that `retrofox eval --out` wrote")
-        files |= {f"evaluation/{file.name}": file for file in found}
-        lines += ["## Measured\n", f"Files: {', '.join(f'`evaluation/{file.name}`' for file in found)}.\n"]
-        lines += [f"![{file.stem}](evaluation/{file.name})\n" for file in found if file.suffix == ".png"]
     return "\n".join(lines), files
 
 

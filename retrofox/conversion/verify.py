@@ -225,5 +225,5 @@ def _undo_refit(model: Any, originals: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(source: str, out: str, file: str, *refitted: str) -> None:
-    """What the fresh process runs: writes the proof's numbers to `file` as JSON."""
+    """Entry point of the fresh process: writes the proof's numbers to `file` as JSON."""
     Path(file).write_text(json.dumps(compare(source, Path(out), refitted)), encoding="utf-8")

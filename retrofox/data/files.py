@@ -83,7 +83,7 @@ def clear_disk_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cache_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder of shards; what was made is removed again where an error leaves no token in it."""
+    """Makes a folder of shards; removes it again where an error leaves no token in it."""
     made = missing(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -106,7 +106,7 @@ def is_complete(folder: Path, key: str) -> bool:
         if _note(folder, key)["modified"] == _modified(folder, key):
             return True
         intact = _checksum(folder, key) == shard.sha256  # copied, or changed: read again, as its time says nothing
-    except (ValueError, KeyError, TypeError):  # a note that is damaged, or files that are not what it says
+    except (ValueError, KeyError, TypeError):  # a damaged note, or files that differ from it
         return False
     if intact:
         with contextlib.suppress(OSError):  # a cache that is only read: read again next time

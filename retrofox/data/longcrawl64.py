@@ -139,7 +139,7 @@ def _decoder(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name).backend_tokenizer
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer
     except OSError as error:
         raise ValueError(
             f"GPT-2's tokenizer, which decodes LongCrawl64, can't be loaded from {name} ({error}): set {GPT2_VARIABLE} "

@@ -14,7 +14,7 @@ from retrofox.data.packed import PackedDataset
 
 
 def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
-    """Tokenises a recipe's training and evaluation data into shards in `data.cache`; what is there is reused.
+    """Tokenises a recipe's training and evaluation data into shards in `data.cache`; finished ones are reused.
 
     Returns:
         Counts: {"cache", "tokenizer", "train": {...}, "eval": {...} or None}, each part with its manifest's path,

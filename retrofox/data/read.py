@@ -24,7 +24,7 @@ BATCH_BYTES = 1 << 20
 
 @dataclass
 class Batch:
-    """Raw documents on their way to the tokenizer: `kind` says what an item of `items` is, `size` counts source bytes.
+    """Raw documents on their way to the tokenizer: `kind` is the type of the items, `size` counts source bytes.
 
     kind "text": str; "bytes": UTF-8 of one document; "json": one line holding the text in a field; "gpt2:NAME": uint16
     tokens of that tokenizer, as bytes. `recall`: share of the documents that get made-up facts (`data.facts`).
@@ -131,7 +131,7 @@ def reading(path: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def damaged(path: Path, error: Exception) -> ValueError:
-    """The error that says a file is not what it should be."""
+    """The error about a file of the wrong format or content."""
     return ValueError(f"{path}: can't be read ({error}): the file is damaged, or not what its suffix says")
 
 

@@ -72,7 +72,7 @@ class PreparedSource:
 
 @dataclass
 class Manifest:
-    """What was prepared: the sources with their shards, the tokenizer's fingerprint, what this call did."""
+    """Prepared data: the sources with their shards, the tokenizer's fingerprint, this call's counts."""
 
     folder: Path
     tokenizer: str
@@ -228,7 +228,7 @@ def _key(unit: Unit, text_field: str, tokenizer: str, digests: Digests) -> str:
 
 
 def _files(unit: Unit, digests: Digests) -> list[dict[str, Any]]:
-    """What a unit was read from: path, bytes, sha256 (of what identifies it, where it is no file)."""
+    """The origin of a unit: path, bytes, sha256 (of its identity, where it is no file)."""
     paths: list[Path] = getattr(unit, "paths", [])
     if not paths:
         digest = hashlib.sha256(unit.identity(digests).encode()).hexdigest()
@@ -264,7 +264,7 @@ def _write_all(units: list[tuple[Unit, str]], text_field: str, pool: Pool, folde
 def _encoded(units: list[Unit], text_field: str, pool: Pool) -> Iterator[tuple[Encoded, bool]]:
     """The encoded batches of all units in order, each with whether it is its unit's last.
 
-    Reading runs ahead of tokenising: what can't be read is raised when all before it has been given.
+    Reading runs ahead of tokenising; its error is raised after all units before it were given.
     """
     lasts: deque[bool] = deque()  # of the batches on their way
     broken: list[Exception] = []

@@ -1,6 +1,6 @@
 """Where documents come from: files, directories, globs, Hugging Face datasets and LongCrawl64, read unit by unit.
 
-`resolve(source)` lists the units of a source. A unit is what is tokenised, kept and reused as one: a file (or a run of
+`resolve(source)` lists the units of a source. A unit is tokenised, kept and reused as one: a file (or a run of
 small files), a range of rows of a dataset. `unit.batches()` reads it once, in order, without holding it in memory.
 """
 
@@ -31,7 +31,7 @@ SAVED = ("state.json", "dataset_dict.json")
 
 
 class SourceLike(Protocol):
-    """What this module reads of a recipe's source; `retrofox.config.Source` is one."""
+    """The fields of a recipe's source that this module reads; `retrofox.config.Source` has them."""
 
     @property
     def path(self) -> str: ...
@@ -297,7 +297,7 @@ def _hugging_face(reference: str) -> list[Unit]:
 
 
 def _saved(data: Any, config: str | None, split: str | None) -> Any:
-    """The rows meant by config and split of what was saved to disk: one dataset, or several by the name of a split."""
+    """The rows of a config and split in a folder saved to disk: one dataset, or several by the name of a split."""
     if config is not None:
         raise ValueError(f"a dataset saved to disk has no configs: leave {config!r} out")
     if isinstance(data, dict):

@@ -94,7 +94,7 @@ class Window:
 
 
 def _require_files(data: Sequence[str]) -> None:
-    """Finds every file before any model is loaded; what lies on the Hub is looked for when it is read."""
+    """Finds every file before any model is loaded; sets on the Hub are looked for when they are read."""
     for path in data:
         if not path.startswith(("hf:", "longcrawl64:")):
             resolve(DataSource(path))

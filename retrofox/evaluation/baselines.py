@@ -1,4 +1,4 @@
-"""What a user would try instead of a retrofit, made from the base model alone: columns beside it in every measurement.
+"""Alternatives to a retrofit, made from the base model alone: columns beside it in every measurement.
 
     pi:4              position interpolation: positions divided by 4           transformers' rope_type "linear"
     ntk:4             dynamic NTK: RoPE's base grows with the text's length    transformers' rope_type "dynamic"
@@ -37,7 +37,7 @@ SCALED = {"pi": ("linear", "position interpolation"), "ntk": ("dynamic", "dynami
 
 @dataclass(frozen=True)
 class Baseline:
-    """One baseline, as parsed: `text` is its canonical spelling, `label` what it adds to the base's name."""
+    """One baseline, as parsed: `text` is its canonical spelling, `label` its suffix to the base's name."""
 
     kind: str
     numbers: tuple[float, ...] = ()

@@ -1,4 +1,4 @@
-"""The columns of a measurement: the model, what it is compared with, and baselines made of the base, one at a time."""
+"""The columns of a measurement: the model, those it is compared with, and baselines made of the base, one at a time."""
 
 from __future__ import annotations
 

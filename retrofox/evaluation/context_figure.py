@@ -23,7 +23,7 @@ def perplexity_figure(curves: Sequence[dict[str, Any]], *, trained_length: int |
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure(8.0, 4.8)
         for number, curve in enumerate(curves):
-            axes.plot(curve["position"], curve["perplexity"], **_looks(curve["label"], number))
+            axes.plot(curve["position"], curve["perplexity"], **_looks(curve["label"], curve.get("look", number)))
         last = max(curve["position"][-1] for curve in curves)
         first = max(1.0, min(16.0, last / 16))
         shown = [p for c in curves for x, p in zip(c["position"], c["perplexity"], strict=True) if x >= first]

@@ -1,4 +1,4 @@
-"""How much context a model uses: the trend of L(i), and what the last k tokens alone leave of it."""
+"""How much context a model uses: the trend of L(i), and the loss with the last k tokens alone."""
 
 from __future__ import annotations
 

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from retrofox.anatomy import attention_mode
+from retrofox.anatomy import attention_mode, token_losses
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, _require_files, choose_windows
-from retrofox.evaluation import loss_report, task_cache
+from retrofox.evaluation import loss_report, shared_context, task_cache
 from retrofox.evaluation.baselines import Baseline, base_for, parse_all
 from retrofox.evaluation.columns import columns
 from retrofox.evaluation.context_use import ShortContexts, short_contexts
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_report import differences, print_tasks
+from retrofox.loading.device import check_place
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.support.memory import peak_bytes, reset_peak
@@ -65,8 +66,9 @@ def evaluate(
     task_cache_folder: str | os.PathLike | None = None,
     cache: bool = True,
     progress: bool = True,
+    context: int = 1,
 ) -> dict[str, Any]:
-    """Measures L(i), the loss of document position i in nats, for a model and for what it is compared with.
+    """Measures L(i), the loss of document position i in nats, for a model and for those it is compared with.
 
     All lines read the same tokens: the first `length` tokens of each document, chosen with the model's tokenizer. A
     converted model is also run with its gates forced open and with its gates shuffled over heads, since a loss alone
@@ -96,6 +98,7 @@ def evaluate(
         task_batch: requests of lm-eval run at one time; "auto" = as many as a fixed number of tokens holds.
         task_cache_folder: where results of tasks are kept, by model, prompts and versions, and an interrupted run goes
             on; None = $XDG_CACHE_HOME/retrofox/tasks. `cache=False` neither reads nor writes any.
+        context: processes that share each window, launched as many; the first prints and writes.
 
     Returns:
         A dict, as in eval.json: "lines" (per line: key, label, source, seconds, peak_memory_bytes, mean, slopes),
@@ -110,9 +113,14 @@ def evaluate(
     sources, others = listed(data), _listed(against)
     _check(length, sources, tasks, windows, min_tokens, batch, max_documents, limit)
     _check_tasks(tasks, include_path=include_path, limit=limit, task_batch=task_batch, folder=task_cache_folder)
+    if context > 1:
+        alone = {"against": others, "baselines": baselines, "tasks": tasks, "short_context": short_context}
+        device = shared_context.join(context, **alone, device=device)
+        progress = progress and shared_context.is_first()
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
+    check_place(device, dtype)
     contexts = short_contexts(short_context, length)
     started = time.time()
     name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path
@@ -157,7 +165,8 @@ def evaluate(
             result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
         result["names"][key] = opened.name
         if chosen:
-            for line, values in _run(opened, key, chosen, batch, controls and key == "model", progress):
+            losses_of = token_losses if context == 1 else shared_context.shared_losses(context, opened.model)
+            for line, values in _run(opened, key, chosen, batch, controls and key == "model", progress, losses_of):
                 result["lines"].append(line)
                 losses[line["key"]] = values
             if short is not None:
@@ -179,6 +188,8 @@ def evaluate(
         opened = None  # frees the weights before the next model is loaded
         _free_memory()
     _tell_apart(result["lines"])
+    if not shared_context.is_first():
+        return result
     _report(result, losses, scores, chosen, out, started)
     return result
 
@@ -263,7 +274,13 @@ def _tokenizer_of(source: Any) -> Any:
 
 
 def _run(
-    opened: Opened, key: str, chosen: Sequence[Window], batch: int, controls: bool, progress: bool
+    opened: Opened,
+    key: str,
+    chosen: Sequence[Window],
+    batch: int,
+    controls: bool,
+    progress: bool,
+    losses_of: shared_context.Losses = token_losses,
 ) -> Iterator[tuple[dict[str, Any], list[np.ndarray]]]:
     """One line for the model as it is and, for a converted one, one for each control."""
     modes = {key: ("fox", opened.name)}
@@ -276,7 +293,9 @@ def _run(
         switched = nullcontext() if mode == "fox" else attention_mode(opened.model, mode)
         with progress_bar("tokens", progress) as bar, switched:
             task = bar.add_task(label, total=total)
-            values = window_losses(opened.model, chosen, batch, lambda n, bar=bar, task=task: bar.advance(task, n))
+            values = window_losses(
+                opened.model, chosen, batch, lambda n, bar=bar, task=task: bar.advance(task, n), losses_of
+            )
         seconds = time.perf_counter() - started
         line = {
             "key": name,

@@ -1,4 +1,4 @@
-"""`retrofox inspect`: what the forget gates of a converted model do, head by head."""
+"""`retrofox inspect`: the forget gates of a converted model, head by head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_hea
 from retrofox.evaluation.heads import check_prune_eps, head_places, look
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.source import holds_converted
-from retrofox.loading.tokenizers import require_same_tokenizer
+from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.model.gates import DEAD_DECAY
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
 
@@ -94,15 +94,17 @@ def inspect(
     check_folder(out)
     if isinstance(model, (str, os.PathLike)) and not holds_converted(os.fspath(model)):
         raise _no_gates(os.fspath(model))  # before gigabytes are loaded
+    if isinstance(against, (str, os.PathLike)):
+        open_tokenizer(os.fspath(against))  # one that isn't there, or doesn't open, before gigabytes are loaded
     opened = open_model(model, tokenizer=tokenizer, reads_text=bool(data), dtype=dtype, device=device)
     if opened.fox is None:
         raise _no_gates(opened.source)
     measured: dict[int, _Measured] = {}
     windows: list[Window] = []
     if data:
+        require_same_tokenizer(opened.tokenizer, against)
         windows = choose_windows(data, opened.tokenizer, length, max_documents=max_documents, text_field=text_field)
         measured = _measure(opened, windows, progress)
-        require_same_tokenizer(opened.tokenizer, against)
     trained = int(opened.model.config.max_position_embeddings)
     layers = _layers(opened)
     heads = [head for layer in layers for head in _heads(layer, measured.get(layer["layer"]), length, trained)]

@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 from rich.console import Console
 from rich.table import Table
 
@@ -20,8 +21,8 @@ from retrofox.support.files import write_result
 from retrofox.support.plots import STYLE, _titles, half_life_figure, save_csv, save_figure, tokens_label
 
 PERCENTILES = (5, 25, 50, 75, 95)
-Images = Mapping[str, dict[str, np.ndarray]]
-"""By name, such as "model-3.1", the images "attention" and "decay" of one head, and "tokens" that they cover."""
+Images = Mapping[str, dict[str, Any]]
+"""By name, such as "3.1", the images "attention" and "decay" of one head, "tokens" that they cover, and a "title"."""
 
 
 def print_gates(result: dict[str, Any], console: Console) -> None:
@@ -84,7 +85,7 @@ def write_gates(result: dict[str, Any], out: Path, images: Images) -> dict[str, 
     if "attention" in result:
         files["heads_csv"] = save_csv(out / "heads.csv", *_head_rows(result["attention"]))
     for name, image in images.items():
-        files[f"map_{name}_png"], files[f"map_{name}_svg"] = save_figure(_map_figure(name, image), out / f"map-{name}")
+        files[f"map_{name}_png"], files[f"map_{name}_svg"] = save_figure(_map_figure(image), out / f"map-{name}")
     if result["heads"]:
         trained = result["trained_length"]
         by_layer = [
@@ -173,7 +174,7 @@ def _head_rows(models: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[o
     return header, rows
 
 
-def _map_figure(name: str, image: dict[str, np.ndarray]) -> Figure:
+def _map_figure(image: dict[str, Any]) -> Figure:
     """Attention and forget-gate matrix of one head side by side: queries down, keys across."""
     tokens = int(image["tokens"])
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
@@ -189,7 +190,9 @@ def _map_figure(name: str, image: dict[str, np.ndarray]) -> Figure:
                 values, cmap="cividis", norm=norm, extent=(0, tokens, tokens, 0), interpolation="nearest"
             )
             axes.set_xlabel("Key j (tokens)")
-            _titles(axes, title, f"head {name}" if axes is panels[0] else "")
-            figure.colorbar(shown, ax=axes, pad=0.02)
+            _titles(axes, title, image["title"] if axes is panels[0] else " ")
+            bar = figure.colorbar(shown, ax=axes, pad=0.03, shrink=0.86)
+            bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+            bar.outline.set_visible(False)  # type: ignore[operator]
         panels[0].set_ylabel("Query i (tokens)")
     return figure

@@ -1,4 +1,4 @@
-"""What the heads of a model look at, measured over a text: for `retrofox inspect`, before against after a retrofit."""
+"""Attention of a model's heads, measured over a text: for `retrofox inspect`, before against after a retrofit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def look(opened: Opened, images: dict[str, dict[str, Any]], progress: bool, read
     tokens = len(reads["windows"][0].token_ids)
     for (layer, head), image in found.items():
         name = f"{layer}.{head}"
-        images[f"against-{name}" if name in images else name] = {**image, "tokens": tokens}
+        drawn = {**image, "tokens": tokens, "title": f"head {name} of {opened.name}"}
+        images[f"against-{name}" if name in images else name] = drawn
     return {"label": opened.name, "source": opened.source, "heads": heads, "summary": summarise_heads(heads)}
 
 

@@ -55,7 +55,7 @@ class Tasks:
 
 @dataclass
 class Scores:
-    """What a model got: {task or group: {metric: value}}, and by task, metric and document the single scores.
+    """A model's scores: {task or group: {metric: value}}, and by task, metric and document the single scores.
 
     Values are None where they are no finite number. `documents` has the metrics that are means over documents.
     """

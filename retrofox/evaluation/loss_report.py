@@ -1,4 +1,4 @@
-"""What is reported of per-token losses: buckets, curves, slopes and what their intervals say, a table, files."""
+"""The report of per-token losses: buckets, curves, slopes with verdicts by their intervals, a table, files."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from retrofox.support.files import write_result
 from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_label
 
 Losses = Mapping[str, Sequence[np.ndarray]]
+CONTROLS = ("open", "shuffled")
+"""Lines of the model with its gates changed."""
 NO_CHANGE = 1e-4
 """Nats: a change of the loss that is called none whatever its standard error."""
 NUMBER = len("+0.1234")
@@ -94,6 +96,7 @@ def curves(
     position = [math.sqrt(a * (b - 1)) for a, b in pairwise(edges)]
     sums = {key: PositionSums(values, windows, edges).smoothed(edges) for key, values in losses.items()}
     result = []
+    looks = [line["key"] for line in sorted(lines, key=lambda line: line["key"] in CONTROLS)]  # as in other figures
     for line in lines:
         if line["key"] == less:
             continue
@@ -103,6 +106,7 @@ def curves(
             {
                 "key": line["key"],
                 "label": line["label"],
+                "look": looks.index(line["key"]),
                 "position": [p for p, _ in kept],
                 "mean": [r["mean"] for _, r in kept],
                 "standard_error": [r["standard_error"] for _, r in kept],
@@ -113,7 +117,7 @@ def curves(
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:
-    """The bucket table, the slopes and, for a converted model, what the controls say about its gates."""
+    """The bucket table, the slopes and, for a converted model, the controls' verdict on its gates."""
     lines = result["lines"]
     keys = [line["key"] for line in lines]
     documents, tokens = result["documents"], result["tokens"]
@@ -126,7 +130,7 @@ def print_table(result: dict[str, Any], console: Console) -> None:
     ]
     for name in result["buckets"][0]["difference"]:
         key, to = name.rsplit("-", 1)
-        if to == "base" or key not in ("open", "shuffled"):
+        if to == "base" or key not in CONTROLS:
             cells = [_cell(row["difference"][name], signed=True) for row in result["buckets"]]
             whole = _cell(lines[keys.index(key)]["difference"], signed=True)
             columns.append(("difference" if key == "model" else f"{labels[key]} - {to}", [*cells, whole, "", ""]))
@@ -170,7 +174,7 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     """Plain sentences on the controls: whether opening or shuffling the gates changes the loss, and by how much."""
     sentences = []
     for line in result["lines"]:
-        if line["key"] not in ("open", "shuffled"):
+        if line["key"] not in CONTROLS:
             continue
         change, error = line["difference"]["mean"], line["difference"]["standard_error"]
         if line["key"] == "open":
@@ -267,7 +271,7 @@ def mean_losses(losses: Losses, windows: Sequence[Window]) -> tuple[np.ndarray, 
 
 def _compared_to(key: str, keys: Collection[str]) -> str | None:
     """The line a line's difference is taken to: controls to the model, everything else to the base, if there is one."""
-    if key in ("open", "shuffled"):
+    if key in CONTROLS:
         return "model"
     reference = "base" if "base" in keys else "model"
     return None if key == reference else reference

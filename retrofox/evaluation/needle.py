@@ -25,6 +25,7 @@ from retrofox.evaluation.needles.report import print_tables, write_files
 from retrofox.evaluation.needles.scoring import Verdict, generated, same_words, teacher_forced, tokens_read
 from retrofox.evaluation.needles.shares import by_length, grid
 from retrofox.evaluation.needles.tasks import MODES, PLACED
+from retrofox.loading.device import check_place
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
@@ -88,6 +89,7 @@ def needle(
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
+    check_place(device, dtype)
     _require_files(sources)
     if tokenizer is None:
         named = isinstance(model, (str, os.PathLike))

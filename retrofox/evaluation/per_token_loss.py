@@ -1,4 +1,4 @@
-"""Per-token loss L(i): the loss of each document position, and what its average over documents says.
+"""Per-token loss L(i): the loss of each document position, and its average over documents.
 
 The slope of L(i), not one perplexity, tells whether a model uses its context (Lin et al., "Forgetting Transformer",
 ICLR 2025, section 4): a model that does keeps falling; one that breaks beyond its trained length turns upwards.
@@ -33,6 +33,7 @@ def window_losses(
     windows: Sequence[Window],
     batch: int = 1,
     advance: Callable[[int], Any] | None = None,
+    losses_of: Callable[[Any, torch.Tensor], torch.Tensor] = token_losses,
 ) -> list[np.ndarray]:
     """L(i) of every window, in the order given; each (T_w - 1,) float32.
 
@@ -40,6 +41,7 @@ def window_losses(
 
     Args:
         advance: called after each batch with the number of tokens done.
+        losses_of: losses_of(model, token_ids (B, T)) -> (B, T - 1).
 
     Raises:
         ValueError: the device ran out of memory, or a token id lies outside the model's vocabulary.
@@ -60,7 +62,7 @@ def window_losses(
         for row, w in enumerate(members):
             ids[row, : len(windows[w].token_ids)] = windows[w].token_ids
         try:
-            losses = token_losses(model, torch.from_numpy(ids).to(device)).cpu().numpy()
+            losses = losses_of(model, torch.from_numpy(ids).to(device)).cpu().numpy()
         except torch.cuda.OutOfMemoryError as error:
             raise ValueError(
                 f"the GPU ran out of memory at batch {len(members)} x {longest} tokens; lower the batch or the length, "

@@ -1,4 +1,4 @@
-"""`retrofox recall`: how well a model remembers what it read, d tokens back, in natural text.
+"""`retrofox recall`: how well a model remembers natural text that it read d tokens back.
 
 A loss that stays flat over a long document is no memory. Text that repeats itself tells: a name, a phrase, a sentence
 that stood d tokens back can be continued from there, if the model still sees it.
@@ -25,6 +25,7 @@ from retrofox.evaluation.evaluate import _fingerprint, _listed, _tell_apart, _to
 from retrofox.evaluation.readings import Reading, read
 from retrofox.evaluation.recall_control import Control, plan_control
 from retrofox.evaluation.repeats import UNITS, Repeats, WordStarts, find_repeats
+from retrofox.loading.device import check_place
 from retrofox.loading.opened import Opened
 from retrofox.loading.tokenizers import require_same_tokenizer
 from retrofox.support.memory import peak_bytes, reset_peak
@@ -54,6 +55,7 @@ def recall(
     control: int = 32,
     seed: int = 0,
     max_documents: int | None = None,
+    min_tokens: int = 2,
     batch: int = 1,
     text_field: str = "text",
     dtype: str | torch.dtype | None = None,
@@ -86,6 +88,7 @@ def recall(
             take more than 1/16 of the text in one of its four extra forward passes.
         seed: of that sample.
         max_documents: documents read; None = all.
+        min_tokens: leave out documents shorter than this.
         batch: texts run at one time.
         baselines: made of the base and read too, such as "yarn:4" (see `baselines`).
 
@@ -98,15 +101,17 @@ def recall(
         ValueError: bad options, no text or none that repeats itself, another tokenizer in `against`.
     """
     sources, others = listed(data), _listed(against)
-    _check(length, sources, ngram, unit, control, batch, max_documents)
+    _check(length, sources, ngram, unit, control, batch, max_documents, min_tokens)
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
+    check_place(device, dtype)
     started = time.time()
     tokenizer = tokenizer or (model.tokenizer if isinstance(model, Opened) else _tokenizer_of(model))
     for other in others:
         require_same_tokenizer(tokenizer, other)
-    windows = choose_windows(sources, tokenizer, length, max_documents=max_documents, text_field=text_field)
+    chosen: dict[str, Any] = {"min_tokens": min_tokens, "max_documents": max_documents, "text_field": text_field}
+    windows = choose_windows(sources, tokenizer, length, **chosen)
     edges = octave_edges(length)
     texts = [_Text(window, WordStarts(tokenizer, unit), ngram, edges, control, seed) for window in windows]
     if not any(len(text.positions) for text in texts):
@@ -120,6 +125,7 @@ def recall(
         "unit": unit,
         "control": control,
         "seed": seed,
+        "min_tokens": min_tokens,
         "data": sources,
         "documents": len(windows),
         "tokens": sum(len(w.token_ids) for w in windows),
@@ -223,6 +229,7 @@ def _check(
     control: int,
     batch: int,
     max_documents: int | None,
+    min_tokens: int,
 ) -> None:
     if not 2 * NEAREST <= length < 2**31:
         raise ValueError(f"length must be at least {2 * NEAREST} tokens and below 2^31, got {length}")
@@ -230,6 +237,8 @@ def _check(
         raise ValueError("nothing to read: give data files (--data)")
     if unit not in UNITS:
         raise ValueError(f"unit must be one of {', '.join(UNITS)}; got {unit!r}")
+    if min_tokens < 2 or min_tokens > length:
+        raise ValueError(f"min_tokens must lie between 2 and the length, {length}; got {min_tokens}")
     if ngram < 2:
         raise ValueError(f"ngram must be at least 2, got {ngram}")
     if control < 0:

@@ -1,4 +1,4 @@
-"""The control of recall: the same tokens read again after what they repeat was cut from the text before them."""
+"""The control of recall: reads the same tokens again after the words that they repeat were cut from the text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from retrofox.evaluation.repeats import Repeats
 PASSES = 4
 """Forward passes per text: a token's source is cut in one of them and whole in another."""
 MOST_CUT = 1 / 16
-"""Share of a text that one pass may cut: what is left must stay the same text for all the other tokens."""
+"""Share of a text that one pass may cut: the rest must stay the same text for all the other tokens."""
 MOST_EARLIER = 8
 """A token whose n-gram stands there more often before is left out: a turn of phrase that takes no memory."""
 GUARD = 32

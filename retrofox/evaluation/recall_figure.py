@@ -1,4 +1,4 @@
-"""The figure of recall: accuracy by distance, whole and cut, and what the cut costs."""
+"""The figure of recall: accuracy by distance, whole and cut, and the loss that the cut adds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def recall_figure(
     title: str = "Recall by distance",
     subtitle: str = "",
 ) -> Figure:
-    """Accuracy on tokens seen d tokens back, solid; with their source cut, dotted; below, what the cut costs in nats.
+    """Accuracy on tokens seen d tokens back, solid; with their source cut, dotted; below, the loss it adds.
 
     Args:
         curves: per model {"label", "distance" (tokens), "accuracy", "cut_distance", "accuracy_cut", "recalled"}, the

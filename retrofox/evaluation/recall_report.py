@@ -1,4 +1,4 @@
-"""What is reported of recall: numbers by octave with their intervals, tables, files, a figure."""
+"""The report of recall: numbers by octave with their intervals, tables, files, a figure."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _share(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
-    """Accuracy and loss by distance, then the control, then what follows from it in words."""
+    """Accuracy and loss by distance, then the control, then the conclusion in words."""
     labels = {line["key"]: line["label"] for line in result["lines"]}
     documents = result["documents"]
     title = f"Tokens that complete {result['ngram']} {result['unit']} seen before: top-1 accuracy, loss in nats"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 SPACES = ("Ġ", "▁", "Ċ", "ĉ", "č", " ", "\n", "\t", "\r")
-"""What a token that follows a space, a line break or a tab begins with: byte-level BPE, SentencePiece, plain text."""
+"""First characters of a token after a space, a line break or a tab: byte-level BPE, SentencePiece, plain text."""
 UNSPACED = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF))
 """Scripts written without spaces, where every token counts as a word: Thai, Lao, Burmese, Khmer, kana, Han."""
 UNITS = ("words", "tokens")
@@ -17,7 +17,7 @@ UNITS = ("words", "tokens")
 
 @dataclass(frozen=True)
 class Repeats:
-    """What precedes every position of one text.
+    """The context before every position of one text.
 
     Attributes:
         start: (T,) int64, the first token of the n-gram that ends at a position; -1 where too few words precede it.

@@ -1,4 +1,4 @@
-"""Results of lm-eval tasks kept on disk, by what decides them: the model's weights, the prompts, the versions."""
+"""Results of lm-eval tasks kept on disk, under a key of the model's weights, the prompts and the versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from retrofox.support.files import write_result
 CHUNK = 1 << 24
 """Elements of a tensor that are hashed at one time."""
 NOT_COUNTED = ("_name_or_path", "transformers_version", "auto_map")
-"""Keys of a config that say nothing about what the model computes."""
+"""Keys of a config that change no result."""
 
 
 def default_folder() -> Path:

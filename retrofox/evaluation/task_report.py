@@ -1,4 +1,4 @@
-"""What is reported of lm-eval tasks: scores of every model, and paired differences to the base."""
+"""The report of lm-eval tasks: scores of every model, and paired differences to the base."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def print_tasks(
 
     Args:
         tasks: {model: {task: {metric: value}}}.
-        changes: what `differences` gave; names: what models are called.
+        changes: the result of `differences`; names: the models' names.
     """
     table = Table(title="lm-eval tasks (± standard error)", title_justify="left")
     for column in ("task", "metric", *(names[key] for key in tasks)):

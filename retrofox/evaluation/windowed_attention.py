@@ -39,7 +39,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Windowed:
-    """The attention function of one baseline: what transformers calls in every layer in place of its own.
+    """The attention function of one baseline, which transformers calls in every layer in place of its own.
 
     `turns` are, by layer, the functions that move queries (B, H, T, D) by (B, T) positions; empty without sinks.
     """
@@ -125,7 +125,7 @@ def use_window(model: PreTrainedModel, name: str, window: int, sinks: int = 0) -
     """Runs every attention layer of an unconverted model within `window` tokens, and the first `sinks`; in place.
 
     Args:
-        name: what the attention function is registered as, and what config._attn_implementation then says.
+        name: of the attention function, as it is registered and as config._attn_implementation then has it.
 
     Raises:
         ValueError: sinks in a model whose own sliding layers drop the first tokens from the cache.

@@ -18,9 +18,14 @@ from transformers.generation.streamers import BaseStreamer
 from retrofox.anatomy import require_known_tokens
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.opened import Opened, open_model
+from retrofox.model.forgetting import ForgettingCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+PREFILL = 8192
+"""Tokens of a long prompt that a converted model reads at a time: what that takes beside the cache has a bound."""
 
 
 def generate(
@@ -39,6 +44,7 @@ def generate(
     chat_template: bool = False,
     ignore_eos: bool = False,
     echo: bool = False,
+    evict: float | None = None,
     tokenizer: Any = None,
     output: TextIO | None = None,
 ) -> dict[str, Any]:
@@ -58,11 +64,14 @@ def generate(
         chat_template: treat each prompt as a user's message and apply the tokenizer's chat template.
         ignore_eos: continue to max_new_tokens past the end-of-text token.
         echo: write each prompt before its continuation.
+        evict: ln of the part of a head's weight that may be missing, below 0: keys that can't matter to a later token
+            leave the cache (`retrofox.model.forgetting`). Needs a converted model and prompts of one length.
         output: where the stream goes, None = stdout; the closing line with tokens/s goes to stderr.
 
     Returns:
         {"texts", "token_ids" (new ones), "prompt_tokens", "new_tokens", "seconds", "first_token_seconds" (None for
-        beams), "tokens_per_second"}.
+        beams), "tokens_per_second", "decoded_by" (a captured step, or why not; None for beams and base models),
+        "cache" (what is kept of it, None without evict)}.
 
     Raises:
         FileNotFoundError: no such model.
@@ -70,7 +79,10 @@ def generate(
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
+    if evict is not None and (num_beams > 1 or not use_cache):
+        raise ValueError("evict drops keys from the cache of one text a row: leave out beams and no-cache")
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
+    cache = None if evict is None else ForgettingCache(opened.model, evict)
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
     writer = Writer(opened.tokenizer, output or sys.stdout) if stream else None
     if writer is not None:
@@ -88,6 +100,7 @@ def generate(
         use_cache=use_cache,
         ignore_eos=ignore_eos,
         streamer=meter if num_beams == 1 else None,
+        cache=cache,
     )
     seconds = time.perf_counter() - started
     texts = [opened.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
@@ -102,6 +115,8 @@ def generate(
         "seconds": seconds,
         "first_token_seconds": meter.first_token_seconds(started),
         "tokens_per_second": new_tokens / seconds,
+        "decoded_by": getattr(opened.model, "decoded_by", None) if num_beams == 1 else None,
+        "cache": None if cache is None else cache.report(),
     }
     if stream:
         print(_speed(result), file=sys.stderr)
@@ -126,13 +141,17 @@ def complete(
     """Continues token ids as one left-padded batch; returns the new ids of each, without what follows its end token.
 
     Args:
-        cache: a cache that already holds a prefix of the one sequence given; it grows in place.
+        cache: a cache that already holds a prefix of the one sequence given, or an empty one; it grows in place.
     """
     ends = [] if ignore_eos else end_tokens(opened)
     pad = opened.tokenizer.pad_token_id
     if pad is None:
         pad = ends[0] if ends else 0
     longest = max(len(ids) for ids in token_ids)
+    whole = all(len(ids) == longest for ids in token_ids)
+    if isinstance(cache, ForgettingCache) and not whole:
+        lengths = sorted({len(ids) for ids in token_ids})
+        raise ValueError(f"evict takes prompts of one length, got {lengths} tokens: give them one by one")
     require_known_tokens(opened.model, max(max(ids) for ids in token_ids))
     ids = torch.full((len(token_ids), longest), pad, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -153,6 +172,7 @@ def complete(
         eos_token_id=ends or None,
         pad_token_id=pad,
         bos_token_id=opened.tokenizer.bos_token_id,
+        prefill_chunk_size=PREFILL if use_cache and whole and longest > PREFILL and _converted(opened) else None,
     )
     options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     with _own_defaults(opened.model), _seeded(seed, opened.device):
@@ -164,6 +184,10 @@ def complete(
             **options,
         )
     return [_until_end(row, ends) for row in output[:, longest:].tolist()]
+
+
+def _converted(opened: Opened) -> bool:
+    return str(opened.model.config.model_type).startswith("fox_")
 
 
 def end_tokens(opened: Opened) -> list[int]:
@@ -223,9 +247,11 @@ def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
 def _speed(result: dict[str, Any]) -> str:
     first = result["first_token_seconds"]
     after = "" if first is None else f", first token after {first:.2f} s"
+    cache = result["cache"]
+    kept = "" if cache is None else f", {cache['kept_share']:.0%} of {cache['seen']} tokens kept a head"
     return (
         f"[{result['new_tokens']} tokens in {result['seconds']:.2f} s, {result['tokens_per_second']:.1f} tokens/s"
-        f"{after}, prompt {result['prompt_tokens']} tokens]"
+        f"{after}, prompt {result['prompt_tokens']} tokens{kept}]"
     )
 
 

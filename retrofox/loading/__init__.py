@@ -1,1 +1,1 @@
-"""Opening what is there: bases, converted checkpoints, adapters, tokenizers, weight files."""
+"""Opening bases, converted checkpoints, adapters, tokenizers, weight files."""

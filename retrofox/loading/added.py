@@ -1,4 +1,4 @@
-"""What a conversion added to a checkpoint on disk: all of it there, of the right shapes, and finite."""
+"""Checks the tensors that a conversion added to a checkpoint on disk: all there, of the right shapes, finite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ def check_added(directory: Path, values: Mapping[str, Any], found: Shards) -> No
             f"{directory} lacks {len(missing)} of the {len(expected)} tensors that its conversion added, such as "
             f"{missing[0]}: it is incomplete and would run without them; download it, or convert its base, again"
         )
+    foreign = [name for name in found.tensors if is_new_tensor(name) and name not in expected]
+    if foreign:
+        raise ValueError(
+            f"{directory} has {foreign[0]}, for which its config.json has no place: the two don't belong together"
+        )
     for name, shape in expected.items():
+        if not found.tensors[name]["dtype"].startswith(("F", "BF")):
+            raise ValueError(f"{directory} has {name} as {found.tensors[name]['dtype']}: it must be a float, F32")
         if found.tensors[name]["shape"] != shape:
             raise ValueError(
                 f"{directory} has {name} of shape {found.tensors[name]['shape']}; its config.json asks for {shape}: "

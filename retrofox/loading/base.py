@@ -1,4 +1,4 @@
-"""Loading what is not converted: base models with their tokenizers, and the configs of what is to be converted."""
+"""Loading unconverted models with their tokenizers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from retrofox.families import check_supported
 from retrofox.loading.outside import register_outside
 from retrofox.loading.shards import find
 from retrofox.loading.source import (
-    check_source,
     opened_by_transformers,
     read_config,
     reading_gguf,
-    refuse_adapter,
-    understood,
 )
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.loading.trust import refuse_untrusted, trusts_code
@@ -74,13 +70,3 @@ def load_base(
 def has_softcap(config: Any) -> bool:
     """Whether a base model caps its attention logits: transformers before 5.23 drops the cap in sdpa, its default."""
     return getattr(config, "attn_logit_softcapping", None) is not None
-
-
-def base_config(source: str | Path, revision: str | None = None) -> Any:
-    """The transformers config of a source that is a directory or Hub id, refusing what can't be converted."""
-    refuse_adapter(source)
-    values = read_config(source, revision)
-    check_source(source, values)
-    check_supported(values)
-    with understood(f"config.json of {source}"):
-        return AutoConfig.from_pretrained(str(source), revision=revision or "main", trust_remote_code=False)

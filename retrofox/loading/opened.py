@@ -88,7 +88,7 @@ def _unwrapped(model: Any) -> PreTrainedModel:
 
 
 def _short(source: str) -> str:
-    """What a model is called in tables: the end of its path, or the run's name for what `train` wrote, RUN/model."""
+    """A model's name in tables: the end of its path; RUN for a model that `train` wrote to RUN/model."""
     path = os.path.abspath(source) if os.path.exists(source) else os.path.normpath(source)
     if os.path.basename(path) == "model":
         path = os.path.dirname(path) or path

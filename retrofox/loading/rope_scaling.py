@@ -13,7 +13,7 @@ ORIGINAL = "original_max_position_embeddings"
 def set_rope(model: Any, scaling: Mapping[str, Any] | None = None, theta: float | None = None) -> None:
     """Changes the rotary embedding of a live model in place: its config, and the modules that hold the frequencies.
 
-    The config is what transformers reads, so a model saved afterwards loads with the same frequencies anywhere.
+    transformers reads the config, so a model saved afterwards loads with the same frequencies anywhere.
     Arguments and errors are those of `set_rope_config`.
     """
     parents = [

@@ -3,7 +3,7 @@
 Standard library only, so that copying can begin while torch is still being imported (three to five seconds, the time in
 which a fast disk copies as many gigabytes).
 
-Durability is that of cp: nothing is synced to disk one by one. What is promised is that OUT appears whole or not at all
+Durability is that of cp: nothing is synced to disk one by one. The promise is that OUT appears whole or not at all
 when the *process* dies (rename is last); after a power cut within seconds of a conversion, convert again.
 """
 
@@ -28,7 +28,7 @@ from retrofox.support.memory import size
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
 SINGLE = "model-00001-of-00001.safetensors"
-"""Name in OUT of what was model.safetensors: transformers would take that name for the whole checkpoint."""
+"""Name in OUT of the base's model.safetensors: transformers would take that name for the whole checkpoint."""
 COPY_STEP = 256 << 20
 """Bytes copied in one go: each costs a wait of up to 5 ms for Python's lock while torch is being imported."""
 _CANT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)

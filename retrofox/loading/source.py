@@ -1,4 +1,4 @@
-"""Where a model comes from: its config before anything else, what can't be converted, fetching it from the Hub.
+"""Where a model comes from: its config before anything else, refusals, fetching it from the Hub.
 
 Imports no torch: a conversion is refused, or its copying begun, before torch is there.
 """
@@ -37,7 +37,7 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
     """config.json of a directory or Hub id as a dict.
 
     Raises:
-        FileNotFoundError: nothing there, said with what was looked for.
+        FileNotFoundError: nothing there; the text names the file that was looked for.
         ValueError: config.json is not a JSON object, or has a value that no model has (see `_check_values`).
     """
     directory = Path(path)
@@ -132,7 +132,7 @@ def first_line(error: BaseException | None) -> str:
 
 @contextmanager
 def reading_gguf(file: str | Path) -> Iterator[None]:
-    """Turns what transformers raises in the block, about a damaged or foreign .gguf file, into a ValueError."""
+    """Turns errors of transformers in the block, about a damaged or foreign .gguf file, into a ValueError."""
     try:
         yield
     except (struct.error, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
@@ -153,7 +153,7 @@ def quiet_torch() -> Iterator[None]:
 
 @contextmanager
 def opened_by_transformers(source: object) -> Iterator[None]:
-    """Turns what transformers and torch raise in the block, about weights that make no model, into one line."""
+    """Turns errors of transformers and torch in the block, about weights that make no model, into one line."""
     try:
         with quiet_torch(), understood(f"config.json of {source}"):
             yield
@@ -168,7 +168,7 @@ def opened_by_transformers(source: object) -> Iterator[None]:
 
 @contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Turns what transformers raises in the block, about a config that makes no model, into a ValueError."""
+    """Turns errors of transformers in the block, about a config that makes no model, into a ValueError."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -210,7 +210,7 @@ def check_source(source: str | Path, values: dict[str, Any]) -> None:
 
 
 def recorded(source: str | Path) -> str:
-    """What a converted model calls its base: a Hub id as it is, a path so that it holds from any working directory."""
+    """The base's name in a converted model: a Hub id as given, a path made absolute."""
     return os.path.abspath(source) if str(source) and Path(source).exists() else str(source)
 
 
@@ -268,7 +268,7 @@ def _at_once(source: str, out: Path) -> Shards | None:
 
 
 def fetch(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
-    """(local directory, commit) of a directory or a Hub id, downloading what a conversion needs.
+    """(local directory, commit) of a directory or a Hub id, downloading the files that a conversion reads.
 
     Where the Hub can't be reached, the local cache is used.
 

@@ -11,9 +11,10 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from retrofox.config import Recipe
+from retrofox.loading.configs import any_config
 from retrofox.loading.outside import register_outside
 from retrofox.loading.source import holds_converted, read_config, reading_gguf
-from retrofox.loading.trust import trusts_code
+from retrofox.loading.trust import own_code, trusts_code
 from retrofox.model import configuration_fox
 from retrofox.model.configuration_fox import SUPPORTED
 
@@ -26,7 +27,11 @@ def checkpoint_tokenizer(source: str | Path, out: Path) -> Any:
 
 
 UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError)
-"""What transformers raises at tokenizer files that are damaged, need other libraries, or need code of their own."""
+"""Errors of transformers at tokenizer files that are damaged, need other libraries, or need code of their own."""
+
+
+class Unreadable(ValueError):
+    """A directory holds tokenizer files, and they make no tokenizer; the text says why, in one line."""
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
@@ -34,6 +39,19 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
 
     Code beside a tokenizer is not run unless `loading.trust` allows it: such a tokenizer doesn't open. A
     warning says so.
+    """
+    try:
+        return read_tokenizer(source, revision)
+    except Unreadable as error:
+        logger.warning("the tokenizer in %s can't be opened (%s): going on without it", source, error)
+        return None
+
+
+def read_tokenizer(source: str | Path, revision: str | None = None) -> Any:
+    """The tokenizer of a Hub id, directory or .gguf file; None where a directory has no tokenizer files.
+
+    Raises:
+        Unreadable: its files are damaged, or need other libraries or code that may not run.
     """
     path = Path(source)
     if str(source).endswith(".gguf"):
@@ -47,25 +65,30 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> Any:
     if model_type in SUPPORTED:  # else transformers would ask whether to trust the code beside the tokenizer
         config_class = getattr(configuration_fox, f"Fox{SUPPORTED[model_type]}Config")
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": _trusted(path)}
+    code, trusted = _code(path)
+    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trusted}
     try:
         return AutoTokenizer.from_pretrained(str(source), **options)
     except Exception as error:
         # At files it can't read, the tokenizers library raises bare Exceptions.
         if not path.is_dir() or not (type(error) is Exception or isinstance(error, UNREADABLE)):
             raise
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("the tokenizer in %s can't be opened (%s): going on without it", source, why)
-        return None
+        if code and not trusted:
+            raise Unreadable(
+                f"only its own code opens it ({', '.join(code)}), and that code is not run: read it, then give "
+                "--trust-remote-code (in Python: with trusting_code())"
+            ) from None
+        raise Unreadable((str(error).strip() or type(error).__name__).splitlines()[0]) from None
 
 
-def _trusted(directory: Path) -> bool:
-    """Whether to run the code beside a directory's tokenizer; that of a Hub id is never run."""
+def _code(directory: Path) -> tuple[list[str], bool]:
+    """(files of code beside a directory's tokenizer, whether to run them); those of a Hub id are never run."""
     file = directory / "tokenizer_config.json"
     try:
-        return trusts_code(directory, json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else False
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return own_code(values), trusts_code(directory, values)
     except (ValueError, AttributeError, RecursionError):
-        return False  # a damaged file, which opening the tokenizer will tell
+        return [], False  # a damaged file, which opening the tokenizer will tell
 
 
 PROBES = ("The quick brown fox, 1 2 3 12345!\n\n  def f(x):\treturn x**2\n", "Überraschung — 東京 …", "<|im_end|></s>")
@@ -76,7 +99,7 @@ def open_tokenizer(source: str) -> Any:
 
     Raises:
         FileNotFoundError: a path that does not exist.
-        ValueError: there is none.
+        ValueError: there is none that opens, or the model needs code of its own that may not run.
     """
     looks_local = source.startswith((".", "/", "~")) or source.endswith(".gguf") or source.count("/") > 1
     if looks_local and not Path(source).exists():
@@ -84,9 +107,10 @@ def open_tokenizer(source: str) -> Any:
             f"no such model: {source}: give a directory (converted or not), a .gguf file or a Hub id (org/name)"
         )
     problem = "no tokenizer files there"
-    holds_converted(source)  # says what is wrong with the model's own files
+    if not holds_converted(source) and not source.endswith(".gguf"):
+        any_config(source)  # refuses one that will not open before texts are read for it
     try:
-        tokenizer = load_tokenizer(source)
+        tokenizer = read_tokenizer(source)
     except FileNotFoundError:
         raise  # no model there at all
     except (OSError, ValueError) as error:
@@ -126,7 +150,12 @@ def tokenizer_of_live(model: PreTrainedModel) -> Any:
 def recipe_tokenizer(recipe: Recipe) -> Any:
     """The tokenizer that a recipe's texts are read with; raises ValueError where there is none."""
     name = recipe.data.tokenizer or recipe.model
-    tokenizer = load_tokenizer(name)
+    try:
+        tokenizer = read_tokenizer(name)
+    except Unreadable as error:
+        raise ValueError(
+            f"the tokenizer in {name} can't be opened ({error}); or set data.tokenizer to another"
+        ) from None
     if tokenizer is None:
         raise ValueError(f"{name} has no tokenizer: set data.tokenizer to a Hub id or directory that has one")
     return tokenizer

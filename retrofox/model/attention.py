@@ -11,8 +11,9 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache import GateCache
+from .cache import GateCache, GrowingLayer
 from .configuration_fox import FoxSpec
+from .fixed import decode_at, decodes_at, visible_at
 from .fused import Projections, available, enterable, untouched
 from .gates import ForgetGate
 from .masks import first_visible, visible_keys
@@ -103,7 +104,7 @@ class FoxMixin(nn.Module):
         if projections is not None:
             stand_in, forward, cos_sin = projections, self.unrotated_forward, position_embeddings
         elif self.projects and self.mode != "original":
-            stand_in = ProjectedAttention(self, gates, attention_mask, kwargs.get("cu_seqlens"))
+            stand_in = ProjectedAttention(self, gates, attention_mask, kwargs.get("cu_seqlens"), kwargs.get("shards"))
         return forward.__func__(
             stand_in,
             hidden_states,
@@ -147,18 +148,21 @@ class FoxMixin(nn.Module):
         *,
         gates: GateCache,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Any = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """What the native forward calls as its attention function.
+        """The attention function that the native forward calls.
 
         Args:
             query: (B, H, T, D); key, value: (B, Hkv, S, D), the queries being the last T of the S positions.
             attention_mask: None; (B, S) bool, False on left padding (a mask shorter than the keys cuts a static cache
                 to its filled part); or (B, 1, T, S) bool, anything.
             cu_seqlens: (N + 1,) int32 document starts over the flattened B * T tokens.
+            shards: where several processes hold parts of the rows (`retrofox.parallel`), the object that moves queries,
+                keys, values and gates between them: shards.attend(query, key, value, log_f, options, attend_locally).
 
         Returns:
             (B, T, H, D) and no attention weights.
@@ -176,7 +180,12 @@ class FoxMixin(nn.Module):
         # Under autocast the rotary's float32 (cos, sin) widen q and k but not v.
         query, key = query.to(value.dtype), key.to(value.dtype)
         if self.log_n is not None and self.mode != "original":
-            query = _log_n(query, self.log_n, gates.position_ids, key.shape[2])
+            position_ids = gates.position_ids
+            seen = key.shape[2]
+            if position_ids is None and gates.layer is not None:
+                position_ids = None if gates.layer.clock is None else gates.layer.clock.position
+                seen = gates.layer.get_seq_length()
+            query = _log_n(query, self.log_n, position_ids, seen)
         options: dict[str, Any] = {
             "scale": scaling,
             "window": sliding_window,
@@ -185,7 +194,10 @@ class FoxMixin(nn.Module):
             "softcap": softcap,
             "prune": None if self.mode == "original" else self.prune,
         }
-        output = _attend(query, key, value, gates, attention_mask, cu_seqlens, options)
+        if shards is None:
+            output = _attend(query, key, value, gates, attention_mask, cu_seqlens, options)
+        else:
+            output = shards.attend(query, key, value, gates.log_f, options, attend_locally)
         return self.finish(output, gates.hidden_states), None
 
     def finish(self, output: torch.Tensor, hidden_states: torch.Tensor | None) -> torch.Tensor:
@@ -252,7 +264,13 @@ def _attend(
 ) -> torch.Tensor:
     """Takes the masked path, the kernels for decoding or the operator; shapes as in `FoxMixin.attend`."""
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
+        if gates.layer is not None and gates.layer.parts:
+            return _by_head(query, gates, attention_mask, options)
         return _masked(query, key, value, gates.cumulative(), attention_mask, options)
+    if gates.layer is not None and gates.layer.parts:
+        return _by_head(query, gates, attention_mask, options)
+    if gates.layer is not None and gates.layer.clock is not None:
+        return _at_clock(query, key, value, gates.layer, options)
     seq_start = None
     length = key.shape[2]
     if attention_mask is not None and attention_mask.dim() == 2:
@@ -278,6 +296,50 @@ def _attend(
     return out.view(batch, length, *out.shape[2:])
 
 
+def attend_locally(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_f: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Forgetting Attention of tensors that are whole rows, all on this device; shapes as in `FoxMixin.attend`."""
+    return _attend(query, key, value, GateCache(None, log_f), None, cu_seqlens, options)
+
+
+def _by_head(
+    query: torch.Tensor, gates: GateCache, attention_mask: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:
+    """Attention to a cache that has kept different keys of each kv head; then what has become irrelevant is dropped."""
+    layer: Any = gates.layer
+    if attention_mask is not None and attention_mask.numel():
+        raise ValueError(
+            "a cache that forgets takes whole rows: prompts of one length without padding, one after the other"
+        )
+    outputs, width = [], query.shape[-1]
+    for part, q, log_f in zip(
+        layer.parts, query.chunk(len(layer.parts), 1), gates.new_log_f.chunk(len(layer.parts), -1), strict=True
+    ):
+        view = GateCache(None, log_f, gates.hidden_states, gates.position_ids)
+        view.layer = part
+        outputs.append(_attend(q, part.keys[..., :width], part.values, view, None, None, options))
+    layer.forget()
+    return torch.cat(outputs, 2)
+
+
+def _at_clock(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: GrowingLayer, options: dict[str, Any]
+) -> torch.Tensor:
+    """A decoding step whose length only the device knows: keys and values are rooms, and the clock says how full."""
+    clock, (high, low) = layer.clock, layer.cumulative()
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if decodes_at(q, k):
+        bound = None if options["prune"] is None else layer.key_bound(query.shape[-1])
+        return decode_at(q, k, v, high, low, clock.length, seq_start=clock.seq_start, k_bound=bound, **options)
+    return _masked(query, key, value, (high, low), visible_at(clock, query.shape[2], options["window"]), options)
+
+
 def _log_n(query: torch.Tensor, trained: int, position_ids: torch.Tensor | None, num_keys: int) -> torch.Tensor:
     """Scales the query of position i by max(1, ln(i + 1) / ln(trained))."""
     if position_ids is None:
@@ -301,14 +363,16 @@ def _masked(
     is bit for bit what SDPA gives the base model.
     """
     scaling, softcap, sink = options["scale"], options["softcap"], options["sink"]
-    if mask is None:
-        own = torch.full((1, 1, 1), key.shape[2] - 1, device=key.device)
-    else:
+    own = None
+    if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask >= 0  # additive: 0 lets through, a large negative does not
         own = mask.shape[-1] - 1 - mask.flip(-1).int().argmax(-1)  # (B, 1, T)
     high, low = (x.to(torch.promote_types(query.dtype, x.dtype)) for x in c)
-    own = own.expand(*high.shape[:2], -1)
-    decay, lost = (x.gather(-1, own)[..., None] - x[..., None, :] for x in (high, low))
+    if own is None:  # a single query, the last
+        decay, lost = ((x[..., -1:] - x)[:, :, None] for x in (high, low))
+    else:
+        own = own.expand(*high.shape[:2], -1)
+        decay, lost = (x.gather(-1, own)[..., None] - x[..., None, :] for x in (high, low))
     decay = (decay + lost) * LN_2
     if mask is None:
         decay[..., :sink] = 0.0
@@ -353,8 +417,9 @@ def _refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
         )
     if "is_causal" in kwargs:
         raise ValueError(
-            "accelerate's context parallelism (is_causal was set and the mask dropped) splits the sequence without "
-            "the forget gates: train without context parallelism (cp_size=1), with FSDP or DDP"
+            "accelerate's own context parallelism (is_causal was set and the mask dropped) splits the sequence without "
+            "the forget gates: `retrofox train` has one that moves them (parallel: {context: N}, or the same cp_size); "
+            "elsewhere use FSDP or DDP"
         )
     if kwargs.get("cache") is not None:
         raise ValueError("continuous batching (generate_batch) pages keys without the forget gates: use generate")

@@ -38,6 +38,10 @@ class GrowingLayer(DynamicLayer):
         ValueError: keys arrive without gates, or `keys` was replaced from outside.
     """
 
+    clock: Any = None  # of a `fixed.FixedLayer`
+    parts: Any = ()  # of a `forgetting.ForgettingLayer`
+    reserve = 0  # tokens to have room for from the first on
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._forget()
@@ -99,8 +103,8 @@ class GrowingLayer(DynamicLayer):
         """The sums of new gates (B, T, H), as (B, 2 H, T, 1)."""
         c = _summed(log_f.detach())
         if self._length:
-            high, low = self.sums[:, :, -1:, 0].chunk(2, 1)
-            c = c + (high.double() + low.double())
+            high, low = self.sums[:, :, -1:, 0].double().chunk(2, 1)
+            c = c + (high + low)
         return torch.cat(_two_floats(c), 1)[..., None]
 
     def _append(self, new: list[torch.Tensor], end: int) -> None:
@@ -110,7 +114,7 @@ class GrowingLayer(DynamicLayer):
             if recorded:
                 self._rooms = [torch.cat(pair, 2) for pair in zip(old, new, strict=True)] if old else new
             else:
-                fits = -(-(end + max(SPARE_TOKENS, end // SPARE_PART)) // 64) * 64
+                fits = -(-max(end + max(SPARE_TOKENS, end // SPARE_PART), self.reserve) // 64) * 64
                 self._rooms = [x.new_empty((*x.shape[:2], fits, x.shape[3])) for x in new]
                 for room, x in zip(self._rooms, old, strict=False):
                     room[:, :, : self._length] = x
@@ -216,6 +220,11 @@ class GateCache:
         return getattr(self._cache, name)
 
     @property
+    def new_log_f(self) -> torch.Tensor:
+        """(B, T, H) float32 of this call's tokens alone."""
+        return self._log_f
+
+    @property
     def log_f(self) -> torch.Tensor:
         """(B, S, H) float32 for all keys that `update` returned."""
         new, layer = self._log_f, self.layer
@@ -262,6 +271,9 @@ class GateCache:
     def previous(self, layer_idx: int, width: int) -> torch.Tensor | None:
         """(B, Hkv, width): the last `width` channels of the newest cached token, None when the cache is empty."""
         layers = () if self._cache is None else self._cache.layers
+        own = layers[layer_idx] if layer_idx < len(layers) else None
+        if isinstance(own, GrowingLayer) and (own.clock is not None or own.parts):
+            return own.newest(width)  # type: ignore[attr-defined]
         if layer_idx >= len(layers) or getattr(layers[layer_idx], "keys", None) is None:
             return None
         layer = layers[layer_idx]
@@ -289,12 +301,14 @@ def _growing(cache: Any, layer_idx: int) -> GrowingLayer | None:
                 "empty one"
             )
         layer = cache.layers[layer_idx] = GrowingLayer()
+        layer.reserve = getattr(cache, "tokens_to_reserve", 0)
     return layer if isinstance(layer, GrowingLayer) else None
 
 
 def _summed(log_f: torch.Tensor) -> torch.Tensor:
     """(B, T, H) -> (B, H, T) float64 in base 2."""
-    return (log_f.transpose(1, 2).double().clamp_min(LOG_F_MIN) * LOG2_E).cumsum(-1)
+    c = log_f.transpose(1, 2).double().clamp_min(LOG_F_MIN) * LOG2_E
+    return c if c.shape[-1] == 1 else c.cumsum(-1)
 
 
 def _two_floats(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a retrofit is: `FoxSpec`, the `fox:` section of a recipe and of a converted model's config.json."""
+"""`FoxSpec`, the description of a retrofit: the `fox:` section of a recipe and of a converted model's config.json."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ PRESETS: dict[str, tuple[dict[str, Any], str]] = {
     "alibi": ({"rope": "drop", "gate": "fixed", "init": "alibi", "sink_tokens": 0}, "fixed gates with ALiBi's slopes"),
     "drope": ({"rope": "drop", "gate": "none"}, "DroPE: neither RoPE nor gates"),
 }
-"""Name of a published system -> the fields in which it differs from FoxSpec(), and what it is. The systems are those of
+"""Name of a published system -> the fields that differ from FoxSpec(), and a description. The systems are those of
 Lin et al. (ICLR 2025), Press et al. (2022, ALiBi) and arXiv 2512.12167 (DroPE)."""
+
+OPEN = (1 / 2, 128.0)
+"""Default half-lives beside stretched pairs, in trained lengths, as in recipes/smollm2-partial.yaml (4096 to 1Mi)."""
 
 
 @dataclass
@@ -59,12 +62,13 @@ class FoxSpec:
         init: "open" (f = 1: the start is the base model), "slopes" (half-lives log-spaced over the heads of each
             layer), "calibrated" (half-lives fitted to where the base model's heads look), "alibi" (ALiBi's slopes:
             log f = -2^(-8h/H) for head h of H).
-        half_life: (shortest, longest) in tokens for "slopes"; None = (length / 32, length * 8) of the base's length.
+        half_life: (shortest, longest) in tokens for "slopes"; None = (length / 2, length * 128) of the base's length
+            with rope "interpolate", else (length / 32, length * 8).
         sink_tokens: first positions of each document whose keys are exempt from decay; 0 is the paper's FoX.
         pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift".
         log_n: if set, logits of position i are scaled by max(1, ln(i + 1) / ln(log_n)), log_n in tokens.
         prune: if set, ln(eps), say -10: keys that the gates have cut off are left out, in training and generation, as
-            long as what is left out holds at most eps of a query's attention weight, by a bound that holds for any
+            long as the keys left out hold at most eps of a query's attention weight, by a bound that holds for any
             q and k (Lin et al. 2025, "Adaptive Computation Pruning"). Small texts on a CPU and custom masks compute
             every key, which is within the same bound.
         base: model id or path the weights come from (filled in by convert).
@@ -204,7 +208,8 @@ class FoxSpec:
         if spec.max_wavelength is None:
             spec.max_wavelength = trained_length / 4
         if spec.half_life is None and spec.init != "alibi":
-            spec.half_life = (max(1.0, trained_length / 32), trained_length * 8.0)
+            shortest, longest = OPEN if spec.rope == "interpolate" else (1 / 32, 8.0)
+            spec.half_life = (max(1.0, trained_length * shortest), trained_length * longest)
         return spec
 
 
@@ -220,7 +225,7 @@ IDLE = {
     "sink_tokens": "which tokens never decay",
     "prune": "which keys are skipped",
 }
-"""Fields of a FoxSpec that others can leave without effect, and what they set."""
+"""Fields of a FoxSpec that others can leave without effect, and the thing each sets."""
 
 
 def default_rope(max_wavelength: float | None) -> str:
@@ -389,7 +394,7 @@ TAKES: dict[str, tuple[tuple[type, ...], str]] = {
     "pro": ((str, tuple, list), "names of parts"),
     "prune": ((int, float), "ln(eps) of the attention weight that may be lost"),
 }
-"""Field of a FoxSpec -> the types that its value may have, and what it takes; the other fields look for themselves."""
+"""Field of a FoxSpec -> the types that its value may have, and words for errors; others have their own checks."""
 
 
 def _check_type(spec_field: Any, value: object) -> None:

@@ -55,7 +55,7 @@ def with_rotary(forward: Callable[..., Any], replacement: Callable[..., Any]) ->
 
 
 def unrotated(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """apply_rotary_pos_emb where nothing turns, or what turns has turned already."""
+    """apply_rotary_pos_emb for layers that turn no pair, or whose pairs were turned before."""
     return query, key
 
 

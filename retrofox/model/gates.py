@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ DEAD_DECAY = 1e-4
 
 
 class AddedModule(nn.Module):
-    """What a conversion adds to an attention layer: float32 under every cast of the model, with known first values."""
+    """Base of the modules that a conversion adds to an attention layer: float32 under casts, known first values."""
 
     def initial_values(self) -> dict[str, torch.Tensor]:
         """Name of each of this module's tensors -> its value right after a conversion."""
@@ -82,7 +83,9 @@ class ForgetGate(AddedModule):
         elif fused.available(hidden_states):
             log_f = fused.gate(hidden_states, self.weight.float(), self.bias.float())
         else:
-            with torch.autocast(hidden_states.device.type, enabled=False):
+            device = hidden_states.device.type
+            cast = torch.is_autocast_enabled(device)
+            with torch.autocast(device, enabled=False) if cast else contextlib.nullcontext():  # 10 us of a CPU's step
                 log_f = F.logsigmoid(F.linear(hidden_states.float(), self.weight.float(), self.bias.float()))
         if self.record:
             self.last_log_f = log_f.detach()

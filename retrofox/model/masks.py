@@ -1,4 +1,4 @@
-"""What queries may see: the mask function that transformers calls for Forgetting Attention, and masks made here."""
+"""Which keys a query sees: the mask function that transformers calls for Forgetting Attention, and masks made here."""
 
 from __future__ import annotations
 

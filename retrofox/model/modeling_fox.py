@@ -28,7 +28,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from . import configuration_fox
 from .attention import NEW_MODULES, FoxMixin
+from .captured import decode
 from .configuration_fox import SUPPORTED, FoxSpec
+from .forgetting import ForgettingCache
 from .fused import fused_forward, is_plain, unrotated, with_rotary
 from .gates import AddedModule
 from .pro import calibrate_norms
@@ -39,9 +41,13 @@ REMOTE_FILES = (
     "modeling_fox.py",
     "attention.py",
     "cache.py",
+    "captured.py",
+    "fixed.py",
+    "forgetting.py",
     "forgetting_eager.py",
     "fused.py",
     "gates.py",
+    "lean.py",
     "masks.py",
     "pro.py",
     "rope.py",
@@ -59,7 +65,7 @@ ROTATES_IF: dict[str, Callable[[Any], bool]] = {
 
 
 class FoxPreTrained:
-    """What every Fox class adds to its base's PreTrainedModel: float32 gates, one attention, its own code on disk."""
+    """Mixin of the Fox classes, beside their base's PreTrainedModel: float32 gates, one attention, own code on disk."""
 
     _keep_in_fp32_modules_strict = NEW_MODULES
     _supports_attention_backend = False  # vLLM and SGLang would swap the attention function and drop the gates
@@ -104,6 +110,14 @@ class FoxPreTrained:
         else:
             super()._init_weights(module)  # type: ignore[misc]
 
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """Greedy decoding and sampling of `generate`, from a captured step where it can be; see `captured.decode`."""
+        return decode(self, super()._sample, *args, **kwargs)  # type: ignore[misc]
+
+    def forgetting_cache(self, log_eps: float) -> ForgettingCache:
+        """A cache for `generate` that drops keys no later token can give weight to; see `forgetting`."""
+        return ForgettingCache(self, log_eps)
+
     def set_annealed_tokens(self, tokens: int) -> None:
         """Moves the rotary dial of an annealing model to `tokens` training tokens; saved with the config."""
         self.config.fox["annealed_tokens"] = int(tokens)
@@ -146,7 +160,7 @@ def _check_added(model: nn.Module, missing: Iterable[str]) -> None:
 
 
 def _savable(config: Any) -> Any:
-    """A generation config as it is or, where transformers refuses to save it, a copy without what it ignores.
+    """A generation config as it is or, where transformers refuses to save it, a copy without the fields it ignores.
 
     Published checkpoints have temperatures without do_sample, and -1 for no padding token; most versions of
     transformers then refuse to save the model at all.
@@ -226,6 +240,7 @@ class FoxModelMixin(FoxPreTrained):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        shards: Any = None,
         **kwargs: Any,
     ):
         """As the base model's forward; packed documents by restarting position_ids or by `cu_seqlens`.
@@ -234,15 +249,24 @@ class FoxModelMixin(FoxPreTrained):
             position_ids: (B, T); where they restart without an attention mask and a cache, a new document starts. None
                 = counted from each document's start where `cu_seqlens` tells it.
             cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included.
+            shards: what this process holds of rows that several processes share, and how attention finds the rest
+                (`retrofox.parallel.shards.Shards`); it knows the documents, position_ids count from their starts.
 
         Raises:
-            ValueError: cu_seqlens together with an attention mask or a filled cache.
+            ValueError: cu_seqlens together with an attention mask or a filled cache; shards with any of these.
         """
         if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
             raise ValueError("Forgetting Attention never forms attention weights: output_attentions must be False")
         cached = past_key_values is not None and past_key_values.get_seq_length() > 0
         if cu_seqlens is not None and (cached or attention_mask is not None):
             raise ValueError("cu_seqlens (packed documents) excludes attention_mask and a filled key/value cache")
+        if shards is not None:
+            if attention_mask is not None or cu_seqlens is not None or past_key_values is not None or use_cache:
+                raise ValueError("rows shared between processes take position_ids only: no mask, cu_seqlens or cache")
+            if position_ids is None:
+                raise ValueError("rows shared between processes need position_ids, counted from each document's start")
+            kwargs["shards"], use_cache = shards, False
+            attention_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=position_ids.device)
         source: Any = input_ids if input_ids is not None else inputs_embeds
         if cu_seqlens is None and attention_mask is None and position_ids is not None and past_key_values is None:
             cu_seqlens = _document_starts(position_ids, source.shape[0])

@@ -127,7 +127,7 @@ def joined_tokens(
     None where that is so for all, except for a first token that has none before it.
 
     Args:
-        attention_mask: what the attention gets: None, (B, S) bool or (B, 1, T, S).
+        attention_mask: as the attention gets it: None, (B, S) bool or (B, 1, T, S).
         cu_seqlens: (N + 1,) document starts over the flattened tokens, or None.
         hidden_states: (B, T, hidden), for its shape and device.
     """
@@ -136,7 +136,7 @@ def joined_tokens(
         inside = torch.ones(batch * length + 1, dtype=torch.bool, device=cu_seqlens.device)
         inside[cu_seqlens[:-1].long()] = False
         return inside[:-1].view(batch, length)
-    if attention_mask is None:
+    if attention_mask is None or not attention_mask.numel():  # none, or one that stands for the clock of a cache
         return None
     if attention_mask.dim() == 2:
         seen = F.pad(attention_mask, (1, 0), value=False)
@@ -155,11 +155,16 @@ class ProjectedAttention:
     """
 
     def __init__(
-        self, module: Any, call: GateCache, attention_mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+        self,
+        module: Any,
+        call: GateCache,
+        attention_mask: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        shards: Any = None,
     ):
-        self._module, self._call = module, call
+        self._module, self._call, self._shards = module, call, shards
         shifts = [x for x in (module.k_shift, module.v_shift) if x is not None]
-        if shifts:
+        if shifts and shards is None:
             assert call.hidden_states is not None, "the mixin gives every call its hidden states"
             before = call.previous(module.layer_idx, len(shifts) * module.head_dim)
             parts = [None] * len(shifts) if before is None else before.split(module.head_dim, dim=-1)
@@ -201,6 +206,8 @@ class ProjectedAttention:
     def _shifted(self, shift: Shift | None, states: torch.Tensor) -> torch.Tensor:
         if shift is None:
             return states
+        if self._shards is not None:  # a token's predecessor may lie in another process
+            return self._shards.shifted(shift, states, self._call.hidden_states, self._call.position_ids)
         self._call.carried.append(states)
         return shift(states, self._before[id(shift)], self._joined, self._call.hidden_states)
 

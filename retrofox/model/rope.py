@@ -132,7 +132,7 @@ class RotaryFade(nn.Module):
     def leading(
         self, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin (B, T, P) of the first P pairs, the others being left alone: what the fused rotary takes."""
+        """cos and sin (B, T, P) of the first P pairs, for the fused rotary, which leaves the others alone."""
         pairs = self.num_leading
         if pairs is None:
             cos, sin = self(cos, sin, position_ids)

@@ -1,1 +1,1 @@
-"""What a run needs before it runs: memory, time, disk, refusals."""
+"""Memory, time, disk and refusals of a run, before it runs."""

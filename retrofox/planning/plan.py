@@ -1,4 +1,4 @@
-"""`retrofox plan`: what a recipe will train, need and take, and why it would be refused, before anything runs."""
+"""`retrofox plan`: parameters, memory, hours, disk and refusals of a recipe, before anything runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from retrofox.calibration.steps import STEPS
 from retrofox.calibration.windows import TOKENS_READ
 from retrofox.config import Recipe, Stage
+from retrofox.parallel.settings import readers_of
 from retrofox.planning.measure import measure_steps
 from retrofox.planning.report import print_plan
 from retrofox.support.memory import reset_peak, size
@@ -21,7 +22,15 @@ from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import count_steps, parameter_groups, save_steps, set_trainable, tokens_per_step
 from retrofox.training.memory import memory
 from retrofox.training.model import lower_frozen
-from retrofox.training.preflight import StagePreflight, built, device_memory, empty, preflight, starts_from
+from retrofox.training.preflight import (
+    StagePreflight,
+    built,
+    device_memory,
+    empty,
+    held_by_one,
+    preflight,
+    starts_from,
+)
 from retrofox.training.refusals import free_bytes, weights_are_sharded
 from retrofox.training.teacher import needs_teacher
 
@@ -116,7 +125,7 @@ def _count(model: torch.nn.Module) -> int:
 
 def _stage_plan(recipe: Recipe, ready: StagePreflight, devices: int, device: torch.device) -> dict[str, Any]:
     stage, model, used = ready.stage, ready.model, ready.memory
-    batch_tokens = tokens_per_step(stage, devices)
+    batch_tokens = tokens_per_step(stage, readers_of(recipe, devices))
     steps = count_steps(stage, batch_tokens)
     tokens = steps * batch_tokens
     room = device_memory(device)
@@ -184,7 +193,7 @@ def _longest(recipe: Recipe, ready: StagePreflight, devices: int, device: torch.
     def fits(blocks: int) -> bool:
         changes = {"sequence_length": 256 * blocks, "micro_batch": 1, "batch_tokens": None}
         longer = ready.stage.model_copy(update=changes)
-        used = memory(recipe, longer, ready.model, devices, sharded, device, ready.teacher)
+        used = memory(recipe, held_by_one(recipe, longer), ready.model, devices, sharded, device, ready.teacher)
         return sum(used.values()) <= room
 
     low, high = 0, 1

@@ -13,7 +13,7 @@ from retrofox.support.memory import size
 
 
 def print_plan(report: dict[str, Any]) -> None:
-    """Prints a plan: the run, a table per stage, what would be refused."""
+    """Prints a plan: the run, a table per stage, the refusals."""
     console = Console(emoji=False)
     console.print(f"[bold]{escape(report['model'])}[/bold] -> {escape(report['output'])}", highlight=False)
     if "parameters" in report:

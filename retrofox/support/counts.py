@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-"""Suffix in lower case -> what it multiplies by; either case is read."""
+"""Suffix in lower case -> its factor; either case is read."""
 PATTERN = r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*((?:[kKmMgG][iI]|[kKmMbBtT])?)\s*"
-"""What a count looks like, as a regular expression (also of the recipes' JSON schema)."""
+"""The form of a count, as a regular expression (also of the recipes' JSON schema)."""
 ALLOWED = (
     "a number of tokens, whole, such as 65536, 20M or 512Ki (suffixes K, M, B, T: powers of 1000; Ki, Mi, Gi: of 1024)"
 )

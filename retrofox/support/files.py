@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,3 +99,20 @@ def write_result(path: str | os.PathLike, content: bytes) -> str:
             f"can't write {target}: {error.strerror or error}; free some disk space or name another directory"
         ) from error
     return str(target)
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the nearest one above it that is there."""
+    whole = path.expanduser().absolute()
+    return next(place for place in (whole, *whole.parents) if place.exists())
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """Why no file can be made in a folder, by trying (rights alone don't tell for root); None where one can."""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=folder)
+    except OSError as error:
+        return error.strerror
+    os.close(descriptor)
+    os.unlink(name)
+    return None

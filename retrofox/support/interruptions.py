@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: leave at once where nothing would be lost, else when what is under way has been saved."""
+"""SIGTERM and Ctrl-C: leave at once where nothing would be lost, else after the next save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Interruptions:
     handlers, signals do what they did before.
 
     Attributes:
-        stands: what is kept if a signal comes now; printed before leaving.
+        stands: the work that is kept if a signal comes now; printed before leaving.
         caught: the signal that came, or None.
     """
 
@@ -50,7 +50,7 @@ class Interruptions:
             self.holding -= 1
 
     def leave(self) -> None:
-        """Raises SystemExit(128 + signal) if a signal came, and says what stands."""
+        """Raises SystemExit(128 + signal) if a signal came, and prints `stands`."""
         if self.caught is not None and not self.leaving:
             self.leaving = True
             if not self.quiet:

@@ -11,7 +11,7 @@ import torch
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Bytes that the GPU allocator holds now; on a CPU what is resident of this process."""
+    """Bytes that the GPU allocator holds now; on a CPU this process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss

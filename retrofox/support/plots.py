@@ -50,14 +50,15 @@ def loss_figure(
     breaks beyond its trained length does not hide what happens within it.
 
     Args:
-        curves: per model {"label", "position" (tokens), "mean" (nats), "standard_error" (nats or None each)}.
+        curves: per model {"label", "position" (tokens), "mean" (nats), "standard_error" (nats or None each)}; "look",
+            a number, sets colour and dashes, so that a model looks the same in every figure.
         differences: the same, of loss less the reference's loss; a label found in `curves` keeps its colour.
         reference: label of the model that differences are taken to.
         trained_length: drawn as a vertical line where it lies inside the positions shown.
     """
     if not curves:
         raise ValueError("nothing to draw: no curve was given")
-    looks = {curve["label"]: number for number, curve in enumerate(curves)}
+    looks = {curve["label"]: curve.get("look", number) for number, curve in enumerate(curves)}
     last = max(float(np.asarray(c["position"])[-1]) for c in curves)
     first = max(1.0, min(16.0, last / 16))
     with matplotlib.rc_context(STYLE):

@@ -1,4 +1,4 @@
-"""What every report carries: the environment its numbers depend on, and a progress bar while they are made."""
+"""For every report: the environment that its numbers depend on, and a progress bar while they are made."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from retrofox.support.files import nearest_existing, why_unwritable
 from retrofox.version import __version__
 
 PACKAGES = ("torch", "transformers", "triton", "peft", "tokenizers", "numpy")
@@ -25,17 +26,16 @@ def check_folder(out: str | os.PathLike | None) -> None:
     """Raises ValueError where results can't go, before they are made: `out` is a file, lies below one, is read-only."""
     if out is None:
         return
-    there = Path(out).absolute()
-    while not there.exists():
-        there = there.parent
+    there = nearest_existing(Path(out))
     if not there.is_dir():
         raise ValueError(f"results can't go to {out}: {there} is a file; name a directory")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"results can't go to {out}: {there} can't be written to; name another directory")
+    reason = why_unwritable(there)
+    if reason is not None:
+        raise ValueError(f"results can't go to {out}: {there} can't be written to ({reason}); name another directory")
 
 
 def environment() -> dict[str, Any]:
-    """Command, time, package versions, processor, memory and GPU: what a measured number depends on."""
+    """Command, time, package versions, processor, memory and GPU, on which measured numbers depend."""
     versions: dict[str, str | None] = {"retrofox": __version__}  # also where it runs from a source tree
     for package in PACKAGES:
         try:

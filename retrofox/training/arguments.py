@@ -1,4 +1,4 @@
-"""transformers' TrainingArguments for a stage, and what its optimizers keep."""
+"""transformers' TrainingArguments for a stage, and the size of its optimizers' states."""
 
 from __future__ import annotations
 

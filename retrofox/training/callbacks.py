@@ -1,10 +1,9 @@
-"""What happens beside the training loop: annealing, signals, the log line, the guard against divergence."""
+"""Callbacks of the training loop: annealing, signals, the log line."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,38 +17,13 @@ from transformers.trainer_callback import ProgressCallback
 
 from retrofox.anatomy import decoder_layers
 from retrofox.model.gates import DEAD_DECAY, ForgetGate, half_life_tokens
+from retrofox.parallel.mesh import Mesh
 from retrofox.support.files import write_whole
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.memory import bytes_in_use, peak_bytes
 
 SATURATED_SLOPE = 1e-6
 """A gate value with f (1 - f) below it hardly moves in training; a head is saturated if 99 % of its values are so."""
-
-
-class Diverged(ValueError):
-    """Training stopped because the loss is not a number or has jumped; the last good checkpoint stands."""
-
-
-class Guard:
-    """Stops a run whose loss turned NaN or jumped: loss > factor * running mean + 1 nat.
-
-    State: the running mean of logged losses (decay 0.9), saved with every checkpoint.
-    """
-
-    def __init__(self, factor: float, fp16: bool):
-        self.factor, self.fp16 = factor, fp16
-        self.mean: float | None = None
-
-    def check(self, loss: float, grad_norm: float | None, step: int, keep: bool = True) -> None:
-        """Raises Diverged, or takes the loss into the running mean, if it is to `keep`."""
-        # fp16's loss scaler starts with overflowing gradients on purpose and skips those steps.
-        gradient_broken = grad_norm is not None and not math.isfinite(grad_norm) and not self.fp16
-        if not math.isfinite(loss) or gradient_broken:
-            raise Diverged(f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite")
-        if self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
-            raise Diverged(f"step {step}: loss {loss:.3f} jumped from a running mean of {self.mean:.3f}")
-        if keep:
-            self.mean = loss if self.mean is None else 0.9 * self.mean + 0.1 * loss
 
 
 class LossWindow:
@@ -76,7 +50,7 @@ class LossWindow:
         self.start = step
 
     def state(self, accelerator: Any) -> dict[str, Any]:
-        """What a checkpoint keeps: where the window starts, and every process's sums."""
+        """For a checkpoint: where the window starts, and every process's sums."""
         return {"start": self.start, "sums": accelerator.gather(self.sums[None]).tolist()}
 
     def restore(self, kept: dict[str, Any], rank: int, world_size: int) -> None:
@@ -141,7 +115,8 @@ class LogWithSaves(TrainerCallback):
 class GateRecorder(TrainerCallback):
     """Keeps the gates of the last micro-batch before each log line, and only of that."""
 
-    def __init__(self, model: torch.nn.Module, every: int, save_steps: int):
+    def __init__(self, model: torch.nn.Module, every: int, save_steps: int, mesh: Mesh | None = None):
+        self.mesh = mesh
         self.gates = [module for module in model.modules() if isinstance(module, ForgetGate)]
         self.every, self.save_steps = every, save_steps
 
@@ -159,8 +134,11 @@ class GateRecorder(TrainerCallback):
         recorded = [gate.last_log_f for gate in self.gates if gate.last_log_f is not None]
         if not recorded:
             return {}
-        found = torch.stack([_per_head(log_f) for log_f in recorded], 1).flatten(1).cpu()
+        found = torch.stack([_per_head(log_f) for log_f in recorded], 1).flatten(1)
         length = recorded[0].shape[1]
+        if self.mesh is not None:  # each process saw a part of the rows
+            found, length = self.mesh.sum(found) / self.mesh.size, length * self.mesh.size
+        found = found.cpu()
         for gate in self.gates:
             gate.last_log_f = None
         return half_life_statistics(found[0], found[1], length)
@@ -214,7 +192,7 @@ class Clock:
         self.step, self.time = step, time.perf_counter()
 
     def memory(self) -> int:
-        """Bytes: a GPU's peak; on a CPU what is in use, as its peak lies in what ran before the loop."""
+        """Bytes: a GPU's peak; on a CPU the memory in use: its peak may date from before the loop."""
         return peak_bytes(self.device) if self.device.type == "cuda" else bytes_in_use(self.device)
 
     def read(self, step: int, max_steps: int, world_size: int) -> dict[str, float]:
@@ -282,7 +260,7 @@ class JsonLog:
             write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def _lines(self) -> list[dict[str, Any]]:
-        """The entries that can be read: what a power cut left of the last one never stops a run."""
+        """The entries that can be read; a last one cut short never stops a run."""
         found = []
         for line in self.path.read_bytes().split(b"\n") if self.path.is_file() else ():
             with contextlib.suppress(ValueError):

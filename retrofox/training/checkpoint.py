@@ -133,7 +133,7 @@ def check_writable(root: Path, bytes_needed: int) -> None:
     """Refuses a directory that can't be written to, or a disk without room for a checkpoint.
 
     Raises:
-        ValueError: what is wrong, how much is free and how much is needed.
+        ValueError: no right to write there, or too little room: how much is free and how much is needed.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def check_writable(root: Path, bytes_needed: int) -> None:
 
 @contextlib.contextmanager
 def saving(directory: Path, root: Path) -> Iterator[None]:
-    """Turns what a failed save raises into a ValueError that says what still stands below `root`."""
+    """Turns the error of a failed save into a ValueError that names the checkpoint still complete below `root`."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:

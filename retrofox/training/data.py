@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from retrofox.config import Recipe, Stage
 from retrofox.data.order import StepSampler
 from retrofox.data.packed import IGNORE, PackedDataset, collate, next_token_targets
 from retrofox.data.shards import Manifest, prepare_sources
+from retrofox.parallel.layout import Degrees
+from retrofox.parallel.mesh import Mesh
+from retrofox.parallel.shards import cut
 
 
 @dataclass
@@ -26,7 +30,7 @@ class PreparedTokens:
 
 
 def prepare_tokens(recipe: Recipe, tokenizer: Any, state: Any) -> PreparedTokens:
-    """Tokenises what is not yet in the cache, on the main process first; the others then find it done.
+    """Tokenises the data that the cache lacks, on the main process first; the others then find it done.
 
     Raises:
         ValueError: data that can't be read.
@@ -50,15 +54,20 @@ def prepare_tokens(recipe: Recipe, tokenizer: Any, state: Any) -> PreparedTokens
 
 
 class StageData:
-    """Batches of one stage for this process."""
+    """Batches of one stage for this process: whole rows, or its part of them where a mesh shares rows."""
 
-    def __init__(self, tokens: PreparedTokens, recipe: Recipe, stage: Stage, state: Any):
-        self.recipe, self.stage, self.state_of_processes = recipe, stage, state
+    def __init__(self, tokens: PreparedTokens, recipe: Recipe, stage: Stage, state: Any, mesh: Mesh | None = None):
+        self.recipe, self.stage = recipe, stage
+        # Processes that share rows read the same ones.
+        self.reader, self.readers = (mesh.reader, mesh.readers) if mesh else (state.process_index, state.num_processes)
+        self.collate: Any = collate_with_targets
+        if mesh is not None:
+            self.collate = functools.partial(collate_part, split=mesh.degrees, process=mesh.rank)
         self.dataset = PackedDataset(tokens.train, stage.sequence_length, seed=recipe.seed)
         self.held_out = None if tokens.eval is None else PackedDataset(tokens.eval, stage.sequence_length)
 
     def state(self, consumed: int) -> dict[str, Any]:
-        """What a checkpoint keeps of the data: {consumed, seed, fingerprint}."""
+        """The data's state, for a checkpoint: {consumed, seed, fingerprint}."""
         return self.dataset.state(consumed)
 
     def batches(self, first_row: int) -> Iterable[dict[str, Any]]:
@@ -67,14 +76,14 @@ class StageData:
             self.dataset.order,
             self.stage.micro_batch,
             consumed=first_row,
-            rank=self.state_of_processes.process_index,
-            world=self.state_of_processes.num_processes,
+            rank=self.reader,
+            world=self.readers,
         )
         workers = self.recipe.dataloader_workers
         return DataLoader(
             self.dataset,
             batch_sampler=sampler,
-            collate_fn=collate_with_targets,
+            collate_fn=self.collate,
             num_workers=workers,
             prefetch_factor=4 if workers else None,
             worker_init_fn=_leave_signals,
@@ -91,7 +100,7 @@ class StageData:
         """
         if self.held_out is None:
             return
-        world, rank = self.state_of_processes.num_processes, self.state_of_processes.process_index
+        world, rank = self.readers, self.reader
         wanted = min(len(self.held_out), max(1, self.recipe.log.eval_tokens // self.stage.sequence_length))
         windows = np.linspace(0, len(self.held_out) - 1, wanted).round().astype(int)
         mine, each = windows[rank::world].tolist(), -(-wanted // world)
@@ -100,7 +109,7 @@ class StageData:
             if len(mine) < each <= start + self.stage.micro_batch:
                 spare = self.held_out[0]
                 rows.append({**spare, "labels": torch.full_like(spare["labels"], IGNORE)})
-            yield collate_with_targets(rows)
+            yield self.collate(rows)
 
 
 def _leave_signals(worker: int) -> None:
@@ -116,3 +125,8 @@ def collate_with_targets(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, A
     batch["targets"] = next_token_targets(batch["input_ids"], labels, batch["position_ids"])
     batch["num_targets"] = int((batch["targets"] >= 0).sum())
     return batch
+
+
+def collate_part(rows: Sequence[dict[str, torch.Tensor]], split: Degrees, process: int) -> dict[str, Any]:
+    """A process's part of the batch that `collate_with_targets` makes; see `parallel.shards.cut`."""
+    return cut(collate_with_targets(rows), split, process)

@@ -65,7 +65,7 @@ def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, no
 
 
 def _tie(weights: dict[str, torch.Tensor], model: Any) -> None:
-    """Makes one tensor again, to be written once, of what the model ties and gathering its shards made two of."""
+    """Ties again, to be written once, tensors of which gathering the shards made two."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)

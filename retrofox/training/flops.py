@@ -1,4 +1,4 @@
-"""Floating-point operations of a training token, and what devices can do."""
+"""Floating-point operations of a training token, and peak rates of devices."""
 
 from __future__ import annotations
 

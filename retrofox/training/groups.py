@@ -83,7 +83,7 @@ def schedule(stage: Stage, batch_tokens: int) -> Callable[[int], float]:
 
     Warm-up is linear over `warmup_tokens`, counted at the step's end so that the first step is not idle; then with
     p = progress through the rest: cosine (1 + cos pi p) / 2, linear 1 - p, constant 1, wsd 1 until the last
-    `decay_tokens` (a fifth, or what the warm-up leaves) and linear from there; all from 1 down to min_lr_ratio.
+    `decay_tokens` (a fifth, at most all after the warm-up) and linear from there; all from 1 down to min_lr_ratio.
     """
     floor, warmup = stage.min_lr_ratio, stage.warmup_tokens
     decay_tokens = stage.decay_tokens or max(1, min(stage.tokens // 5, stage.tokens - stage.warmup_tokens))
@@ -114,6 +114,16 @@ def group_schedules(groups: list[dict[str, Any]], stage: Stage, batch_tokens: in
         return common(step) if step * batch_tokens >= stage.gate_delay_tokens else 0.0
 
     return [delayed if group["role"].startswith("gate") else common for group in groups]
+
+
+def set_rates(optimizer: Any, scheduler: Any, rates: list[float]) -> None:
+    """Gives a restored optimizer and its LambdaLR the recipe's present peak rates, one per group, at their step."""
+    scheduler.base_lrs = rates
+    scheduler._last_lr = [
+        rate * factor(scheduler.last_epoch) for rate, factor in zip(rates, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, rate, now in zip(optimizer.param_groups, rates, scheduler._last_lr, strict=True):
+        group["initial_lr"], group["lr"] = rate, now
 
 
 def tokens_per_step(stage: Stage, devices: int) -> int:

@@ -1,4 +1,4 @@
-"""What the heads look at while a model trains, for the log: copy scores, and attention mass by distance."""
+"""Attention of the heads while a model trains, for the log: copy scores, and attention mass by distance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HeadRecorder:
         self.model, self.every = model, every
         self.size = max(2, min(COPY_TOKENS, sequence_length // 2))
         if every is not None:
-            watchable(model)  # what can't be watched is refused before the first step
+            watchable(model)  # raises before the first step, if it can't be watched
 
     def is_due(self, step: int, max_steps: int) -> bool:
         """Whether a step's log line holds the heads."""

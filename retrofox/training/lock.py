@@ -22,7 +22,7 @@ NAME = ".lock"
 BEAT_SECONDS = 15.0
 """The holder touches the file so often."""
 WATCH_SECONDS = 60.0
-"""A file that no lock vouches for is watched so long: longer than a network file system keeps what it knows of it."""
+"""How long a file without a lock is watched: longer than a network file system caches its state."""
 FORGOTTEN_SECONDS = 3600.0
 """Last touched so long ago, it is not watched: no two clocks differ by so much."""
 CHOOSE = "wait for it, stop it, or choose another `output`"

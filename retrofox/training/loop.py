@@ -8,27 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from retrofox.anatomy import causal_lm, is_new_tensor
-from retrofox.config import Recipe, Stage
-from retrofox.support.interruptions import Interruptions
+from retrofox.anatomy import causal_lm
+from retrofox.parallel.shards import Shards
 from retrofox.training import checkpoint
 from retrofox.training.callbacks import (
     Anneal,
-    Clock,
-    Diverged,
     GateRecorder,
-    Guard,
     JsonLog,
     KeepGathered,
     LogWithSaves,
@@ -36,41 +31,13 @@ from retrofox.training.callbacks import (
     Progress,
     Signals,
 )
-from retrofox.training.groups import group_schedules, parameter_groups
+from retrofox.training.groups import group_schedules, parameter_groups, set_rates
+from retrofox.training.guard import Diverged, Guard, way_back
 from retrofox.training.heads import HeadRecorder
 from retrofox.training.lora import assert_gates_saved, trained_in_full
 from retrofox.training.refusals import own_autocast
-
-
-@dataclass
-class StageRun:
-    """One stage of a run: what it trains with, on what, and where it logs.
-
-    Attributes:
-        number: of the stage in the recipe, from 0.
-        objective: called as objective(model, batch) inside the model's own forward, so that DDP and FSDP see one
-            forward; returns (loss summed over targets, metrics summed over targets).
-        batches: batches(consumed rows) -> endless iterable of batches with `targets` and `num_targets`.
-        data_state: data_state(consumed rows) -> what identifies the data's order, kept in every checkpoint.
-        first_row: rows consumed by earlier stages.
-        batch_tokens: tokens of an optimizer step on all devices together.
-        evaluator: the objective that `evaluate_loss` reports, with eval_batches() -> this process's share of batches.
-        interruptions: where signals are noted during the loop, which stops for them after a save.
-    """
-
-    recipe: Recipe
-    stage: Stage
-    number: int
-    objective: Callable[[Any, dict[str, Any]], tuple[torch.Tensor, torch.Tensor]]
-    batches: Callable[[int], Iterable[dict[str, Any]]]
-    data_state: Callable[[int], dict[str, Any]]
-    first_row: int
-    batch_tokens: int
-    clock: Clock
-    log_file: Path
-    evaluator: Any = None
-    eval_batches: Callable[[], Iterable[dict[str, Any]]] | None = None
-    interruptions: Interruptions = field(default_factory=lambda: Interruptions("nothing is saved"))
+from retrofox.training.sharding import refuse_other_sharding, shard_new_modules, sharding_of
+from retrofox.training.stage_run import StageRun
 
 
 class FoxTrainer(Trainer):
@@ -82,7 +49,7 @@ class FoxTrainer(Trainer):
         self.objective, self.batches, self.data_state = objective, run.batches, run.data_state
         self.first_row, self.batch_tokens, self.clock = run.first_row, run.batch_tokens, run.clock
         self.log_file, self.evaluator, self.eval_batches = run.log_file, run.evaluator, run.eval_batches
-        self.interruptions = run.interruptions
+        self.interruptions, self.mesh = run.interruptions, run.mesh
         self.json_log: JsonLog | None = None
         self.resumed_step = 0
         self.own_autocast = own_autocast(recipe)
@@ -95,7 +62,7 @@ class FoxTrainer(Trainer):
         for builtin in (PrinterCallback, ProgressCallback):
             self.remove_callback(builtin)
         lm = causal_lm(model)
-        self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps))
+        self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps), run.mesh)
         self.heads = HeadRecorder(lm, recipe.log.heads_every, stage.sequence_length)
         if recipe.log.heads_every is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError("log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out")
@@ -131,14 +98,17 @@ class FoxTrainer(Trainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # Pinned host memory and non_blocking: the copy runs beside the step before it.
-        return {
+        ready: dict[str, Any] = {
             key: value.to(self.args.device, non_blocking=True)
             for key, value in inputs.items()
             if isinstance(value, torch.Tensor)
         }
+        if self.mesh is not None:
+            ready["shards"] = Shards(self.mesh, inputs["rows"], self.args.device)
+        return ready
 
-    def _forward(self, model: Any, **batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the model's forward is during a stage: the objective."""
+    def _forward(self, model: Any, **batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's forward during a stage: the objective."""
         for gate in self.gates.gates:
             if gate.bias.dtype != torch.float32:
                 raise ValueError(
@@ -239,24 +209,9 @@ class FoxTrainer(Trainer):
             try:
                 self.guard.check(logs["loss"], logs.get("grad_norm"), step, keep=due)
             except Diverged as stop:
-                raise Diverged(f"{stop}. {self._way_back()}") from None
+                root = Path(str(self.args.output_dir))
+                raise Diverged(f"{stop}. {way_back(root, [e['step'] for e in self.history[:-1]])}") from None
         super().log(logs, start_time)
-
-    def _way_back(self) -> str:
-        """What stands after the loss diverged, and what to try."""
-        root = Path(str(self.args.output_dir))
-        good, _ = checkpoint.newest_good(root)
-        stands, again = "There is no checkpoint yet", "run again"
-        if good is not None:
-            stands, again = f"{good} stands", "run again to resume from it"
-            if not any(entry["step"] > checkpoint.step_of(good) for entry in self.history[:-1]):
-                earlier = [path.name for path in checkpoint.checkpoints(root) if path != good]
-                before = earlier[-1] if earlier else "the start of the stage"
-                stands += f" (no loss was seen since it was saved: if it is spoilt, delete it to go back to {before})"
-        return (
-            f"{stands}: {again} after lowering learning_rate (gate rates first), raising warmup_tokens or lowering "
-            "clip; a spike that you trust to pass: raise spike_factor"
-        )
 
     # checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -265,15 +220,8 @@ class FoxTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-        scheduler.base_lrs = [group["lr"] for group in parameter_groups(self.model, self.stage)]  # type: ignore[arg-type]
-        scheduler._last_lr = [
-            base * factor(scheduler.last_epoch)
-            for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        ]
-        groups = self.optimizer.param_groups  # type: ignore[union-attr]
-        for group, base, now in zip(groups, scheduler.base_lrs, scheduler._last_lr, strict=True):
-            group["initial_lr"], group["lr"] = base, now
+        scheduler = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        set_rates(self.optimizer, scheduler, [group["lr"] for group in parameter_groups(self.model, self.stage)])  # type: ignore[arg-type]
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Trains to the end of the stage, or until a signal; restores what is ours from the checkpoint first."""
@@ -296,30 +244,16 @@ class FoxTrainer(Trainer):
         with self.interruptions.held():
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def _sharding(self) -> str:
-        """Who writes the weights of a checkpoint, and in what form: what can read them again."""
-        if self.is_deepspeed_enabled:
-            return "DeepSpeed"
-        if self.is_fsdp_enabled:
-            plugin: Any = self.accelerator.state.fsdp_plugin
-            return f"FSDP ({plugin.state_dict_type.name})"
-        return "no sharding"
-
     def _note_of(self, directory: Path) -> dict[str, Any]:
-        """What a checkpoint says of itself, of which the stage's report takes over what was before it.
+        """Reads a checkpoint's note, and takes from it the history and the loss before the stage, for the report.
 
         Raises:
             ValueError: its weights are in a form that this run can't read.
         """
         note = checkpoint.note_of(directory)
-        now = self._sharding()
-        before = note.get("sharding", now)  # older checkpoints do not say
-        if before != now:
-            raise ValueError(
-                f"{directory} was saved with {before}, this run has {now}: launch it with the "
-                "accelerate config it was begun with (on any number of processes), or choose another `output`"
-            )
-        self.history, self.eval_before = note.get("history", []), note.get("eval_before")  # as above
+        now = sharding_of(self.accelerator)
+        refuse_other_sharding(directory, note.get("sharding", now), now)  # older notes lack it, and the next two
+        self.history, self.eval_before = note.get("history", []), note.get("eval_before")
         return note
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -330,7 +264,7 @@ class FoxTrainer(Trainer):
             return
         self.accelerator.wait_for_everyone()
         if self.args.should_save and directory.exists():
-            checkpoint.discard(directory)  # what an interrupted save left
+            checkpoint.discard(directory)  # left by an interrupted save
         self.accelerator.wait_for_everyone()
         with checkpoint.saving(directory, root):
             super()._save_checkpoint(model, trial)
@@ -351,7 +285,7 @@ class FoxTrainer(Trainer):
                         "eval_before": self.eval_before,
                         "loss_window": window,
                         "world_size": self.args.world_size,
-                        "sharding": self._sharding(),
+                        "sharding": sharding_of(self.accelerator),
                     },
                 )
                 checkpoint.rotate(root, self.recipe.checkpoint.keep)
@@ -393,13 +327,3 @@ class _Endless:
 
     def __iter__(self) -> Any:
         return iter(self.batches)
-
-
-def shard_new_modules(model: Any) -> None:
-    """Gives gates and Pro parts FSDP2 groups of their own, float32: the layers' bfloat16 groups would cast them."""
-    for name, module in list(model.named_modules()):
-        holds = any(True for _ in module.parameters(recurse=False))
-        if holds and is_new_tensor(f"{name}.weight") and not isinstance(module, FSDPModule):
-            # Small, and a gather costs more than they weigh: gathered once a pass.
-            policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-            fully_shard(module, mp_policy=policy, reshard_after_forward=False)

@@ -160,7 +160,7 @@ def assert_gates_saved(directory: Path, live: dict[str, torch.Tensor]) -> None:
         live: what `trained_in_full` found.
 
     Raises:
-        RuntimeError: a gate is missing, rounded, or not what was trained.
+        RuntimeError: a gate is missing, rounded, or differs from the trained one.
     """
     with safe_open(directory / WEIGHTS, "pt") as file:
         names = {name.removeprefix("base_model.model."): name for name in file.keys()}  # noqa: SIM118, not a dict

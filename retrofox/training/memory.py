@@ -3,7 +3,7 @@
 One- and two-layer copies of the model, at its real width, run the stage's objective on a few thousand tokens, on the
 device that will train (on a CPU: a few hundred tokens, without the head). What stays allocated after the forward, and
 how far the allocator rises above it in the head and in the backward, is fitted by a + b T + c T^2 over rows of T
-tokens; the difference of the copies is what a layer costs. So what a kernel, a mask or a fused operator keeps counts.
+tokens; the difference of the copies is the cost of a layer, with all that a kernel, a mask or a fused operator keeps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Curve(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What a stage's passes hold: kept by a layer and outside the layers, and on top in the head and the backward."""
+    """Memory of a stage's passes: kept by a layer and outside the layers, and on top in the head and the backward."""
 
     layer: Curve
     outside: Curve
@@ -156,7 +156,7 @@ def probe(recipe: Recipe, stage: Stage, model: Any, recomputed: bool, device: to
         measure = _allocated if device.type == "cuda" else _saved
         found = np.zeros((2, len(lengths), 3))
         for layers in (1, 2):
-            gc.collect()  # what an earlier copy left behind would be freed while this one is measured
+            gc.collect()  # else garbage of an earlier copy is freed while this one is measured
             small = _small(lm, layers, recipe, stage, device)
             for index, tokens in enumerate(lengths):
                 found[layers - 1, index] = measure(small, recipe, stage, tokens, device)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoConfig
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.config import Recipe
 from retrofox.conversion.convert import convert
 from retrofox.loading.base import load_base
+from retrofox.loading.configs import any_config
 from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.rope_scaling import set_rope, set_rope_config
@@ -83,14 +83,11 @@ def refuse_rope(recipe: Recipe, source: str | Path) -> None:
     """Raises ValueError for a recipe that would change the RoPE of a converted model, or one scaled already."""
     if not changes_rope(recipe):
         return
-    if str(source).endswith(".gguf"):
-        config = AutoConfig.from_pretrained(str(Path(source).parent), gguf_file=Path(source).name)
-    elif read_config(str(source)).get("model_type", "").startswith("fox_"):
+    is_gguf = str(source).endswith(".gguf")
+    if not is_gguf and read_config(str(source)).get("model_type", "").startswith("fox_"):
         key = "rope_theta" if recipe.rope_scaling is None else "rope_scaling"
         raise ValueError(f"{key} is for unconverted models, and {source} is converted: remove it")
-    else:
-        config = AutoConfig.from_pretrained(str(source))
-    set_rope_config(config, rope_scaling(recipe), recipe.rope_theta)
+    set_rope_config(any_config(source), rope_scaling(recipe), recipe.rope_theta)
 
 
 def set_attention(model: Any, recipe: Recipe) -> None:

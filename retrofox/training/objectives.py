@@ -35,7 +35,7 @@ def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tu
     """(name, reason) of the cross-entropy to run: "chunked" (ours), "torch" (linear_cross_entropy) or "liger".
 
     Raises:
-        ValueError: the requested one can't run here, with what is missing.
+        ValueError: the requested one can't run here; the text names the missing part.
     """
     installed = importlib.util.find_spec("liger_kernel") is not None
     sharded = [name for name in SHARDING if os.environ.get(name, "false").lower() == "true"]
@@ -65,11 +65,14 @@ def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """The last hidden state (B, T, hidden_size) of a batch of packed documents.
 
     A batch without cu_seqlens has one document a row and needs no positions; with them, converted models take the
-    boundaries as they are and plain ones find them where position_ids restart.
+    boundaries as they are and plain ones find them where position_ids restart. A batch with `shards` is this process's
+    part of rows that several share.
     """
     lm = causal_lm(model)
     packed = {}
-    if batch.get("cu_seqlens") is not None:
+    if batch.get("shards") is not None:
+        packed = {"position_ids": batch["position_ids"], "shards": batch["shards"]}
+    elif batch.get("cu_seqlens") is not None:
         packed["position_ids"] = batch["position_ids"]
         if is_converted(lm):
             packed["cu_seqlens"] = batch["cu_seqlens"]
@@ -192,8 +195,9 @@ class Align:
         students = [module for _, module in attentions(lm)]
         teachers = [module for _, module in attentions(original)]
         errors: list[torch.Tensor] = []
+        shards = batch.get("shards")
         hooks = [
-            module.register_forward_hook(_beside(student, errors, index in self.recomputed), with_kwargs=True)
+            module.register_forward_hook(_beside(student, errors, index in self.recomputed, shards), with_kwargs=True)
             for index, (module, student) in enumerate(zip(teachers, students, strict=True))
         ]
         try:
@@ -203,15 +207,20 @@ class Align:
             for hook in hooks:
                 hook.remove()
         # Summed like the other objectives' losses: one unit per target, so that packing does not change the weight.
-        counts = (batch["targets"] >= 0).sum(1)
+        counts = (batch["targets"] >= 0).sum(1) if shards is None else shards.row_targets
         return torch.stack(errors).mean(0) @ counts.float(), errors[0].new_zeros(0)
 
 
-def _beside(student: Any, errors: list[torch.Tensor], recomputed: bool) -> Any:
-    """A forward hook that runs `student` in mode "fox" on the inputs its original just had."""
+def _beside(student: Any, errors: list[torch.Tensor], recomputed: bool, shards: Any = None) -> Any:
+    """A forward hook that runs `student` in mode "fox" on the inputs its original just had.
+
+    Where several processes share rows, each adds its part of a row's error, divided by the power of the whole row.
+    """
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         wanted = output[0].float()
+        power = wanted.square().sum((1, 2))
+        power = (power if shards is None else shards.mesh.sum(power)).clamp_min(1e-20)
 
         def error() -> torch.Tensor:
             before, student.mode = student.mode, "fox"
@@ -219,7 +228,7 @@ def _beside(student: Any, errors: list[torch.Tensor], recomputed: bool) -> Any:
                 found = student.forward(*args, **kwargs)[0].float()
             finally:
                 student.mode = before
-            return (found - wanted).square().sum((1, 2)) / wanted.square().sum((1, 2)).clamp_min(1e-20)
+            return (found - wanted).square().sum((1, 2)) / power
 
         with torch.enable_grad():
             errors.append(checkpoint(error, use_reentrant=False) if recomputed else error())  # type: ignore[arg-type]

@@ -18,11 +18,12 @@ import yaml
 
 from retrofox.config import ROLES, Recipe, dump
 from retrofox.data.sources import is_hidden
+from retrofox.parallel.settings import readers_of
 from retrofox.training import checkpoint
 from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.version import __version__
 
-FREE_TO_CHANGE = ("output", "checkpoint", "log", "dataloader_workers", "deterministic")
+FREE_TO_CHANGE = ("output", "checkpoint", "log", "parallel", "dataloader_workers", "deterministic")
 FREE_IN_DATA = ("cache", "workers")
 FREE_IN_STAGE = ("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor")
 FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
@@ -32,21 +33,21 @@ FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
 def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     """Makes OUTPUT this recipe's, or finds that it is; returns tokens per optimizer step of each stage.
 
-    OUTPUT/recipe.yaml then says what the run resumes with. A run that left nothing to resume (refused for a misspelt
+    The run resumes with OUTPUT/recipe.yaml. A run that left nothing to resume (refused for a misspelt
     path or pattern, say) leaves OUTPUT to the next.
 
     Raises:
         ValueError: OUTPUT holds another run or can't be written to; batch_tokens don't divide among the devices.
     """
     file = out / "recipe.yaml"
-    batches = batches_of(out, recipe)
+    batches, readers = batches_of(out, recipe), readers_of(recipe, state.num_processes)
     begun = batches is not None
     if batches is None:
-        batches = [tokens_per_step(stage, state.num_processes) for stage in recipe.stages]
+        batches = [tokens_per_step(stage, readers) for stage in recipe.stages]
         checkpoint.check_writable(out, 0)
     for stage, batch_tokens in zip(recipe.stages, batches, strict=True):
         try:
-            accumulation(stage, batch_tokens, state.num_processes)
+            accumulation(stage, batch_tokens, readers)
         except ValueError as error:
             if not begun:
                 raise
@@ -96,7 +97,7 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
 
 
 def refuse_mingling(recipe: Recipe) -> None:
-    """Keeps a run from writing over, or into, what is not its own; writes nothing itself.
+    """Raises where a run would write over, or into, files that it did not write; writes nothing itself.
 
     Raises:
         ValueError: the model lies where OUTPUT's own models go, or OUTPUT inside it, or inside a directory of texts,

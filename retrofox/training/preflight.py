@@ -1,4 +1,4 @@
-"""What a run needs before anything is written: the one list of refusals that `plan` shows and `train` stops at."""
+"""Checks before anything is written: the one list of refusals that `plan` shows and `train` stops at."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from retrofox.anatomy import lm_class
 from retrofox.config import Recipe, Stage
+from retrofox.loading.configs import any_config
 from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
+from retrofox.parallel.settings import context_of, readers_of
 from retrofox.support.memory import size
 from retrofox.surgery import make_plan
 from retrofox.training.groups import accumulation, tokens_per_step
@@ -23,6 +25,7 @@ from retrofox.training.lora import add_adapters
 from retrofox.training.memory import memory
 from retrofox.training.model import changes_rope, refuse_rope, rope_scaling
 from retrofox.training.refusals import (
+    refuse_context,
     refuse_optimizer,
     refuse_output,
     refuse_parallelism,
@@ -48,7 +51,7 @@ class StagePreflight:
 
 @dataclass
 class Preflight:
-    """What is known of a run before it: refusals in the order they were found, and what was not refused.
+    """Results of the checks before a run: refusals in the order they were found, and the parts that passed.
 
     Attributes:
         config: of the model to train, None where it can't be known.
@@ -62,7 +65,7 @@ class Preflight:
     stages: list[StagePreflight] = field(default_factory=list)
 
     def collect(self, check: Callable[[], Any], where: str = "") -> Any:
-        """What a check returns; None, and its error noted, where it refuses."""
+        """The result of a check; None, and its error noted, where it refuses."""
         try:
             return check()
         except (ValueError, FileNotFoundError) as error:
@@ -78,10 +81,12 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
     """
     found = Preflight()
     found.collect(refuse_parallelism)
+    found.collect(lambda: refuse_context(recipe, devices))
     for refuse in (refuse_precision, refuse_quantization, refuse_trackers, refuse_optimizer, refuse_output):
         found.collect(functools.partial(refuse, recipe))
+    readers = readers_of(recipe, devices)
     for stage in recipe.stages:
-        found.collect(lambda stage=stage: accumulation(stage, tokens_per_step(stage, devices), devices))
+        found.collect(lambda stage=stage: accumulation(stage, tokens_per_step(stage, readers), readers))
     try:
         found.config, found.added = _config(recipe)
         empty(found.config, recipe)
@@ -103,9 +108,16 @@ def _stage(recipe: Recipe, stage: Stage, config: Any, devices: int, device: torc
     model, source = empty(config, recipe), starts_from(recipe)
     refuse_stage(recipe, stage, model, source, device)
     teacher = needs_teacher(recipe, stage, model, source)
+    held = held_by_one(recipe, stage)
     return StagePreflight(
-        stage, model, teacher, memory(recipe, stage, model, devices, weights_are_sharded(), device, teacher)
+        stage, model, teacher, memory(recipe, held, model, devices, weights_are_sharded(), device, teacher)
     )
+
+
+def held_by_one(recipe: Recipe, stage: Stage) -> Stage:
+    """A stage with rows of the length that one process holds, where several share them."""
+    context = context_of(recipe)
+    return stage.model_copy(update={"sequence_length": stage.sequence_length // context}) if context > 1 else stage
 
 
 def _refuse_size(ready: StagePreflight, device: torch.device) -> None:
@@ -125,7 +137,7 @@ def starts_from(recipe: Recipe) -> Path | None:
 
 
 def device_memory(device: torch.device) -> float:
-    """Bytes a run can have: on a GPU without its context and what an allocator loses to fragments (5 %)."""
+    """Bytes a run can have: on a GPU without its context and an allocator's fragments (5 %)."""
     if device.type == "cuda":
         return 0.95 * torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
@@ -134,10 +146,7 @@ def device_memory(device: torch.device) -> float:
 def _config(recipe: Recipe) -> tuple[Any, int]:
     """(config of the model to train, parameters that its conversion adds)."""
     if recipe.model.endswith(".gguf"):
-        path = Path(recipe.model)
-        if not path.is_file():
-            raise FileNotFoundError(f"{recipe.model}: no such file")
-        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        config = any_config(recipe.model)
     else:
         refuse_adapter(recipe.model)
         refuse_rope(recipe, recipe.model)
@@ -149,7 +158,7 @@ def _config(recipe: Recipe) -> tuple[Any, int]:
                     "base model"
                 )
             return lm_class(model_type.removeprefix("fox_")).config_class.from_pretrained(recipe.model), 0
-        config = AutoConfig.from_pretrained(recipe.model)
+        config = any_config(recipe.model)
     if recipe.fox is None:
         if recipe.lora is not None:
             raise ValueError("LoRA here adapts converted models: give the recipe a `fox:` section")
@@ -171,7 +180,7 @@ def empty(config: Any, recipe: Recipe) -> Any:
 def built(config: Any, recipe: Recipe) -> Any:
     """The model of a config with random weights in float32, adapters added where the recipe has them."""
     if not config.model_type.startswith("fox_"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model = lm_class(config.model_type.removeprefix("fox_"))(config)
     if recipe.lora is None:
         return model

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from retrofox.anatomy import is_converted
+from retrofox.anatomy import causal_lm, is_converted
 from retrofox.config import Recipe, Source, Stage
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
 from retrofox.loading.tokenizers import recipe_tokenizer
+from retrofox.parallel.settings import context_of, refuse_processes, refuse_sharing, split_of
+from retrofox.support.files import nearest_existing, why_unwritable
 from retrofox.training.groups import set_trainable
 from retrofox.training.objectives import choose_cross_entropy
 from retrofox.training.output import batches_of, refuse_mingling
@@ -26,13 +28,13 @@ from retrofox.training.teacher import named_original, needs_teacher
 
 
 def refuse_parallelism() -> None:
-    """Raises ValueError for what an accelerate config asks that would leave the gates behind, or fail later."""
-    for variable, name in (("PARALLELISM_CONFIG_CP_SIZE", "context"), ("PARALLELISM_CONFIG_SP_SIZE", "sequence")):
-        if int(os.environ.get(variable, "1")) > 1:
-            raise ValueError(
-                f"{name} parallelism ({variable}={os.environ[variable]}) moves queries, keys and values but not the "
-                "forget gates, so attention would be silently wrong: use DDP, FSDP2 or ZeRO-3"
-            )
+    """Raises ValueError for options of an accelerate config that would lose the gates, or fail later."""
+    variable = "PARALLELISM_CONFIG_SP_SIZE"
+    if int(os.environ.get(variable, "1")) > 1:
+        raise ValueError(
+            f"sequence parallelism ({variable}={os.environ[variable]}) moves queries, keys and values but not the "
+            "forget gates, so attention would be silently wrong: use cp_size, or `parallel: {context: N}` in the recipe"
+        )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         if int(os.environ.get("FSDP_VERSION", "1")) != 2:
             raise ValueError("FSDP version 1 can't keep the forget gates in float32: set fsdp_version: 2")
@@ -43,6 +45,13 @@ def refuse_parallelism() -> None:
             "accelerate's dynamo_backend compiles the whole model, whose forward is the stage's objective here: set "
             "dynamo_backend: 'no'; `compile: true` in a stage compiles its MLPs and norms"
         )
+
+
+def refuse_context(recipe: Recipe, processes: int) -> None:
+    """Raises ValueError where these processes can't share rows as the recipe asks, whatever the model."""
+    refuse_processes(recipe, processes)
+    if deepspeed() and context_of(recipe) > 1:
+        raise ValueError("parallel.context runs with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config")
 
 
 def refuse_precision(recipe: Recipe) -> None:
@@ -122,6 +131,7 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
     """
     if stage.objective != "extend" and not is_converted(model):
         raise ValueError(f"{stage.objective} compares a retrofit with its original: give `fox:` to the recipe")
+    refuse_sharing(model, stage.sequence_length, split_of(recipe, causal_lm(model).config))
     set_trainable(model, stage, adapters=recipe.lora is not None)
     if needs_teacher(recipe, stage, model, source) and source is not None:
         named_original(source)
@@ -133,7 +143,7 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
 def refuse_tokenizer(tokenizer: Any, vocabulary: int) -> None:
     """Raises ValueError for a tokenizer whose words, special tokens aside, are more than the model embeds.
 
-    Special tokens beyond it are common (Gemma 3's picture token): what counts is whether a text holds one.
+    Special tokens beyond it are common (Gemma 3's picture token): a text must hold one to be refused.
     """
     if tokenizer.vocab_size > vocabulary:
         raise ValueError(
@@ -143,7 +153,7 @@ def refuse_tokenizer(tokenizer: Any, vocabulary: int) -> None:
 
 
 def refuse_tokens(manifest: Manifest, tokenizer: Any, vocabulary: int) -> None:
-    """Raises ValueError for prepared texts that hold a token beyond what the model embeds."""
+    """Raises ValueError for prepared texts that hold a token beyond the model's embedding."""
     if max(tokenizer.get_vocab().values()) < vocabulary:
         return
     for tokens in open_tokens(manifest):
@@ -160,23 +170,18 @@ def refuse_output(recipe: Recipe) -> None:
     out = Path(recipe.output)
     refuse_mingling(recipe)
     batches_of(out, recipe)
-    place = _existing(out)
+    place = nearest_existing(out)
     if not place.is_dir():
         raise ValueError(f"can't write to {out}: {place} is a file; choose another `output`")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ValueError(f"can't write to {place}; choose another `output`")
+    reason = why_unwritable(place)
+    if reason is not None:
+        raise ValueError(f"can't write to {place} ({reason}); choose another `output`")
 
 
 def free_bytes(out: Path) -> int:
     """Free bytes on the disk where OUTPUT is or will be."""
-    place = _existing(out)
+    place = nearest_existing(out)
     return shutil.disk_usage(place if place.is_dir() else place.parent).free
-
-
-def _existing(path: Path) -> Path:
-    """The path itself, or the nearest one above it that is there."""
-    whole = path.expanduser().absolute()
-    return next(place for place in (whole, *whole.parents) if place.exists())
 
 
 def _on_the_hub(reference: str) -> bool:
@@ -193,7 +198,7 @@ def _refuse_source(source: Source) -> None:
 
 
 def refused_data(recipe: Recipe, vocabulary: int | None) -> list[Exception]:
-    """What keeps the recipe's data from being tokenised: sources that are not there, no tokenizer, one too large."""
+    """Refusals before tokenising: sources that are not there, no tokenizer, one too large."""
     found: list[Exception] = []
     for source in (*recipe.data.train, *recipe.data.eval):
         try:

@@ -1,4 +1,4 @@
-"""What is done to a model so that it trains fast: a bfloat16 residual stream, fused norms, recomputation, compilation.
+"""Changes to a model that make it train fast: a bfloat16 residual stream, fused norms, recomputation, compilation.
 
 Weights stay float32 (they are the master copy; gradients accumulate in float32) and autocast runs the products in
 bfloat16. Left alone, autocast keeps embeddings and norms, hence the whole residual stream, in float32: on a 576-wide

@@ -19,7 +19,7 @@ from retrofox.training import checkpoint
 from retrofox.training.model import load_any
 
 SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-"""What a teacher's config shares with its pupil's."""
+"""Config fields in which a teacher and its pupil must agree."""
 
 
 def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: PartialState) -> Any:
@@ -131,7 +131,7 @@ def changed_since_conversion(source: Path) -> str | None:
     if (directory / "config.json").is_file():
         config = read_config(str(directory))
         if not config.get("model_type", "").startswith("fox_"):
-            return None  # a plain model is what a conversion of it starts from, whatever it went through before
+            return None  # unconverted: its weights are the original
         if config.get("queries_refitted"):
             return f"calibration rewrote the query projections of {directory}"
     if (directory / "retrofox.json").is_file():

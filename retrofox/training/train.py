@@ -19,6 +19,9 @@ from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
+from retrofox.parallel.mesh import build_mesh
+from retrofox.parallel.settings import context_of, readers_of, split_of, take_over
+from retrofox.parallel.watch import Watch
 from retrofox.support.files import write_json
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import environment
@@ -64,9 +67,11 @@ def train(recipe: Recipe) -> dict[str, Any]:
     Raises:
         ValueError: the recipe can't run here, OUTPUT holds another run, the data changed, the loss diverged, a
             checkpoint could not be written.
+        ProcessLost: a process that shares rows with this one ended (the others leave with SystemExit 1).
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, the state saved.
     """
     transformers.utils.logging.disable_progress_bar()
+    take_over(recipe)
     state: Any = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     out = Path(recipe.output)
     interruptions = Interruptions("nothing was trained yet", quiet=not state.is_main_process)
@@ -79,8 +84,19 @@ def train(recipe: Recipe) -> dict[str, Any]:
             return _complete(out, recipe, state)
         for refusal in preflight(recipe, state.num_processes, state.device).refusals:
             raise refusal
-        with OutputLock(out) if state.is_main_process else contextlib.nullcontext():
+        shared = context_of(recipe) > 1
+        watch = Watch(lambda: _stands(out, recipe)) if shared else contextlib.nullcontext()
+        with OutputLock(out) if state.is_main_process else contextlib.nullcontext(), watch:
             return _train(recipe, out, interruptions, state)
+
+
+def _stands(out: Path, recipe: Recipe) -> str:
+    """What is on disk of a run that ends now."""
+    for number in reversed(range(len(recipe.stages))):
+        for place in reversed(checkpoint.checkpoints(stage_folder(out, recipe, number))):
+            if (place / checkpoint.MARKER).is_file():
+                return f"{place} stands"
+    return "there is no checkpoint yet"
 
 
 def _complete(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:
@@ -97,7 +113,7 @@ def _complete(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """A run under way: what every stage of it needs.
+    """A run under way, with the parts that its stages share.
 
     Attributes:
         source: the checkpoint that training starts from.
@@ -197,7 +213,7 @@ def _model(run: Run, number: int) -> Any:
 
 
 def _finish(out: Path, reports: list[dict[str, Any]], seconds: float, state: Any) -> dict[str, Any]:
-    """Writes result.json: what was done, with what, on what."""
+    """Writes result.json: stages, losses, command, versions, hardware."""
     result = {
         "output": str(out),
         "model": str(out / "model"),
@@ -221,7 +237,9 @@ def say(state: Any, text: str) -> None:
 def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     recipe, state = run.recipe, run.state
     stage, batch_tokens, steps = recipe.stages[number], run.batch_tokens[number], run.steps(number)
-    data = StageData(run.tokens, recipe, stage, state)
+    split = split_of(recipe, causal_lm(model).config)
+    mesh = build_mesh(split) if split.context > 1 else None
+    data = StageData(run.tokens, recipe, stage, state, mesh)
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
     recompute(model, stage.gradient_checkpointing)
     compile_parts(model, stage.compile)
@@ -230,7 +248,8 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     say(
         state,
         f"stage {number}: {stage.objective}, {steps} steps of {batch_tokens:,} tokens at {stage.sequence_length}; "
-        f"training {', '.join(roles)}; cross-entropy {objective.kind} ({objective.reason})",
+        f"training {', '.join(roles)}; cross-entropy {objective.kind} ({objective.reason})"
+        + ("" if mesh is None else f"; rows shared by {split.context}: heads x {split.ulysses}, ring of {split.ring}"),
     )
     lm = causal_lm(model)
     stage_run = StageRun(
@@ -247,8 +266,9 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
         evaluator=OBJECTIVES["extend"](model, Stage.model_construct(cross_entropy="chunked"), state.device),
         eval_batches=None if data.held_out is None else data.eval_batches,
         interruptions=run.interruptions,
+        mesh=mesh,
     )
-    accumulated = accumulation(stage, batch_tokens, state.num_processes)
+    accumulated = accumulation(stage, batch_tokens, readers_of(recipe, state.num_processes))
     return FoxTrainer(model, arguments(recipe, stage, run.folder(number), steps, accumulated), stage_run)
 
 
@@ -303,7 +323,7 @@ def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
 
 
 def _checkpoint_bytes(trainer: FoxTrainer) -> int:
-    """Size of one checkpoint: all weights (of an adapter, what is trained), and two moments of what is trained."""
+    """Size of one checkpoint: all weights (of an adapter, the trained ones), and two moments of each trained one."""
     parameters = list(trainer.model.parameters())  # type: ignore[union-attr]
     saved = [p for p in parameters if p.requires_grad or trainer.recipe.lora is None]
     moments = STATE_BYTES.get(trainer.recipe.optim, 8)

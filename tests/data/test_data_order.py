@@ -31,6 +31,19 @@ def test_epochs_and_seeds_differ_and_look_shuffled():
     assert counts.min() > 60  # 100 expected
 
 
+def test_blocks_and_sources_of_a_mixture_are_shuffled_differently():
+    order = Mixture([500, 500], [1, 1], 3)
+    first, second = order.take(np.arange(2 * order.block)).reshape(2, -1)
+    assert ((first < 500) != (second < 500)).mean() > 0.4  # else every block has its sources in the same places
+    one, other = (drawn[:500] for drawn in (first[first < 500], first[first >= 500] - 500))
+    assert (one == other).mean() < 0.05
+
+
+def test_a_block_holds_several_draws_of_the_rarest_source():
+    assert Mixture([5, 5], [1, 1]).block == 1024
+    assert all(Mixture([5, 5], [1, rare]).block * rare / (1 + rare) >= 4 for rare in (0.01, 0.001, 1e-5))
+
+
 def test_one_number_is_what_many_give():
     for order in (Order(77, 5), Mixture([5, 70, 11], [1, 2, 0.25], 5)):
         assert [order[g] for g in range(3000, 3100)] == order.take(np.arange(3000, 3100)).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import re
@@ -73,7 +72,7 @@ def test_readme_is_short_and_has_the_two_commands_and_the_recall():
     assert len(text.splitlines()) <= 200
     assert "    make demo " in text
     assert "    make test " in text
-    assert "| **retrofit** (`smollm2-partial`) |" in text
+    assert "| **`smollm2-partial`**, the default |" in text
 
 
 def test_make_test_builds_the_pages_with_warnings_as_errors():
@@ -173,29 +172,19 @@ def test_figures_in_the_text_are_those_on_file(hooks):
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
         for sentence in wanted:
             assert sentence in text, page
-    readme, results = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/results.md"))
-    for bucket in figures.read("retrofit/eval/eval.json")["buckets"]:
-        keys = ("base", "base2", "model", "open", "shuffled")
-        values = [f"{bucket['loss'][key]['mean']:.3f}" for key in keys]
-        assert "| " + " | ".join(values) + " |" in results
-        if bucket["from"] in (0, 4096, 8192, 24576):
-            assert "| {} | {} | **{}** |".format(*values) in readme
 
 
-def test_needles_in_the_text_are_those_on_file():
-    readme, results = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/results.md"))
-    for mode in ("easy", "standard"):
-        file = ROOT / "benchmarks" / "retrofit" / f"needle-{mode}" / "needle_lengths.csv"
-        rows = list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
-        for model in ("base", "control", "partial"):
-            mine = [row for row in rows if row["model"] == model]
-            shares = [100 * float(row["found"]) for row in mine]
-            ends = [(100 * float(row["low"]), 100 * float(row["high"])) for row in mine]
-            cells = [f"{s:.0f} % ({a:.0f}-{b:.0f})" for s, (a, b) in zip(shares, ends, strict=True)]
-            assert " | ".join(cells) in results, (mode, model)
-            if mode == "easy":
-                stars = "**" if model == "partial" else ""
-                assert " | ".join(f"{stars}{share:.0f} %{stars}" for share in shares) in readme
+def test_the_table_of_the_readme_is_of_the_arms_on_file(hooks):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    arms = hooks.generated.figures.read("retrofit/arms.json")["arms"]
+    for name, stars in {"base": "", "control": "", "yarn": "", "partial": "**", "fox": ""}.items():
+        losses = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in arms[name]["loss"]}
+        found = " / ".join(f"{100 * row['found']:.0f}" for row in arms[name]["needles"]["easy"])
+        cells = [found, losses[4096], losses[24576]]
+        assert "| " + " | ".join(f"{stars}{cell}{stars}" for cell in cells) + " |" in readme, name
+    last = {name: arms[arm]["loss_128k"][-1]["mean"] for name, arm in (("partial", "partial-seed1"), ("fox", "fox"))}
+    assert f"| {last['partial']:.3f} |" in readme
+    assert f"| **{last['fox']:.3f}** |" in readme
 
 
 def test_the_manifest_lists_each_document_once_with_its_digest():

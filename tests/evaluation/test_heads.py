@@ -178,6 +178,9 @@ def test_inspect_shows_heads_before_and_after_in_one_call(pico_fox, pico_llama, 
     assert all(float(row["prune_skips"]) == 0 for row in rows if row["model"] == "base")
     for name in ("1.2", "0.0", "against-1.2", "against-0.0"):
         assert (out / f"map-{name}.png").read_bytes().startswith(b"\x89PNG")
+        drawn = (out / f"map-{name}.svg").read_text()
+        assert "mathdefault" not in drawn  # the colour bar's numbers are numbers
+        assert f"head {name.removeprefix('against-')} of " in drawn
         assert Path(written["files"][f"map_{name}_svg"]).is_file()
     assert "retrieval head" in printed
     assert "pruning may skip" in printed

@@ -17,7 +17,7 @@ from retrofox import anatomy
 from retrofox.evaluation.bootstrap import Bootstrap, student_t, trend
 from retrofox.evaluation.readings import Reading, read
 from retrofox.evaluation.recall import octave_edges, recall
-from retrofox.evaluation.recall_control import GUARD, MOST_CUT, plan_control
+from retrofox.evaluation.recall_control import GUARD, MOST_CUT, MOST_EARLIER, _in_turn, plan_control
 from retrofox.evaluation.recall_report import verdicts
 from retrofox.evaluation.repeats import WordStarts, find_repeats
 from retrofox.loading.opened import open_model
@@ -228,12 +228,16 @@ def test_the_command_line_passes_every_option_on(run, pico_checkpoint, tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("the fox forgets the gate and then some other thing happens to it, " * 6, encoding="utf-8")
     arguments = ["recall", pico_checkpoint, "--data", text, "--length", 300, "--out", tmp_path / "out", "--seed", 7]
+    (tmp_path / "short.txt").write_text("the fox and the fox", encoding="utf-8")
+    arguments.insert(3, tmp_path / "short.txt")
     options = ["--ngram", 3, "--unit", "tokens", "--control", 2, "--max-documents", 1, "--batch", 2, "--device", "cpu"]
+    options += ["--min-tokens", 100]
     code, printed, err = run(*arguments, *options, "--against", pico_checkpoint)
     assert code == 0, err
     result = json.loads((tmp_path / "out" / "recall.json").read_text())
     assert (result["ngram"], result["unit"], result["control"], result["seed"]) == (3, "tokens", 2, 7)
     assert [line["key"] for line in result["lines"]] == ["model", "base"]
+    assert result["document_names"] == ["text.txt"]  # the other is too short
     assert "3 tokens seen before" in printed
 
 
@@ -244,6 +248,8 @@ def test_refusals(copier, words, texts, tmp_path, run):
         ({"unit": "letters"}, "unit must be one of words, tokens"),
         ({"control": -1}, "control must be a number of tokens"),
         ({"batch": 0}, "batch must be at least 1"),
+        ({"min_tokens": 1}, "min_tokens must lie between 2 and the length"),
+        ({"min_tokens": 701, "length": 700}, "min_tokens must lie between 2 and the length"),
         ({"max_documents": 0}, "max_documents must be at least 1"),
         ({"length": 64}, "no token in .* completes 4 words that stood 16 or more tokens before"),
         ({"data": []}, "nothing to read"),
@@ -256,3 +262,15 @@ def test_refusals(copier, words, texts, tmp_path, run):
     code, _, err = run("recall", "nowhere/at/all", "--data", texts[0])
     assert code == 2
     assert "no such model" in err
+
+
+def test_turns_of_phrase_and_ngrams_over_their_own_source_are_not_sampled():
+    draw = np.random.default_rng(0)
+    phrase = np.array([900, 901, 902, 903])
+    ids = np.concatenate([np.concatenate([draw.integers(0, 800, 20), phrase]) for _ in range(MOST_EARLIER + 4)])
+    ids = np.concatenate([ids, np.full(6, 950)])  # the same token again and again: its 4-grams overlap
+    repeats = find_repeats(ids, np.ones(len(ids), bool), 4)
+    ends = np.flatnonzero(ids == 903)
+    able = [*ends[1:], *np.flatnonzero(repeats.previous >= len(ids) - 6)]
+    assert len(able) > len(ends)
+    assert sorted(_in_turn([np.array(able)], repeats, 64, draw)) == ends[1 : MOST_EARLIER + 1].tolist()

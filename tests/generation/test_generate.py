@@ -370,3 +370,66 @@ def test_assisted_generation_equals_greedy(pico):
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
     plain = pico.model.generate(ids, **options)
     assert torch.equal(pico.model.generate(ids, prompt_lookup_num_tokens=3, **options), plain)
+
+
+# a cache that forgets, and prompts read in parts
+
+
+def short_gates(pico_fox, pico_tokenizer) -> Opened:
+    return open_model(pico_fox(half_life=(1.0, 1.2), config={"initializer_range": 0.1}), tokenizer=pico_tokenizer)
+
+
+def test_evict_gives_the_same_text_and_says_what_it_kept(pico_fox, pico_tokenizer, monkeypatch, capsys):
+    monkeypatch.setattr("retrofox.model.forgetting.PAGE", 4)
+    monkeypatch.setattr("retrofox.model.forgetting.EVERY", 4)
+    opened, prompt = short_gates(pico_fox, pico_tokenizer), "the fox forgets the gate " * 30
+    plain, evicting = (run(opened, [prompt], 24, evict=evict) for evict in (None, -16.0))
+    assert evicting["token_ids"] == plain["token_ids"]
+    assert plain["cache"] is None
+    assert evicting["cache"]["kept_share"] < 0.8
+    generate(opened.model, prompt, 4, tokenizer=opened.tokenizer, evict=-16.0, output=io.StringIO(), ignore_eos=True)
+    assert "kept a head]" in capsys.readouterr().err
+
+
+def test_evict_is_refused_where_it_can_not_hold(pico_fox, pico_llama, pico_tokenizer):
+    opened = open_model(pico_fox(), tokenizer=pico_tokenizer)
+    for options, message in (
+        ({"evict": 0.5}, "below 0"),
+        ({"evict": -9.0, "num_beams": 2}, "leave out beams"),
+        ({"evict": -9.0, "use_cache": False}, "leave out beams"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(opened, PROMPTS[:1], **options)
+    with pytest.raises(ValueError, match="prompts of one length"):
+        run(opened, PROMPTS, evict=-9.0)
+    with pytest.raises(ValueError, match="only a converted model"):
+        run(open_model(pico_llama(), tokenizer=pico_tokenizer), PROMPTS[:1], evict=-9.0)
+
+
+def test_a_chat_that_forgets_answers_alike(pico_fox, pico_tokenizer, monkeypatch):
+    monkeypatch.setattr("retrofox.model.forgetting.PAGE", 4)
+    monkeypatch.setattr("retrofox.model.forgetting.EVERY", 4)
+    opened, answers = short_gates(pico_fox, pico_tokenizer), []
+    for evict in (None, -16.0):
+        session = ChatSession(opened, evict=evict)
+        answers.append([session.reply("the gate " * 20, 12), session.reply("and so on", 12)])
+    assert answers[0] == answers[1]
+    assert session.cache.report()["kept_share"] < 0.9
+
+
+def test_a_long_prompt_is_read_in_parts(opened, monkeypatch):
+    from retrofox.generation import generate as module
+
+    prompt, lengths = "the gate is open and the fox forgets " * 6, []
+    expected = run(opened, [prompt])["token_ids"]
+    forward = type(opened.model).forward
+
+    def noted(self, *args, **kwargs):
+        lengths.append(kwargs["input_ids"].shape[1])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(opened.model), "forward", noted)
+    monkeypatch.setattr(module, "PREFILL", 32)
+    assert run(opened, [prompt])["token_ids"] == expected
+    converted = opened.model.config.model_type == "fox_llama"
+    assert (max(lengths) <= 32) == converted

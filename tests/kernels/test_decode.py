@@ -164,6 +164,58 @@ def check_append(device: str) -> None:
         torch.testing.assert_close(kept[0][3], kept[1][3])
 
 
+def check_fixed(device: str) -> None:
+    """At a length on the device, in a room for more: what decoding of just that length gives, pruned a little less."""
+    from cases import gates
+    from fox_kernels.decoding import append, fixed, planner
+    from fox_kernels.decoding.search import key_bound
+
+    for n in range(CASES):
+        problem = any_problem(n)
+        torch.manual_seed(n)
+        B, T, S, H, group, D = problem["shape"]
+        dtype, options = problem["dtype"], dict(problem["options"])
+        if problem["starts"] is not None:
+            options["seq_start"] = torch.tensor(problem["starts"], dtype=torch.int32, device=device)
+        q, k, v = (
+            torch.randn(B, t, heads, D, device=device).to(dtype)
+            for t, heads in ((T, H), (S, H // group), (S, H // group))
+        )
+        log_f = gates(problem["gate"], B, S, H, device=device)
+        bound = None if options["prune"] is None else key_bound(k)
+        k, v, hi, lo = kept(q, k, v, log_f)
+        expected = decode_attention(q, k, v, hi, lo, k_bound=bound, **options).double()
+        room = 64 * random.Random(n).randint(-(-S // 64), 12)
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, room - S), value=float("nan")) for x in (k, v))
+        hi, lo = (torch.nn.functional.pad(x, (0, room - S), value=float("nan")) for x in (hi, lo))
+        length = torch.tensor([S - T], dtype=torch.int32, device=device)
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            if n % 6 == 0:
+                patch.setattr(planner, "MAX_SHARED", 0)
+            planner.decoder_for.cache_clear()
+            o = fixed.decode_at(q, k, v, hi, lo, length, k_bound=bound, **options).double()
+        lost = 0.0 if options["prune"] is None else 2 * math.exp(options["prune"])
+        allowed = (ROUNDING[dtype] + lost) * expected.norm().clamp_min(expected.numel() ** 0.5 / 10)
+        assert (o - expected).norm() <= allowed, problem
+    # appended at a length on the device as at one on the host
+    k, v = (torch.randn(2, 2, 3, 16, device=device) for _ in range(2))
+    log_f, rooms = -torch.rand(2, 3, 4, device=device), []
+    for at in (40, torch.tensor([40], dtype=torch.int32, device=device)):
+        rooms.append([torch.ones(2, heads, 64, width, device=device) for heads, width in ((2, 16), (2, 16), (8, 1))])
+        append.append(rooms[-1], at, k, v, log_f, None, 16)
+    assert all(torch.equal(a, b) for a, b in zip(*rooms, strict=True))
+    assert not torch.equal(rooms[0][0], torch.ones_like(rooms[0][0]))
+    wrong = torch.zeros(1, dtype=torch.int64, device=device)
+    q, c = torch.randn(2, 1, 4, 16, device=device), torch.zeros(2, 4, 64, device=device)
+    k = rooms[0][0].transpose(1, 2)
+    with torch.no_grad():
+        for message, at, prune in (("length must be", wrong, None), ("prune needs k_bound", wrong.int(), -5.0)):
+            with pytest.raises(ValueError, match=message):
+                fixed.decode_at(q, k, k, c, c, at, prune=prune)
+    with pytest.raises(ValueError, match="use decode_attention"):  # gradients are recorded
+        fixed.decode_at(q, k, k, c, c, wrong.int())
+
+
 def check_refusals(device: str) -> None:
     q, k, c = (torch.randn(1, *shape, device=device) for shape in ((1, 4, 16), (300, 2, 16), (4, 300)))
     bound, many = torch.ones(1, 2, device=device), torch.randn(1, 40, 4, 16, device=device)
@@ -183,7 +235,7 @@ def check_refusals(device: str) -> None:
             decode_attention(*arguments, **options)
 
 
-CHECKS = ("any_problem", "bound", "append", "refusals")
+CHECKS = ("any_problem", "bound", "append", "fixed", "refusals")
 
 
 def run_all() -> dict[str, str]:

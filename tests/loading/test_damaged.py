@@ -113,6 +113,35 @@ def test_configs_that_no_model_has(values, message, pico_checkpoint, run, tmp_pa
         assert message in one_line(error)
 
 
+STRICT = {"layers": {"num_hidden_layers": "2"}, "width": {"hidden_size": 31}, "tied": {"tie_word_embeddings": "yes"}}
+
+
+@pytest.mark.parametrize("values", STRICT.values(), ids=list(STRICT))
+@pytest.mark.parametrize("command", ["eval", "generate", "recall"])
+def test_configs_that_transformers_refuses_are_one_line_in_every_command(
+    command, values, pico_checkpoint, run, tmp_path
+):
+    file = pico_checkpoint / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    (tmp_path / "text.txt").write_text("the fox forgets. " * 20)
+    options = ["x"] if command == "generate" else ["--data", tmp_path / "text.txt", "--length", 64]
+    code, _, error = run(command, pico_checkpoint, *options)
+    assert code == 2
+    assert f"config.json of {pico_checkpoint} makes no model" in one_line(error)
+
+
+def test_gates_that_are_too_many_or_no_floats_are_not_pushed(converted):
+    config = json.loads((converted / "config.json").read_text())
+    (converted / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match=rf"{LOST}.*for which its config.json has no place"):
+        check_complete(converted)
+    (converted / "config.json").write_text(json.dumps(config))
+    check_complete(converted)
+    change_gates(converted, lambda tensors: tensors.update({f"{LOST}.bias": torch.ones(4, dtype=torch.int32)}))
+    with pytest.raises(ValueError, match=rf"{LOST}.bias as I32: it must be a float"):
+        check_complete(converted)
+
+
 def test_a_config_nested_too_deeply(pico_checkpoint, run, tmp_path):
     (pico_checkpoint / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
     for command in (["convert", pico_checkpoint, tmp_path / "out"], ["generate", pico_checkpoint, "a"]):

@@ -52,12 +52,14 @@ def commands(model: Path, text: Path) -> dict[str, list]:
         "eval": ["eval", model, "--data", text, "--length", 16],
         "generate": ["generate", model, "a", "--max-new-tokens", 1],
         "needle": ["needle", model, "--data", text, "--lengths", 320, "--depths", 1, "--trials", 1],
+        "recall": ["recall", model, "--data", text, "--length", 128],
+        "chat": ["chat", model],
         "inspect": ["inspect", model],
         "convert": ["convert", model, text.parent / "out"],
     }
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "needle", "inspect", "convert"])
+@pytest.mark.parametrize("command", ["eval", "generate", "needle", "recall", "chat", "inspect", "convert"])
 def test_a_models_own_code_is_neither_run_nor_asked_about(command, odd, text, run, monkeypatch, tmp_path, remote_code):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
@@ -65,9 +67,28 @@ def test_a_models_own_code_is_neither_run_nor_asked_about(command, odd, text, ru
     assert code == 2
     assert not (tmp_path / "marker").exists()
     assert "[y/N]" not in out + error
-    said = [line for line in error.splitlines() if line.startswith("error:")]
-    assert len(said) == 1
+    said = error.strip().splitlines()
+    assert len(said) == 1, error
+    assert said[0].startswith("error:")
     assert ("no forget gates" if command == "inspect" else "odd_llama") in said[0]
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize("more", [{}, {"rope_theta": 50000.0}, {"fox": {}}])
+def test_a_recipes_model_runs_no_code_and_leaves_nothing(
+    command, more, odd, text, run, monkeypatch, tmp_path, remote_code
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    stage = {"objective": "extend", "tokens": 64, "sequence_length": 16}
+    recipe = {"model": str(odd), "output": str(tmp_path / "run"), "stages": [stage], **more}
+    recipe["data"] = {"train": [str(text)], "cache": str(tmp_path / "cache")}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    before = sorted(tmp_path.rglob("*"))
+    code, out, error = run(command, tmp_path / "recipe.yaml")
+    assert code == (0 if command == "plan" else 2)
+    assert "odd_llama" in out + error
+    assert "[y/N]" not in out + error
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_trusted_code_is_run_and_named(odd, text, run, tmp_path, remote_code):
@@ -75,6 +96,38 @@ def test_trusted_code_is_run_and_named(odd, text, run, tmp_path, remote_code):
     assert code == 0, error
     assert (tmp_path / "marker").read_text() == "ran"
     assert f"--trust-remote-code: running the code of {odd}: odd.py" in error
+
+
+@pytest.mark.parametrize("command", ["eval", "needle", "recall", "inspect"])
+def test_a_model_to_compare_with_is_refused_before_anything_is_measured(
+    command, odd, pico_fox_checkpoint, text, run, monkeypatch, tmp_path, remote_code
+):
+    measured = pytest.fail
+    for name in ("evaluate._run", "needle._answers", "recall._run", "gates._measure"):
+        monkeypatch.setattr(f"retrofox.evaluation.{name}", lambda *_, **__: measured("it measures first"))
+    given = commands(pico_fox_checkpoint, text)[command]
+    given = given if command != "inspect" else [*given, "--data", text]
+    code, _, error = run(*given, "--against", odd)
+    assert code == 2
+    assert "odd_llama" in error
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "recall"])
+def test_a_tokenizer_that_needs_its_own_code_is_one_line_that_names_the_code(
+    command, pico_checkpoint, text, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    file = pico_checkpoint / "tokenizer_config.json"
+    own = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["tokens_odd.Odd", None]}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+    (pico_checkpoint / "tokens_odd.py").write_text(CODE.format(marker=str(tmp_path / "marker")))
+    code, _, error = run(*commands(pico_checkpoint, text)[command])
+    assert code == 2
+    (line,) = error.strip().splitlines()
+    assert "only its own code opens it (tokens_odd.py)" in line
+    assert "--trust-remote-code" in line
+    assert not (tmp_path / "marker").exists()
 
 
 def test_trust_ends_with_the_block_and_needs_code():

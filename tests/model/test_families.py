@@ -11,6 +11,7 @@ from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions, inner_model, is_new_tensor, logits_from_hidden
 from retrofox.families import check_supported, trained_length
 from retrofox.model import attention as attention_module
+from retrofox.model import captured
 from retrofox.model.configuration_fox import SUPPORTED
 
 PICO = {
@@ -234,6 +235,22 @@ def test_generation_with_a_cache_equals_generation_without(fox, tokens, path):
     plain = fox.generate(tokens, use_cache=False, **options)
     assert torch.equal(fox.generate(tokens, **options), plain)
     assert torch.equal(fox.generate(tokens, cache_implementation="static", **options), plain)
+
+
+def test_a_fixed_cache_gives_the_tokens_of_a_growing_one(fox, tokens, path, monkeypatch):
+    """The step that is captured on a GPU, uncaptured here; rooms grow and windows pass within the text."""
+    monkeypatch.setattr(captured, "LEAST_ROOM", 32)
+    monkeypatch.setattr(captured, "SHIFT_EVERY", 3)
+    mask = torch.ones_like(tokens)
+    mask[1, :7] = 0
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    given = [{}, {"attention_mask": mask}]
+    plain = [fox.generate(tokens, **x, **options) for x in given]
+    assert "on cpu" in fox.decoded_by
+    monkeypatch.setattr(captured, "DEVICES", ("cpu",))
+    for x, expected in zip(given, plain, strict=True):
+        assert torch.equal(fox.generate(tokens, **x, **options), expected)
+        assert fox.decoded_by == "the step of a captured graph, uncaptured on a CPU"
 
 
 @pytest.mark.parametrize("settings", UNUSUAL)

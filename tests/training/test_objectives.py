@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,6 +225,23 @@ def test_the_original_form_leaves_frozen_adapters_and_gates_frozen(pico_fox, bat
     found = gradients(model, Distill(model, settings, CPU)(model, batch)[0])
     assert sorted(found) == sorted(chosen)
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == chosen
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+def test_the_original_form_has_no_adapters(pico_fox, batch):
+    plain = pico_fox()
+    model: Any = add_adapters(pico_fox(), LoraConfig(rank=2), "base")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at first: adapters without effect
+                parameter.add_(0.5)
+        ids = batch["input_ids"]
+        with original_form(plain):
+            wanted = plain(ids).logits
+        with original_form(model):
+            found = model(ids).logits
+        assert (model(ids).logits - plain(ids).logits).abs().max() > 0.01
+    torch.testing.assert_close(found, wanted)
 
 
 def test_align_compares_each_block_on_the_originals_inputs(pico_fox, batch):

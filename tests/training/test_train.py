@@ -16,7 +16,7 @@ import retrofox
 from retrofox.config import Recipe, Stage, validate
 from retrofox.planning.plan import plan
 from retrofox.training import checkpoint
-from retrofox.training.callbacks import Diverged, Guard, JsonLog, half_life_statistics, log_line
+from retrofox.training.callbacks import JsonLog, half_life_statistics, log_line
 from retrofox.training.data import StageData, prepare_tokens
 from retrofox.training.groups import (
     accumulation,
@@ -27,6 +27,7 @@ from retrofox.training.groups import (
     schedule,
     set_trainable,
 )
+from retrofox.training.guard import Diverged, Guard
 from retrofox.training.loop import FoxTrainer
 from retrofox.training.speed import fuse_norms, recompute
 from retrofox.training.train import train
@@ -392,7 +393,10 @@ def test_json_log_drops_what_will_be_run_again(tmp_path):
 
 @pytest.mark.parametrize(
     ("variable", "value", "match"),
-    [("PARALLELISM_CONFIG_CP_SIZE", "2", "context parallelism"), ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_back")],
+    [
+        ("PARALLELISM_CONFIG_SP_SIZE", "2", "sequence parallelism"),
+        ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_back"),
+    ],
 )
 def test_accelerate_configs_that_can_not_work_are_refused(make_recipe, monkeypatch, variable, value, match):
     monkeypatch.setenv(variable, value)

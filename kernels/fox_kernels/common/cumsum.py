@@ -28,7 +28,7 @@ def clamped(x, floor):
     return tl.maximum(x.to(tl.float64), floor, propagate_nan=tl.PropagateNan.ALL)
 
 
-# In both, a program first sums what lies beyond its own block, then scans the block: reading the row again costs less
+# In both, a program first sums the blocks beyond its own, then scans the block: reading the row again costs less
 # than waiting for the programs before it.
 @triton.jit(do_not_specialize=["S"])
 def cumulative_kernel(x_ptr, hi_ptr, lo_ptr, counter_ptr, sx_b, sx_s, sx_h, S, H, floor, BLOCK: tl.constexpr):

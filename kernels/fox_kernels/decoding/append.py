@@ -20,13 +20,15 @@ MOST_TOKENS = 16  # the kernel takes them one by one: torch copies more
 
 @triton.jit(do_not_specialize=["length", "room"])
 def append_kernel(
-    k_ptr, v_ptr, log_f_ptr, keys_ptr, values_ptr, sums_ptr, bound_ptr,
+    k_ptr, v_ptr, log_f_ptr, keys_ptr, values_ptr, sums_ptr, bound_ptr, length_ptr,
     sk_b, sk_h, sk_t, sv_b, sv_h, sv_t, sf_b, sf_t, sf_h, length, room, T, H, floor,
     GROUP: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, VW: tl.constexpr,
     VP: tl.constexpr,
 ):  # fmt: skip
     kv = tl.program_id(0).to(tl.int64)
     heads = H // GROUP
+    if length_ptr is not None:
+        length = tl.load(length_ptr)
     b, h = kv // heads, kv % heads
     offs_k, offs_v, group = tl.arange(0, KP), tl.arange(0, VP), tl.arange(0, GP)
     real = group < GROUP
@@ -67,23 +69,25 @@ def appends(k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor) -> bool:
 
 
 def append(
-    rooms: list[torch.Tensor], length: int, k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor,
+    rooms: list[torch.Tensor], length: int | torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor,
     bound: torch.Tensor | None, head_dim: int,
 ) -> None:  # fmt: skip
     """Write T tokens behind the first `length` of a cache's rooms, which must have space for them.
 
     k (B, Hkv, T, KW), of which head_dim channels are a key; v (B, Hkv, T, VW); log_f (B, T, H) float32. rooms, all
     contiguous: keys (B, Hkv, room, KW), values (B, Hkv, room, VW), sums (B, 2 H, room, 1) float32: c of every head,
-    rounded, and its rounding error. bound (B, Hkv) float32 is raised to the norms of the new keys, if given.
+    rounded, and its rounding error. bound (B, Hkv) float32 is raised to the norms of the new keys, if given. length: an
+    int, or (1,) int32 on the device, which is read when the kernel runs: so a captured graph appends at any length.
     """
     (B, Hkv, T, KW), VW, H = k.shape, v.shape[-1], log_f.shape[-1]
     keys, values, sums = rooms
+    length, at = (0, length) if isinstance(length, torch.Tensor) else (length, None)
     with torch.cuda.device_of(k):
         launch(
             append_kernel,
             (B * Hkv,),
             (
-                k, v, log_f, keys, values, sums, bound, *k.stride()[:3], *v.stride()[:3], *log_f.stride(),
+                k, v, log_f, keys, values, sums, bound, at, *k.stride()[:3], *v.stride()[:3], *log_f.stride(),
                 length, keys.shape[2], T, H, LOG_F_MIN,
             ),
             (H // Hkv, power_of_2(H // Hkv), head_dim, KW, power_of_2(KW), VW, power_of_2(VW)),

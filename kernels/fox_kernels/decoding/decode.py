@@ -3,6 +3,9 @@
 One program per sequence, kv head and stretch of keys; the T * G queries of the head's group are the rows of its tile,
 so K and V are read once for all of them. Each program writes its part's o and lse, a second kernel merges them. c is
 kept as two floats beside the cache (`append.append` lengthens it); every decay is the exact difference c_i - c_j.
+
+With a length_ptr the cache holds as many tokens as it says before the T new ones, and S is only the most that it may
+hold: one captured graph serves every length up to S.
 """
 
 import triton
@@ -40,7 +43,7 @@ def share(
 
 @triton.jit(do_not_specialize=["S", "chunk", "slots", "pairs", "window", "sink"])
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, c_hi_ptr, c_lo_ptr, start_ptr, first_ptr, part_ptr, part_lse_ptr,
+    q_ptr, k_ptr, v_ptr, c_hi_ptr, c_lo_ptr, start_ptr, first_ptr, length_ptr, part_ptr, part_lse_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sc_b, sc_h,
     T, S, H, pairs, chunk, slots, window, sink, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
@@ -49,10 +52,15 @@ def split_kernel(
 ):  # fmt: skip
     heads = H // GROUP
     low = 0
+    if length_ptr is not None:
+        S = tl.load(length_ptr) + T
     if WINDOW:
         low = tl.maximum(S - T - window + 1, 0)
     split, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
     out = kv * tl.num_programs(0) + split
+    if length_ptr is not None and PAIRS == 0:  # chunk is the most stretches: the grid is that of the longest cache
+        blocks = tl.cdiv(S - low, BN)
+        chunk = tl.cdiv(blocks, tl.minimum(tl.cdiv(blocks, MIN_BLOCKS), chunk))
     if PAIRS > 0:
         programs, ends, chunk = share(
             S, pairs, heads, low, slots, start_ptr, first_ptr, BN, MIN_BLOCKS, PAIRS, STARTS, PRUNE
@@ -149,13 +157,15 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["S", "splits", "slots", "pairs", "window"])
 def merge_kernel(
-    part_ptr, part_lse_ptr, o_ptr, lse_ptr, start_ptr, first_ptr, T, S, H, pairs, splits, slots, window,
+    part_ptr, part_lse_ptr, o_ptr, lse_ptr, start_ptr, first_ptr, length_ptr, T, S, H, pairs, splits, slots, window,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
     BN: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, PRUNE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     row, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows, heads = T * GROUP, H // GROUP
     out = kv * splits
+    if length_ptr is not None:
+        S = tl.load(length_ptr) + T
     if PAIRS > 0:
         low = 0
         if WINDOW:

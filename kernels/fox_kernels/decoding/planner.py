@@ -108,8 +108,11 @@ class Decoder:
         self.search = (group, D, wide, power_of_2(T * group), cap > 0, cap == 2)
         self.compiled = {}
 
-    def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, first=None, k_bound=None, lse2=None):
-        """Return o (B, T, H, D), and leave the log-sum-exp in lse2 (B, H, T) float32 if given."""
+    def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, first=None, k_bound=None, lse2=None, length=None):
+        """Return o (B, T, H, D), and leave the log-sum-exp in lse2 (B, H, T) float32 if given.
+
+        length (1,) int32 on the device: tokens that are cached before the T new ones, whose sum is at most S.
+        """
         T, H, D, S, pairs = self.T, self.H, self.D, k.shape[1], self.pairs
         if seq_start is not None:
             seq_start = seq_start.to(torch.int32).contiguous()
@@ -122,6 +125,9 @@ class Decoder:
         else:
             chunk = cdiv(blocks, min(most, self.splits))
             splits = most = cdiv(blocks, chunk)
+            if length is not None:  # a shorter cache may be cut into more stretches, and `split_kernel` cuts it
+                chunk, splits = self.splits, min(cdiv(blocks, MIN_BLOCKS.value), self.splits)
+                most = splits
             grid = (splits, pairs, 1)
         parts = min(power_of_2(most), self.most_parts)
         steps = search_steps(S) if self.searches else 0
@@ -131,7 +137,7 @@ class Decoder:
         addresses = [None if x is None else x.data_ptr() for x in given]
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         kinds = ()
-        if first is None and regular(q_strides, k_strides, v_strides, addresses):
+        if first is None and length is None and regular(q_strides, k_strides, v_strides, addresses):
             kinds = (*self.kinds, of_int(c_b), of_int(c_h))
         else:
             q, k, v = self.readable(q), self.readable(k), self.readable(v)
@@ -159,19 +165,35 @@ class Decoder:
                 split_kernel,
                 grid,
                 (
-                    q, k, v, c_hi, c_lo, seq_start, first, part, part_lse, *strides,
+                    q, k, v, c_hi, c_lo, seq_start, first, length, part, part_lse, *strides,
                     T, S, H, pairs, chunk, self.slots, window, sink, *self.factors,
                 ),
             ),
             (
                 merge_kernel,
                 (self.rows, pairs, 1),
-                (part, part_lse, out, lse2, seq_start, first, T, S, H, pairs, splits, self.slots, window),
+                (part, part_lse, out, lse2, seq_start, first, length, T, S, H, pairs, splits, self.slots, window),
             ),
         ]  # fmt: skip
         if self.searches:
             never = self.floor - math.log2(S)
-            arguments = (q, k, c_hi, c_lo, k_bound, first, *strides[:6], c_b, c_h, T, S, H, *self.factors, never)
+            arguments = (
+                q,
+                k,
+                c_hi,
+                c_lo,
+                k_bound,
+                first,
+                length,
+                *strides[:6],
+                c_b,
+                c_h,
+                T,
+                S,
+                H,
+                *self.factors,
+                never,
+            )
             launches.insert(0, (search_kernel, (pairs, 1, 1), arguments))
         if known is not None:
             for run, (_, grid, arguments) in zip(known, launches, strict=True):

@@ -26,7 +26,7 @@ def falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S
 
 @triton.jit(do_not_specialize=["S"])
 def search_kernel(
-    q_ptr, k_ptr, c_hi_ptr, c_lo_ptr, bound_ptr, first_ptr, sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sc_b, sc_h,
+    q_ptr, k_ptr, c_hi_ptr, c_lo_ptr, bound_ptr, first_ptr, length_ptr, sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sc_b, sc_h,
     T, S, H, scale2, softcap2, inverse_cap, never,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, CAP: tl.constexpr,
     EXACT: tl.constexpr, STEPS: tl.constexpr,
@@ -34,6 +34,8 @@ def search_kernel(
     """The first key of each (sequence, kv head) that some query of the group needs."""
     kv = tl.program_id(0).to(tl.int64)
     heads = H // GROUP
+    if length_ptr is not None:
+        S = tl.load(length_ptr) + T
     b, h_kv = kv // heads, kv % heads
     rows, offs_d = tl.arange(0, ROWS), tl.arange(0, DP)
     real = rows < T * GROUP

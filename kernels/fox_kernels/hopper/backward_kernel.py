@@ -204,7 +204,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                     _await(BEHIND + it % 2)
                 st = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
                 step = scalar(step_s.index(s))
-                if BIAS_BY_MMA:  # what the gates and lse add to the scores; zeros where it is added exactly
+                if BIAS_BY_MMA:  # the gates' and lse's part of the scores; zeros where it is added exactly
                     parts = gl.where((step & 1) > 0, NO_BIAS, slot * 2 + w)
                     st = warpgroup_mma(kb_s.index(parts), qb_s.index(s).permute((1, 0)), st, is_async=True)
                 dpt = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -220,7 +220,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                               row_s.index(NB + s), row_s.index(3 * NB + s), live_s.index(slot * 2 + w),
                               start_s.index(s), shift, sm_scale, HAS_START, SINK, BM, BIAS_BY_MMA, S_L)  # fmt: skip
                 dv = warpgroup_mma(gl.convert_layout(pt.to(dtype), P_L), do, dv, is_async=True)
-                if DEFERRED and w == 0:  # half a step behind, the other one leaves the tensor cores what this one does
+                if DEFERRED and w == 0:  # half a step behind: this one uses the tensor cores while the other does not
                     _tell(BEHIND + it % 2)
                 dpt = warpgroup_mma_wait(1, deps=(dpt,))
                 if not BIAS_BY_MMA:

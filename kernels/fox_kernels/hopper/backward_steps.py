@@ -14,7 +14,7 @@ def prepare_kernel(
     """delta_i = do_i . (o_i + its rounding error) - dL/dlse_i; zeros for the row sums of dS, the tickets, the counter
     behind them and, with ZERO, dq."""
     tiles = rows // BM
-    index = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is still in the L2 cache
+    index = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles written are still in the L2 cache
     bh = (index // tiles).to(tl.int64)
     b, h = bh // H, bh % H
     offs_m = (index % tiles) * BM + tl.arange(0, BM)
@@ -47,7 +47,7 @@ def finish_kernel(
 ):  # fmt: skip
     """dq = scale * its float32 sums, rounded; dc_i += dS's row sum."""
     tiles = rows // BM
-    index = tl.num_programs(0) - 1 - tl.program_id(0)  # what was written last is still in the L2 cache
+    index = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles written are still in the L2 cache
     bh = (index // tiles).to(tl.int64)
     b, h = bh // H, bh % H
     offs_m = (index % tiles) * BM + tl.arange(0, BM)

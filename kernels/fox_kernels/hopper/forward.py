@@ -99,7 +99,7 @@ def copyable(x: Tensor) -> Tensor:
 
 
 def copied(x: Tensor) -> Tensor:
-    """Return a copy for TMA to read; Tensor.contiguous() gives back what is contiguous behind an odd address."""
+    """Return a copy for TMA to read; Tensor.contiguous() returns a contiguous tensor at an odd address unchanged."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -123,7 +123,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(x: Tensor, rows: int, columns: int, contiguous: bool = False) -> Blocks:
-    """Describe x (B, T, H, D), or what is contiguous but otherwise like it, for TMA copies of (1, rows, 1, columns)."""
+    """Describe x (B, T, H, D), or a contiguous tensor of its shape, for TMA copies of (1, rows, 1, columns)."""
     if contiguous:
         _, T, H, D = x.shape
         return Blocks(x, list(x.shape), [T * H * D, H * D, D, 1], [1, rows, 1, columns])

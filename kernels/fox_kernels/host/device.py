@@ -1,4 +1,4 @@
-"""What the host asks about a GPU, remembered: asking CUDA takes longer than a launch."""
+"""Cached properties of GPUs: asking CUDA takes longer than a launch."""
 
 import contextlib
 import functools

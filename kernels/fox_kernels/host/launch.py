@@ -46,7 +46,7 @@ def of_other(x):
     return of_tensor(x) if isinstance(x, torch.Tensor) else type(x)
 
 
-# By the type of an argument that is no constant: what a kernel may be specialised on in it.
+# Type of an argument that is no constant -> its properties that a kernel may be specialised on.
 KIND = {torch.Tensor: of_tensor, TensorDescriptor: of_descriptor, int: of_int}
 
 

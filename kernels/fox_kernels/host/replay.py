@@ -27,7 +27,7 @@ class Launched(NamedTuple):
     go: Any
     arguments: list
     stream: int  # its place among them
-    descriptors: list[tuple[int, Tensor, tuple]]  # place, tensor copied by TMA, what fills it and how
+    descriptors: list[tuple[int, Tensor, tuple]]  # place, tensor copied by TMA, its source and fill
 
     def tensors(self) -> list[Tensor]:
         return [x for x in self.arguments if isinstance(x, Tensor)] + [x for _, x, _ in self.descriptors]

@@ -27,9 +27,11 @@ from .tiles import Copies, Tile, split_head_dim, tile_for
 def launch_backward(
     do, dlse2, q, k, v, saved: Saved, options: Options, documents: Documents = ONE_DOCUMENT, *, shard: Shard = ALL_KEYS,
     tiles: tuple[Tile, Tile] | None = None, row_sum: torch.Tensor | None = None,
+    gradient_dtype: torch.dtype | None = None,
 ):  # fmt: skip
-    """Return dq, dk, dv in the inputs' dtype and dc (B, H, S) float32, dL/dc in natural units; arguments as forward's.
+    """Return dq, dk, dv and dc (B, H, S) float32, dL/dc in natural units; arguments as forward's.
 
+    dq, dk and dv are in gradient_dtype, the inputs' if None: float32 for parts that are added up.
     dlse2 (B, H, T) or None is dL/dlse2. row_sum (B, H, T) float32, if given, is filled with the part of dc that belongs
     to each query's own c: of queries past the keys, all of it is in dc[..., S - 1], as their c lies elsewhere. The
     order of every sum is fixed, so two runs give the same bits.
@@ -40,8 +42,8 @@ def launch_backward(
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     lse2, c_hi, c_lo = lse2.contiguous(), c_hi.contiguous(), c_lo.contiguous()
     q_offset = first_position(shard.q_offset, T, S)
-    dq = torch.empty(B, T, H, D, dtype=q.dtype, device=q.device)
-    dk, dv = (torch.empty(B, S, Hkv, D, dtype=k.dtype, device=q.device) for _ in range(2))
+    dq = torch.empty(B, T, H, D, dtype=gradient_dtype or q.dtype, device=q.device)
+    dk, dv = (torch.empty(B, S, Hkv, D, dtype=gradient_dtype or k.dtype, device=q.device) for _ in range(2))
     dc = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
     row_sum = torch.empty(B, H, T, dtype=torch.float32, device=q.device) if row_sum is None else row_sum
     if q.numel() == 0:

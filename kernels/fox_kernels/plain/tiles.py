@@ -9,7 +9,7 @@ from ..host.device import capability
 
 
 class Copies(IntEnum):
-    """What a program copies by TMA, where it can; each includes the ones before. The kernels' TMA."""
+    """Operands that a program copies by TMA, where it can; each level includes the ones before. The kernels' TMA."""
 
     NONE = 0
     WALKED = 1  # the rows that the loop reads: k and v; in dkdv q and do

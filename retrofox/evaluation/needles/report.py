@@ -90,7 +90,7 @@ def length_figure(result: dict[str, Any]) -> Figure:
     columns = min(PANELS, len(modes))
     lines = -(-len(modes) // columns)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(2.0 + 3.6 * columns, 1.0 + 3.0 * lines), layout="constrained")
+        figure = Figure(figsize=(max(6.8, 2.0 + 3.6 * columns), 1.0 + 3.0 * lines), layout="constrained")
         FigureCanvasAgg(figure)
         panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
         for number, panel in enumerate(panels.flat):
@@ -122,9 +122,8 @@ def length_figure(result: dict[str, Any]) -> Figure:
             if number % columns == 0:
                 panel.set_ylabel("Needles found")
         panels.flat[0].legend(loc="best", fontsize=9)
-        figure.suptitle(
-            f"Needles found by {result['decided_by']}, 95 % Wilson intervals", x=0.01, ha="left", fontweight="bold"
-        )
+        title = f"Needles found, by {result['decided_by']}; bars: 95 % Wilson intervals"
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     return figure
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrofox.config import Recipe, dump, load_recipe, schema, validate
-from retrofox.config_yaml import apply_override, read_yaml
+from retrofox.config.yaml_text import apply_override, read_yaml
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.counts import parse_count
 
@@ -25,7 +25,7 @@ data: {train: [books.txt]}
 stages:
   - {objective: extend, tokens: 1M, sequence_length: 64, batch_tokens: 256, learning_rate: 6e-4}
 """
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_shipped_recipes_parse_and_are_short(path):
     recipe = load_recipe(path)
     text = path.read_text()
     assert isinstance(recipe, Recipe)
-    assert len(text.splitlines()) <= 50
+    assert len(text.splitlines()) <= 60
     assert text.startswith("#")
     for word in ("hardware", "tokens", "time", "result"):
         assert word in text.lower()
@@ -308,11 +308,19 @@ def test_fields_without_effect_are_refused_in_python_and_in_recipes(message, fox
         validate({**read_yaml(MINIMAL, "x"), "fox": fox})
 
 
+def test_the_default_is_what_the_default_recipe_says():
+    recipe = load_recipe(next(path for path in RECIPES if path.stem == "smollm2-partial")).fox
+    assert recipe is not None
+    assert FoxSpec().resolved(8192) == recipe.resolved(8192)
+    assert FoxSpec.from_preset("fox-partial").resolved(8192).half_life == (4096, 1 << 20)
+
+
 @pytest.mark.parametrize("fox", [{"rope": "keep"}, {"gate": "none"}, {"init": "open"}, {"rope": "drop"}], ids=str)
 def test_a_resolved_spec_is_read_back_from_a_config(fox):
     resolved = replace(FoxSpec(**fox), version="0.1.0").resolved(2048)
     assert FoxSpec.from_dict(resolved.to_dict()) == resolved
-    assert (resolved.max_wavelength, resolved.half_life) == (512, (64, 16384))
+    half_life = (1024, 262144) if resolved.rope == "interpolate" else (64, 16384)
+    assert (resolved.max_wavelength, resolved.half_life) == (512, half_life)
     shown = FoxSpec(**fox)
     assert FoxSpec.from_dict(shown.to_dict()) == shown  # as `config show` writes a recipe
 

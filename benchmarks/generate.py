@@ -1,0 +1,319 @@
+"""Prefill, decoding and memory of `generate`: a converted model beside its base, in turns in one run.
+
+    python benchmarks/generate.py [--model DIR|FILE.gguf] [--batches 1,16] [--contexts 2048,32768,131072]
+        [--contenders fox,fox-loop,base,base-static] [--rounds 2] [--new 96] [--seconds 280]
+    python benchmarks/generate.py --device cpu --dtype float32 --contexts 256,1024 --batches 1 --new 48 --rounds 5 \\
+        --contenders fox,base --model FILE.gguf --out benchmarks/generate-cpu.json
+
+Without --model: SmolLM2-135M's shapes with random weights. Contenders: `fox` decodes as it does by default (a
+captured step on a GPU), `fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with
+transformers' static cache, compiled. Times come from when tokens arrive: `first_ms` to the first token, `wall_ms` the
+median between later ones, after compiling and capturing; `whole_ms` their mean with everything. `gpu_ms` is the sum
+of a step's kernels and `launches` their number, from torch.profiler; `replay_ms` one captured step between two CUDA
+events. Where a cell has more than --prefill tokens, its cache is filled with random keys and nothing is prefilled.
+The result is written after every measurement and goes on where a file of the same settings ends, so the cells can be
+measured in several runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import provenance
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+import retrofox
+from retrofox.loading.opened import open_model
+from retrofox.model import captured
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOLLM2: dict[str, Any] = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rope_theta": 100000.0,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+PICO: dict[str, Any] = SMOLLM2 | {"vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+                  "num_attention_heads": 6}  # fmt: skip
+CONTENDERS = ("fox", "fox-loop", "base", "base-static")
+PROFILED = 8  # steps
+WARM = 12  # tokens before steps are timed: compiled and captured by then
+
+
+class Arrivals:
+    """A streamer that notes when tokens come and profiles a few steps on the way."""
+
+    def __init__(self, cuda: bool, profiled_from: int):
+        self.cuda, self.profiled_from = cuda, profiled_from
+        self.times: list[float] = []
+        self.count = -1  # the prompt comes first
+        self.recorder: Any = None
+        self.seen: Any = None
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.count += 1
+        if not self.cuda or not self.profiled_from:
+            return
+        if self.count == self.profiled_from:
+            torch.cuda.synchronize()
+            self.recorder = profile(activities=[ProfilerActivity.CUDA])
+            self.recorder.start()
+        elif self.count == self.profiled_from + PROFILED:
+            torch.cuda.synchronize()
+            self.recorder.stop()
+            self.seen, self.recorder = self.recorder, None
+
+    def end(self) -> None:
+        pass
+
+    def profiled(self) -> dict[str, Any]:
+        if self.seen is None:
+            return {}
+        events = [e for e in self.seen.key_averages() if e.self_device_time_total > 0]
+        largest = sorted(events, key=lambda e: -e.self_device_time_total)[:12]
+        return {
+            "gpu_ms": sum(e.self_device_time_total for e in events) / 1e3 / PROFILED,
+            "launches": sum(e.count for e in events) / PROFILED,
+            "kernels": [
+                {"name": e.key[:90], "us": e.self_device_time_total / PROFILED, "count": e.count / PROFILED}
+                for e in largest
+            ],
+        }
+
+
+def models(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The base and its converted form, both on the device in the dtype."""
+    dtype = getattr(torch, arguments.dtype)
+    if arguments.model is None:
+        torch.manual_seed(0)
+        base: Any = LlamaForCausalLM(LlamaConfig(**(PICO if arguments.pico else SMOLLM2)))
+    else:
+        base = open_model(arguments.model, dtype=dtype, device="cpu").model
+    fox = {"rope": "partial", "max_wavelength": 1400, "half_life": (256.0, 65536.0), "sink_tokens": 1}
+    converted = retrofox.convert(base, fox=retrofox.FoxSpec(**fox))
+    return {name: m.to(arguments.device, dtype).eval() for name, m in (("base", base), ("fox", converted))}
+
+
+def filled(model: Any, contender: str, batch: int, context: int, new: int) -> Any:
+    """A cache with random keys, values and half-open gates of `context` tokens."""
+    config = model.config
+    kv, heads = config.num_key_value_heads, config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if contender == "base-static":
+        cache: Any = StaticCache(config=config, max_cache_len=context + new + 1)
+    else:
+        cache = DynamicCache(config=config)
+        cache.tokens_to_reserve = context + new + 1
+    generator = torch.Generator(model.device).manual_seed(0)
+    shape = (batch, kv, context, width)
+    for index in range(config.num_hidden_layers):
+        k, v = (torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype) for _ in range(2))
+        if contender.startswith("fox"):
+            log_f = torch.full((batch, context, heads), -1e-4, device=model.device)
+            gates = retrofox.model.cache.GateCache(cache, log_f)
+            gates.update(k, v, index)
+        else:
+            cache.update(k, v, index)
+    return cache
+
+
+def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any, profiled_from: int) -> dict[str, Any]:
+    """One generation: times of its tokens, and what was profiled."""
+    cuda = ids.is_cuda
+    arrivals = Arrivals(cuda, profiled_from)
+    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if cache is not None:
+        options["past_key_values"] = cache
+    elif contender == "base-static":
+        options["cache_implementation"] = "static"
+    devices = captured.DEVICES
+    captured.DEVICES = () if contender == "fox-loop" else devices
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    try:
+        model.generate(ids, attention_mask=torch.ones_like(ids), streamer=arrivals, **options)
+    finally:
+        captured.DEVICES = devices
+    if cuda:
+        torch.cuda.synchronize()
+    tokens = arrivals.times[1:]
+    later = [b - a for a, b in zip(tokens[WARM:], tokens[WARM + 1 :], strict=False)]
+    if not profiled_from:
+        result = {"wall_ms": statistics.median(later) * 1e3, "whole_ms": (tokens[-1] - tokens[0]) / (new - 1) * 1e3}
+        if cache is None:
+            result["first_ms"] = (tokens[0] - started) * 1e3
+        if cuda:
+            result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    else:
+        result = arrivals.profiled()
+    if contender.startswith("fox"):
+        result["decoded_by"] = model.decoded_by
+    return result
+
+
+def replayed(model: Any, ids: torch.Tensor, new: int, cache: Any) -> dict[str, Any]:
+    """Milliseconds of one captured step between two CUDA events, the counters put back before each."""
+    found: dict[str, Any] = {}
+    original = captured._loop
+
+    def loop(decoding: Any, choice: Any, streamer: Any) -> Any:
+        result = original(decoding, choice, streamer)
+        if decoding.graph is None:
+            return result
+        torch.cuda.synchronize()
+        spans = []
+        for _ in range(20):
+            choice.at.fill_(choice.column - 1)
+            decoding.bank.lengths.sub_(1)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            decoding.graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            spans.append(start.elapsed_time(end))
+        found["replay_ms"] = statistics.median(spans)
+        return result
+
+    captured._loop = loop
+    try:
+        run(model, "fox", ids, new, cache, 0)
+    finally:
+        captured._loop = original
+    return found
+
+
+def measure(model: Any, contender: str, batch: int, context: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A contender's figures in one cell and round; an error stands as text."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, model.config.vocab_size, (batch, context + 1), generator=generator).to(model.device)
+    new, synthetic = arguments.new, batch * context > arguments.prefill
+
+    def cache() -> Any:
+        return filled(model, contender, batch, context, new) if synthetic else None
+
+    if synthetic and contender == "base-static":  # transformers takes what is beyond the cache as new
+        ids = ids[:, -(context + 1) :]
+    result = run(model, contender, ids, new, cache(), 0)
+    clean()
+    if model.device.type == "cuda":
+        result |= run(model, contender, ids, WARM + PROFILED + 6, cache(), WARM)
+        clean()
+        if contender == "fox":
+            result |= replayed(model, ids, WARM + 4, cache())
+    return result
+
+
+def clean() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def merged(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The medians of rounds; an error, or what isn't a number, as the last round has it."""
+    result = dict(rounds[-1])
+    for name, value in result.items():
+        values = [x[name] for x in rounds if isinstance(x.get(name), (int, float))]
+        if values and isinstance(value, (int, float)):
+            result[name] = statistics.median(values)
+    return result | {"rounds": len(rounds)}
+
+
+def ratios(cells: dict[str, Any]) -> None:
+    """Adds to every cell's fox what its times are of the others' in the same run."""
+    for cell in cells.values():
+        fox = cell.get("fox", {})
+        for name, other in cell.items():
+            if name != "fox" and "wall_ms" in fox and "wall_ms" in other:
+                fox[f"wall_of_{name}"] = fox["wall_ms"] / other["wall_ms"]
+                if "first_ms" in fox and "first_ms" in other:
+                    fox[f"first_of_{name}"] = fox["first_ms"] / other["first_ms"]
+        if "wall_ms" in fox and fox.get("replay_ms"):
+            fox["wall_of_replay"] = fox["wall_ms"] / fox["replay_ms"]
+        if "wall_ms" in fox and fox.get("gpu_ms"):
+            fox["wall_of_gpu"] = fox["wall_ms"] / fox["gpu_ms"]
+
+
+def show(cells: dict[str, Any]) -> None:
+    columns = ("first_ms", "wall_ms", "whole_ms", "gpu_ms", "replay_ms", "launches", "peak_gb")
+    print(f"{'batch x context':16} {'':12}" + "".join(f"{c:>11}" for c in columns))
+    for name, cell in cells.items():
+        for contender, row in cell.items():
+            numbers = "".join(f"{row[c]:11.3f}" if isinstance(row.get(c), (int, float)) else " " * 11 for c in columns)
+            print(f"{name:16} {contender:12}{numbers}  {row.get('error', row.get('decoded_by', ''))}")
+        for key, value in cell.get("fox", {}).items():
+            if "_of_" in key:
+                print(f"{'':29} {key} {value:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="base model: Hub id, directory or .gguf file; SmolLM2's shapes if not given")
+    parser.add_argument("--pico", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--batches", default="1,16")
+    parser.add_argument("--contexts", default="2048,32768,131072")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--new", type=int, default=96, help=f"tokens to generate, more than {WARM + 4}")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--prefill", type=int, default=140000, help="most tokens to prefill; more are filled in")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no further measurement after so many"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "generate.json")
+    arguments = parser.parse_args()
+    contenders = arguments.contenders.split(",")
+    if unknown := set(contenders) - set(CONTENDERS):
+        parser.error(f"contenders are {', '.join(CONTENDERS)}; got {', '.join(sorted(unknown))}")
+    if arguments.new < WARM + 4:
+        parser.error(f"--new must be at least {WARM + 4}: the first {WARM} tokens are not timed")
+    started, built = time.perf_counter(), models(arguments)
+    device = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
+    settings = {"device": device, "dtype": arguments.dtype, "model": Path(arguments.model or "random weights").name}
+    report: dict[str, Any] = {**provenance(), **settings, "threads": torch.get_num_threads(), "new": arguments.new}
+    report["cells"] = {}
+    if arguments.out.is_file():
+        old = json.loads(arguments.out.read_text(encoding="utf-8"))
+        if all(old.get(k) == v for k, v in settings.items()):
+            report["cells"] = old["cells"]
+    for context in map(int, arguments.contexts.split(",")):
+        for batch in map(int, arguments.batches.split(",")):
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+            for number in range(arguments.rounds):
+                for name in contenders:
+                    if time.perf_counter() - started > arguments.seconds:
+                        print(f"out of time before {batch} x {context}, round {number}, {name}", file=sys.stderr)
+                        continue
+                    if found[name] and "error" in found[name][-1]:
+                        continue
+                    try:
+                        row = measure(built[name.split("-")[0]], name, batch, context, arguments)
+                    except Exception as error:  # the other cells and contenders are still worth their time
+                        traceback.print_exc()
+                        row = {"error": f"{type(error).__name__}: {str(error).splitlines()[:1]}"[:300]}
+                    clean()
+                    found[name].append(row)
+                    cell = report["cells"].setdefault(f"{batch} x {context}", {})
+                    cell[name] = merged(found[name])
+                    ratios(report["cells"])
+                    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                    print(f"{time.perf_counter() - started:6.0f} s  {batch} x {context} {name} round {number}: "
+                          f"{ {k: v for k, v in row.items() if k != 'kernels'} }", flush=True)  # fmt: skip
+    show(report["cells"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Memory and tokens a second against the length of the context: a cache that forgets, the full cache, the base.
+
+    python benchmarks/long_context.py [--model DIR] [--lengths 8192,32768,131072,524288,1048576] [--evict -10]
+        [--contenders evict,full,base] [--new 320] [--seconds 280] [--out benchmarks/long-context.json]
+
+Without --model (a converted directory): SmolLM2-135M's shapes with random weights of deviation 0.02 and half-lives of
+16 to 16384 tokens, which says what memory and time are, not what text comes out. The text is random tokens. `evict`
+and `full` prefill 8192 tokens at a time and decode from a captured step; `base` is the unconverted model with its
+dynamic cache, its prompt in one piece. `prefill_s` is the time to the first token, `tokens_per_second` the median of
+later ones, `cache_gb` what keys, values and gates take after the last, `peak_gb` the most that was allocated. A
+length that doesn't fit is written down as its error. Goes on where a file of the same settings ends; draws
+benchmarks/long-context.png and .svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import itertools
+import json
+import statistics
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import provenance
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import retrofox
+from retrofox.generation.generate import PREFILL
+from retrofox.model import captured
+from retrofox.model.forgetting import ForgettingCache
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOLLM2: dict[str, Any] = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rope_theta": 100000.0,
+    "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+PICO: dict[str, Any] = SMOLLM2 | {"vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+                  "num_attention_heads": 6}  # fmt: skip
+FOX = {"rope": "partial", "max_wavelength": 1400, "half_life": (16.0, 16384.0), "sink_tokens": 1}
+CONTENDERS = ("evict", "full", "base")
+WARM = 280  # tokens before steps are timed: captured by then, and looked at once for what can be dropped
+
+
+class Arrivals:
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def models(arguments: argparse.Namespace) -> dict[str, Any]:
+    dtype = getattr(torch, arguments.dtype)
+    torch.manual_seed(0)
+    built: dict[str, Any] = {}
+    if arguments.model is not None:
+        built["fox"] = retrofox.load(arguments.model)
+    else:
+        base = LlamaForCausalLM(LlamaConfig(**(PICO if arguments.pico else SMOLLM2)))
+        built = {"fox": retrofox.convert(base, fox=retrofox.FoxSpec(**FOX)), "base": base}
+    if "base" not in built:  # of the same shapes: its time and memory don't hang on its weights
+        names = set(LlamaConfig().to_dict()) - {"model_type", "architectures", "auto_map"}
+        values = {k: v for k, v in built["fox"].config.to_dict().items() if k in names}
+        built["base"] = LlamaForCausalLM(LlamaConfig(**values))
+    return {name: model.to(arguments.device, dtype).eval() for name, model in built.items()}
+
+
+def held(cache: Any) -> int:
+    """Bytes of the tokens that a cache holds."""
+    total = 0
+    for layer in cache.layers:
+        for part in getattr(layer, "parts", None) or [layer]:
+            tensors = (part.keys, part.values, getattr(part, "sums", None))
+            total += sum(x.numel() * x.element_size() for x in tensors if x is not None)
+    return total
+
+
+def measure(built: dict[str, Any], contender: str, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    model = built["base" if contender == "base" else "fox"]
+    cuda = model.device.type == "cuda"
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, model.config.vocab_size, (1, length), generator=generator).to(model.device)
+    cache: Any = ForgettingCache(model, arguments.evict) if contender == "evict" else DynamicCache(config=model.config)
+    arrivals = Arrivals()
+    options: dict[str, Any] = {"max_new_tokens": arguments.new, "do_sample": False, "eos_token_id": None}
+    if contender != "base" and length > PREFILL:
+        options["prefill_chunk_size"] = PREFILL
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, streamer=arrivals, pad_token_id=0, **options
+    )
+    tokens = arrivals.times[1:]
+    later = tokens[min(WARM, len(tokens) // 2) :]
+    steps = [b - a for a, b in itertools.pairwise(later)]
+    result = {
+        "prefill_s": tokens[0] - started,
+        "tokens_per_second": 1 / statistics.median(steps),
+        "whole_tokens_per_second": len(steps) / sum(steps),
+        "cache_gb": held(cache) / 1e9,
+    }
+    if cuda:
+        result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    if contender != "base":
+        result["decoded_by"] = model.decoded_by
+    if contender == "evict":
+        report = cache.report()
+        result |= {"kept_share": report["kept_share"], "kept": report["kept"]}
+    return result
+
+
+def draw(report: dict[str, Any], out: Path) -> None:
+    """Tokens a second and gigabytes of cache against the context, a line for each contender."""
+    import matplotlib  # not on every machine that has a GPU: `--draw` draws what is on file
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from retrofox.support.plots import COLOURS, STYLE, tokens_label
+
+    panels = {"tokens_per_second": "Tokens a second", "cache_gb": "Cache (GB)", "peak_gb": "Peak memory (GB)"}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11.0, 3.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        for axes, (column, title) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+            for number, name in enumerate(CONTENDERS):
+                rows = [
+                    (int(n), row[name][column]) for n, row in report["lengths"].items() if column in row.get(name, {})
+                ]
+                if rows:
+                    axes.plot(*zip(*sorted(rows), strict=True), "o-", color=COLOURS[number], label=LABELS[name])
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter(lambda value, _: tokens_label(value))
+            axes.set_xlabel("Context (tokens)")
+            axes.set_title(title)
+        figure.axes[0].legend()
+        for kind in ("png", "svg"):
+            figure.savefig(out.with_suffix(f".{kind}"), dpi=150, metadata={"Date": None} if kind == "svg" else None)
+
+
+LABELS = {"evict": "retrofit, forgetting", "full": "retrofit, full cache", "base": "base"}
+
+
+def show(report: dict[str, Any]) -> None:
+    columns = ("prefill_s", "tokens_per_second", "cache_gb", "peak_gb", "kept_share")
+    print(f"{'context':>10} {'':6}" + "".join(f"{c:>19}" for c in columns))
+    for length, row in report["lengths"].items():
+        for name, cell in row.items():
+            numbers = "".join(f"{cell[c]:19.4f}" if c in cell else " " * 19 for c in columns)
+            print(f"{length:>10} {name:6}{numbers}  {cell.get('error', cell.get('decoded_by', ''))}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a converted directory; SmolLM2's shapes if not given")
+    parser.add_argument("--pico", action="store_true", help="a tiny model, to try the script")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--lengths", default="8192,32768,131072,524288,1048576")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
+    parser.add_argument("--evict", type=float, default=-10.0)
+    parser.add_argument("--new", type=int, default=320)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no further measurement after so many"
+    )
+    parser.add_argument("--draw", action="store_true", help="only draw what --out holds")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "long-context.json")
+    arguments = parser.parse_args()
+    contenders = arguments.contenders.split(",")
+    if unknown := set(contenders) - set(CONTENDERS):
+        parser.error(f"contenders are {', '.join(CONTENDERS)}; got {', '.join(sorted(unknown))}")
+    if arguments.draw:
+        draw(json.loads(arguments.out.read_text(encoding="utf-8")), arguments.out)
+        return
+    started, built = time.perf_counter(), models(arguments)
+    device = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
+    settings = {"device": device, "dtype": arguments.dtype, "model": Path(arguments.model or "random weights").name,
+                "evict": arguments.evict, "fox": built["fox"].config.fox}  # fmt: skip
+    report: dict[str, Any] = {**provenance(), **settings, "new": arguments.new, "lengths": {}}
+    report = json.loads(json.dumps(report))
+    if arguments.out.is_file():
+        old = json.loads(arguments.out.read_text(encoding="utf-8"))
+        if all(old.get(k) == report[k] for k in settings):
+            report["lengths"] = old["lengths"]
+    with torch.no_grad():  # compiles the kernels, which is no part of a first token's time
+        for name in {"base" if x == "base" else "fox" for x in contenders}:
+            ids = torch.ones(1, 600, dtype=torch.long, device=arguments.device)
+            built[name].generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=captured.LEAST_TOKENS + 2, pad_token_id=0
+            )
+    for length in map(int, arguments.lengths.split(",")):
+        for name in contenders:
+            if time.perf_counter() - started > arguments.seconds:
+                print(f"out of time before {length}, {name}", flush=True)
+                continue
+            try:
+                row = measure(built, name, length, arguments)
+            except Exception as error:  # the others are still worth their time
+                traceback.print_exc()
+                row = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]}
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            report["lengths"].setdefault(str(length), {})[name] = row
+            arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            print(f"{time.perf_counter() - started:6.0f} s  {length} {name}: "
+                  f"{ {k: v for k, v in row.items() if k != 'kept'} }", flush=True)  # fmt: skip
+    show(report)
+    if importlib.util.find_spec("matplotlib") is not None:
+        draw(report, arguments.out)
+    else:
+        print("matplotlib is not installed: draw the figure elsewhere, with --draw")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Gathers what training and evaluations wrote about each arm into one file, and draws it: loss beside needles.
+
+    python benchmarks/retrofit_results.py collect RUNS     # RUNS/ARM/{result.json,log.jsonl,needle-easy/,eval/...}
+    python benchmarks/retrofit_results.py draw             # benchmarks/retrofit/retrofit.svg, .png
+
+Arms go into benchmarks/retrofit/arms.json beside those that are there; docs/results.md draws its tables from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from retrofox.support.files import write_json
+from retrofox.support.plots import COLOURS, LINES, STYLE
+
+HERE = Path(__file__).parent
+ARMS = HERE / "retrofit" / "arms.json"
+IMAGE = HERE / "retrofit" / "retrofit"
+KEYS = ("fox", "lora", "rope_scaling", "rope_theta", "seed", "stages")
+CURVE = 24
+"""Points that are kept of a training's curve."""
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def needles(folder: Path) -> dict[str, Any]:
+    """By mode: length, prompts, share found, its Wilson interval and the answers' mean log-probability."""
+    found = {}
+    for mode in ("easy", "standard"):
+        path = folder / f"needle-{mode}" / "needle.json"
+        if path.exists():
+            (model,) = read(path)["models"].values()
+            found[mode] = model["modes"][mode]["by_length"]
+    return found
+
+
+def losses(path: Path) -> list[dict[str, Any]]:
+    """By stretch of positions: tokens, mean loss and its standard error, nats per token."""
+    if not path.exists():
+        return []
+    return [
+        {key: bucket[key] for key in ("from", "to", "tokens")} | bucket["loss"]["model"]
+        for bucket in read(path)["buckets"]
+    ]
+
+
+def recall(path: Path) -> list[dict[str, Any]]:
+    """By octave of distance: tokens, loss and its 95 % interval, and what the loss rises by with the source cut out."""
+    if not path.exists():
+        return []
+    return [
+        {
+            **{key: octave[key] for key in ("from", "to", "tokens")},
+            "loss": octave["loss"]["model"],
+            "accuracy": octave["accuracy"]["model"],
+            "recalled": octave["control"]["model"]["recalled"]["loss"],
+        }
+        for octave in read(path)["octaves"]
+    ]
+
+
+def arm(folder: Path) -> dict[str, Any]:
+    """All that one folder tells of its arm."""
+    result = read(folder / "result.json")
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    kept = log[:: max(1, len(log) // CURVE)]
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))["recipe"]
+    return {
+        "recipe": {key: recipe.get(key) for key in KEYS},
+        "tokens": sum(stage["tokens"] for stage in result["stages"]),
+        "seconds": result["seconds"],
+        "curve": [{key: row.get(key) for key in ("stage", "tokens", "loss")} for row in kept],
+        "half_life": {key: log[-1].get(f"half_life_{key}") for key in ("p10", "p50", "p90")},
+        "needles": needles(folder),
+        "loss": losses(folder / "eval" / "eval.json"),
+        "loss_128k": losses(folder / "eval-128k" / "eval.json"),
+        "recall": recall(folder / "recall" / "recall.json"),
+        "environment": result["environment"],
+    }
+
+
+def collect(runs: Path, note: str) -> None:
+    arms = read(ARMS) if ARMS.exists() else {"arms": {}}
+    for folder in sorted(runs.iterdir()):
+        if (folder / "result.json").exists():
+            arms["arms"][folder.name] = arm(folder) | {"note": note}
+            print(folder.name)
+    write_json(ARMS, arms)
+
+
+DRAWN = {
+    "base": "base",
+    "control": "control: the same training, unconverted",
+    "yarn": "control trained with YaRN, factor 4",
+    "partial": "smollm2-partial",
+    "fox": "smollm2-fox (no RoPE)",
+}
+
+
+def draw() -> None:
+    """Two panels over a log axis: loss by position, easy needles found by length of the context."""
+    arms = read(ARMS)["arms"]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(10.0, 4.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2)
+        for number, (name, label) in enumerate(DRAWN.items()):
+            look: dict[str, Any] = {
+                "label": label,
+                "color": COLOURS[number],
+                "linestyle": LINES[number],
+                "lw": 2,
+                "marker": "o",
+                "ms": 4,
+            }
+            loss, found = arms[name]["loss"], arms[name]["needles"]["easy"]
+            left.plot([bucket["to"] for bucket in loss], [bucket["mean"] for bucket in loss], **look)
+            right.plot([row["length"] for row in found], [100 * row["found"] for row in found], **look)
+        left.set(title="Loss, nats per token", xlabel="position in the document, up to (tokens)", ylim=(2.7, 5.6))
+        right.set(title="Needles found, %", xlabel="length of the context (tokens)", ylim=(-3, 103))
+        for axes, ticks in ((left, (512, 2048, 4096, 8192, 16384, 32768)), (right, (1024, 4096, 8192, 16384, 32768))):
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_locator(FixedLocator(ticks))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1024:g}k"))
+            axes.axvline(8192, color="#555555", lw=1, ls=(0, (4, 3)))
+        note: dict[str, Any] = {"textcoords": "offset points", "va": "bottom", "color": "#555555", "fontsize": 9}
+        right.annotate("trained length", (8192, 3), xytext=(-4, 0), ha="right", **note)
+        left.legend(loc="upper left", fontsize=9)
+        for suffix in (".png", ".svg"):
+            figure.savefig(IMAGE.with_suffix(suffix), dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["collect", "draw"])
+    parser.add_argument("runs", type=Path, nargs="?")
+    parser.add_argument("--note", default="", help="what to know of the machine, kept beside each arm")
+    options = parser.parse_args()
+    if options.what == "draw":
+        draw()
+    elif options.runs is None:
+        parser.error("collect needs the folder of runs")
+    else:
+        collect(options.runs, options.note)
+
+
+if __name__ == "__main__":
+    main()

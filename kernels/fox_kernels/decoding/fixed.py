@@ -1,0 +1,72 @@
+"""Decoding at a length that only the device knows: the launches of a captured graph, which are the same at every step.
+
+The caches are rooms for `S` tokens; `length` (1,) int32 says how many are there. Kernels read it when they run, so
+one graph serves every length up to S. Which stretches of keys the programs take, and so every sum, is what
+`decode_attention` takes for a cache of just that length.
+"""
+
+import torch
+from torch import Tensor
+
+from ..api import triton_unsupported
+from ..chunked import within
+from ..host.device import on_device
+from ..options import Options
+from . import planner
+
+
+def decodes_at(q: Tensor, k: Tensor) -> bool:
+    """Return whether `decode_at` can run for queries (B, T, H, D) and a room of keys (B, S, Hkv, D)."""
+    (B, T, H, _), Hkv = q.shape, k.shape[2]
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or triton_unsupported(q) is not None or H % Hkv:
+        return False
+    return T * (H // Hkv) <= planner.MAX_ROWS and B * Hkv <= planner.MAX_PAIRS and q.numel() > 0
+
+
+def decode_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c_hi: Tensor,
+    c_lo: Tensor,
+    length: Tensor,
+    *,
+    scale: float | None = None,
+    seq_start: Tensor | None = None,
+    window: int | None = None,
+    sink: int = 0,
+    softcap: float | None = None,
+    prune: float | None = None,
+    k_bound: Tensor | None = None,
+) -> Tensor:
+    """Return o (B, T, H, D): `decode_attention` of the first `length` + T tokens of rooms for S.
+
+    q           (B, T, H, D), the new tokens, which are in the rooms already
+    k, v        (B, S, Hkv, D), views of the rooms; c_hi, c_lo (B, H, S) float32, last stride 1
+    length      (1,) int32 on the device, at a multiple of 16 bytes: tokens before the new ones; the host never reads it
+    k_bound     (B, Hkv) float32, at least the norm of every key: needed with prune. What is pruned is found for a cache
+                of S tokens, which leaves out a little less than for one of `length`
+
+    Other options as in `forgetting_attention`. Raises ValueError where `decodes_at` is False, for a length of another
+    kind and for prune without k_bound.
+    """
+    if not decodes_at(q, k):
+        raise ValueError(
+            f"decode_at can't run for queries {tuple(q.shape)} {q.dtype} on {q.device} and keys {tuple(k.shape)}: "
+            "use decode_attention, which needs the length on the host, or forgetting_attention"
+        )
+    if length.shape != (1,) or length.dtype != torch.int32 or length.device != q.device or length.data_ptr() % 16:
+        raise ValueError(f"length must be (1,) int32 on {q.device}, aligned to 16 bytes; got {tuple(length.shape)} "
+                         f"{length.dtype} on {length.device}")  # fmt: skip
+    if prune is not None and k_bound is None:
+        raise ValueError("prune needs k_bound here: the pass over all keys that stands in for it reads the length")
+    window, sink = within(window, sink, k.shape[1])
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    softcap, prune = (None if x is None else float(x) for x in (softcap, prune))
+    options = Options(scale, window, sink, softcap, prune)
+    decoder = planner.decoder_for(
+        q.shape, k.shape[2], q.dtype, q.device, options, padded=seq_start is not None, pruned=prune is not None,
+        searches=prune is not None,
+    )  # fmt: skip
+    with on_device(q):
+        return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, k_bound=k_bound, length=length)

@@ -1,0 +1,136 @@
+"""What stands between the products of a decoding step, a launch each: residual sum and RMS norm, SiLU and product.
+
+    s = x + r,   y = w * round(s / sqrt(mean s^2 + eps))           h = round(silu(gate)) * up
+    log f = log sigmoid(W x + b), in float32: a program per row and head, where `layer.gate` fills tiles of 64 rows
+
+Each rounds to the dtype of x where transformers' expressions do, so that results differ from theirs by the order of
+one sum at most. Torch takes eight launches for a norm, two for a SiLU and product; a step has a few tokens, and each
+launch costs it as much as a small product. For inference only: nothing has a gradient.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..host.launch import cdiv, launch, power_of_2
+from ..layer.support import available
+
+MOST_COLUMNS, MOST_ROWS = 16384, 256  # one program takes a row; many rows are torch's
+BLOCK = 1024
+
+
+@triton.jit
+def add_norm_kernel(x_ptr, r_ptr, w_ptr, s_ptr, y_ptr, K, eps, COLUMNS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * K + tl.arange(0, COLUMNS)
+    k = tl.arange(0, COLUMNS)
+    x = tl.load(x_ptr + at, mask=k < K, other=0.0).to(tl.float32)
+    if r_ptr is not None:
+        x = (x + tl.load(r_ptr + at, mask=k < K, other=0.0).to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(s_ptr + at, x, mask=k < K)
+        x = x.to(tl.float32)
+    y = (x * tl.rsqrt(tl.sum(x * x, 0) / K + eps)).to(x_ptr.dtype.element_ty).to(tl.float32)
+    y *= tl.load(w_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def silu_mul_kernel(gate_ptr, up_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(gate_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    x = (x / (1.0 + tl.exp(-x))).to(gate_ptr.dtype.element_ty).to(tl.float32)
+    out = x * tl.load(up_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def gate_rows_kernel(x_ptr, w_ptr, b_ptr, log_f_ptr, K, H, BLOCK: tl.constexpr):
+    row, h = tl.program_id(0) // H, tl.program_id(0) % H
+    k = tl.arange(0, BLOCK)
+    x_ptr += row.to(tl.int64) * K
+    w_ptr += h.to(tl.int64) * K
+    z = tl.zeros([BLOCK], tl.float32)
+    for k0 in range(0, K, BLOCK):
+        x = tl.load(x_ptr + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+        z += x * tl.load(w_ptr + k0 + k, mask=k0 + k < K, other=0.0)
+    z = tl.sum(z, 0) + tl.load(b_ptr + h)
+    e = tl.exp(-tl.abs(z))
+    u = 1.0 + e
+    # log1p without a library, as in layer.gate
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    tl.store(log_f_ptr + tl.program_id(0), tl.minimum(z, 0.0) - log1p)
+
+
+def leans(x: Tensor, weight: Tensor | None = None) -> bool:
+    """Return whether the kernels take x (..., K): a few rows, contiguous, of weight's dtype, no gradient recorded."""
+    if type(x) is not torch.Tensor or torch.is_grad_enabled() or torch.compiler.is_compiling() or not available(x):
+        return False
+    few = 0 < x.numel() <= MOST_ROWS * x.shape[-1] and x.shape[-1] <= MOST_COLUMNS and x.is_contiguous()
+    return few and not torch.is_autocast_enabled(x.device.type) and (weight is None or weight.dtype == x.dtype)
+
+
+def add_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The eager twin of `add_norm`, as transformers writes it."""
+    x = x if residual is None else residual + x
+    wide = x.float()
+    return x, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (x + residual, its RMS norm times weight), both like x (..., K); x itself where there is no residual.
+
+    weight (K,) of x's dtype. Raises ValueError where `leans` is False or shapes differ.
+    """
+    if not leans(x, weight) or weight.shape != x.shape[-1:] or (residual is not None and residual.shape != x.shape):
+        raise ValueError(
+            f"add_norm can't run for x {tuple(x.shape)} {x.dtype} on {x.device}, weight {tuple(weight.shape)} "
+            f"{weight.dtype}: use add_norm_torch"
+        )
+    y = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    residual = None if residual is None else residual.contiguous()
+    K = x.shape[-1]
+    columns = power_of_2(K)
+    with torch.cuda.device_of(x):
+        arguments = (x, residual, weight.contiguous(), total, y, K, eps)
+        launch(add_norm_kernel, (x.numel() // K,), arguments, (columns,), warps=max(1, min(16, columns // 256)))
+    return total, y
+
+
+def silu_mul_torch(gate: Tensor, up: Tensor) -> Tensor:
+    """The eager twin of `silu_mul`."""
+    return torch.nn.functional.silu(gate) * up
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up for contiguous tensors of one shape and dtype.
+
+    Raises ValueError where `leans` is False for gate, or up is not like it.
+    """
+    if not leans(gate) or up.shape != gate.shape or up.dtype != gate.dtype or not up.is_contiguous():
+        raise ValueError(
+            f"silu_mul can't run for {tuple(gate.shape)} {gate.dtype} on {gate.device} and {tuple(up.shape)} "
+            f"{up.dtype}: use silu_mul_torch"
+        )
+    out, N = torch.empty_like(gate), gate.numel()
+    with torch.cuda.device_of(gate):
+        launch(silu_mul_kernel, (cdiv(N, BLOCK),), (gate, up, out, N), (BLOCK,))
+    return out
+
+
+def gate_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return log f (..., H) float32 for a few rows x (..., K); weight (H, K), bias (H,) float32. As `layer.gate.gate`.
+
+    Raises ValueError where `leans` is False or weights don't fit.
+    """
+    H, K = weight.shape
+    if not leans(x) or x.shape[-1] != K or bias.shape != (H,) or not weight.dtype == bias.dtype == torch.float32:
+        raise ValueError(
+            f"gate_rows can't run for x {tuple(x.shape)} {x.dtype} on {x.device} and weights {tuple(weight.shape)} "
+            f"{weight.dtype}, {tuple(bias.shape)} {bias.dtype}: use layer.gate.gate_torch"
+        )
+    log_f = torch.empty(*x.shape[:-1], H, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        arguments = (x, weight.contiguous(), bias.contiguous(), log_f, K, H)
+        launch(gate_rows_kernel, (log_f.numel(),), arguments, (min(1024, power_of_2(K)),))
+    return log_f

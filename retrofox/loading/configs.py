@@ -1,0 +1,43 @@
+"""Configs of unconverted models, supported or not, before a weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from retrofox.families import check_supported
+from retrofox.loading.outside import register_outside
+from retrofox.loading.source import check_source, read_config, reading_gguf, refuse_adapter, understood
+from retrofox.loading.trust import refuse_untrusted, trusts_code
+
+
+def any_config(source: str | Path) -> Any:
+    """The transformers config of an unconverted model, supported or not: Hub id, directory or .gguf file.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: its file is damaged, or the model needs code of its own that may not run (see `loading.trust`).
+    """
+    path = Path(source)
+    if str(source).endswith(".gguf"):
+        if not path.is_file():
+            raise FileNotFoundError(f"{source}: no such file")
+        with reading_gguf(source):
+            return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    values = read_config(source)
+    register_outside(values)
+    refuse_untrusted(source, values)
+    with understood(f"config.json of {source}"):
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=trusts_code(source, values))
+
+
+def base_config(source: str | Path, revision: str | None = None) -> Any:
+    """The transformers config of a directory or Hub id; raises for a model that can't be converted."""
+    refuse_adapter(source)
+    values = read_config(source, revision)
+    check_source(source, values)
+    check_supported(values)
+    with understood(f"config.json of {source}"):
+        return AutoConfig.from_pretrained(str(source), revision=revision or "main", trust_remote_code=False)

@@ -1,0 +1,460 @@
+"""Decoding from a captured step: greedy search and sampling of `generate` without the host in the way.
+
+A decoding step is some hundred launches, which the host takes several times as long to make as the GPU to run. Here the
+step reads the cache's length on the device (`fixed`), so it is the same at every length and is captured once as a
+CUDA graph; for each power of two that the cache passes, anew. The first token comes from transformers' own loop, which
+also prefills. On a CPU the same step runs as it is, uncaptured, where `DEVICES` names "cpu" (tests).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+from .cache import GrowingLayer
+from .fixed import LEAST_ROOM, SHIFT_EVERY, Bank, Clock, FixedLayer, FixedParts
+from .lean import lean
+from .masks import first_visible
+
+DEVICES = ("cuda",)
+LEAST_TOKENS = 8  # a capture costs the host about two steps
+KNOWN_INPUTS = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
+    "tokenizer",
+}  # fmt: skip
+"""What a step is given anew; other model inputs that aren't None keep transformers' loop."""
+logger = logging.getLogger(__name__)
+_streams: dict[torch.device, Any] = {}
+_said: set[str] = set()
+
+
+def reason_against(
+    model: Any, input_ids: torch.Tensor, stopping: Any, config: Any, synced_gpus: bool, inputs: dict[str, Any]
+) -> str | None:
+    """Why `generate` has to take transformers' own loop, or None if a captured step serves it."""
+    cache, mask, positions = (inputs.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
+    other = sorted(name for name, x in inputs.items() if x is not None and name not in KNOWN_INPUTS)
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    kinds = {str(x.get("rope_type", "")) for x in (rope, *rope.values()) if isinstance(x, dict)}
+    devices = {str(x) for x in (getattr(model, "hf_device_map", None) or {}).values()}
+    reasons = {
+        f"the model is on {input_ids.device.type}, a step is captured on {' and '.join(DEVICES)}": (
+            input_ids.device.type not in DEVICES
+        ),
+        "processes wait for each other (synced_gpus)": synced_gpus,
+        "more than tokens is to be returned (return_dict_in_generate)": config.return_dict_in_generate,
+        "the model is in training mode": model.training,
+        f"the model is spread over several devices: {', '.join(sorted(devices))}": len(devices) > 1,
+        "there is no cache (use_cache=False)": not inputs.get("use_cache", True) or cache is None,
+        f"the cache is a {type(cache).__name__}, not a DynamicCache": cache is not None and not _fixable(cache),
+        f"the model gets {', '.join(other)} beside tokens": bool(other),
+        f"rotary frequencies depend on the length of the text ({', '.join(sorted(kinds))})": bool(
+            kinds & {"dynamic", "longrope"}
+        ),
+        "the prompt is given as embeddings": input_ids.dim() != 2 or input_ids.shape[1] == 0,
+        "the length of the text has no limit": stopping.max_length is None,
+        "it is an assistant's": bool(getattr(config, "is_assistant", False)),
+    }
+    reason = next((why for why, holds in reasons.items() if holds), None)
+    if reason is not None:
+        return reason
+    new = stopping.max_length - input_ids.shape[1]
+    if new < LEAST_TOKENS:
+        return f"a capture doesn't pay for {new} new tokens, fewer than {LEAST_TOKENS}"
+    if positions is not None and positions.dim() != 2:
+        return "positions have more than one dimension per token"
+    if mask is not None:
+        if mask.shape != input_ids.shape:
+            return "the attention mask isn't one value per token"
+        seen = mask.bool()
+        if not bool((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all()):
+            return "the attention mask hides more than tokens before the text"
+    return None
+
+
+def _fixable(cache: Any) -> bool:
+    if (
+        not isinstance(cache, DynamicCache)
+        or type(cache).__name__ not in ("DynamicCache", "ForgettingCache")
+        or getattr(cache, "offloading", False)
+    ):
+        return False
+    names = {type(layer).__name__ for layer in cache.layers}
+    return names <= {"GrowingLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "ForgettingLayer"}
+
+
+@torch.no_grad()
+def decode(
+    model: Any,
+    native: Callable[..., Any],
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **inputs: Any,
+) -> Any:
+    """`GenerationMixin._sample`, from a captured step where that is possible; arguments and result as there.
+
+    `model.decoded_by` says afterwards which way it took: "a captured step", or why not.
+    """
+    reason = reason_against(model, input_ids, stopping_criteria, generation_config, synced_gpus, inputs)
+    model.decoded_by = f"transformers' loop: {reason}"
+    if reason is not None:
+        logger.info("decoding by transformers' loop: %s", reason)
+        return native(
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **inputs,
+        )
+    cache, total = inputs["past_key_values"], stopping_criteria.max_length
+    cache.tokens_to_reserve = min(total, reads_for(min(total, input_ids.shape[1] + 1)))
+    one = _One(stopping_criteria)
+    ids = native(
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=one,
+        generation_config=generation_config,
+        streamer=None if streamer is None else _WithoutEnd(streamer),
+        **inputs,
+    )
+    del cache.tokens_to_reserve
+    assert one.done is not None, "the loop asks its stopping criteria after each token"
+    if not bool(one.done.all()):
+        positions = inputs.get("position_ids")
+        with Decoding(model, cache, ids, inputs.get("attention_mask"), positions, total) as decoding:
+            choice = Choice(ids, ~one.done, total, logits_processor, stopping_criteria, generation_config)
+            ids = _loop(decoding, choice, streamer)
+            model.decoded_by = decoding.how
+    else:
+        model.decoded_by = "the prefill: one token ended the text"
+    if streamer is not None:
+        streamer.end()
+    return ids
+
+
+class _One(StoppingCriteriaList):
+    """The criteria given, remembered and overruled: transformers' loop stops after one token."""
+
+    def __init__(self, criteria: Any):
+        super().__init__(criteria)
+        self.done: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        self.done = done = super().__call__(input_ids, scores, **kwargs)  # type: ignore[arg-type]
+        return torch.ones_like(done)
+
+
+class _WithoutEnd:
+    """A streamer whose text goes on when transformers' loop ends."""
+
+    def __init__(self, streamer: Any):
+        self.put = streamer.put
+
+    def end(self) -> None:
+        pass
+
+
+def reads_for(tokens: int) -> int:
+    """What a step reads of a cache that holds up to this many tokens: a power of two."""
+    return max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
+
+
+class Choice:
+    """Which token comes next, and which rows have ended: transformers' processors, criteria and draws, in its order.
+
+    Greedy search without processors is made of device operations only (`captures`), so it may be part of the graph. ids
+    (B, total) holds what there is so far, `column` where the next token goes.
+    """
+
+    def __init__(
+        self, ids: torch.Tensor, unfinished: torch.Tensor, total: int, processors: Any, criteria: Any, config: Any
+    ):
+        self.column, self.total = ids.shape[1], total
+        self.ids = ids.new_zeros(ids.shape[0], total)
+        self.ids[:, : self.column] = ids
+        self.tokens = ids[:, -1:].clone()
+        self.at = torch.tensor([self.column], device=ids.device)
+        self.unfinished = unfinished.clone()
+        self.processors, self.criteria, self.samples = processors, criteria, config.do_sample
+        ends = [x for x in criteria if hasattr(x, "eos_token_id")]
+        self.pads, pad = bool(ends), getattr(config, "_pad_token_tensor", None)
+        self.pad = torch.zeros_like(self.at) if pad is None else pad.to(ids.device)
+        plain = all(type(x) in (EosTokenCriteria, MaxLengthCriteria) for x in criteria)
+        self.captures = plain and not self.samples and not len(processors)
+        self.ends = torch.cat([x.eos_token_id.flatten().to(ids.device) for x in ends]) if plain and ends else None
+
+    def on_device(self, logits: torch.Tensor) -> None:
+        """Greedy: the next token of each row, written, and whether the row ends with it."""
+        tokens = logits.argmax(-1)
+        if self.pads:
+            tokens = torch.where(self.unfinished, tokens, self.pad)
+        self.ids.index_copy_(1, self.at, tokens[:, None])
+        self.at.add_(1)
+        self.tokens.copy_(tokens[:, None])
+        if self.ends is not None:
+            self.unfinished.logical_and_((tokens[:, None] != self.ends).all(1))
+
+    def from_host(self, logits: torch.Tensor) -> None:
+        """The same with processors, draws and criteria of any kind."""
+        so_far = self.ids[:, : self.column]
+        scores = self.processors(so_far, logits.to(torch.float32, copy=True))
+        if self.samples:
+            tokens = torch.multinomial(torch.softmax(scores, -1), 1)[:, 0]
+        else:
+            tokens = scores.argmax(-1)
+        if self.pads:
+            tokens = torch.where(self.unfinished, tokens, self.pad)
+        self.ids[:, self.column] = tokens
+        self.tokens.copy_(tokens[:, None])
+        self.unfinished.logical_and_(~self.criteria(self.ids[:, : self.column + 1], None))
+
+
+def _loop(decoding: Decoding, choice: Choice, streamer: Any) -> torch.Tensor:
+    """Decodes until all rows have ended; returns the ids (B, tokens).
+
+    On a GPU the host learns one step late that the last row has ended, so that the GPU never waits for it; what the
+    step too many drew is put back.
+    """
+    lag = 1 if choice.ids.is_cuda else 0
+    marks: collections.deque[_Mark] = collections.deque()
+    decoding.end, decoding.tokens = choice.column, choice.tokens
+    while choice.column < choice.total:
+        mark = _Mark(choice)
+        decoding.step(choice)
+        choice.column += 1
+        mark.note(choice, streamer is not None)
+        marks.append(mark)
+        while len(marks) > lag or (marks and choice.column == choice.total):
+            first = marks.popleft()
+            done = first.arrived(streamer)
+            decoding.end = first.column
+            if done:
+                if marks:
+                    marks[0].undraw()
+                return choice.ids[:, : first.column]
+    return choice.ids[:, : choice.column]
+
+
+class _Mark:
+    """What one step gave, on its way to the host."""
+
+    def __init__(self, choice: Choice):
+        self.generator = self.drawn = self.event = None
+        if choice.samples and choice.ids.is_cuda:
+            self.generator = torch.cuda.default_generators[choice.ids.device.index or 0]
+            self.drawn = self.generator.get_offset()
+
+    def note(self, choice: Choice, tokens: bool) -> None:
+        self.column, pinned = choice.column, choice.ids.is_cuda
+        told = torch.cat([choice.unfinished.any()[None].long(), choice.tokens[:, 0]]) if tokens else choice.unfinished
+        if not pinned:
+            self.told = told.clone()
+            return
+        self.told = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+        self.told.copy_(told, non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def arrived(self, streamer: Any) -> bool:
+        """Hands the tokens to the streamer; whether all rows have ended."""
+        if self.event is not None:
+            self.event.synchronize()
+        if streamer is None:
+            return not bool(self.told.any())
+        streamer.put(self.told[1:])
+        return not bool(self.told[0])
+
+    def undraw(self) -> None:
+        if self.generator is not None and self.drawn is not None:
+            self.generator.set_offset(self.drawn)
+
+
+class Decoding:
+    """A model's decoding step over a cache of fixed rooms; inside `with`, the cache's layers are FixedLayers.
+
+    Attributes:
+        end: tokens of the text so far; the cache gets back all but the last of them.
+        how: how the steps ran.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: Any,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        total: int,
+    ):
+        self.model, self.cache, self.end = model, cache, ids.shape[1]
+        self.fed, self.room = ids.shape[1] - 1, total  # tokens in the cache; the most there can be
+        self.no_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=ids.device)
+        self.seq_start = None if mask is None or bool(mask.all()) else first_visible(mask.bool())
+        next_position = torch.full_like(ids[:, -1:], self.fed) if positions is None else positions[:, -1:] + 1
+        self.positions = next_position.expand(ids.shape[0], 1).clone()
+        self.tokens = ids[:, -1:].clone()
+        self.graph: Any = None
+        self.captures = ids.is_cuda
+        self.warm = False
+        self.how = "a captured step" if self.captures else "the step of a captured graph, uncaptured on a CPU"
+
+    def __enter__(self) -> Decoding:
+        attentions = [layer.self_attn for layer in self.model.get_decoder().layers]
+        self.clocks: dict[int | None, Clock] = {}
+        self.sources, self.windows = list(self.cache.layers), {}
+        assert self.cache.get_seq_length() == self.fed, "the first token's loop has filled the cache"
+        fixed = []
+        parts = sum(len(getattr(source, "parts", ())) for source in self.sources)
+        self.bank = Bank(parts + len(self.sources), self.fed, self.tokens.device)
+        for source, attention in zip(self.sources, attentions, strict=True):
+            if getattr(source, "parts", ()):
+                if None not in self.clocks:
+                    self.clocks[None] = Clock(self.bank, self.fed, 0, None)
+                fixed.append(FixedParts(source, self.clocks[None], self.bank, self.room))
+                continue
+            window = None if isinstance(source, GrowingLayer) else source.sliding_window
+            held = source.keys.shape[2]
+            if window not in self.clocks:
+                self.clocks[window] = Clock(self.bank, held, self.fed - held, self.seq_start)
+            clock, room = self.clocks[window], min(self.room, reads_for(self.fed + 1))
+            if window is not None:
+                room = self.windows[window] = min(self.room, window + 2 + max(SHIFT_EVERY, window // 4))
+            layer = FixedLayer(source, clock, room, attention.num_fox_heads, attention.head_dim)
+            fixed.append(layer)
+        for layer, attention in zip(fixed, attentions, strict=True):
+            if attention.prune is not None and attention.mode != "original":
+                for part in layer.parts or [layer]:
+                    part.bound_keys()
+        self.cache.layers[:] = fixed
+        self._see()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.graph = None
+        ahead = self.fed - (self.end - 1)
+        if self.tokens.is_cuda:
+            torch.cuda.synchronize(self.tokens.device)
+        self.cache.layers[:] = [layer.returned(self.end - 1, ahead) for layer in self.cache.layers]
+
+    def _see(self) -> None:
+        """Sets how much of the rooms a step reads."""
+        self.forgetting = [layer for layer in self.cache.layers if layer.parts]
+        for layer in self.forgetting:
+            layer.see()
+        for window, clock in self.clocks.items():
+            rooms = [layer.room for layer in self.cache.layers if layer.clock is clock and not layer.parts]
+            if not rooms:
+                clock.reads = self.room
+                continue
+            clock.reads = min(*rooms, self.windows[window] if window else reads_for(clock.tokens + 1), rooms[0])
+
+    def _make_room(self) -> None:
+        """Before a step: rooms, and what is read of them, must take one more token."""
+        for layer in self.forgetting:
+            layer.drop()
+        if any(layer.full() for layer in self.forgetting):
+            self.graph, self.warm = None, False
+            self._see()
+        for window, clock in self.clocks.items():
+            if clock.tokens < clock.reads:
+                continue
+            layers = [layer for layer in self.cache.layers if layer.clock is clock]
+            if window is None:
+                self.graph, self.warm = None, False
+                for layer in layers:
+                    layer.grow(min(self.room, reads_for(clock.tokens + 1)))
+                self._see()
+            else:
+                left = clock.tokens - (window + 1)  # one more than it shows: a step may be taken back
+                for layer in layers:
+                    layer.shift(left)
+                clock.shift(left)
+
+    def step(self, choice: Choice) -> None:
+        """One token further."""
+        self._make_room()
+        if self.graph is None and self.warm and self.captures:
+            self._capture(choice)
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            with _beside(self.tokens.device) if self.captures else contextlib.nullcontext():
+                self._run(choice)
+            self.warm = True
+        if not choice.captures:
+            choice.from_host(self.logits)
+        self.fed += 1
+        clocks = [*self.clocks.values(), *(part.clock for layer in self.forgetting for part in layer.parts)]
+        for clock in clocks:
+            clock.tokens += 1
+
+    def _run(self, choice: Choice) -> None:
+        with lean(self.model):
+            output = self.model(
+                input_ids=self.tokens,
+                position_ids=self.positions,
+                attention_mask=self.no_mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+            )
+        self.logits = output.logits[:, -1].float()
+        self.positions.add_(1)
+        self.bank.advance()
+        if choice.captures:
+            choice.on_device(self.logits)
+
+    def _capture(self, choice: Choice) -> None:
+        """Records a step; where that fails, steps go on uncaptured, and it is said why."""
+        collects = gc.isenabled()
+        graph = torch.cuda.CUDAGraph()
+        failure: Exception | None = None
+        with _beside(self.tokens.device):
+            torch.cuda.synchronize(self.tokens.device)
+            gc.disable()  # a graph or an event freed in between would end the capture
+            try:
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._run(choice)
+                except Exception as error:  # whatever in a model's forward can't be recorded
+                    failure = error
+                graph.capture_end()
+            except Exception as error:
+                failure = failure or error
+            finally:
+                if collects:
+                    gc.enable()
+        if failure is None:
+            self.graph = graph
+            return
+        self.captures = False
+        first_line = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+        self.how = f"uncaptured steps: {first_line}"
+        if self.how not in _said:
+            _said.add(self.how)
+            logger.warning("a decoding step of this model can't be captured and runs uncaptured: %s", first_line)
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """A stream of its own: a capture needs one, and what it launches first must have run there once."""
+    stream = _streams.setdefault(device, None) or torch.cuda.Stream(device)
+    _streams[device] = stream
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)

@@ -1,0 +1,317 @@
+"""A cache that forgets: keys that no later query can give weight to are dropped, page by page and head by head.
+
+A forget gate never opens again: c_i - c_j, the decay between a query and a key, only falls as i grows. With bounds that
+hold for every query and key the weights can make, what a key can still be worth is known now, for all time:
+
+    p_ij <= exp(s_ij - s_ii + c_i - c_j) <= exp(s_max(|k_j|) - s_own + c_now - c_j)         for every later query i
+
+    s_max(|k|) = scale Q |k|,   Q >= |q_i|           s_own <= s_ii, the score of a query with its own key
+
+Both are bounds of one query head; with a softcap both pass through it. Dropped is the longest prefix (sink tokens,
+which do not decay, stay) whose bounds, added to those of all that was dropped before, sum to at most eps for each
+query head of the kv head and each row. So at every later token at most eps of a head's weight is missing, and its
+output is within 2 eps max|v| of the full cache's.
+
+Q, and K >= |k_i|, from the weights. What enters the projections is RMS-normed: x = g * u with |u| <= sqrt(hidden), so
+|W x + b| <= sqrt(hidden) sigma_max(W diag(g)) + |b|; with QK-norm |q| <= sqrt(head_dim) max|gain|. RoPE turns and
+keeps norms; its attention scaling and the logit scaling by position multiply them. s_own = -scale Q K; without
+biases, norms and shift it is also scale hidden lambda_min(sym(G W_q^T W_k G)), since RoPE turns a query and its own
+key alike: the larger holds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from .cache import LOG2_E, GrowingLayer
+from .fused import untouched
+
+PAGE = 64  # keys are dropped in such lots
+LOOK = 4096  # keys looked at together, from the oldest on
+EVERY = 256  # decoded tokens between two looks
+SLACK = 1.02  # for the rounding of 16-bit projections and rotations
+LAST_POSITION = 2.0**31  # for the scaling of logits by position
+
+
+class Bounds(NamedTuple):
+    """What holds for all queries and keys of an attention layer.
+
+    Attributes:
+        query: (H,) float64, at least |q| of each query head, scaling by position included.
+        own: (H,) float64, at most the score of a query with its own key, softcap not yet applied.
+        scale: of the products.
+        softcap: of the scores, or None.
+    """
+
+    query: torch.Tensor
+    own: torch.Tensor
+    scale: float
+    softcap: float | None = None
+
+    def worth(self, key_norms: torch.Tensor, group: int) -> torch.Tensor:
+        """(B, Hkv, S) norms -> (B, H, S) float64: the most that s_ij - s_ii can be, for any query i."""
+        norms = key_norms.double().repeat_interleave(group, 1) * 1.0001
+        most, own = self.scale * self.query[:, None] * norms, self.own[:, None].expand_as(norms)
+        if self.softcap is not None:
+            most, own = (self.softcap * torch.tanh(x / self.softcap) for x in (most, own))
+        return most - own
+
+
+@torch.no_grad()
+def weight_bounds(attention: Any, norm: Any) -> Bounds:
+    """The bounds of a converted attention layer from its weights; `norm` makes what enters it.
+
+    Raises:
+        ValueError: an attention, a norm or projections whose bounds are not known.
+    """
+    q_proj, k_proj = (getattr(attention, name, None) for name in ("q_proj", "k_proj"))
+    normed = hasattr(attention, "q_norm")
+    known = attention.plain_forward or (
+        normed and getattr(type(attention).native_forward, "__code__", None) is Qwen3Attention.forward.__code__
+    )
+    if not known:
+        raise ValueError(
+            f"no bound on the scores of {type(attention).__name__} is known, so nothing can be dropped from its cache: "
+            "evict works with the Llama, Mistral, Qwen2 and Qwen3 families; leave it out"
+        )
+    for linear in (q_proj, k_proj):
+        if type(linear) is not nn.Linear or not untouched(linear):
+            raise ValueError(
+                f"evict reads its bounds from plain weights, got a {type(linear).__name__}: merge the adapter "
+                "(retrofox merge), and load the model without quantisation"
+            )
+    gain = _gain(norm, attention.config.hidden_size)
+    heads, kv_heads = attention.num_fox_heads, attention.config.num_key_value_heads
+    group, width = heads // kv_heads, attention.head_dim
+    turn = 1.0 if attention.rotary_fade is None else max(1.0, abs(attention.rotary_fade.attention_scaling))
+    query, q_plain = _norms(q_proj, gain, attention.q_norm if normed else attention.q_norm_fox, heads, width)
+    key, k_plain = _norms(k_proj, gain, attention.k_norm if normed else attention.k_norm_fox, kv_heads, width)
+    if attention.k_shift is not None and k_plain is not None:  # norms, where there are any, come after the shift
+        key = key * (1 + 2 * attention.k_shift.gain.double().abs().to(key.device))
+        k_plain = None
+    scale = float(getattr(attention, "scaling", width**-0.5))
+    query, key = query * turn * SLACK, key * turn * SLACK
+    own = -scale * query * key.repeat_interleave(group)
+    if q_plain is not None and k_plain is not None:
+        least = torch.stack([_least(q_plain[h], k_plain[h // group]) for h in range(heads)])
+        own = torch.maximum(own, scale * least * len(gain) * (turn * SLACK) ** 2)
+    if attention.log_n is not None:
+        longest = max(1.0, math.log(LAST_POSITION) / math.log(attention.log_n))
+        query, own = query * longest, own * longest
+    return Bounds(query, own, scale, getattr(attention, "attn_logit_softcapping", None))
+
+
+def _gain(norm: Any, width: int) -> torch.Tensor:
+    """g of an RMS norm y = g * x / rms(x), found by trying it on vectors of +1 and -1, whose rms is 1."""
+    parameter = next(norm.parameters(), None) if isinstance(norm, nn.Module) else None
+    if parameter is None:
+        raise ValueError(f"evict needs an RMS norm before attention, got {type(norm).__name__}: leave evict out")
+    signs = torch.randint(0, 2, (4, width), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    signs[0] = 1
+    found = norm(signs.to(parameter)).double()
+    found = found * signs.to(found.device)
+    if not torch.allclose(found, found[:1].expand_as(found), rtol=0.02, atol=1e-6):
+        raise ValueError(f"evict needs an RMS norm before attention, got a {type(norm).__name__}: leave evict out")
+    return found.abs().amax(0)
+
+
+def _norms(
+    linear: Any, gain: torch.Tensor, norm: Any, heads: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """((heads,) bound on the norms of a projection's heads, their (heads, D, hidden) weights if nothing else acts)."""
+    if norm is not None:
+        own = norm.gain.double().abs() if hasattr(norm, "gain") else _gain(norm, width).expand(heads, -1)
+        return own.amax(-1) * width**0.5, None
+    weight = linear.weight.double().view(heads, width, -1) * gain.to(linear.weight.device)
+    bound = torch.linalg.matrix_norm(weight, 2) * gain.numel() ** 0.5
+    if linear.bias is None:
+        return bound, weight
+    return bound + linear.bias.double().view(heads, width).norm(dim=-1), None
+
+
+def _least(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The least eigenvalue of (P^T Q + Q^T P) / 2 for P, Q (D, hidden), at most 0: from a matrix of 2 D columns."""
+    both, turned = torch.cat([query, key]), torch.cat([key, query])
+    basis = torch.linalg.qr(both.t())[0]
+    middle = (both @ basis).t() @ (turned @ basis) / 2
+    return torch.linalg.eigvalsh((middle + middle.t()) / 2)[0].clamp_max(0.0)
+
+
+class ForgettingLayer(GrowingLayer):
+    """A cache layer with a GrowingLayer for each kv head, from whose front pages are dropped.
+
+    `get_seq_length` counts the tokens seen, dropped ones too: positions go on. Every row must be whole (no padding).
+
+    Attributes:
+        parts: a GrowingLayer (B, 1, kept tokens, width) for each kv head: sink tokens, then the newest.
+        dropped: tokens dropped from each.
+
+    Raises:
+        ValueError: attention with padding.
+        RuntimeError: `crop` to before the last time that something was dropped.
+    """
+
+    def __init__(self, bounds: Bounds, log_eps: float, sink: int):
+        super().__init__()
+        self.bounds, self.log_eps, self.sink = bounds, log_eps, sink
+        self.parts: list[GrowingLayer] = []
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.parts, self.dropped, self.seen, self.looked_at, self.dropped_at = [], [], 0, 0, 0
+        self._lost: list[torch.Tensor] = []  # (B, group) float64 per part: log of the sum of exp(worth_j - c_j)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
+        log_f, head_dim = kwargs["log_f"], kwargs["head_dim"]
+        if torch.is_grad_enabled() and (key_states.requires_grad or log_f.requires_grad):
+            raise ValueError("a cache that forgets is for inference: use torch.no_grad()")
+        kv_heads = key_states.shape[1]
+        if not self.parts:
+            self.is_initialized, self.device, self.dtype = True, key_states.device, key_states.dtype
+            self.parts = [GrowingLayer() for _ in range(kv_heads)]
+            self.dropped = [0] * kv_heads
+        states = zip(
+            self.parts, key_states.split(1, 1), value_states.split(1, 1), log_f.chunk(kv_heads, -1), strict=True
+        )
+        for part, k, v, f in states:
+            part.update(k, v, log_f=f, head_dim=head_dim)
+        self.head_dim = head_dim
+        self.seen += key_states.shape[2]
+        self.keys, self.values = key_states, value_states  # not what is kept: `parts` have that
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    @property
+    def every(self) -> int:
+        return EVERY
+
+    def newest(self, width: int) -> torch.Tensor:
+        """(B, Hkv, width): the last `width` channels of the newest token."""
+        return torch.cat([part.keys[:, :, -1, -width:] for part in self.parts], 1)
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Drops what has become irrelevant, where enough tokens have come since the last look."""
+        if self.seen - self.looked_at < EVERY:
+            return
+        self.looked_at = self.seen
+        for number in range(len(self.parts)):
+            count = self._droppable(number)
+            if count:
+                self._drop(number, count)
+                self.dropped_at = self.seen
+
+    def _droppable(self, number: int) -> int:
+        """How many keys after the sinks can go; what they may be worth is added to what is lost."""
+        part = self.parts[number]
+        group = self.bounds.query.shape[0] // len(self.parts)
+        one = slice(number * group, (number + 1) * group)
+        bounds = self.bounds._replace(query=self.bounds.query[one], own=self.bounds.own[one])
+        if len(self._lost) < len(self.parts):
+            batch = part.keys.shape[0]
+            self._lost = [
+                torch.full((batch, group), -math.inf, dtype=torch.float64, device=part.keys.device) for _ in self.parts
+            ]
+        lost, first, end = self._lost[number], self.sink, part._length - 1
+        high, low = part.cumulative()
+        now = (high[..., -1].double() + low[..., -1].double()) / LOG2_E
+        while first < end:
+            keys = part.keys[:, :, first : min(first + LOOK, end), : self.head_dim]
+            stop = first + keys.shape[2]
+            c = (high[..., first:stop].double() + low[..., first:stop].double()) / LOG2_E
+            worth = bounds.worth(torch.linalg.vector_norm(keys.double(), dim=-1), group) - c
+            worth = torch.nan_to_num(worth, nan=math.inf, posinf=math.inf)
+            total = torch.logaddexp(torch.logcumsumexp(worth, -1), lost[..., None])
+            goes = (total + now[..., None] <= self.log_eps).all(1).all(0)
+            count = int(goes.long().cumprod(0).sum()) // PAGE * PAGE
+            if count:
+                lost = self._lost[number] = total[..., count - 1].clone()
+            first += count
+            if count < LOOK:
+                break
+        return first - self.sink
+
+    def _drop(self, number: int, count: int) -> None:
+        part = self.parts[number]
+        kept = [torch.cat([x[:, :, : self.sink], x[:, :, self.sink + count :]], 2) for x in self._held(part)]
+        bound = part._bound if part._bounded == part._length else None
+        fresh = self.parts[number] = GrowingLayer()
+        fresh.lazy_initialization(kept[0], kept[1])
+        fresh._append(kept, kept[0].shape[2])
+        if bound is not None:
+            fresh._bound, fresh._bounded = bound, fresh._length
+        self.dropped[number] += count
+
+    def _held(self, part: GrowingLayer) -> tuple[torch.Tensor, ...]:
+        return part.keys, part.values, part.sums
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        count = -int(args[0] if args else kwargs["tokens_to_remove"])
+        if count <= 0:
+            return
+        if self.seen - count < self.dropped_at:
+            raise RuntimeError("this cache has dropped keys that the text, cut back so far, may need again")
+        for part in self.parts:
+            part.crop(-count)
+        self.seen -= count
+        self.looked_at = min(self.looked_at, self.seen)
+
+    def _each(self, change: Any) -> None:
+        for part in self.parts:
+            part._each(change)
+        self._lost = [change(x) for x in self._lost]
+
+    def kept(self) -> list[int]:
+        """Tokens kept of each kv head."""
+        return [part._length for part in self.parts]
+
+
+class ForgettingCache(DynamicCache):
+    """A DynamicCache of a converted model that drops keys no later query can give more than eps of its weight to.
+
+    Layers with a sliding window keep their windows. For generate: `past_key_values=ForgettingCache(model, -10.0)`.
+
+    Args:
+        model: a converted causal model.
+        log_eps: ln of the weight that may be missing, below 0; -10 is 4.5e-5.
+
+    Raises:
+        ValueError: log_eps is not below 0, the model is not converted or has no gates, or its bounds are not known.
+    """
+
+    def __init__(self, model: Any, log_eps: float):
+        if not isinstance(log_eps, (int, float)) or not -math.inf < log_eps < 0:
+            raise ValueError(
+                f"evict is ln of the weight that may be missing, a number below 0 such as -10; got {log_eps}"
+            )
+        super().__init__(config=model.config)
+        layers = model.get_decoder().layers
+        if not all(hasattr(layer.self_attn, "num_fox_heads") for layer in layers):
+            raise ValueError("only a converted model has gates to forget by: convert it first, or leave evict out")
+        for number, layer in enumerate(layers):
+            attention = layer.self_attn
+            if getattr(self.layers[number], "is_sliding", False):
+                continue
+            bounds = weight_bounds(attention, getattr(layer, "input_layernorm", None))
+            self.layers[number] = ForgettingLayer(bounds, float(log_eps), attention.exempt_tokens)
+
+    def report(self) -> dict[str, Any]:
+        """{"seen", "kept_share", "kept" (tokens of each layer's kv heads), "bytes" of keys, values and sums}."""
+        own = [layer for layer in self.layers if isinstance(layer, ForgettingLayer)]
+        kept = [layer.kept() for layer in own]
+        parts = [part for layer in own for part in layer.parts]
+        seen = max((layer.seen for layer in own), default=0)
+        return {
+            "seen": seen,
+            "kept_share": sum(map(sum, kept)) / max(1, seen * len(parts)),
+            "kept": kept,
+            "bytes": sum(x.numel() * x.element_size() for part in parts for x in part._rooms),
+        }

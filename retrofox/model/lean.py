@@ -1,0 +1,139 @@
+"""A decoding step with half the launches: norms, residual sums and gated MLPs of plain decoder layers, a kernel each.
+
+Everything here is an optimisation of what transformers' layers do anyway, for layers that were found to be written
+like Llama's, byte for byte, and that nothing has touched (hooks, adapters in a norm, quantised norms). Others are
+left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from .fused import untouched
+from .gates import ForgetGate
+
+try:
+    from fox_kernels.decoding.lean import add_norm, gate_rows, leans, silu_mul
+except ImportError:  # no fox_kernels, an older one, or no Triton
+    add_norm: Any = None
+    gate_rows: Any = None
+    silu_mul: Any = None
+
+    def leans(x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
+        """No fused kernel is installed."""
+        return False
+
+
+def written_like(module: nn.Module, plain: type) -> bool:
+    """Whether a module's forward is that of `plain`, byte for byte, and is what runs."""
+    code, same = (getattr(inspect.unwrap(x.forward), "__code__", None) for x in (type(module), plain))  # type: ignore
+    alike = code is not None and same is not None and (code.co_code, code.co_names, code.co_consts[1:]) == (
+        same.co_code, same.co_names, same.co_consts[1:]
+    )  # fmt: skip
+    return alike and "forward" not in module.__dict__ and untouched(module)
+
+
+class Sums:
+    """Runs the plain layers of a decoder so that each residual sum is part of the norm that reads it.
+
+    A layer leaves its MLP's output here instead of adding it; the next layer's first norm, or the last norm, adds it.
+    """
+
+    def __init__(self, last: Any):
+        self.last = last
+        self.left: torch.Tensor | None = None
+
+    def normed(self, norm: Any, x: torch.Tensor, new: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x + new, its norm)."""
+        if leans(x, norm.weight) and (new is None or (new.dtype == x.dtype and new.shape == x.shape)):
+            return add_norm(x, new, norm.weight, norm.variance_epsilon)
+        x = x if new is None else x + new
+        return x, type(norm).forward(norm, x)
+
+    def layer(self, module: Any) -> Any:
+        def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            left, self.left = self.left, None
+            x, h = self.normed(module.input_layernorm, hidden_states, left)
+            attended, _ = module.self_attn(hidden_states=h, **dict(zip(ORDER, args, strict=False)), **kwargs)
+            x, h = self.normed(module.post_attention_layernorm, x, attended)
+            self.left = module.mlp(h)
+            return x
+
+        return forward
+
+    def end(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        left, self.left = self.left, None
+        return self.normed(self.last, hidden_states, left)[1]
+
+
+ORDER = ("attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings")
+"""Arguments of a decoder layer after the hidden states."""
+
+
+def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if leans(x, module.weight):
+        return add_norm(x, None, module.weight, module.variance_epsilon)[1]
+    return type(module).forward(module, x)
+
+
+def _gate(module: Any, x: torch.Tensor) -> torch.Tensor:
+    if module.weight is None or module.record or not leans(x):
+        return type(module).forward(module, x)
+    return gate_rows(x, module.weight, module.bias)
+
+
+def gated_mlp(module: Any) -> Any:
+    """The forward of a Llama MLP with SiLU and product in one kernel."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        fits = leans(gate) and up.shape == gate.shape and up.dtype == gate.dtype and up.is_contiguous()
+        return module.down_proj(silu_mul(gate, up) if fits else module.act_fn(gate) * up)
+
+    return forward
+
+
+@contextlib.contextmanager
+def lean(model: Any) -> Iterator[int]:
+    """Inside, plain layers of a causal model run with fewer launches; yields how many modules were found.
+
+    A layer's residual sums go into norms only where all layers and the last norm are plain: what one leaves the next
+    must take.
+    """
+    decoder = model.get_decoder()
+    layers, last = list(decoder.layers), getattr(decoder, "norm", None)
+    changed: dict[Any, Any] = {}
+    for layer in layers:
+        mlp = getattr(layer, "mlp", None)
+        if mlp is not None and written_like(mlp, modeling_llama.LlamaMLP) and "SiLU" in type(mlp.act_fn).__name__:
+            changed[mlp] = gated_mlp(mlp)
+    norms = [getattr(x, name, None) for x in layers for name in ("input_layernorm", "post_attention_layernorm")]
+    if all(written_like(x, modeling_llama.LlamaDecoderLayer) for x in layers) and all(
+        x is not None and written_like(x, modeling_llama.LlamaRMSNorm) for x in (*norms, last)
+    ):
+        sums = Sums(last)
+        changed |= {layer: sums.layer(layer) for layer in layers} | {last: sums.end}
+        alone = [x for layer in layers for x in layer.self_attn.modules()]
+    else:
+        alone = list(decoder.modules())
+    for module in decoder.modules():
+        if isinstance(module, ForgetGate) and "forward" not in module.__dict__ and untouched(module):
+            changed[module] = functools.partial(_gate, module)
+    for module in alone:
+        if written_like(module, modeling_llama.LlamaRMSNorm):
+            changed[module] = functools.partial(_norm, module)
+    for module, forward in changed.items():
+        module.forward = forward
+    try:
+        yield len(changed)
+    finally:
+        for module in changed:
+            del module.forward

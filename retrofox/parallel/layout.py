@@ -1,0 +1,69 @@
+"""Which tokens of a row each process of a context group holds. Nothing here needs a process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How a context group of `context` processes is split: ulysses x ring.
+
+    Process n of the group has place n % ulysses among those that trade heads, and n // ulysses on the ring.
+    """
+
+    ulysses: int = 1
+    ring: int = 1
+
+    @property
+    def context(self) -> int:
+        """Processes that share a row."""
+        return self.ulysses * self.ring
+
+    @property
+    def unit(self) -> int:
+        """What the length of a row is a multiple of."""
+        return self.context if self.ring == 1 else 2 * self.context
+
+    @property
+    def chunks(self) -> int:
+        """Pieces into which the ring cuts a row."""
+        return 1 if self.ring == 1 else 2 * self.ring
+
+    def chunks_of(self, place: int) -> list[int]:
+        """Pieces that a place on the ring holds: a zigzag, r and 2 R - 1 - r, so that all have as many keys to see."""
+        return [0] if self.ring == 1 else [place, 2 * self.ring - 1 - place]
+
+    def segments(self, process: int, length: int) -> list[tuple[int, int]]:
+        """[start, stop) of the stretches of a row of `length` tokens that a process of the group holds, in order."""
+        chunk = length // self.chunks
+        part = length // self.context
+        skipped, wanted, found = (process % self.ulysses) * part, part, []
+        for number in self.chunks_of(process // self.ulysses):
+            first, last = number * chunk + min(skipped, chunk), (number + 1) * chunk
+            skipped -= min(skipped, chunk)
+            taken = min(wanted, last - first)
+            if taken:
+                found.append((first, first + taken))
+                wanted -= taken
+        return found
+
+
+def degrees(context: int, kv_heads: int, ulysses: int | None = None) -> Degrees:
+    """The split of a context group: as many processes trade heads as divide both it and the key/value heads.
+
+    Args:
+        ulysses: at most so many; None = no limit.
+
+    Raises:
+        ValueError: `ulysses` does not divide the group or the key/value heads.
+    """
+    if ulysses is not None:
+        if context % ulysses or kv_heads % ulysses:
+            raise ValueError(
+                f"parallel.ulysses: {ulysses} must divide both parallel.context ({context}) and the model's key/value "
+                f"heads ({kv_heads}); leave it out for the largest that does"
+            )
+        return Degrees(ulysses, context // ulysses)
+    best = max(u for u in range(1, context + 1) if context % u == 0 and kv_heads % u == 0)
+    return Degrees(best, context // best)

@@ -1,0 +1,110 @@
+"""How many processes share a row: what the recipe and accelerate's ParallelismConfig say, and what can't be shared."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from retrofox.anatomy import attentions, causal_lm, is_converted
+from retrofox.config import Recipe
+from retrofox.loading.rope_scaling import depends_on_length
+from retrofox.parallel.layout import Degrees, degrees
+from retrofox.parallel.shards import check_length
+
+PREFIX = "PARALLELISM_CONFIG_"
+"""Of the environment variables by which accelerate launches processes with a ParallelismConfig."""
+
+
+def _accelerate(size: str) -> int:
+    return int(os.environ.get(f"{PREFIX}{size}_SIZE", "1"))
+
+
+def context_of(recipe: Recipe) -> int:
+    """Processes that share a row: the recipe's `parallel.context`, or accelerate's cp_size where that is 1.
+
+    Raises:
+        ValueError: both say something, and not the same.
+    """
+    ours, theirs = recipe.parallel.context, _accelerate("CP")
+    if ours > 1 and theirs > 1 and ours != theirs:
+        raise ValueError(
+            f"parallel.context is {ours} and accelerate's cp_size ({PREFIX}CP_SIZE) is {theirs}: give one of them"
+        )
+    return max(ours, theirs)
+
+
+def readers_of(recipe: Recipe, processes: int) -> int:
+    """How many different rows the processes read at a time: one for each context group."""
+    return max(1, processes // context_of(recipe))
+
+
+def take_over(recipe: Recipe) -> None:
+    """Takes the context dimension out of accelerate's ParallelismConfig, so that only we act on it.
+
+    Accelerate's own context parallelism replaces torch's attention and knows no gates. What shards weights sees
+    dp_shard x cp processes, as in torch: the dimensions of data and context make one.
+
+    Raises:
+        ValueError: the recipe's `parallel.context` says otherwise.
+    """
+    context = context_of(recipe)
+    if _accelerate("CP") == 1:
+        return
+    os.environ[f"{PREFIX}DP_SHARD_SIZE"] = str(_accelerate("DP_SHARD") * context)
+    os.environ[f"{PREFIX}CP_SIZE"] = "1"
+    recipe.parallel = recipe.parallel.model_copy(update={"context": context})
+    if _accelerate("DP_REPLICATE") == 1 and _accelerate("TP") == 1:
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"  # one dimension is what accelerate does without it
+
+
+def split_of(recipe: Recipe, config: Any) -> Degrees:
+    """How a context group of this recipe is split for a model's key/value heads."""
+    return degrees(context_of(recipe), key_value_heads(config), recipe.parallel.ulysses)
+
+
+def key_value_heads(config: Any) -> int:
+    """Key/value heads of a model's attention."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def refuse_processes(recipe: Recipe, processes: int) -> None:
+    """Raises ValueError where the processes don't make whole context groups."""
+    context = context_of(recipe)
+    if processes % context:
+        raise ValueError(
+            f"parallel.context: {context} processes share a row, and there are {processes}: launch a multiple of "
+            f"{context} (accelerate launch --num_processes {context} -m retrofox train; WORLD_SIZE={context} for plan)"
+        )
+    if context > 1 and recipe.log.heads_every is not None:
+        raise ValueError("log.heads_every reads whole rows, which parallel.context splits: leave it out")
+
+
+def refuse_sharing(model: Any, length: int, split: Degrees) -> None:
+    """Raises ValueError for a model, or rows, that a context group can't share.
+
+    Args:
+        model: on any device.
+        length: tokens of a row.
+    """
+    if split.context == 1:
+        return
+    if not is_converted(model):
+        raise ValueError(
+            "parallel.context shares rows for Forgetting Attention only: give `fox:` to the recipe, or train an "
+            "unconverted model with DDP or FSDP2"
+        )
+    config = causal_lm(model).config
+    if depends_on_length(config):
+        raise ValueError(
+            "parallel.context: this model's RoPE (dynamic or longrope) takes its frequencies from the length of what "
+            "one process sees: take another rope_type, or parallel.context: 1"
+        )
+    check_length(length, split)
+    chunk = length // split.chunks
+    windows = {module.window for _, module in attentions(causal_lm(model)) if module.window is not None}
+    if split.ring > 1 and windows and min(windows) < chunk:
+        raise ValueError(
+            f"parallel.context: a sliding window of {min(windows)} tokens is smaller than the ring's pieces ({chunk}), "
+            f"so most of what it sends is out of sight. Take a context that divides the {key_value_heads(config)} "
+            f"key/value heads (there is no ring then), or rows of at most {min(windows) * split.chunks} tokens"
+        )

@@ -1,0 +1,131 @@
+"""A batch cut into the parts of a context group's processes, and how attention finds the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from retrofox.parallel.halo import predecessors
+from retrofox.parallel.layout import Degrees
+from retrofox.parallel.mesh import Mesh
+from retrofox.parallel.plan import RingPlan
+from retrofox.parallel.ring import ring_attention
+from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
+
+
+@dataclass
+class Rows:
+    """What a cut batch keeps of its whole rows, on the CPU.
+
+    Attributes:
+        batch, length: of the whole rows.
+        cu_seqlens: (N + 1,) int32 document starts over the flattened batch * length tokens; None: one a row.
+        row_targets: (batch,) int64, targets of each whole row.
+    """
+
+    batch: int
+    length: int
+    cu_seqlens: torch.Tensor | None
+    row_targets: torch.Tensor
+
+    def documents(self, row: int) -> list[int]:
+        """Where the documents of a row begin and, last, its length."""
+        if self.cu_seqlens is None:
+            return [0, self.length]
+        first = row * self.length
+        inside = [int(x) - first for x in self.cu_seqlens if first <= int(x) <= first + self.length]
+        return sorted({0, self.length, *inside})
+
+
+def cut(batch: dict[str, Any], split: Degrees, process: int) -> dict[str, Any]:
+    """A process's part of a batch of whole rows: input_ids, position_ids, targets (B, t), num_targets, rows.
+
+    Args:
+        batch: input_ids, position_ids and targets (B, T), and cu_seqlens where rows hold several documents. Positions
+            count from each document's start and stay as they are.
+
+    Raises:
+        ValueError: T is not a multiple of the split's unit.
+    """
+    rows, length = batch["input_ids"].shape
+    check_length(length, split)
+    keep = torch.cat([torch.arange(*segment) for segment in split.segments(process, length)])
+    part: dict[str, Any] = {key: batch[key][:, keep] for key in ("input_ids", "position_ids", "targets")}
+    part["num_targets"] = int((part["targets"] >= 0).sum())
+    part["rows"] = Rows(rows, length, batch.get("cu_seqlens"), (batch["targets"] >= 0).sum(1))
+    return part
+
+
+def check_length(length: int, split: Degrees) -> None:
+    """Raises ValueError for rows that don't divide among a context group."""
+    if length % split.unit:
+        below = max(1, length // split.unit) * split.unit
+        parts = f"{split.context} processes" + (" in a zigzag, two pieces each" if split.ring > 1 else "")
+        raise ValueError(
+            f"rows of {length} tokens don't divide among {parts}: give a multiple of {split.unit}, such as {below} or "
+            f"{below + split.unit}"
+        )
+
+
+class Shards:
+    """What attention asks in a forward over cut rows: `FoxModelMixin.forward(shards=...)`."""
+
+    def __init__(self, mesh: Mesh, rows: Rows, device: torch.device):
+        self.mesh, self.rows = mesh, rows
+        self.cu_seqlens = None if rows.cu_seqlens is None else rows.cu_seqlens.to(device, non_blocking=True)
+        self.row_targets = rows.row_targets.to(device, non_blocking=True)
+        self._plans: dict[tuple[int | None, int], RingPlan] = {}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_f: torch.Tensor,
+        options: dict[str, Any],
+        locally: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """Forgetting Attention over whole rows, of which each process gives its part and gets its part.
+
+        Args:
+            query: (B, H, t, D); key, value: (B, Hkv, t, D); log_f: (B, t, H) float32.
+            options: scale, window, sink, softcap and prune, as `fox_kernels.forgetting_attention` takes them.
+            locally: locally(query, key, value, log_f, cu_seqlens, options) attends on one device.
+
+        Returns:
+            (B, t, H, D).
+        """
+        q, k, v = heads_for_tokens(self.mesh, *(x.transpose(1, 2) for x in (query, key, value)))
+        gates = heads_for_tokens(self.mesh, log_f[..., None])[0][..., 0]
+        if self.mesh.degrees.ring == 1:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = locally(q, k, v, gates, self.cu_seqlens, options)
+        else:
+            out = ring_attention(self.mesh, self._plan(options), q, k, v, gates, options, locally)
+        return tokens_for_heads(self.mesh, out)
+
+    def _plan(self, options: dict[str, Any]) -> RingPlan:
+        kind = options["window"], options["sink"]
+        if kind not in self._plans:
+            rows = [self.rows.documents(row) for row in range(self.rows.batch)]
+            self._plans[kind] = RingPlan(rows, self.rows.length, self.mesh.degrees, *kind)
+        return self._plans[kind]
+
+    def shifted(
+        self,
+        shift: Callable[..., torch.Tensor],
+        states: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Key or value shift (`pro.Shift`) of states (B, t, Hkv, D), whose predecessors may lie in another process."""
+        before = predecessors(self.mesh, states, self.rows.length)
+        joined, at, parts = position_ids.expand(states.shape[0], -1) != 0, 0, []
+        for number, (start, stop) in enumerate(self.mesh.degrees.segments(self.mesh.rank, self.rows.length)):
+            part = slice(at, at + stop - start)
+            at = part.stop
+            parts.append(shift(states[:, part], before[:, number], joined[:, part], hidden_states[:, part]))
+        return torch.cat(parts, 1)

@@ -1,0 +1,98 @@
+"""When one process of a group dies, the others must not wait for it for ever: they end, and one says why."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+LOOK_SECONDS = 1.0
+GRACE_SECONDS = 10.0
+"""How long a failing collective has to raise by itself; a GPU's never does."""
+
+
+class ProcessLost(ValueError):
+    """A process of the run ended while the others needed it."""
+
+
+class Watch:
+    """Inside a `with` block, looks whether the run's other processes on this machine live.
+
+    A collective that fails because one of them ended is raised again as `ProcessLost` by the first of those left, and
+    as a silent SystemExit(1) by the rest. A process that waits for ever in one (NCCL's kernels do) is ended.
+
+    Args:
+        stands: what is kept if a process is lost now, for the message.
+    """
+
+    def __init__(self, stands: Callable[[], str]):
+        self.stands = stands
+        self.done = threading.Event()
+
+    def __enter__(self) -> Watch:
+        found: list[Any] = [None] * dist.get_world_size()
+        here = _machine()
+        dist.all_gather_object(found, (here, os.getpid(), _started(os.getpid())))
+        self.rank = dist.get_rank()
+        # A process of another machine, or of a container with its own numbers, can't be looked for by its number.
+        self.others = {rank: who[1:] for rank, who in enumerate(found) if who[0] == here and rank != self.rank}
+        threading.Thread(target=self._look, daemon=True).start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        lost = self._waited_for() if isinstance(error, RuntimeError) else {}
+        self.done.set()
+        if lost:
+            if self._speaks(lost):
+                raise ProcessLost(self._message(lost)) from error
+            raise SystemExit(1) from error
+
+    def lost(self) -> dict[int, int]:
+        """Rank -> number of the processes that have ended."""
+        return {rank: pid for rank, (pid, started) in self.others.items() if _started(pid) != started}
+
+    def _waited_for(self) -> dict[int, int]:
+        """The processes lost, which may take a moment to show after their connections broke."""
+        end = time.monotonic() + 3.0
+        while not (lost := self.lost()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return lost
+
+    def _speaks(self, lost: dict[int, int]) -> bool:
+        """Whether this is the first process left on this machine."""
+        return all(rank > self.rank or rank in lost for rank in self.others)
+
+    def _message(self, lost: dict[int, int]) -> str:
+        names = ", ".join(f"process {rank} (pid {pid})" for rank, pid in sorted(lost.items()))
+        return f"{names} ended, and the others can't go on alone: {self.stands()}; run the same command again to resume"
+
+    def _look(self) -> None:
+        while not self.done.wait(LOOK_SECONDS):
+            lost = self.lost()
+            if lost and not self.done.wait(GRACE_SECONDS):
+                if self._speaks(lost):
+                    print(f"error: {self._message(lost)}", file=sys.stderr, flush=True)
+                os._exit(1)  # the main thread waits in a collective that nothing ends
+
+
+def _started(pid: int) -> str | None:
+    """When a process was started, in ticks since boot; None where it has ended, collected by its parent or not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _machine() -> str:
+    """This machine and this set of process numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_text(encoding="utf-8").strip() if boot.is_file() else ""
+    numbers = Path("/proc/self/ns/pid")
+    return f"{name} {numbers.readlink() if numbers.is_symlink() else ''}"

@@ -1,0 +1,1 @@
+"""`retrofox report`: everything that is measured of a model, on one page."""

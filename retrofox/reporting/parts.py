@@ -1,0 +1,184 @@
+"""The parts of a report: which evaluation each one runs, with what, and the command that does the same alone."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from retrofox.evaluation.baselines import Baseline
+from retrofox.evaluation.evaluate import evaluate
+from retrofox.evaluation.gates import inspect
+from retrofox.evaluation.lm_eval import expand
+from retrofox.evaluation.needle import needle
+from retrofox.evaluation.recall import recall
+from retrofox.families import check_supported
+from retrofox.loading.source import holds_converted, read_config
+from retrofox.reporting.suites import Suite
+from retrofox.support.plots import tokens_label
+
+PRUNE_EPS = 1e-4
+"""Share of attention that pruning may lose where the report says what it would skip."""
+TASK_LENGTH = 4096
+"""Tokens of context of short tasks."""
+MADE_FOR_A_LENGTH = ("ruler", "longbench")
+CONTROL_PASSES = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """One evaluation of a report.
+
+    Attributes:
+        name: of its folder and in the report's JSON, such as "needle-easy".
+        measures: what it does, for the line that is printed while it runs.
+        run: the evaluation; called with `options`, `out` and where it runs (dtype, device).
+        file: the JSON that the evaluation writes last.
+        options: all that decides its result besides the models' and texts' contents.
+        tokens: about how many it reads, for the estimate of the time left; 0 = unknown.
+    """
+
+    name: str
+    measures: str
+    run: Callable[..., Any]
+    file: str
+    options: dict[str, Any]
+    tokens: int = 0
+
+    def command(self, dtype: str | None = None, device: str | None = None) -> str:
+        """The command that measures the same alone."""
+        words = ["retrofox", COMMANDS[self.run], self.options["model"]]
+        for name, value in {**self.options, "dtype": dtype, "device": device}.items():
+            if name != "model" and (name, value) != ("text_field", "text"):
+                words += _flag(name, value)
+        return shlex.join(words)
+
+
+COMMANDS: dict[Callable[..., Any], str] = {needle: "needle", recall: "recall", evaluate: "eval", inspect: "inspect"}
+FLAGS = {"baselines": "baseline", "maps": "map", "task_cache_folder": "task-cache"}
+JOINED = ("lengths", "tasks")
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """An option as the command line takes it."""
+    flag = "--" + FLAGS.get(name, name).replace("_", "-")
+    if value is None or value in ("", (), []):
+        return []
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if name in JOINED:
+        return [flag, ",".join(map(str, value))]
+    if isinstance(value, (list, tuple)):
+        return [word for one in value for word in (flag, str(one))]
+    return [flag, str(value)]
+
+
+@dataclass
+class Asked:
+    """What a report is asked for: models, texts and further options of the parts."""
+
+    model: str
+    against: list[str]
+    data: list[str]
+    baselines: list[Baseline] = field(default_factory=list)
+    text_field: str = "text"
+    min_tokens: int = 2
+    maps: tuple[str, ...] = ()
+    include_path: str | None = None
+    limit: int | None = None
+    task_cache_folder: Path | None = None
+
+
+def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
+    """(parts to run in their order, name -> why not of what the suite or the user asks for and can't be measured)."""
+    parts: list[Part] = []
+    missing: dict[str, str] = {}
+    specs = [baseline.text for baseline in asked.baselines]
+    models = {"model": asked.model, "against": asked.against}
+    columns = 1 + len(asked.against) + len(specs)
+    read: dict[str, Any] = {**models, "data": asked.data, "text_field": asked.text_field}
+    longest = tokens_label(suite.length)
+    for needles in suite.needles:
+        count = needles.depths * needles.trials
+        measures = f"{count} prompt{'s' * (count > 1)} of {', '.join(map(tokens_label, suite.lengths))} tokens"
+        options: dict[str, Any] = {
+            "lengths": list(suite.lengths),
+            "depths": needles.depths,
+            "mode": list(needles.modes),
+        }
+        options |= {"trials": needles.trials, "baselines": specs}
+        tokens = count * len(needles.modes) * sum(suite.lengths) * columns
+        parts.append(Part(f"needle-{needles.name}", measures, needle, "needle.json", {**read, **options}, tokens))
+    options = {"length": suite.length, "ngram": suite.ngram, "control": suite.control}
+    options |= {"max_documents": suite.documents, "min_tokens": asked.min_tokens, "baselines": specs}
+    once = suite.documents * suite.length
+    tokens = once * columns * (1 + CONTROL_PASSES * bool(suite.control))
+    measures = f"{_documents(suite.documents)} of up to {longest} tokens"
+    parts.append(Part("recall", measures, recall, "recall.json", {**read, **options}, tokens))
+    options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": asked.min_tokens}
+    used = suite.short_context if asked.min_tokens == suite.length else ""
+    options |= {"short_context": [used] if used else [], "baselines": specs}
+    parts.append(Part("loss", measures, evaluate, "eval.json", {**read, **options}, once * (columns + 2)))
+    if asked.data and used != suite.short_context:
+        missing["use of context"] = f"fewer than {suite.documents} documents have {longest} tokens"
+    if not asked.data:
+        missing = {part.name: "it needs texts: give --data" for part in parts}
+        parts = []
+    _add_heads(parts, missing, asked, suite)
+    _add_tasks(parts, missing, asked, suite)
+    return parts, missing
+
+
+def _documents(count: int) -> str:
+    return f"{count} document{'s' * (count > 1)}"
+
+
+def _add_heads(parts: list[Part], missing: dict[str, str], asked: Asked, suite: Suite) -> None:
+    if not holds_converted(asked.model):
+        missing["heads"] = f"{asked.model} has no forget gates: `retrofox inspect` looks at converted models"
+        return
+    base, why = (asked.against[0], _not_watchable(asked.against[0])) if asked.against else (None, "")
+    if why:
+        missing["heads of the base"] = why
+        base = None
+    options: dict[str, Any] = {"model": asked.model, "data": asked.data, "length": suite.heads_length}
+    options |= {"max_documents": suite.heads_documents, "text_field": asked.text_field}
+    tokens = 0
+    if asked.data:
+        options |= {"against": base, "prune_eps": PRUNE_EPS, "maps": asked.maps}
+        tokens = suite.heads_length * suite.heads_documents * (3 + 2 * (base is not None))
+    measures = f"{_documents(suite.heads_documents)} of up to {tokens_label(suite.heads_length)} tokens"
+    parts.append(Part("heads", measures if asked.data else "parameters alone", inspect, "gates.json", options, tokens))
+
+
+def _not_watchable(base: str) -> str:
+    """Why the heads of a base can't be measured; "" where they can."""
+    if base.endswith(".gguf") or holds_converted(base):
+        return ""
+    try:
+        check_supported(read_config(base))
+    except ValueError as error:
+        return f"the attention of {base} can't be watched: {error}"
+    return ""
+
+
+def _add_tasks(parts: list[Part], missing: dict[str, str], asked: Asked, suite: Suite) -> None:
+    if not suite.tasks:
+        missing["tasks"] = "none were asked for: --tasks short adds the paper's list, --tasks ruler, longbench or names"
+    elif find_spec("lm_eval") is None:
+        missing["tasks"] = (
+            f"{', '.join(suite.tasks)} need lm-eval, which is not installed: pip install 'retrofox[eval]'"
+        )
+    else:
+        long = [name for name in suite.tasks if name.split("_")[0] in MADE_FOR_A_LENGTH]
+        short = [name for name in suite.tasks if name not in long]
+        for name, tasks, length in (("tasks", short, TASK_LENGTH), ("tasks-long", long, suite.length)):
+            if tasks:
+                options: dict[str, Any] = {"model": asked.model, "against": asked.against, "tasks": tasks}
+                options |= {"length": length, "include_path": asked.include_path, "limit": asked.limit}
+                options |= {"task_cache_folder": asked.task_cache_folder}
+                measures = f"{len(expand(tasks))} tasks or groups"
+                parts.append(Part(name, measures, evaluate, "eval.json", options))

@@ -1,0 +1,285 @@
+"""`retrofox report`: a suite of evaluations run one after the other, kept as they finish, and put on one page."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from retrofox.data.files import Digests
+from retrofox.data.sources import DataSource, listed, resolve
+from retrofox.data.windows import choose_windows
+from retrofox.evaluation.baselines import base_for, parse_all
+from retrofox.evaluation.heads import head_places
+from retrofox.loading.device import resolve_device, resolve_dtype
+from retrofox.loading.source import first_line, holds_converted
+from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
+from retrofox.reporting.fingerprint import data_fingerprint, folder_fingerprint, model_fingerprint, part_fingerprint
+from retrofox.reporting.markdown import card_section
+from retrofox.reporting.page import render
+from retrofox.reporting.parts import Asked, Part, plan_parts
+from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE
+from retrofox.reporting.suites import Suite, choose_suite
+from retrofox.reporting.summary import summarise
+from retrofox.support.files import write_result
+from retrofox.support.interruptions import Interruptions
+from retrofox.support.report import check_folder, environment
+
+
+def report(
+    model: str | os.PathLike,
+    against: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+    data: str | os.PathLike | Sequence[str | os.PathLike] = (),
+    suite: str = "quick",
+    out: str | os.PathLike | None = None,
+    *,
+    length: int | None = None,
+    max_documents: int | None = None,
+    trials: int | None = None,
+    baselines: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+    include_path: str | None = None,
+    limit: int | None = None,
+    task_cache_folder: str | os.PathLike | None = None,
+    maps: Sequence[str] = (),
+    text_field: str = "text",
+    dtype: str | None = None,
+    device: str | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Measures a model beside its base and writes one HTML page, report.html, and one JSON, report.json.
+
+    Parts: needles, recall, loss by position, gates and heads, tasks. Each one's numbers, tables and figures are kept
+    in OUT/parts as soon as it is done, under a fingerprint of models, texts, options and versions: a report that was
+    interrupted goes on after its last finished part, and one that is asked for again runs what has changed. What
+    can't be measured is named on the page with the reason, and tried again the next time.
+
+    Args:
+        model: Hub id, directory, adapter directory or .gguf file.
+        against: the same, one or several; differences are taken to the first.
+        data: texts for needles, recall, loss and heads.
+        suite: "quick", "long" or "full" (see `suites.SUITES`); on a CPU "quick" is shorter.
+        out: where it goes; None = the folder "report" in a converted model's directory, where `push` finds it.
+        length, max_documents, trials: other sizes than the suite's: longest text in tokens, documents of loss and
+            recall, needle prompts for each length and depth.
+        baselines: columns beside the base, such as "yarn:4", for needles, recall and loss.
+        tasks: lm-eval tasks or presets beside the suite's own; `include_path`, `limit` and `task_cache_folder` as
+            in `evaluate`.
+        maps: heads, "LAYER.HEAD", whose attention and gates are drawn.
+
+    Returns:
+        What report.json holds: "suite", "models", "summary", "parts" (each evaluation's own numbers), "missing",
+        "seconds", "environment", "markdown" (for the model's card).
+
+    Raises:
+        FileNotFoundError: a model or text that is not there.
+        ValueError: bad options, another tokenizer in `against`, nothing to measure, or nothing that could be.
+    """
+    started = time.time()
+    chosen = choose_suite(
+        suite,
+        resolve_device(device).type == "cpu",
+        length=length,
+        max_documents=max_documents,
+        trials=trials,
+        tasks=tasks,
+    )
+    asked = Asked(
+        os.fspath(model),
+        listed(against),
+        listed(data),
+        parse_all(baselines),
+        text_field=text_field,
+        maps=tuple(maps),
+        include_path=include_path,
+        limit=limit,
+        task_cache_folder=None if task_cache_folder is None else Path(task_cache_folder),
+    )
+    resolve_dtype(dtype)
+    _check(asked, chosen)
+    folder = Path(out) if out is not None else _folder_in(asked.model)
+    check_folder(folder)
+    parts, missing = plan_parts(asked, chosen)
+    if not parts:
+        raise ValueError("nothing to measure: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
+    kept = _Kept(folder, asked, dtype, device)
+    with Interruptions(f"finished parts are kept in {folder / 'parts'}"):
+        done = _run_all(parts, kept, missing, {"dtype": dtype, "device": device, "progress": progress})
+    if not done:
+        raise ValueError("no part could be measured: " + "; ".join(f"{n}: {why}" for n, why in missing.items()))
+    result: dict[str, Any] = {
+        "format": FORMAT,
+        "suite": suite,
+        "model": asked.model,
+        "against": asked.against,
+        "data": asked.data,
+        "model_fingerprint": kept.models[0],
+        "summary": summarise({name: entry["result"] for name, entry in done.items()}),
+        "parts": done,
+        "missing": missing,
+        "seconds": time.time() - started,
+        "environment": environment(),
+    }
+    result["markdown"] = card_section(result)
+    write_result(folder / PAGE, render(result, folder / "parts").encode())
+    write_result(folder / DATA, (json.dumps(_without_answers(result), indent=1, allow_nan=False) + "\n").encode())
+    _console().print(f"wrote {folder / PAGE} and {folder / DATA}", soft_wrap=True)
+    return result
+
+
+def _check(asked: Asked, suite: Suite) -> None:
+    """Looks, before anything runs, at what is asked for: models and texts that are there, tokenizers that agree."""
+    head_places(asked.maps)
+    if asked.maps and not asked.data:
+        raise ValueError("maps look at attention over a text: give data (--data)")
+    if not suite.tasks and any(x is not None for x in (asked.include_path, asked.limit, asked.task_cache_folder)):
+        raise ValueError(
+            "include_path, limit and task_cache_folder say how lm-eval tasks run: name tasks, or drop them"
+        )
+    for path in asked.data:
+        resolve(DataSource(path))
+    tokenizer = open_tokenizer(asked.model)
+    for other in asked.against:
+        holds_converted(other)
+        require_same_tokenizer(tokenizer, other)
+    base_for(asked.baselines, asked.model, asked.against)
+    if asked.data:
+        asked.min_tokens = _shortest(asked, tokenizer, suite.length, suite.documents)
+
+
+def _shortest(asked: Asked, tokenizer: Any, length: int, documents: int) -> int:
+    """The length itself where enough documents have it, so that every position is an average over the same ones."""
+    options: dict[str, Any] = {"max_documents": documents, "text_field": asked.text_field}
+    try:
+        found = choose_windows(asked.data, tokenizer, length, min_tokens=length, **options)
+    except ValueError:
+        return 2  # none is so long; what else is wrong with the texts each part says
+    return length if len(found) == documents else 2
+
+
+def _folder_in(model: str) -> Path:
+    if Path(model).is_dir() and holds_converted(model):
+        return Path(model) / FOLDER
+    raise ValueError(f"name a folder for the report (--out): {model} is no directory of a converted model to put it in")
+
+
+@dataclass
+class _Kept:
+    """Finished parts in OUT/parts, one folder each, whose part.json says what they are the result of."""
+
+    folder: Path
+    asked: Asked
+    dtype: str | None
+    given_device: str | None
+
+    def __post_init__(self) -> None:
+        memory = self.folder / "parts" / "digests.json"
+        digests = Digests.load(memory)
+        self.models = [model_fingerprint(source, digests) for source in (self.asked.model, *self.asked.against)]
+        self.texts = data_fingerprint(self.asked.data, digests)
+        self.task_files = folder_fingerprint(self.asked.include_path, digests)
+        write_result(memory, json.dumps(digests.known).encode())
+
+    def identity(self, part: Part) -> dict[str, Any]:
+        """All that decides a part's numbers: files by their content, not by where they lie."""
+        paths = ("model", "against", "data", "include_path", "task_cache_folder")
+        options = {name: value for name, value in part.options.items() if name not in paths}
+        identity: dict[str, Any] = {"part": part.name, "options": options, "models": self.models}
+        identity |= {"device": resolve_device(self.given_device).type, "dtype": self.dtype}
+        identity["texts"] = self.texts if "data" in part.options else None
+        return identity | {"task_files": self.task_files if "tasks" in part.options else None}
+
+    def place(self, part: Part) -> Path:
+        return self.folder / "parts" / part.name
+
+    def read(self, part: Part) -> dict[str, Any] | None:
+        """A part's entry, if it is the result of just this; None where there is none, or one of something else."""
+        try:
+            entry = json.loads((self.place(part) / "part.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        same = isinstance(entry, dict) and entry.get("fingerprint") == part_fingerprint(self.identity(part))
+        return entry if same else None
+
+    def write(self, part: Part, seconds: float) -> dict[str, Any]:
+        """Keeps what a part wrote, whole or not at all."""
+        place, identity = self.place(part), self.identity(part)
+        entry = {
+            "fingerprint": part_fingerprint(identity),
+            "identity": identity,
+            "measures": part.measures,
+            "command": part.command(self.dtype, self.given_device),
+            "seconds": seconds,
+            "tokens": part.tokens,
+            "result": json.loads((place / part.file).read_text(encoding="utf-8")),
+        }
+        write_result(place / "part.json", (json.dumps(entry, indent=1, allow_nan=False) + "\n").encode())
+        return entry
+
+
+def _run_all(
+    parts: Sequence[Part], kept: _Kept, missing: dict[str, str], where: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Every part's entry by name, run where none is kept; adds to `missing` what refuses its models or texts."""
+    console = _console()
+    done: dict[str, dict[str, Any]] = {part.name: entry for part in parts if (entry := kept.read(part)) is not None}
+    waiting = [part for part in parts if part.name not in done]
+    for part in parts:
+        if part.name in done:
+            console.print(f"{part.name}: kept from before ({_duration(done[part.name]['seconds'])})")
+    for number, part in enumerate(waiting, 1):
+        left = _left(waiting[number - 1 :], done.values())
+        console.print(f"\n[{number}/{len(waiting)}] {part.name}: {part.measures}{left}", soft_wrap=True)
+        begun = time.perf_counter()
+        try:
+            part.run(**part.options, out=kept.place(part), **where)
+        except ValueError as error:  # what an evaluation says of models or texts it can't measure
+            missing[part.name] = first_line(error)
+            console.print(f"{part.name} is left out: {missing[part.name]}", soft_wrap=True)
+            continue
+        done[part.name] = kept.write(part, time.perf_counter() - begun)
+    return {part.name: done[part.name] for part in parts if part.name in done}
+
+
+def _left(waiting: Sequence[Part], done: Any) -> str:
+    """How long the part that begins and all that wait will take, at the speed of the finished ones."""
+    timed = [entry for entry in done if entry["tokens"]]
+    tokens = sum(entry["tokens"] for entry in timed)
+    if not tokens:
+        return ""
+    pace = sum(entry["seconds"] for entry in timed) / tokens
+    own, all_of_it = pace * waiting[0].tokens, pace * sum(part.tokens for part in waiting)
+    more = "" if all(part.tokens for part in waiting) else " and the tasks"
+    mine = f"; about {_duration(own)}" if waiting[0].tokens else ""
+    return f"{mine}, {_duration(all_of_it)}{more} left" if all_of_it else ""
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return (
+        f"{minutes // 60} h {minutes % 60} min"
+        if minutes >= 60
+        else f"{minutes} min {rest} s"
+        if minutes
+        else f"{rest} s"
+    )
+
+
+def _console() -> Console:
+    """Progress goes to stderr, line by line, where no bar is drawn, too."""
+    return Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+
+def _without_answers(result: dict[str, Any]) -> dict[str, Any]:
+    """The report without each single needle's answer, which needle.csv has."""
+    parts = {
+        name: {**entry, "result": {k: v for k, v in entry["result"].items() if k != "answers"}}
+        for name, entry in result["parts"].items()
+    }
+    return {**result, "parts": parts}

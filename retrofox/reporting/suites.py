@@ -1,0 +1,135 @@
+"""What each suite of `retrofox report` measures, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+RULER = ("multi-key", "multi-value", "multi-query", "variable-tracking", "common-words")
+
+
+@dataclass(frozen=True)
+class Needles:
+    """One part on needles: its modes, and `depths` x `trials` prompts for each length and mode."""
+
+    name: str
+    modes: tuple[str, ...]
+    depths: int
+    trials: int
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Sizes of one suite.
+
+    Attributes:
+        length: tokens of the longest text.
+        lengths: lengths of needle prompts, tokens; those beyond `length` are left out.
+        needles: the parts on needles.
+        documents: documents that loss and recall read.
+        ngram: words that must repeat to count as recall.
+        control: tokens for each octave and document whose source recall cuts out.
+        short_context: of `retrofox eval`: "auto", or "" for none.
+        heads_length, heads_documents: what the gates and heads are measured over.
+        tasks: lm-eval tasks that belong to the suite.
+    """
+
+    length: int
+    lengths: tuple[int, ...]
+    needles: tuple[Needles, ...]
+    documents: int
+    ngram: int
+    control: int
+    short_context: str
+    heads_length: int
+    heads_documents: int
+    tasks: tuple[str, ...] = ()
+
+
+SUITES = {
+    "quick": Suite(
+        length=32768,
+        lengths=(1024, 4096, 8192, 16384, 32768),
+        needles=(Needles("easy", ("easy",), 5, 10), Needles("standard", ("standard",), 5, 4)),
+        documents=8,
+        ngram=4,
+        control=32,
+        short_context="",
+        heads_length=4096,
+        heads_documents=2,
+    ),
+    "long": Suite(
+        length=65536,
+        lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
+        needles=(
+            Needles("easy", ("easy",), 5, 20),
+            Needles("standard", ("standard",), 5, 10),
+            Needles("ruler", RULER, 5, 4),
+        ),
+        documents=16,
+        ngram=4,
+        control=32,
+        short_context="auto",
+        heads_length=8192,
+        heads_documents=4,
+    ),
+    "full": Suite(
+        length=65536,
+        lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
+        needles=(
+            Needles("easy", ("easy",), 5, 40),
+            Needles("standard", ("standard",), 5, 40),
+            Needles("ruler", RULER, 5, 20),
+        ),
+        documents=64,
+        ngram=4,
+        control=64,
+        short_context="auto",
+        heads_length=8192,
+        heads_documents=8,
+        tasks=("short",),
+    ),
+}
+QUICK_ON_CPU = Suite(
+    length=2048,
+    lengths=(512, 1024, 2048),
+    needles=(Needles("easy", ("easy",), 3, 2), Needles("standard", ("standard",), 3, 1)),
+    documents=4,
+    ngram=3,
+    control=16,
+    short_context="",
+    heads_length=1024,
+    heads_documents=1,
+)
+"""What `quick` is on a CPU: minutes for 135M parameters on two cores, with wide intervals."""
+
+
+def choose_suite(
+    name: str,
+    on_cpu: bool = False,
+    *,
+    length: int | None = None,
+    max_documents: int | None = None,
+    trials: int | None = None,
+    tasks: Sequence[str] = (),
+) -> Suite:
+    """The suite of a name with the sizes that the user changed; tasks are added to its own.
+
+    Raises:
+        ValueError: an unknown name, or a size that can't be.
+    """
+    if name not in SUITES:
+        raise ValueError(f"suite must be one of {', '.join(SUITES)}; got {name!r}")
+    for what, value, least in (("length", length, 64), ("max_documents", max_documents, 1), ("trials", trials, 1)):
+        if value is not None and not least <= value < 2**31:
+            raise ValueError(f"{what} must be at least {least}, got {value}")
+    suite = QUICK_ON_CPU if on_cpu and name == "quick" else SUITES[name]
+    if length is not None:
+        lengths = (*(n for n in suite.lengths if n < length), length)
+        suite = replace(suite, length=length, lengths=lengths, heads_length=min(length, suite.heads_length))
+    if max_documents is not None:
+        heads = min(max_documents, suite.heads_documents)
+        suite = replace(suite, documents=max_documents, heads_documents=heads)
+    if trials is not None:
+        suite = replace(suite, needles=tuple(replace(part, trials=trials) for part in suite.needles))
+    return replace(suite, tasks=tuple(dict.fromkeys([*suite.tasks, *tasks])))

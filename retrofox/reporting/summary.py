@@ -1,0 +1,209 @@
+"""What a report says first: memory, then loss, then tasks, each beside the base with its interval."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from retrofox.evaluation.bootstrap import student_t
+from retrofox.evaluation.context_use import trends
+from retrofox.evaluation.gates_report import head_sentences
+from retrofox.evaluation.loss_report import CONTROLS
+from retrofox.evaluation.loss_report import verdicts as gate_verdicts
+from retrofox.evaluation.needles.shares import wilson_interval
+from retrofox.evaluation.needles.tasks import MODES
+from retrofox.evaluation.paired import paired_difference
+from retrofox.evaluation.recall_report import verdicts as recall_verdicts
+from retrofox.support.plots import tokens_label
+
+SIGNIFICANT = 0.05
+LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "brier")
+BETTER, WORSE, UNCLEAR = "better", "worse", "no clear difference"
+
+
+def summarise(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """{"labels": names by column, "rows", "sentences"} of the parts that were measured.
+
+    A row is {"topic", "what", "unit" ("share" or "nats" or "score"), "values": by column {"value", "interval"},
+    "difference": {"value", "interval" or "standard_error", "p"} of the model to the base, "state"}. States are
+    BETTER or WORSE only where the 95 % interval leaves out 0 (p below 0.05), else UNCLEAR; None without a base.
+    """
+    rows = [*_needle_rows(results), *_recall_rows(results), *_loss_rows(results), *_task_rows(results)]
+    return {"labels": _labels(results), "rows": rows, "sentences": _sentences(results, rows)}
+
+
+def _labels(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Names of the columns, the model first."""
+    for result in results.values():
+        if "octaves" in result or "buckets" in result:
+            return {line["key"]: line["label"] for line in result["lines"] if line["key"] not in CONTROLS}
+        if "answers" in result:
+            return {values["role"]: name for name, values in result["models"].items()}
+    for result in results.values():
+        if result.get("names"):
+            return dict(result["names"])
+    gates = next(result for result in results.values() if "heads" in result)
+    return {"model": gates["attention"][0]["label"] if "attention" in gates else Path(gates["model"]).name}
+
+
+def _row(topic: str, what: str, unit: str, values: Any, difference: Any, state: str | None) -> dict[str, Any]:
+    return {
+        "topic": topic,
+        "what": what,
+        "unit": unit,
+        "values": values,
+        "difference": difference,
+        "state": state,
+    }
+
+
+def _state(better: float, clear: bool) -> str:
+    return UNCLEAR if not clear or better == 0 else BETTER if better > 0 else WORSE
+
+
+def _needle_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    found = [(name, result) for name, result in results.items() if name.startswith("needle-")]
+    for _, result in found:
+        name_of = {values["role"]: name for name, values in result["models"].items()}
+        for mode in (mode for mode in MODES if mode in result["modes"]):
+            for number, length in enumerate(result["lengths"]):
+                values = {}
+                for role, name in name_of.items():
+                    row = result["models"][name]["modes"][mode]["by_length"][number]
+                    values[role] = {"value": row["found"], "interval": row["interval"], "prompts": row["prompts"]}
+                change, state = _paired_needles(result, name_of, mode, length)
+                rows.append(_row(f"needle {mode}", tokens_label(length), "share", values, change, state))
+    return rows
+
+
+def _paired_needles(
+    result: dict[str, Any], name_of: Mapping[str, str], mode: str, length: int
+) -> tuple[dict[str, Any] | None, str | None]:
+    """The difference in needles found of the same prompts, and what it says."""
+    if "base" not in name_of:
+        return None, None
+    shares = {}
+    for role in ("model", "base"):
+        own = [a for a in result["answers"] if a["model"] == name_of[role]]
+        shares[role] = {str(n): a["share"] for n, a in enumerate(own) if (a["mode"], a["length"]) == (mode, length)}
+    change = paired_difference(shares["model"], shares["base"])
+    assert change is not None  # both read the same prompts
+    return {**change, "value": change["difference"]}, _state(change["difference"], change["p"] < SIGNIFICANT)
+
+
+def _recall_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for row in results.get("recall", {}).get("octaves", ()):
+        if not row["tokens"]:
+            continue
+        values = {key: {"value": v["mean"], "interval": _wide(v, row["tokens"])} for key, v in row["accuracy"].items()}
+        change = row.get("difference", {}).get("model", {}).get("accuracy")
+        difference = state = None
+        if change is not None:
+            low, high = (min(1.0, max(-1.0, end)) for end in change["interval"] or (0.0, 0.0))
+            difference = {"value": change["mean"], "interval": change["interval"] and [low, high]}
+            state = _state(change["mean"], low < high and (low > 0 or high < 0))
+        what = f"{tokens_label(row['from'])}-{tokens_label(row['to'])}"
+        rows.append({**_row("recall", what, "share", values, difference, state), "tokens": row["tokens"]})
+    return rows
+
+
+def _wide(accuracy: dict[str, Any], tokens: int) -> list[float] | None:
+    """The interval over documents; Wilson's over tokens where all documents agree, as a handful of tokens may."""
+    interval = accuracy["interval"]
+    if interval is None or interval[0] < interval[1]:
+        return interval
+    return list(wilson_interval(accuracy["mean"], tokens))
+
+
+def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    result = results.get("loss", {})
+    rows = []
+    for row in result.get("buckets", ()):
+        if not row["tokens"]:
+            continue
+        half = student_t(row["documents"] - 1) if row["documents"] > 1 else None
+        values = {
+            key: {"value": v["mean"], "interval": _around(v, half)}
+            for key, v in row["loss"].items()
+            if key not in CONTROLS
+        }
+        change = row["difference"].get("model-base")
+        difference = None if change is None else {"value": change["mean"], "interval": _around(change, half)}
+        state = None
+        if difference is not None:
+            low, high = difference["interval"] or (0.0, 0.0)
+            state = _state(-difference["value"], low > 0 or high < 0)
+        what = f"{tokens_label(row['from'])}-{tokens_label(row['to'])}"
+        rows.append(_row("loss", what, "nats", values, difference, state))
+    return rows
+
+
+def _around(value: Mapping[str, Any], times: float | None) -> list[float] | None:
+    error = value["standard_error"]
+    if error is None or times is None:
+        return None
+    return [value["mean"] - times * error, value["mean"] + times * error]
+
+
+def _task_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for result in (results[name] for name in ("tasks", "tasks-long") if name in results):
+        for task, metrics in result["tasks"]["model"].items():
+            for metric, value in metrics.items():
+                if not isinstance(value, float) or "_stderr" in metric:
+                    continue
+                rows.append(_task_row(result, task, metric))
+    return rows
+
+
+def _task_row(result: dict[str, Any], task: str, metric: str) -> dict[str, Any]:
+    values = {}
+    for key, tasks in result["tasks"].items():
+        error = tasks[task].get(metric.replace(",", "_stderr,"))
+        values[key] = {"value": tasks[task].get(metric), "standard_error": error if isinstance(error, float) else None}
+    change = result["task_differences"].get("model", {}).get(task, {}).get(metric)
+    state = difference = None
+    if change is not None:
+        better = -1 if any(word in metric for word in LOWER_IS_BETTER) else 1
+        state = _state(better * change["difference"], change["p"] < SIGNIFICANT)
+        difference = {**change, "value": change["difference"]}
+    what = f"{task}, {metric.removesuffix(',none')}"
+    return _row("tasks", what, "score", values, difference, state)
+
+
+def _sentences(results: Mapping[str, dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """By topic, in words: memory, loss, heads, tasks."""
+    sentences: dict[str, list[str]] = {"memory": [], "loss": [], "heads": [], "tasks": []}
+    for topic in dict.fromkeys(row["topic"] for row in rows if row["topic"].startswith("needle")):
+        own = [row for row in rows if row["topic"] == topic and row["state"] is not None]
+        if own:
+            sentences["memory"].append(_compared(f"{topic.removeprefix('needle ')} needles", "found", own))
+    if "recall" in results:
+        sentences["memory"] += recall_verdicts(results["recall"])
+    if results.get("loss", {}).get("buckets"):
+        columns = [line for line in results["loss"]["lines"] if line["key"] not in CONTROLS]
+        sentences["loss"] = [*trends({**results["loss"], "lines": columns}), *gate_verdicts(results["loss"])]
+    if "attention" in results.get("heads", {}):
+        sentences["heads"] = head_sentences(results["heads"]["attention"])
+    tasks = [row for row in rows if row["topic"] == "tasks" and row["state"] is not None]
+    if tasks:
+        count = {state: sum(row["state"] == state for row in tasks) for state in (BETTER, WORSE, UNCLEAR)}
+        sentences["tasks"].append(
+            f"of {len(tasks)} task metrics {count[BETTER]} are better than the base's, {count[WORSE]} worse, "
+            f"{count[UNCLEAR]} without a clear difference"
+        )
+    return sentences
+
+
+def _compared(what: str, verb: str, rows: list[dict[str, Any]]) -> str:
+    """Where more, fewer, or no clearly different number are found than by the base, on the same prompts."""
+    words = {BETTER: "more", WORSE: "fewer", UNCLEAR: "no clear difference"}
+    told = []
+    for state, word in words.items():
+        at = [row["what"] for row in rows if row["state"] == state]
+        if at:
+            told.append(f"{word} at {', '.join(at)}")
+    return f"{what.capitalize()} {verb}, against the base: {'; '.join(told)}"

@@ -1,0 +1,55 @@
+"""The guard against divergence, and the way back from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from retrofox.training import checkpoint
+
+
+class Diverged(ValueError):
+    """Training stopped because the loss is not a number or has jumped; the last good checkpoint stands."""
+
+
+class Guard:
+    """Stops a run whose loss turned NaN or jumped: loss > factor * running mean + 1 nat.
+
+    State: the running mean of logged losses (decay 0.9), saved with every checkpoint.
+    """
+
+    def __init__(self, factor: float, fp16: bool):
+        self.factor, self.fp16 = factor, fp16
+        self.mean: float | None = None
+
+    def check(self, loss: float, grad_norm: float | None, step: int, keep: bool = True) -> None:
+        """Raises Diverged, or takes the loss into the running mean, if it is to `keep`."""
+        # fp16's loss scaler starts with overflowing gradients on purpose and skips those steps.
+        gradient_broken = grad_norm is not None and not math.isfinite(grad_norm) and not self.fp16
+        if not math.isfinite(loss) or gradient_broken:
+            raise Diverged(f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite")
+        if self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
+            raise Diverged(f"step {step}: loss {loss:.3f} jumped from a running mean of {self.mean:.3f}")
+        if keep:
+            self.mean = loss if self.mean is None else 0.9 * self.mean + 0.1 * loss
+
+
+def way_back(root: Path, logged: Sequence[float]) -> str:
+    """What stands below `root` after the loss diverged, and what to try.
+
+    Args:
+        logged: steps whose loss was seen and was good.
+    """
+    good, _ = checkpoint.newest_good(root)
+    stands, again = "There is no checkpoint yet", "run again"
+    if good is not None:
+        stands, again = f"{good} stands", "run again to resume from it"
+        if not any(step > checkpoint.step_of(good) for step in logged):
+            earlier = [path.name for path in checkpoint.checkpoints(root) if path != good]
+            before = earlier[-1] if earlier else "the start of the stage"
+            stands += f" (no loss was seen since it was saved: if it is spoilt, delete it to go back to {before})"
+    return (
+        f"{stands}: {again} after lowering learning_rate (gate rates first), raising warmup_tokens or lowering "
+        "clip; a spike that you trust to pass: raise spike_factor"
+    )

@@ -1,0 +1,268 @@
+"""The step of captured decoding, uncaptured on a CPU: the tokens of transformers' own loop over a growing cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+import retrofox
+from retrofox.generation.chat import ChatSession
+from retrofox.generation.generate import generate
+from retrofox.loading.opened import open_model
+from retrofox.model import captured, fixed, forgetting
+
+STEP = "the step of a captured graph, uncaptured on a CPU"
+PICO = {
+    "vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rope kept": {"rope": "keep"},
+    "rope dropped": {"rope": "drop"},
+    "rope interpolated": {"rope": "interpolate", "rope_factor": 4.0, "rope_length": 128},
+    "sinks, pruned, log n": {"sink_tokens": 3, "prune": -6.0, "log_n": 16},
+    "pro": {"pro": ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")},
+    "no gate": {"gate": "none", "rope": "keep"},
+}
+
+
+def tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
+    return torch.randint(2, 288, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def fixed_on_cpu(monkeypatch):
+    monkeypatch.setattr(captured, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(captured, "LEAST_ROOM", 32)  # rooms and reads grow within a test
+    monkeypatch.setattr(captured, "SHIFT_EVERY", 4)
+    return monkeypatch
+
+
+def both(monkeypatch, model, ids, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """(from the fixed cache, from the growing one) for the same call."""
+    options = OPTIONS | options
+    torch.manual_seed(3)
+    ours = model.generate(ids, **copy.copy(options))
+    assert model.decoded_by == STEP
+    with monkeypatch.context() as patch:
+        patch.setattr(captured, "DEVICES", ("cuda",))
+        torch.manual_seed(3)
+        theirs = model.generate(ids, **copy.copy(options))
+        assert "the model is on cpu" in model.decoded_by
+    return ours, theirs
+
+
+def padded(rows: int, length: int, seed: int = 5) -> dict[str, torch.Tensor]:
+    mask = torch.ones(rows, length, dtype=torch.long)
+    for row in range(rows):
+        mask[row, : row * 5] = 0
+    return {"attention_mask": mask}
+
+
+@pytest.mark.parametrize("length", [1, 31, 90])
+@pytest.mark.parametrize("spec", MODELS)
+def test_greedy_and_padded_batches_give_the_tokens_of_the_growing_cache(pico_fox, fixed_on_cpu, spec, length):
+    model = pico_fox(**MODELS[spec])
+    ours, theirs = both(fixed_on_cpu, model, tokens(1, length))
+    assert torch.equal(ours, theirs)
+    assert ours.shape[1] == length + 24
+    if length > 20:
+        ours, theirs = both(fixed_on_cpu, model, tokens(3, length), **padded(3, length))
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("spec", MODELS)
+def test_logits_of_a_step_are_those_of_the_growing_cache(pico_fox, fixed_on_cpu, spec):
+    """Tokens of a pico model could agree by luck: so do logits, step by step, with padding."""
+    model, ids, mask = pico_fox(**MODELS[spec]), tokens(2, 50), torch.ones(2, 50, dtype=torch.long)
+    mask[1, :7] = 0
+    position_ids = (mask.cumsum(1) - 1).clamp_min(0)
+    seen = []
+    step = captured.Decoding._run
+
+    def noted(self, choice):
+        step(self, choice)
+        seen.append(self.logits.clone())
+
+    fixed_on_cpu.setattr(captured.Decoding, "_run", noted)
+    out = model.generate(ids, attention_mask=mask, position_ids=position_ids, **OPTIONS)
+    mask = torch.nn.functional.pad(mask, (0, 24), value=1)
+    with torch.no_grad():
+        whole = model(out, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), use_cache=False).logits
+    assert len(seen) == 23
+    for n, logits in enumerate(seen):
+        torch.testing.assert_close(logits, whole[:, 50 + n], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1.3}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.05}], ids=str)
+def test_draws_are_the_same_with_a_seed_and_leave_the_same_state(pico_fox, fixed_on_cpu, options):
+    model = pico_fox()
+    ours, theirs = both(fixed_on_cpu, model, tokens(2, 20), do_sample=True, **options)
+    after = torch.rand(1)
+    assert torch.equal(ours, theirs)
+    torch.manual_seed(3)
+    model.generate(tokens(2, 20), **OPTIONS | options | {"do_sample": True})
+    assert torch.equal(torch.rand(1), after)
+
+
+def test_processors_and_criteria_see_what_they_would(pico_fox, fixed_on_cpu, pico_tokenizer):
+    model, ids = pico_fox(), tokens(2, 20)
+
+    class Every7(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return (input_ids[:, 20:].sum(1) % 7 == 0) & (torch.arange(len(input_ids)) > 0)
+
+    for options in (
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"stopping_criteria": StoppingCriteriaList([Every7()])},
+        {"bad_words_ids": [[5], [9, 17]]},
+    ):
+        ours, theirs = both(fixed_on_cpu, model, ids, **options)
+        assert torch.equal(ours, theirs), options
+    text = pico_tokenizer.decode(model.generate(ids[:1], **OPTIONS)[0, 20:32])
+    stop = next(c for c in text[4:] if c.isascii() and c.isalnum())
+    ours, theirs = both(fixed_on_cpu, model, ids[:1], stop_strings=[stop], tokenizer=pico_tokenizer)
+    assert torch.equal(ours, theirs)
+    assert ours.shape[1] < 44
+
+
+def test_rows_end_at_their_end_tokens(pico_fox, fixed_on_cpu):
+    model, ids = pico_fox(), tokens(3, 20)
+    free = model.generate(ids, **OPTIONS)
+    for ends in ([int(free[0, 25])], [int(free[0, 30]), int(free[1, 24]), int(free[2, 27])], [int(free[0, 20])]):
+        ours, theirs = both(fixed_on_cpu, model, ids, eos_token_id=ends)
+        assert torch.equal(ours, theirs)
+    ours, theirs = both(fixed_on_cpu, model, ids[:1], eos_token_id=[int(free[0, 26])])
+    assert torch.equal(ours, theirs)
+    assert ours.shape[1] <= 27
+
+
+def test_streams_and_results_of_generate(pico_fox, fixed_on_cpu, pico_tokenizer):
+    import io
+
+    opened = open_model(pico_fox(), tokenizer=pico_tokenizer)
+    texts = []
+    for devices in (("cpu",), ()):
+        fixed_on_cpu.setattr(captured, "DEVICES", devices)
+        place = io.StringIO()
+        result = generate(opened.model, ["the fox forgets", "a"], 16, tokenizer=pico_tokenizer, output=place)
+        texts.append((place.getvalue(), result["token_ids"], result["new_tokens"]))
+        assert (result["decoded_by"] == STEP) == bool(devices)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])  # one without, one with a window
+def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, family):
+    """Over the turns of a chat, also once its window has passed, the cache holds what a growing one would."""
+    if family == "mistral":
+        torch.manual_seed(0)
+        base = MistralForCausalLM(MistralConfig(**PICO, sliding_window=9))
+        model = retrofox.convert(base, fox=retrofox.FoxSpec(half_life=(2.0, 200.0), rope="keep")).eval()
+    else:
+        model = pico_fox(pro=("k-shift", "v-shift"), prune=-6.0)
+    caches = []
+    for devices in (("cpu",), ()):
+        fixed_on_cpu.setattr(captured, "DEVICES", devices)
+        cache: Any = DynamicCache(config=model.config)
+        text = tokens(1, 20)
+        for turn in range(3):
+            text = model.generate(text, attention_mask=torch.ones_like(text), past_key_values=cache, **OPTIONS)
+            assert (model.decoded_by == STEP) == bool(devices)
+            assert cache.get_seq_length() == text.shape[1] - 1
+            text = torch.cat([text, tokens(1, 5, seed=turn)], 1)
+        with torch.no_grad():
+            logits = model(text[:, cache.get_seq_length() :], past_key_values=cache).logits
+        caches.append((text, logits))
+    assert torch.equal(caches[0][0], caches[1][0])
+    torch.testing.assert_close(caches[0][1], caches[1][1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_chat_reuses_its_cache(pico_fox, fixed_on_cpu, pico_tokenizer):
+    answers = []
+    for devices in (("cpu",), ()):
+        fixed_on_cpu.setattr(captured, "DEVICES", devices)
+        session = ChatSession(open_model(pico_fox(), tokenizer=pico_tokenizer))
+        answers.append([session.reply(text, 20) for text in ("hello", "and so on", "the fox")])
+        assert session.reused_tokens > 20
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"max_new_tokens": 4}, "doesn't pay for 4"),
+        ({"use_cache": False}, "there is no cache"),
+        ({"cache_implementation": "static"}, "StaticCache"),
+        ({"return_dict_in_generate": True}, "more than tokens"),
+        ({"attention_mask": torch.tensor([[1, 1, 0] + [1] * 17])}, "hides more"),
+    ],
+    ids=str,
+)
+def test_the_reason_is_stated_where_the_step_can_not_serve(pico_fox, fixed_on_cpu, options, why):
+    model = pico_fox()
+    model.generate(tokens(1, 20), **OPTIONS | options)
+    assert why in model.decoded_by
+
+
+def test_beams_and_assisted_decoding_go_their_own_way(pico_fox, fixed_on_cpu):
+    model, ids = pico_fox(), tokens(1, 20)
+    ours = model.generate(ids, **OPTIONS)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **OPTIONS), ours)
+    assert model.generate(ids, **OPTIONS | {"num_beams": 3}).shape[1] == 44
+
+
+def test_an_interruption_leaves_a_cache_that_goes_on(pico_fox, fixed_on_cpu):
+    model, ids = pico_fox(), tokens(1, 20)
+    cache: Any = DynamicCache(config=model.config)
+
+    class Stop:
+        count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count == 6:
+                raise KeyboardInterrupt
+
+        def end(self):
+            pytest.fail("the text did not end")
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, past_key_values=cache, streamer=Stop(), **OPTIONS)
+    whole = model.generate(ids, **OPTIONS)
+    kept = cache.get_seq_length()
+    assert 20 < kept < 30
+    assert not any(isinstance(x, fixed.FixedLayer) for x in cache.layers)
+    again = model.generate(whole[:, : kept + 1], past_key_values=cache, **OPTIONS | {"max_new_tokens": 43 - kept})
+    assert torch.equal(again, whole)
+
+
+@pytest.mark.parametrize(
+    "spec", [{}, {"sink_tokens": 3, "prune": -6.0, "log_n": 16}, {"pro": ("k-shift", "v-shift")}], ids=str
+)
+def test_a_cache_that_forgets_is_decoded_by_the_same_step(pico_fox, fixed_on_cpu, spec):
+    """Tokens, what is kept of each head, and what a further call makes of it."""
+    fixed_on_cpu.setattr(forgetting, "PAGE", 4)
+    fixed_on_cpu.setattr(forgetting, "EVERY", 4)
+    fixed_on_cpu.setattr(fixed, "PART_ROOM", 7)  # rooms fill within the text
+    model, ids = pico_fox(half_life=(1.0, 1.2), config={"initializer_range": 0.1}, **spec), tokens(2, 150)
+    seen = []
+    for devices in (("cpu",), ()):
+        fixed_on_cpu.setattr(captured, "DEVICES", devices)
+        cache: Any = forgetting.ForgettingCache(model, -9.0)
+        text = model.generate(ids, past_key_values=cache, **OPTIONS | {"max_new_tokens": 60})
+        assert (model.decoded_by == STEP) == bool(devices)
+        report = cache.report()
+        assert report["seen"] == cache.get_seq_length() == 209
+        assert report["kept_share"] < 0.9
+        text = torch.cat([text, tokens(2, 5)], 1)
+        seen.append((model.generate(text, past_key_values=cache, **OPTIONS), report["kept"]))
+    assert torch.equal(seen[0][0], seen[1][0])
+    for ours, theirs in zip(seen[0][1], seen[1][1], strict=True):  # looked at one token earlier, at most
+        assert all(abs(a - b) <= 8 for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,103 @@
+"""Norms with residual sums, and SiLU products: in Triton's interpreter, on a GPU, and compiled without one."""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+CASES = ((1, 576, torch.float32), (5, 48, torch.float16), (3, 1000, torch.float32), (16, 4096, torch.float16))
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def close(a, b, dtype) -> None:
+    torch.testing.assert_close(
+        a, b, atol=1e-6, rtol={torch.float32: 2e-6}.get(dtype, 2e-3 if dtype == torch.float16 else 1e-2)
+    )
+
+
+def check_twins(device: str, dtypes=()) -> None:
+    from fox_kernels.decoding.lean import add_norm, add_norm_torch, gate_rows, silu_mul, silu_mul_torch
+    from fox_kernels.layer.gate import gate_torch
+
+    torch.manual_seed(0)
+    for rows, K, dtype in (*CASES, *((4, 576, dtype) for dtype in dtypes)):
+        x, r, w = (torch.randn(*shape, device=device).to(dtype) for shape in ((rows, 1, K), (rows, 1, K), (K,)))
+        with torch.no_grad():
+            for residual in (None, r, r.transpose(0, 1).contiguous().transpose(0, 1)):
+                got, wanted = add_norm(x, residual, w, 1e-5), add_norm_torch(x, residual, w, 1e-5)
+                assert torch.equal(got[0], wanted[0])
+                close(got[1], wanted[1], dtype)
+            weight, bias = torch.randn(6, K, device=device) / K**0.5, 9 * torch.randn(6, device=device)
+            torch.testing.assert_close(gate_rows(x, weight, bias), gate_torch(x, weight, bias), atol=1e-6, rtol=1e-5)
+            close(silu_mul(5 * x, r), silu_mul_torch(5 * x, r), dtype)
+
+
+def check_refusals(device: str) -> None:
+    from fox_kernels.decoding.lean import add_norm, gate_rows, leans, silu_mul
+
+    x, w = torch.randn(2, 1, 64, device=device), torch.ones(64, device=device)
+    assert not leans(x)  # gradients are recorded
+    with pytest.raises(ValueError, match="add_norm_torch"):
+        add_norm(x, None, w, 1e-5)
+    with torch.no_grad():
+        assert leans(x, w)
+        assert not leans(x, w.double())
+        assert not leans(x.transpose(0, 2), w)
+        assert not leans(x.expand(2, 500, 64).contiguous(), w)
+        for wrong in ((x, x[:1], w, 1e-5), (x, None, w[:32], 1e-5), (x, None, w.half(), 1e-5)):
+            with pytest.raises(ValueError, match="add_norm_torch"):
+                add_norm(*wrong)
+        with pytest.raises(ValueError, match="silu_mul_torch"):
+            silu_mul(x, x[..., :32])
+        with pytest.raises(ValueError, match="gate_torch"):
+            gate_rows(x, w[None, :32], w[:1])
+
+
+CHECKS = ("twins", "refusals")
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, str]:
+    """What fails in a subprocess with the interpreter on: it has to be on before the kernels are imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_the_interpreter(check, report):
+    assert report.get(check) is None, report[check]
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_on_a_gpu():
+    check_twins("cuda", (torch.bfloat16,))
+    check_refusals("cuda")
+
+
+def test_without_a_gpu_nothing_leans():
+    from fox_kernels.decoding.lean import leans
+
+    with torch.no_grad():
+        assert not leans(torch.randn(2, 64))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    failures = {}
+    for name in CHECKS:
+        try:
+            globals()[f"check_{name}"]("cpu")
+        except AssertionError:
+            failures[name] = traceback.format_exc()
+    print(json.dumps(failures))

@@ -1,0 +1,91 @@
+"""Plain layers with fewer launches: found where they are plain, left alone elsewhere, and the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from retrofox.model import captured, lean
+
+
+def twins(monkeypatch) -> list[str]:
+    """Lets the fused functions' eager twins run on a CPU; returns what is called."""
+    pytest.importorskip("triton")
+    from fox_kernels.decoding import lean as kernels
+    from fox_kernels.layer.gate import gate_torch
+
+    calls: list[str] = []
+
+    def norm(*args):
+        calls.append("norm" if args[1] is None else "sum and norm")
+        return kernels.add_norm_torch(*args)
+
+    def product(*args):
+        calls.append("silu")
+        return kernels.silu_mul_torch(*args)
+
+    def gate(x, weight, bias):
+        calls.append("gate")
+        return gate_torch(x, weight, bias)
+
+    monkeypatch.setattr(lean, "gate_rows", gate)
+    monkeypatch.setattr(lean, "leans", lambda x, weight=None: True)
+    monkeypatch.setattr(lean, "add_norm", norm)
+    monkeypatch.setattr(lean, "silu_mul", product)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_model_gives_the_same_bits(pico_fox, monkeypatch, dtype):
+    model = pico_fox().to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layernorm" in name or name.endswith("norm.weight"):
+                parameter.normal_()
+        ids = torch.arange(2, 20)[None]
+        expected = model(ids).logits
+        calls = twins(monkeypatch)
+        with lean.lean(model) as found:
+            logits = model(ids).logits
+    assert found == 2 * 3 + 1
+    layer = ["gate", "sum and norm", "silu", "sum and norm"]
+    assert calls == ["norm", *layer, *layer]
+    assert torch.equal(logits, expected)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_what_was_touched_is_left_alone(pico_fox, monkeypatch):
+    calls = twins(monkeypatch)
+    model = pico_fox()
+    seen = []
+    model.model.layers[1].input_layernorm.register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad(), lean.lean(model) as found:
+        model(torch.arange(2, 20)[None])
+    assert found == 4 + 4  # the MLPs, the gates, and norms one by one
+    assert calls == ["norm", "gate", "norm", "silu", "gate", "norm", "silu", "norm"]
+    assert seen == [1]
+
+    class Own(type(model.model.norm)):
+        def forward(self, hidden_states):
+            return hidden_states * 2
+
+    model = pico_fox()
+    model.model.norm.__class__ = Own
+    with lean.lean(model) as found:
+        assert found == 4 + 4
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+    with lean.lean(model) as found:
+        assert found == 3 + 4
+
+
+def test_a_captured_step_is_lean(pico_fox, monkeypatch):
+    model, ids = pico_fox(), torch.arange(2, 20)[None]
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    expected = model.generate(ids, **options)
+    calls = twins(monkeypatch)
+    monkeypatch.setattr(captured, "DEVICES", ("cpu",))
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert len(calls) == 11 * 9

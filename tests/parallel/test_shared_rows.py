@@ -1,0 +1,100 @@
+"""Rows shared by 2 and 4 processes give one process's outputs, losses and gradients to float32 rounding."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROUNDING = 3e-5  # of a tensor's greatest value: sums in another order
+
+
+def rows() -> dict[str, dict[str, Any]]:
+    """The pico configs of every supported family."""
+    spec = importlib.util.spec_from_file_location("families_of_tests", HERE.parent / "model" / "test_families.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.ROWS
+
+
+def run_checks(processes: int) -> dict[str, dict[str, float]]:
+    """Name -> figures of every check that so many processes make together."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port"]
+    done = subprocess.run(
+        [*command, str(port), str(HERE / "checks.py"), json.dumps(rows() if processes == 2 else {})],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line.pop("check"): line for line in lines}
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, dict[str, float]]:
+    return run_checks(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, dict[str, float]]:
+    return run_checks(4)
+
+
+def of(found: dict[str, dict[str, float]], kind: str) -> dict[str, dict[str, float]]:
+    return {name: figures for name, figures in found.items() if name.startswith(kind)}
+
+
+def test_the_operator_is_exact_over_two_processes(two):
+    assert len(of(two, "operator")) == 24
+    assert {name: f["error"] for name, f in of(two, "operator").items() if not f["error"] < ROUNDING} == {}
+
+
+def test_the_operator_is_exact_over_four_processes(four):
+    assert len(of(four, "operator")) == 24
+    assert {name: f["error"] for name, f in of(four, "operator").items() if not f["error"] < ROUNDING} == {}
+
+
+def test_losses_and_gradients_are_one_processs(two, four):
+    found = {**of(two, "training"), **of(four, "training")}
+    assert len(found) == 24
+    assert {name: f for name, f in found.items() if not (f["error"] < ROUNDING and f["loss"] < ROUNDING)} == {}
+    assert {f["targets"] for f in found.values()} == {126, 122}
+
+
+def test_every_family_shares_rows(two):
+    found = of(two, "family")
+    assert len(found) == len(rows())
+    assert {name: f["error"] for name, f in found.items() if not f["error"] < ROUNDING} == {}
+
+
+def test_the_ring_ends_early_where_gates_are_shut(four):
+    dense, pruned = four["operator 1x4 plain one document"], four["operator 1x4 pruned one document"]
+    assert dense["saved"] == 0
+    assert pruned["saved"] > dense["hops"] / 2
+    assert pruned["keys"] < 0.6 * dense["keys"]
+    assert pruned["gradients"] < 0.6 * dense["gradients"]
+
+
+def test_documents_end_the_ring_early_too(four):
+    assert four["operator 1x4 plain packed"]["keys"] < 0.6 * four["operator 1x4 plain one document"]["keys"]
+
+
+def test_heads_alone_send_no_keys(two):
+    assert two["operator 2x1 plain one document"]["keys"] == 0
+    assert two["operator 1x2 plain one document"]["keys"] > 0

@@ -1,0 +1,225 @@
+"""The page: nothing from a network, memory first, names escaped, words that intervals allow."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from retrofox.reporting.cells import cell, difference
+from retrofox.reporting.markdown import card_section
+from retrofox.reporting.page import render
+from retrofox.reporting.summary import BETTER, UNCLEAR, WORSE, summarise
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, open tags, and the text."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data + "\n"
+
+
+@pytest.fixture(scope="module")
+def page(made) -> str:
+    return (made["out"] / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_asks_for_nothing_elsewhere(page):
+    read = Reader(page)
+    assert read.open == []
+    names = {tag for tag, _ in read.tags}
+    assert not names & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    for _, given in read.tags:
+        for name, value in given.items():
+            assert name not in ("srcset", "background", "action", "poster")
+            assert not name.startswith("on")
+            if name in ("href", "src"):
+                assert str(value).startswith(("#", "data:image/svg+xml;base64,")), value
+    assert "url(" not in page
+    assert "@import" not in page
+    assert "//" not in re.sub(r"data:image/svg\+xml;base64,[A-Za-z0-9+/=]+", "", page).replace("CPU, ", "")
+
+
+def test_figures_are_those_that_the_evaluations_drew(page, made):
+    embedded = [base64.b64decode(data) for data in re.findall(r"base64,([A-Za-z0-9+/=]+)", page)]
+    files = {
+        file.relative_to(made["out"] / "parts").as_posix(): file.read_bytes() for file in made["out"].rglob("*.svg")
+    }
+    assert set(files) >= {
+        "needle-easy/needle.svg",
+        "recall/recall.svg",
+        "loss/per_token_loss.svg",
+        "heads/half_lives.svg",
+    }
+    assert "heads/map-1.2.svg" in files
+    assert sorted(embedded) == sorted(files.values())
+    for drawn in files.values():  # a figure that is an image could name files of its own
+        text = drawn.decode()
+        references = re.findall(r'(?:xlink:href|href)="([^"]*)"', text)
+        assert all(reference.startswith(("#", "data:")) for reference in references)
+
+
+def test_memory_comes_first_and_everything_has_its_place(page, made):
+    read = Reader(page)
+    sections = [given["id"] for tag, given in read.tags if tag == "section"]
+    assert sections == ["memory", "needles", "recall", "loss", "heads", "missing", "method"]
+    assert [given["href"] for tag, given in read.tags if tag == "a"] == [f"#{name}" for name in sections]
+    for entry in made["result"]["parts"].values():
+        assert entry["command"] in read.text
+    environment = made["result"]["environment"]
+    for fact in (environment["cpu"]["name"], environment["versions"]["torch"], made["result"]["model_fingerprint"]):
+        assert fact in read.text
+    for row in made["result"]["summary"]["rows"]:
+        assert row["what"] in read.text
+    for texts in made["result"]["summary"]["sentences"].values():
+        assert all(text in read.text for text in texts)
+
+
+def test_names_make_no_html_and_no_markdown(made):
+    result = copy.deepcopy(made["result"])
+    result["summary"]["labels"]["model"] = '<script>alert("&")</script>|*x*'
+    result["missing"]["<img src=x>"] = "a <b>bold</b> reason"
+    read = Reader(render(result, made["out"] / "parts"))
+    assert not {"script", "b"} & {tag for tag, _ in read.tags}
+    assert '<script>alert("&")</script>|*x*' in read.text
+    section = card_section(result)
+    assert "<script>" not in section
+    assert r"\|\*x\*" in section
+
+
+@pytest.mark.parametrize("trend", ["falling", "rising", "flat"])
+def test_a_trend_is_named_only_as_its_interval_allows(made, trend):
+    result = copy.deepcopy(made["result"])
+    slope = {"falling": -0.1, "rising": 0.1, "flat": 0.01}[trend]
+    for line in result["parts"]["loss"]["result"]["lines"]:
+        for name in ("slope_per_doubling", "late_slope_per_1k"):
+            line[name] = {
+                "slope": slope,
+                "standard_error": 0.01,
+                "interval": [slope - 0.05, slope + 0.05],
+                "trend": trend,
+            }
+    result["summary"] = summarise({name: entry["result"] for name, entry in result["parts"].items()})
+    text = Reader(render(result, made["out"] / "parts")).text + card_section(result)
+    for word in ("falling", "rising", "flat"):
+        assert bool(re.search(rf"\b{word}\b", text)) == (word == trend), word
+
+
+def needle_result(model: list[float], base: list[float]) -> dict[str, Any]:
+    rows = {
+        name: [{"found": sum(shares) / len(shares), "interval": [0.1, 0.9], "prompts": len(shares)}]
+        for name, shares in (("mine", model), ("theirs", base))
+    }
+    answers = [
+        {"model": name, "mode": "easy", "length": 64, "share": share}
+        for name, shares in (("mine", model), ("theirs", base))
+        for share in shares
+    ]
+    return {
+        "modes": ["easy"],
+        "lengths": [64],
+        "answers": answers,
+        "models": {
+            name: {"role": role, "modes": {"easy": {"by_length": rows[name]}}}
+            for name, role in (("mine", "model"), ("theirs", "base"))
+        },
+    }
+
+
+def test_a_difference_is_called_clear_by_a_paired_test_alone():
+    for model, base, state in (
+        ([1.0] * 8, [0.0] * 8, BETTER),
+        ([0.0] * 8, [1.0] * 8, WORSE),
+        ([1.0] * 8, [1.0] * 4 + [0.0] * 4, UNCLEAR),  # four prompts that differ: p = 1/8
+        ([1.0, 0.0] * 8, [0.0, 1.0] * 8, UNCLEAR),
+    ):
+        summary = summarise({"needle-easy": needle_result(model, base)})
+        assert [row["state"] for row in summary["rows"]] == [state]
+        assert summary["labels"] == {"model": "mine", "base": "theirs"}
+        word = {BETTER: "more at 64", WORSE: "fewer at 64", UNCLEAR: "no clear difference at 64"}[state]
+        assert summary["sentences"]["memory"] == [f"Easy needles found, against the base: {word}"]
+
+
+def test_recall_loss_and_tasks_are_judged_by_their_intervals_and_the_side_that_is_better():
+    def value(mean: float, low: float, high: float) -> dict[str, Any]:
+        return {"mean": mean, "interval": [low, high]}
+
+    def octave(mean: float, low: float, high: float) -> dict[str, Any]:
+        found = value(0.5, 0.4, 0.6)
+        change = {"model": {"accuracy": value(mean, low, high), "loss": value(0, 0, 0)}}
+        return {
+            "from": 16,
+            "to": 32,
+            "tokens": 9,
+            "accuracy": {"model": found, "base": found},
+            "difference": change,
+        } | {"control": {"model": {"recalled": {"loss": found}}, "base": {"recalled": {"loss": found}}}}
+
+    lines = [{"key": "model", "label": "mine"}, {"key": "base", "label": "theirs"}]
+    octaves = [
+        octave(0.2, 0.1, 0.3),
+        octave(-0.2, -0.3, -0.1),
+        octave(0.2, -0.1, 0.5),
+        octave(0.2, 0, 0) | {"tokens": 0},
+    ]
+    recall = {"lines": lines, "octaves": octaves}
+    states = [row["state"] for row in summarise({"recall": recall})["rows"]]
+    assert states == [BETTER, WORSE, UNCLEAR]  # and no row of an octave without a token
+    few = octave(1.0, 1.0, 1.0)
+    few["accuracy"]["model"] = value(1.0, 1.0, 1.0)
+    [row] = summarise({"recall": {"lines": lines, "octaves": [few]}})["rows"]
+    assert row["state"] == UNCLEAR  # that all documents agree is no interval
+    assert row["values"]["model"]["interval"] == pytest.approx([0.7, 1.0], abs=0.01)  # Wilson's, of nine tokens
+    [row] = summarise({"recall": {"lines": lines, "octaves": [octave(0.5, -3.0, 4.0)]}})["rows"]
+    assert row["difference"]["interval"] == [-1.0, 1.0]
+    p = {"difference": 0.1, "standard_error": 0.01, "p": 0.001, "documents": 9}
+    tasks = {
+        "names": {"model": "mine", "base": "theirs"},
+        "tasks": {
+            key: {"t": {"acc,none": 0.5, "acc_stderr,none": 0.1, "perplexity,none": 5.0}} for key in ("model", "base")
+        },
+        "task_differences": {"model": {"t": {"acc,none": p, "perplexity,none": p}}},
+    }
+    rows = summarise({"tasks": tasks})["rows"]
+    assert [(row["what"], row["state"]) for row in rows] == [("t, acc", BETTER), ("t, perplexity", WORSE)]
+    assert cell(rows[0]["values"]["model"], "score") == "0.5 ±0.100"
+    assert difference(rows[0]) == "+0.1000 ±0.0100, p 0.001"
+
+
+def test_losses_are_judged_by_students_interval_over_documents(made):
+    loss = copy.deepcopy(made["result"]["parts"]["loss"]["result"])
+    row = loss["buckets"][0]
+    row["documents"] = 3
+    for mean, error, state in ((-0.5, 0.1, BETTER), (0.5, 0.1, WORSE), (-0.4, 0.1, UNCLEAR)):  # t = 4.30 at 2
+        row["difference"]["model-base"] = {"mean": mean, "standard_error": error}
+        assert summarise({"loss": loss})["rows"][0]["state"] == state
+    assert set(summarise({"loss": loss})["labels"]) == {"model", "base", "pi:4"}
+
+
+def test_numbers_are_printed_with_their_intervals_and_no_negative_zero():
+    share = {"value": 0.77, "interval": [0.684, 0.841]}
+    assert cell(share, "share") == "77 % (68 to 84)"
+    assert cell({"value": 3.21, "interval": None}, "nats") == "3.210"
+    assert cell(None, "nats") == cell({"value": None}, "share") == "-"
+    row = {"unit": "share", "difference": {"value": -0.001, "interval": [-0.004, 0.02]}}
+    assert difference(row) == "0 pp (0 to +2)"

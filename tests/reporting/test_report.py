@@ -1,0 +1,331 @@
+"""`retrofox report`: what it measures, keeps, reuses, names as missing, and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from retrofox.reporting import report as report_module
+from retrofox.reporting.fingerprint import model_fingerprint
+from retrofox.reporting.parts import COMMANDS, Asked, plan_parts
+from retrofox.reporting.report import report
+from retrofox.reporting.suites import RULER, choose_suite
+
+
+@pytest.fixture
+def copy(made, tmp_path) -> dict[str, Any]:
+    """The arguments of the report that was made, for a copy of its folder."""
+    shutil.copytree(made["out"], tmp_path / "out")
+    return {**made["given"], "out": str(tmp_path / "out")}
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """Names of the parts that run from now on."""
+    names: list[str] = []
+    write = report_module._Kept.write
+
+    def noted(self, part, seconds):
+        names.append(part.name)
+        return write(self, part, seconds)
+
+    monkeypatch.setattr(report_module._Kept, "write", noted)
+    return names
+
+
+def test_every_part_is_measured_and_kept(made):
+    result, out = made["result"], made["out"]
+    assert list(result["parts"]) == ["needle-easy", "needle-standard", "recall", "loss", "heads"]
+    assert set(result["missing"]) == {"tasks"}
+    written = json.loads((out / "report.json").read_text())
+    assert written["summary"] == json.loads(json.dumps(result["summary"]))
+    assert "answers" not in written["parts"]["needle-easy"]["result"]
+    for name, entry in result["parts"].items():
+        assert json.loads((out / "parts" / name / "part.json").read_text()) == json.loads(json.dumps(entry))
+    assert [line["key"] for line in result["parts"]["recall"]["result"]["lines"]] == ["model", "base", "pi:4"]
+    assert [line["key"] for line in result["parts"]["loss"]["result"]["lines"]][-2:] == ["base", "pi:4"]
+    assert list(result["parts"]["needle-easy"]["result"]["models"]) == [
+        "fox",
+        "base",
+        "base + position interpolation x4",
+    ]
+    assert [model["label"] for model in result["parts"]["heads"]["result"]["attention"]] == ["fox", "base"]
+    assert result["model_fingerprint"] == model_fingerprint(made["given"]["model"])
+    assert not list(out.rglob("*.tmp"))
+
+
+def test_a_second_run_reuses_what_is_complete_wherever_the_files_lie(copy, ran, tmp_path, capsys):
+    again = report(**copy)
+    assert ran == []
+    assert "recall: kept from before" in capsys.readouterr().err
+    for name in ("fox", "base", "texts"):
+        source = Path(copy["model"]).parent / name
+        shutil.copytree(source, tmp_path / name)
+    elsewhere = {"model": str(tmp_path / "fox"), "against": [str(tmp_path / "base")], "data": [str(tmp_path / "texts")]}
+    moved = report(**{**copy, **elsewhere})
+    assert ran == []
+    assert moved["summary"] == again["summary"]
+
+
+def test_what_has_changed_runs_again(copy, ran, tmp_path):
+    report(**{**copy, "maps": ["0.0"]})
+    assert ran == ["heads"]
+    parts, _ = plan_parts(Asked(copy["model"], copy["against"], copy["data"]), choose_suite("quick", True))
+    shutil.copytree(copy["model"], tmp_path / "fox")
+    weights = load_file(tmp_path / "fox" / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1e-3
+    save_file(weights, tmp_path / "fox" / "model.safetensors", {"format": "pt"})
+    kept = report_module._Kept(
+        tmp_path / "out", Asked(str(tmp_path / "fox"), copy["against"], copy["data"]), None, None
+    )
+    before = report_module._Kept(tmp_path / "out", Asked(copy["model"], copy["against"], copy["data"]), None, None)
+    assert all(kept.identity(part) != before.identity(part) for part in parts)
+    text = Path(copy["data"][0]) / "0.txt"
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "0.txt").write_text(text.read_text() + "More.")
+    other = report_module._Kept(
+        tmp_path / "out", Asked(copy["model"], copy["against"], [str(tmp_path / "texts")]), None, None
+    )
+    assert all(other.identity(part) != before.identity(part) for part in parts)
+    assert all(
+        report_module._Kept(tmp_path / "out", before.asked, "bfloat16", None).identity(part) != before.identity(part)
+        for part in parts
+    )
+
+
+def test_a_damaged_part_runs_again(copy, ran):
+    place = Path(copy["out"]) / "parts" / "heads" / "part.json"
+    place.write_text(place.read_text()[:50])
+    report(**copy)
+    assert ran == ["heads"]
+
+
+def test_an_interruption_loses_the_part_under_way_alone(copy, ran, monkeypatch, capsys):
+    for name in ("needle-easy", "heads"):
+        shutil.rmtree(Path(copy["out"]) / "parts" / name)
+    forward, stopped = torch.nn.Embedding.forward, []
+
+    def stop(self, ids):
+        if (Path(copy["out"]) / "parts" / "needle-easy" / "part.json").exists() and not stopped:
+            stopped.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
+        return forward(self, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", stop)
+    with pytest.raises(SystemExit) as end:
+        report(**copy)
+    assert end.value.code == 128 + signal.SIGINT
+    assert ran == ["needle-easy"]
+    assert "finished parts are kept" in capsys.readouterr().err
+    result = report(**copy)
+    assert ran == ["needle-easy", "heads"]
+    assert list(result["parts"]) == ["needle-easy", "needle-standard", "recall", "loss", "heads"]
+
+
+def test_progress_names_the_part_its_size_and_the_time_left(made, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report_module.time, "perf_counter", iter(range(0, 10_000, 30)).__next__)
+    calls = []
+    parts = [
+        report_module.Part("a", "two prompts", lambda **_: calls.append("a"), "x", {}, 1000),
+        report_module.Part("b", "three texts", lambda **_: calls.append("b"), "x", {}, 4000),
+        report_module.Part("c", "tasks", lambda **_: calls.append("c"), "x", {}, 0),
+    ]
+
+    class Kept:
+        def read(self, part):
+            return None
+
+        def place(self, part):
+            return tmp_path
+
+        def write(self, part, seconds):
+            return {"seconds": seconds, "tokens": part.tokens}
+
+    report_module._run_all(parts, Kept(), {}, {})  # type: ignore[arg-type]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert lines == [
+        "[1/3] a: two prompts",
+        "[2/3] b: three texts; about 2 min 0 s, 2 min 0 s and the tasks left",
+        "[3/3] c: tasks",
+    ]
+    assert calls == ["a", "b", "c"]
+
+
+def test_what_cannot_be_measured_is_named_and_tried_again(made, tmp_path, ran, monkeypatch, capsys):
+    short = tmp_path / "short.txt"
+    short.write_text("Ten words that all differ, so nothing here comes twice.")
+    monkeypatch.setattr("retrofox.reporting.parts.find_spec", lambda name: None)
+    given = {**made["given"], "data": [str(short)], "out": str(tmp_path / "out"), "maps": [], "baselines": []}
+    for _ in range(2):
+        ran.clear()
+        result = report(**given, tasks=["piqa"])
+        assert "recall" not in ran
+        assert "loss" in result["parts"]
+    assert "completes 2 words" in result["missing"]["recall"]
+    assert result["missing"]["use of context"] == "fewer than 3 documents have 512 tokens"
+    assert result["missing"]["tasks"].startswith("piqa need lm-eval, which is not installed")
+    assert "recall is left out" in capsys.readouterr().err
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Not measured" in page
+    assert "piqa need lm-eval, which is not installed" in page
+
+
+def test_without_texts_there_are_gates_alone_and_the_page_says_so(made, tmp_path):
+    result = report(made["given"]["model"], out=tmp_path / "out", progress=False)
+    assert list(result["parts"]) == ["heads"]
+    assert set(result["missing"]) == {"needle-easy", "needle-standard", "recall", "loss", "tasks"}
+    assert result["summary"]["labels"] == {"model": "fox"}
+    assert "says nothing about memory" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tasks_are_a_part_of_their_own(made, tmp_path, monkeypatch, ran):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines = [{"q": "the fox " * n, "choices": [" gate", " fox"], "gold": n % 2} for n in range(1, 9)]
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "choice.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "tasks" / "choice.yaml").write_text(
+        f"task: pico_choice\ndataset_path: json\ndataset_kwargs: {{data_files: {tmp_path}/tasks/choice.jsonl}}\n"
+        "test_split: train\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: choices\n"
+        "doc_to_target: gold\nmetric_list: [{metric: acc}]\n"
+    )
+    given = {"model": made["given"]["model"], "against": made["given"]["against"], "out": tmp_path / "out"}
+    given |= {"tasks": ["pico_choice"], "include_path": str(tmp_path / "tasks"), "limit": 6, "progress": False}
+    result = report(**given)
+    assert ran == ["heads", "tasks"]
+    row = next(row for row in result["summary"]["rows"] if row["topic"] == "tasks")
+    assert row["what"] == "pico_choice, acc"
+    assert row["difference"]["documents"] == 6
+    assert "pico_choice, acc" in (tmp_path / "out" / "report.html").read_text()
+    ran.clear()
+    report(**given)
+    assert ran == []
+    (tmp_path / "tasks" / "choice.jsonl").write_text("\n".join(map(json.dumps, lines[::-1])))
+    report(**given)
+    assert ran == ["tasks"]
+
+
+def test_commands_of_the_parts_measure_the_same(run, made, monkeypatch):
+    """Each command, given to the command line, calls the same evaluation with the same options."""
+    asked = Asked(made["given"]["model"], made["given"]["against"], made["given"]["data"], maps=("1.2", "0.1"))
+    asked.include_path, asked.limit = "folder", 7
+    given: dict[str, Any] = {}
+
+    def record(model, *arguments, **options):
+        names = {
+            "needle": ("against", "data", "lengths"),
+            "recall": ("against", "data", "length", "out"),
+            "inspect": ("data",),
+            "evaluate": (),
+        }[name]
+        given.update(options, model=model, **dict(zip(names, arguments, strict=True)))
+
+    for suite in ("quick", "long", "full"):
+        monkeypatch.undo()
+        chosen = choose_suite(suite, tasks=["short", "ruler"])
+        asked.min_tokens = chosen.length
+        parts, missing = plan_parts(asked, chosen)
+        assert missing == {}
+        for part in parts:
+            name = part.run.__name__
+            monkeypatch.setattr(f"{part.run.__module__}.{name}", record)
+            given.clear()
+            words = part.command("bfloat16", "cpu").split()
+            assert run(*words[1:])[0] == 0
+            for key, value in part.options.items():
+                told = given[key]
+                assert (list(told) if isinstance(told, (list, tuple)) else told) in (
+                    list(value) if isinstance(value, (list, tuple)) else value,
+                    None if value in ([], ()) else value,
+                ), (part.name, key)
+            assert (given["dtype"], given["device"]) == ("bfloat16", "cpu")
+    assert set(COMMANDS.values()) == {"needle", "recall", "eval", "inspect"}
+
+
+def test_suites_grow_and_sizes_can_be_changed(monkeypatch):
+    monkeypatch.undo()  # the small suites
+    quick, long, full = (choose_suite(name) for name in ("quick", "long", "full"))
+    assert [part.modes for part in long.needles][-1] == RULER
+    assert sum(len(part.modes) for part in full.needles) == 7
+    assert choose_suite("quick", True).length < quick.length < long.length <= full.length
+    assert quick.documents < long.documents < full.documents
+    assert full.tasks == ("short",)
+    changed = choose_suite("long", length=3000, max_documents=2, trials=9, tasks=["piqa"])
+    assert (changed.length, changed.documents, changed.tasks) == (3000, 2, ("piqa",))
+    assert changed.lengths[-1] == 3000
+    assert max(changed.lengths) == 3000
+    assert changed.heads_length == 3000
+    assert [part.trials for part in changed.needles] == [9, 9, 9]
+
+
+def test_the_command_line_hands_every_option_on(run, monkeypatch):
+    given: dict[str, Any] = {}
+
+    def record(model, against, data, suite, out, **options):
+        given.update(options, model=model, against=against, data=data, suite=suite, out=out)
+
+    monkeypatch.setattr(report_module, "report", record)
+    words = "M --against B C --data a b --suite long --out o --length 4Ki --max-documents 5 --trials 6 --baseline drope"
+    more = "--tasks short,piqa --include-path i --limit 3 --task-cache c --map 1.2 --text-field body --device cpu"
+    assert run("report", *words.split(), *more.split(), "--dtype", "float32")[0] == 0
+    assert given == {
+        "model": "M", "against": ["B", "C"], "data": ["a", "b"], "suite": "long", "out": Path("o"), "length": 4096,
+        "max_documents": 5, "trials": 6, "baselines": ["drope"], "tasks": ["short", "piqa"], "include_path": "i",
+        "limit": 3, "task_cache_folder": Path("c"), "maps": ["1.2"], "text_field": "body", "device": "cpu",
+        "dtype": "float32",
+    }  # fmt: skip
+
+
+def test_refusals(made, tmp_path, run):
+    given = {**made["given"], "out": str(tmp_path / "out")}
+    for change, error, message in (
+        ({"suite": "short"}, ValueError, "suite must be one of quick, long, full; got 'short'"),
+        ({"length": 10}, ValueError, "length must be at least 64"),
+        ({"trials": 0}, ValueError, "trials must be at least 1"),
+        ({"baselines": ["yan:4"]}, ValueError, r"did you mean yarn"),
+        ({"against": ["nowhere/at/all"]}, FileNotFoundError, "no such directory"),
+        ({"data": ["nowhere.txt"]}, FileNotFoundError, "nowhere.txt"),
+        ({"limit": 3}, ValueError, "name tasks, or drop them"),
+        ({"maps": ["third"]}, ValueError, r"LAYER\.HEAD"),
+        ({"data": []}, ValueError, "maps look at attention over a text"),
+        ({"dtype": "float12"}, ValueError, "dtype"),
+        ({"model": made["given"]["against"][0], "data": [], "maps": [], "baselines": []}, ValueError, "nothing to mea"),
+        ({"model": made["given"]["against"][0], "out": None}, ValueError, "name a folder for the report"),
+        ({"against": [made["given"]["model"]]}, ValueError, "the first --against is converted"),
+    ):
+        with pytest.raises(error, match=message):
+            report(**{**given, **change})
+    assert not list(tmp_path.iterdir())
+    code, _, err = run("report", made["given"]["model"], "--suite", "all")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_by_default_it_goes_into_the_models_directory(made, tmp_path):
+    shutil.copytree(made["given"]["model"], tmp_path / "fox")
+    before = model_fingerprint(str(tmp_path / "fox"))
+    report(str(tmp_path / "fox"), progress=False)
+    assert (tmp_path / "fox" / "report" / "report.html").is_file()
+    assert model_fingerprint(str(tmp_path / "fox")) == before
+
+
+def test_the_documented_sizes_are_those_of_the_suites(monkeypatch):
+    monkeypatch.undo()
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    rows = {cells[0]: cells[1:] for line in page.splitlines() if (cells := [c.strip() for c in line.split("|")[1:-1]])}
+    chosen = [choose_suite("quick"), choose_suite("quick", True), choose_suite("long"), choose_suite("full")]
+    prompts = [{part.name: part.depths * part.trials for part in suite.needles} for suite in chosen]
+    assert [cell.split()[0] for cell in rows["texts up to"]] == [f"{suite.length >> 10}k" for suite in chosen]
+    assert rows["needle prompts at each length: easy, standard"] == [f"{p['easy']}, {p['standard']}" for p in prompts]
+    assert rows["RULER-style needles, each mode"] == [str(p.get("ruler", "")) for p in prompts]
+    assert rows["documents for loss and recall"] == [str(suite.documents) for suite in chosen]
+    assert rows["use of context"] == ["yes" if suite.short_context else "" for suite in chosen]
+    assert rows["tasks"] == [f"`{suite.tasks[0]}`" if suite.tasks else "" for suite in chosen]

@@ -1,0 +1,245 @@
+"""Runs whose processes share rows: killed, resumed by another number of them, beside DDP and FSDP2."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from retrofox.config import load_recipe
+from retrofox.training.preflight import preflight
+from retrofox.training.train import train
+
+RUNNER = """
+import os, signal, sys
+from retrofox.training.loop import FoxTrainer
+
+event, when, sharded = sys.argv[2], int(sys.argv[3]), sys.argv[4] == "fsdp"
+plain, sent = FoxTrainer.training_step, []
+def training_step(self, *args, **kwargs):
+    if self.state.global_step == when and not sent and os.environ["RANK"] == "1":
+        sent.append(event)
+        os.kill(os.getpid(), getattr(signal, event))
+    return plain(self, *args, **kwargs)
+if event != "none":
+    FoxTrainer.training_step = training_step
+if sharded:  # accelerate runs DDP on CPUs when asked for FSDP2: make it mean it
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    ordinary = FoxTrainer.create_accelerator_and_postprocess
+    def create(self):
+        ordinary(self)
+        self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.is_fsdp_enabled = True
+    FoxTrainer.create_accelerator_and_postprocess = create
+sys.argv = ["retrofox", "train", sys.argv[1]]
+from retrofox.cli.app import main
+main()
+"""
+CP_OF_ACCELERATE = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
+FSDP = {
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+@pytest.fixture
+def recipe_for(tmp_path, pico_fox, pico_tokenizer):
+    """recipe_for(output, **keys) -> path of a recipe of 6 steps over packed documents, a checkpoint every 2."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        text = "".join(f"the fox forgets gate {number * i % 17} and so on, " for i in range(1 + number % 7))
+        (folder / f"{number}.txt").write_text(text)
+    model = pico_fox(pro="all")
+    model.save_pretrained(tmp_path / "model")
+    pico_tokenizer.save_pretrained(tmp_path / "model")
+
+    def build(output: str, **values) -> Path:
+        stage = {"objective": "extend", "tokens": 1536, "sequence_length": 64, "batch_tokens": 256}
+        recipe = {
+            "model": str(tmp_path / "model"),
+            "output": str(tmp_path / output),
+            "data": {
+                "train": [str(folder)],
+                "eval": [str(folder)],
+                "cache": str(tmp_path / "cache"),
+                "workers": 1,
+            },
+            "stages": [{**stage, "learning_rate": 3e-3, "schedule": "linear"}],
+            "precision": "fp32",
+            "log": {"every": 1, "eval_tokens": 512},
+            "checkpoint": {"every_steps": 2},
+            "dataloader_workers": 0,
+            **values,
+        }
+        file = tmp_path / f"{output}.yaml"
+        file.write_text(yaml.safe_dump(recipe))
+        return file
+
+    return build
+
+
+def run(file: Path, processes: int, event: str = "none", when: int = 0, mode: str = "ddp", **environment: str):
+    """Runs a recipe in several processes over gloo; `event` is what process 1 sends itself. Returns what it left."""
+    runner = file.parent / "runner.py"
+    runner.write_text(RUNNER)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port"]
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(FSDP if mode == "fsdp" else {}), **environment}
+    return subprocess.run(
+        [*command, str(port), str(runner), str(file), event, str(when), mode],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **variables},
+        timeout=250,
+    )
+
+
+def log(file: Path) -> list[tuple]:
+    """(step, loss, gradient norm, half-life) of every step."""
+    lines = (Path(load_recipe(file).output) / "log.jsonl").read_text().splitlines()
+    return [(v["step"], v["loss"], v["grad_norm"], v["half_life_mean"]) for v in map(json.loads, lines)]
+
+
+def evaluated(file: Path) -> list[float]:
+    """Held-out losses before and after the stage."""
+    report = json.loads((Path(load_recipe(file).output) / "result.json").read_text())["stages"][0]
+    return [report["eval_before"], report["eval_after"]]
+
+
+def same(ours: Path, theirs: Path) -> None:
+    for left, right in zip(log(ours), log(theirs), strict=True):
+        assert left == pytest.approx(right, rel=1e-4)
+    assert evaluated(ours) == pytest.approx(evaluated(theirs), rel=1e-5)
+
+
+def test_a_lost_process_ends_the_others_and_one_alone_resumes(recipe_for):
+    whole, file = recipe_for("whole"), recipe_for("shared")
+    train(load_recipe(whole))
+    started = time.monotonic()
+    killed = run(file, 2, "SIGKILL", 3, **CP_OF_ACCELERATE)
+    assert killed.returncode != 0
+    assert time.monotonic() - started < 100  # most of it is starting up; a lost process is told of within seconds
+    assert "rows shared by 2: heads x 2, ring of 1" in killed.stderr
+    told = [line for line in killed.stderr.splitlines() if "error:" in line]
+    assert len(told) == 1, killed.stderr
+    assert "process 1" in told[0]
+    assert "checkpoint-2 stands; run the same command again to resume" in told[0]
+    assert load_recipe(file).parallel.context == 1  # it was accelerate's
+    train(load_recipe(file))
+    same(file, whole)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(recipe_for):
+    # 1: a ring of two; heads that trade are covered above
+    parallel = {"context": 2, "ulysses": 1}
+    whole, file = (recipe_for(name, parallel=parallel) for name in ("whole", "stopped"))
+    done = run(whole, 2)
+    assert done.returncode == 0, done.stderr
+    assert "ring of 2" in done.stderr
+    stopped = run(file, 2, "SIGTERM", 3)
+    assert "signal 15: saved at step 4" in stopped.stderr, stopped.stderr
+    resumed = run(file, 2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed stage 0 at step 4 of 6" in resumed.stderr
+    assert log(file) == log(whole)
+    left, right = (Path(load_recipe(f).output) / "model" / "model.safetensors" for f in (whole, file))
+    assert left.read_bytes() == right.read_bytes()
+    alone = recipe_for("alone")
+    train(load_recipe(alone))
+    same(whole, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_shared_rows_beside_data_parallelism_and_sharded_weights(recipe_for, mode):
+    whole, file = recipe_for("whole"), recipe_for("shared", parallel={"context": 2})
+    train(load_recipe(whole))
+    stopped = run(file, 4, "SIGTERM", 3, mode)
+    assert "signal 15: saved at step 4" in stopped.stderr, stopped.stderr
+    again = run(file, 2, mode=mode)  # fewer groups
+    assert again.returncode == 0, again.stderr
+    assert "resumed stage 0 at step 4 of 6" in again.stderr
+    for left, right in zip(log(file), log(whole), strict=True):  # gates are logged of a process's last rows
+        assert left[:3] == pytest.approx(right[:3], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "processes", "reason"),
+    [
+        ({"parallel": {"context": 2}}, 1, "parallel.context: 2 processes share a row, and there are 1"),
+        ({"parallel": {"context": 2}}, 3, "launch a multiple of 2"),
+        ({"parallel": {"context": 3, "ulysses": 3}}, 3, "parallel.ulysses: 3 must divide both"),
+        ({"parallel": {"context": 3}}, 3, "rows of 64 tokens don't divide among 3 processes in a zigzag"),
+        ({"parallel": {"context": 2}, "log": {"heads_every": 10}}, 2, "log.heads_every reads whole rows"),
+    ],
+)
+def test_what_can_not_be_shared_is_refused_beforehand(recipe_for, values, processes, reason):
+    recipe = load_recipe(recipe_for("refused", **values))
+    refusals = [str(error) for error in preflight(recipe, processes, torch.device("cpu")).refusals]
+    assert any(reason in text for text in refusals), refusals
+    assert not Path(recipe.output).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "dynamic or longrope"),
+        (
+            {"model_type": "mistral", "sliding_window": 7},
+            {"ulysses": 1},
+            "a sliding window of 7 tokens is smaller than",
+        ),
+        ({"model_type": "mistral", "sliding_window": 7}, {}, None),  # trading heads sees whole rows
+    ],
+)
+def test_models_that_can_not_share_rows_are_refused(recipe_for, tmp_path, changes, parallel, reason):
+    file = recipe_for("refused", parallel={"context": 2, **parallel}, fox={"half_life": [2, 200], "rope": "keep"})
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    for key in ("fox", "auto_map", "architectures"):
+        config.pop(key)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "llama", **changes}))
+    refusals = [str(error) for error in preflight(load_recipe(file), 2, torch.device("cpu")).refusals]
+    if reason is None:
+        assert refusals == []
+    else:
+        assert any(reason in text for text in refusals), refusals
+
+
+def test_an_unconverted_model_does_not_share_rows(recipe_for, pico_checkpoint):
+    recipe = load_recipe(recipe_for("control", model=str(pico_checkpoint), parallel={"context": 2}))
+    refusals = [str(error) for error in preflight(recipe, 2, torch.device("cpu")).refusals]
+    assert any("give `fox:` to the recipe" in text for text in refusals), refusals
+
+
+def test_two_sizes_that_differ_are_refused(recipe_for, monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
+    with pytest.raises(ValueError, match=r"parallel\.context is 2 and accelerate's cp_size"):
+        train(load_recipe(recipe_for("two", parallel={"context": 2})))
+
+
+def test_a_part_of_a_row_takes_a_part_of_its_memory(recipe_for):
+    device = torch.device("cpu")
+    long = {"sequence_length": 4096, "tokens": 4096, "objective": "extend"}
+    alone = preflight(load_recipe(recipe_for("a", stages=[long])), 2, device).stages[0].memory
+    shared = preflight(load_recipe(recipe_for("b", stages=[long], parallel={"context": 2})), 2, device).stages[0].memory
+    assert shared["activations"] == pytest.approx(alone["activations"] / 2, rel=0.05)
+    assert shared["weights"] == alone["weights"]
