@@ -242,6 +242,33 @@ def corpus() -> str:
     return table(["source: documents / tokens", *files], [*rows, ["all", *totals]])
 
 
+def serving() -> str:
+    """vLLM's log-probabilities beside retrofox's: a row per case of `make test-vllm`, and the machine."""
+    found = read("vllm-cpu.json")
+    rows = []
+    for name, case in found["cases"].items():
+        if not case["passed_all"]:
+            rows.append([name, *[""] * 5, "no"])
+            continue
+        rounds = case["rounds"]
+        base = [f"{row['mean_difference']:.1e}" for row in case.get("base_rounds", [])[:1]]
+        rows.append(
+            [
+                name,
+                f"{sum(row['compared'] for row in rounds):,}",
+                f"{max(row['longest_prompt'] for row in rounds):,}",
+                sum(row["chosen_otherwise"] for row in rounds),
+                f"{max(row['max_difference'] for row in rounds):.1e}",
+                f"{rounds[0]['mean_difference']:.1e}" + (f" (base {base[0]})" if base else ""),
+                "yes",
+            ]
+        )
+    header = ["model", "tokens compared", "longest prompt", "other choices", "largest difference", "mean", "passed"]
+    versions, machine = found["versions"], found["machine"]
+    where = f"{machine['cpu']}, {found['date']}, torch {versions['torch']}, transformers {versions['transformers']}"
+    return f"{table(header, rows)}\n\nDifferences of log-probabilities in nats; float32 unless said. {where}."
+
+
 def decoding() -> str:
     """Milliseconds a token, kernels' time, launches and memory of `generate`, from benchmarks/generate.json."""
     names = {"fox": "retrofit", "base": "base, dynamic cache", "base-static": "base, static cache, compiled"}

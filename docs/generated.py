@@ -124,6 +124,7 @@ OF_RESULTS = (
     *(figures.retrofit_needles, figures.retrofit_loss, figures.retrofit_recall),
     *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
     *(figures.kernel_table, figures.kernel_ratios, figures.corpus, figures.decoding, figures.long_context),
+    figures.serving,
 )
 PARTS: dict[str, Callable[[], str]] = {
     function.__name__: function for function in (commands, recipe_fields, families, shipped_recipes, *OF_RESULTS)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, constants
+import torch
+from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
 from retrofox import model
-from retrofox.conversion.card import HERE, card_of, own_card
+from retrofox.anatomy import vocabulary_size
+from retrofox.conversion.card import HERE, adapter_card, card_of, own_card, with_metadata
+from retrofox.conversion.history import history
+from retrofox.conversion.licence import agreed, licence_in, licence_of
+from retrofox.conversion.upload import publish
 from retrofox.loading import shards
+from retrofox.loading.adapter import base_of
 from retrofox.loading.added import check_added, check_finite
+from retrofox.loading.converted import load
 from retrofox.loading.source import first_line, hub_errors, read_config
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.reporting.pushed import FOLDER, report_of, with_section
 
 LEFT_AT_HOME = (".pt", ".pth", ".bin", ".gguf", ".partial", ".lock", ".tmp")
 """Endings of files that are not pushed: optimizer states, other formats, work in progress."""
+PROBE_TOKENS = 64
 
 
 def check_complete(directory: Path) -> None:
@@ -31,8 +39,6 @@ def check_complete(directory: Path) -> None:
     """
     if not directory.is_dir():
         raise FileNotFoundError(f"{directory}: no such directory")
-    if (directory / "adapter_config.json").exists():
-        raise ValueError(f"{directory} is a LoRA adapter: merge it first (`retrofox merge {directory} OUT`), push OUT")
     values = read_config(directory)
     model_type = str(values.get("model_type"))
     if model_type.removeprefix("fox_") not in SUPPORTED or not model_type.startswith("fox_"):
@@ -63,79 +69,136 @@ def push(
     *,
     private: bool = False,
     message: str | None = None,
-    report: str | Path | None = None,
     dry_run: bool = False,
+    base: str | None = None,
+    report: str | Path | None = None,
+    check: bool = True,
 ) -> dict[str, Any]:
-    """Uploads a converted checkpoint to the Hub in one commit and verifies each file's hash there.
+    """Uploads a converted checkpoint, or an adapter of one, to the Hub in one commit, and verifies what is there.
 
-    The card's placeholder for the repository becomes its name; a directory without a card gets one. A report's page
-    and JSON go along, and its table into the card.
+    The card's placeholder for the repository becomes its name; a directory without a card gets one. Beside a run's
+    recipe.yaml the card shows recipe and loss. Where the upload fails nothing is visible of it, and a repository that
+    was made for it is deleted again.
 
     Args:
         repo: "org/name"; created where it doesn't exist.
-        private: whether a new repository is private.
-        report: folder that `retrofox report` wrote; None = `report` in the directory, if it is there.
+        private: the repository must be private: a new one is made so, a public one is refused.
         dry_run: check and list, contact nothing.
+        base: for an adapter: the Hub id of its converted base, where the adapter names it by a local path.
+        report: folder that `retrofox report` wrote; None = `report` in the directory, if it is there.
+        check: afterwards download it into an empty cache and compare the logits.
 
     Returns:
-        repo, files (path -> bytes), bytes; unless dry_run also commit and verified, how many files were compared.
+        repo, files (path -> bytes), bytes, licence; unless dry_run also commit and verified, how many files were
+        compared, and logits_equal (None without `check`).
 
     Raises:
-        ValueError: the checkpoint is incomplete, `repo` is not a repository name, the upload failed, a file differs,
-            or the report is of other weights.
+        ValueError: the checkpoint is incomplete, `repo` is not a repository name, the card contradicts the base's
+            licence, there is no token or it may not write, the upload failed, a file or the logits differ, the report
+            is of other weights.
     """
     directory = Path(directory)
-    check_complete(directory)
+    adapter = (directory / "adapter_config.json").is_file()
+    if adapter:
+        named = _base_on_hub(directory, base)
+    else:
+        if base is not None:
+            raise ValueError(f"{directory} is no adapter: a converted model names its base itself, drop --base")
+        check_complete(directory)
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise ValueError(f"{repo!r} is not the name of a Hub repository (org/name): {error}") from error
-    text = own_card(directory) or card_of(directory)
+    contents = _contents(directory)
+    if adapter:
+        values = _adapter_config(directory)
+        contents["adapter_config.json"] = json.dumps({**values, "base_model_name_or_path": named}, indent=2).encode()
+        licence = {} if dry_run else licence_of(named)
+        text = adapter_card(named, values, licence)
+    else:
+        text, licence = _model_card(directory, dry_run)
+    section, files = history(directory)
+    contents |= files
+    text = f"{text.rstrip()}\n{section and chr(10) + section}"
+    measured = None if adapter else report_of(directory, None if report is None else Path(report))
+    if measured is not None:
+        text, files = with_section(text, measured[0]), measured[1]
+        contents |= files
+    contents["README.md"] = text.replace(HERE, repo).encode()
+    sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
+    found: dict[str, Any] = {"repo": repo, "files": sizes, "bytes": sum(sizes.values()), "licence": licence or None}
+    if dry_run:
+        return found
+    title = message or f"Upload {directory.absolute().name} with retrofox"
+    commit = publish(repo, contents, private, title)
+    found |= {"commit": commit, "verified": len(contents), "logits_equal": None}
+    if check:
+        found["logits_equal"] = _loads_the_same(directory, repo, commit)
+    return found
+
+
+def _contents(directory: Path) -> dict[str, bytes | Path]:
+    """Path in the repository -> file, of everything that is pushed."""
     contents: dict[str, bytes | Path] = {}
     for file in sorted(directory.rglob("*")):
         name = file.relative_to(directory)
         if name.parts[0] == FOLDER:
-            continue  # what of it goes along is added below
+            continue  # what of it goes along is added by `push`
         if file.is_file() and not name.name.endswith(LEFT_AT_HOME) and not any(part[0] == "." for part in name.parts):
             contents[name.as_posix()] = file
-    measured = report_of(directory, None if report is None else Path(report))
-    if measured is not None:
-        section, files = measured
-        text = with_section(text, section)
-        contents |= files
-    contents["README.md"] = text.replace(HERE, repo).encode()
-    sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
-    found: dict[str, Any] = {"repo": repo, "files": sizes, "bytes": sum(sizes.values())}
-    if dry_run:
-        return found
-    api = HfApi()
-    operations = [CommitOperationAdd(name, c if isinstance(c, bytes) else str(c)) for name, c in contents.items()]
-    title = message or f"Upload {directory.absolute().name} with retrofox"
-    try:
-        api.create_repo(repo, private=private, exist_ok=True)
-        commit = api.create_commit(repo, operations, commit_message=title)
-        there = {
-            f.path: f for f in api.list_repo_tree(repo, recursive=True, revision=commit.oid) if isinstance(f, RepoFile)
-        }
-    except hub_errors() as error:
+    return contents
+
+
+def _model_card(directory: Path, offline: bool) -> tuple[str, dict[str, str]]:
+    """(the card with the base's licence in its metadata, the licence fields)."""
+    text = own_card(directory) or card_of(directory)
+    spec = FoxSpec.from_dict(read_config(directory).get("fox"))
+    known = licence_of(spec.base, spec.base_revision) if not offline or Path(str(spec.base)).is_dir() else {}
+    licence = agreed(licence_in(text), known, str(spec.base))
+    return with_metadata(text, licence), licence
+
+
+def _adapter_config(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+
+
+def _base_on_hub(directory: Path, base: str | None) -> str:
+    """The Hub id under which an adapter's converted base is found by others.
+
+    Raises:
+        ValueError: the adapter names it by a path of this machine and no other name was given; weights are missing.
+    """
+    named = base or base_of(directory)
+    if not (directory / "adapter_model.safetensors").is_file():
+        raise ValueError(f"{directory} has an adapter_config.json and no adapter_model.safetensors: it is incomplete")
+    if Path(named).exists() or named.count("/") != 1 or named.startswith((".", "/")):
         raise ValueError(
-            f"{repo} could not be uploaded to {constants.ENDPOINT}: {first_line(error)}; check the network, and "
-            "`hf auth login` with a token that may write"
-        ) from error
-    differing = [name for name, content in contents.items() if name not in there or not _same(content, there[name])]
-    if differing:
-        raise ValueError(f"{', '.join(differing[:5])} at {repo} differ from what was uploaded: push again")
-    return found | {"commit": commit.oid, "verified": len(contents)}
+            f"the adapter {directory} names its base by a path of this machine, {named}: push that base first "
+            f"(`retrofox push {named} ORG/BASE`) and give --base ORG/BASE, or push what `retrofox merge` makes"
+        )
+    return named
 
 
-def _same(content: bytes | Path, there: RepoFile) -> bool:
-    """Whether a file on the Hub has the content's hash: SHA-256 where it is stored by LFS, else git's blob hash."""
-    size = len(content) if isinstance(content, bytes) else content.stat().st_size
-    digest = hashlib.sha256() if there.lfs is not None else hashlib.sha1(b"blob %d\0" % size)
-    if isinstance(content, bytes):
-        digest.update(content)
-    else:
-        with open(content, "rb") as stream:
-            while block := stream.read(1 << 24):
-                digest.update(block)
-    return digest.hexdigest() == (there.blob_id if there.lfs is None else there.lfs.sha256)
+def _loads_the_same(directory: Path, repo: str, commit: str) -> bool:
+    """True where a download into an empty cache gives the logits that the directory gives.
+
+    Raises:
+        ValueError: the download fails, or the logits differ.
+    """
+    with tempfile.TemporaryDirectory(prefix="retrofox-push-") as cache:
+        try:
+            there = snapshot_download(repo, revision=commit, cache_dir=cache)
+        except hub_errors() as error:
+            raise ValueError(f"{repo} is uploaded but could not be downloaded again: {first_line(error)}") from error
+        mine, theirs = _logits(directory), _logits(Path(there))
+    if not torch.equal(mine, theirs):
+        difference = float((mine - theirs).abs().max())
+        raise ValueError(f"{repo} is uploaded but its logits differ from {directory}'s by {difference:.1e}: push again")
+    return True
+
+
+@torch.no_grad()
+def _logits(directory: Path) -> torch.Tensor:
+    model = load(directory).eval()
+    ids = torch.arange(PROBE_TOKENS)[None] * 7919 % vocabulary_size(model)
+    return model(input_ids=ids, use_cache=False).logits

@@ -19,9 +19,11 @@ import pytest
 
 import retrofox
 from retrofox.hub import check_complete, push
+from retrofox.loading.adapter import peft_is_behind
 from retrofox.loading.source import read_config
 
 MODEL = r"([^/]+/[^/]+?)"
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the Hub's client, by its httpx
 
 
 class Hub(ThreadingHTTPServer):
@@ -36,6 +38,8 @@ class Hub(ThreadingHTTPServer):
         self.asked: list[str] = []
         self.created: list[dict[str, Any]] = []
         self.damage = ""  # name of a file to spoil when it is committed
+        self.private: set[str] = set()
+        self.refuse: dict[str, int] = {}  # part of an address -> the status that answers it
 
     @property
     def url(self) -> str:
@@ -90,6 +94,9 @@ class Answers(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         hub, path, data = self.server, unquote(urlsplit(self.path).path), self.body()
         hub.asked.append(f"{self.command} {path}")
+        status = next((status for part, status in hub.refuse.items() if part in path), None)
+        if status is not None:
+            return self.answer({"error": "refused"}, status)
         if path == "/":
             self.answer(b"")
         elif path == "/api/validate-yaml":
@@ -97,9 +104,15 @@ class Answers(BaseHTTPRequestHandler):
         elif path == "/api/repos/create":
             values = json.loads(data)
             name = f"{values.get('organization') or 'me'}/{values['name']}"
+            if name not in hub.repos and asked_private(values):
+                hub.private.add(name)
             hub.repos.setdefault(name, {"0" * 40: {}})
             hub.created.append(values)
             self.answer({"url": f"{hub.url}/{name}", "id": name, "name": name})
+        elif path == "/api/repos/delete":
+            values = json.loads(data)
+            hub.repos.pop(f"{values.get('organization') or 'me'}/{values['name']}")
+            self.answer({})
         elif found := re.fullmatch(r"/upload/([0-9a-f]{64})", path):
             hub.large[found[1]] = data
             self.answer(b"")
@@ -114,7 +127,7 @@ class Answers(BaseHTTPRequestHandler):
         else:
             self.answer({}, 404)
 
-    do_GET = do_HEAD = do_POST = do_PUT = handle_any
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_any
 
     def about(self, repo: str, what: str, revision: str, data: bytes) -> None:
         if repo not in self.server.repos:
@@ -136,7 +149,7 @@ class Answers(BaseHTTPRequestHandler):
         if what == "tree":
             return self.answer(entries)
         siblings = [{"rfilename": name} for name in files]
-        self.answer({"id": repo, "sha": sha, "private": False, "tags": [], "siblings": siblings})
+        self.answer({"id": repo, "sha": sha, "private": repo in self.server.private, "tags": [], "siblings": siblings})
 
     def committed(self, repo: str, lines: list[dict[str, Any]]) -> dict[str, str]:
         files = dict(self.server.at(repo, "main")[1])
@@ -265,18 +278,24 @@ def converted(pico_checkpoint, tmp_path) -> Path:
     return tmp_path / "fox"
 
 
-def test_a_pushed_checkpoint_is_all_there_and_verified(hub, converted, tmp_path):
+def test_a_pushed_checkpoint_is_all_there_verified_and_gives_the_same_logits(hub, converted, tmp_path):
     (converted / "optimizer.pt").write_bytes(b"at home")
     home = tmp_path / "home"
     code, printed, error = retrofox_command(hub.url, home, "push", converted, "me/fox", "--private")
     assert code == 0, error
     assert [asked_private(made) for made in hub.created] == [True]
+    assert hub.private == {"me/fox"}
     report = json.loads(printed)
     _, files = hub.at("me/fox", report["commit"])
     assert report["verified"] == len(files) == len(report["files"])
+    assert report["logits_equal"] is True
+    downloads = [asked for asked in hub.asked if asked.startswith("GET /me/fox/resolve") and "safetensors" in asked]
+    assert downloads
+    assert not (home / "hub" / "models--me--fox").exists()  # a cache of its own, gone again
     assert set(files) == {file.name for file in converted.iterdir()} - {"optimizer.pt"}
     card = files.pop("README.md").decode()
     assert 'from_pretrained("me/fox"' in card
+    assert "vllm serve me/fox" in card
     assert "THIS_REPOSITORY" not in card
     assert all((converted / name).read_bytes() == content for name, content in files.items())
     hub.damage = "config.json"
@@ -284,6 +303,179 @@ def test_a_pushed_checkpoint_is_all_there_and_verified(hub, converted, tmp_path)
     assert code == 2
     assert "config.json at me/fox differ" in error
     assert not asked_private(hub.created[1])
+
+
+def one_line(error: str) -> str:
+    """The message of a refused command, which is one line without a traceback."""
+    lines = [line for line in error.splitlines() if line.strip()]
+    assert len(lines) == 1, error
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+@pytest.fixture
+def online(hub, monkeypatch, tmp_path):
+    """This process's Hub client talks to the local Hub."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    hf_api = sys.modules["huggingface_hub.hf_api"]
+    for module in (constants, hf_api):
+        monkeypatch.setattr(module, "ENDPOINT", hub.url, raising=False)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("retrofox.conversion.upload.get_token", lambda: "hf_x")
+    monkeypatch.setattr(
+        "retrofox.conversion.upload.HfApi", lambda: huggingface_hub.HfApi(endpoint=hub.url, token="hf_x")
+    )
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "said"),
+    [
+        ("/api/repos/create", 401, "does not know this token"),
+        ("/api/repos/create", 403, "may not write there"),
+        ("/upload/", 403, "may not write there"),
+        ("/upload/", 400, "Bad request"),
+        ("/commit/", 403, "may not write there"),
+        ("/info/lfs/", 400, "Bad request"),
+    ],
+)
+def test_a_push_that_fails_anywhere_says_so_in_a_line_and_leaves_nothing(online, converted, part, status, said):
+    online.refuse = {part: status}
+    with pytest.raises(ValueError, match=r"^me/fox could not be uploaded to .*; nothing ") as caught:
+        push(converted, "me/fox")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "me/fox" not in online.repos
+    made = "/api/repos/create" not in part
+    assert ("DELETE /api/repos/delete" in online.asked) == made
+
+
+def test_a_failed_push_leaves_an_older_upload_as_it_was(online, converted):
+    before = online.commit("me/fox", {"README.md": b"older"})
+    online.refuse = {"/commit/": 403}
+    with pytest.raises(ValueError, match="nothing of it is visible"):
+        push(converted, "me/fox")
+    assert online.repos["me/fox"] == {before: {"README.md": b"older"}}
+    assert "DELETE /api/repos/delete" not in online.asked
+
+
+def test_without_a_token_a_push_is_one_line_and_asks_nothing(hub, converted, tmp_path):
+    code, _, error = retrofox_command(hub.url, tmp_path / "home", "push", converted, "me/fox", HF_TOKEN="")
+    assert code == 2
+    assert "no Hub token: `hf auth login`" in one_line(error)
+    assert not hub.asked
+
+
+def test_private_refuses_a_repository_that_is_public(online, converted):
+    before = online.commit("me/fox", {"README.md": b"public"})
+    with pytest.raises(ValueError, match="me/fox is public and --private was asked for: nothing was uploaded"):
+        push(converted, "me/fox", private=True)
+    assert list(online.repos["me/fox"]) == [before]
+
+
+def test_private_ignored_by_the_hub_is_not_published(online, converted, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "asked_private", lambda made: False)
+    with pytest.raises(ValueError, match="is public and --private was asked for"):
+        push(converted, "me/fox", private=True)
+    assert "me/fox" not in online.repos
+
+
+def test_other_logits_after_a_push_are_an_error(online, converted, monkeypatch):
+    import torch
+
+    answers = iter([torch.zeros(3), torch.ones(3)])
+    monkeypatch.setattr("retrofox.hub._logits", lambda directory: next(answers))
+    monkeypatch.setattr("retrofox.hub.snapshot_download", lambda *_, **__: str(converted))
+    with pytest.raises(ValueError, match=r"me/fox is uploaded but its logits differ from .* by 1.0e\+00"):
+        push(converted, "me/fox")
+    assert push(converted, "me/fox", check=False)["logits_equal"] is None
+
+
+CARD = "---\nlicense: {}\nlicense_link: https://example.org/licence\n---\n# Base\n"
+
+
+def test_the_licence_of_the_base_is_inherited_and_checked(pico_checkpoint, tmp_path):
+    (pico_checkpoint / "README.md").write_text(CARD.format("llama3.2"))
+    out = tmp_path / "fox"
+    retrofox.convert(pico_checkpoint, out, verify=False)
+    card = (out / "README.md").read_text()
+    assert "license: llama3.2\n" in card
+    assert "license_link: https://example.org/licence\n" in card
+    assert push(out, "me/fox", dry_run=True)["licence"]["license"] == "llama3.2"
+    (out / "README.md").write_text(card.replace("license: llama3.2", "license: mit"))
+    with pytest.raises(ValueError, match=r"the card says license: mit, its base .* says llama3.2"):
+        push(out, "me/fox", dry_run=True)
+
+
+def test_a_card_without_a_licence_gets_the_bases_from_the_hub(online, converted, pico_checkpoint):
+    online.commit("org/base", {**contents(pico_checkpoint), "README.md": CARD.format("apache-2.0").encode()})
+    config = json.loads((converted / "config.json").read_text())
+    config["fox"]["base"] = "org/base"
+    (converted / "config.json").write_text(json.dumps(config))
+    report = push(converted, "me/fox", check=False)
+    assert report["licence"]["license"] == "apache-2.0"
+    assert b"license: apache-2.0" in online.at("me/fox", "main")[1]["README.md"]
+
+
+def test_recipe_and_loss_go_with_a_trained_model(online, pico_fox_checkpoint, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    pico_fox_checkpoint.rename(run / "model")
+    (run / "recipe.yaml").write_text("retrofox: 0.1.0\nrecipe:\n  model: org/base\n  seed: 7\n")
+    steps = [(0, 100, 3.5), (0, 200, 3.0), (1, 100, 2.5)]
+    log = [json.dumps({"stage": stage, "step": 1, "tokens": tokens, "loss": loss}) for stage, tokens, loss in steps]
+    (run / "log.jsonl").write_text("\n".join(log) + "\n")
+    push(run / "model", "me/fox", check=False)
+    files = online.at("me/fox", "main")[1]
+    assert files["training/recipe.yaml"] == b"model: org/base\nseed: 7\n"
+    assert files["training/loss.csv"].decode().splitlines()[-1] == "1,300,2.5"
+    assert files["training/loss.png"].startswith(b"\x89PNG")
+    card = files["README.md"].decode()
+    assert "seed: 7" in card
+    assert "![loss over training tokens](training/loss.png)" in card
+
+
+@pytest.fixture
+def adapter(pico_fox_checkpoint, tmp_path) -> Path:
+    """A LoRA adapter of a converted pico model, as peft saves it."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["forget_gate"], task_type="CAUSAL_LM")
+    with peft_is_behind():
+        model = get_peft_model(retrofox.load(pico_fox_checkpoint), config)
+    model.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_is_pushed_with_the_name_of_its_base(online, adapter, pico_fox_checkpoint):
+    with pytest.raises(ValueError, match=r"names its base by a path of this machine, .*--base ORG/BASE"):
+        push(adapter, "me/adapter", dry_run=True)
+    push(pico_fox_checkpoint, "me/base", check=False)
+    push(adapter, "me/adapter", base="me/base", check=False)
+    files = online.at("me/adapter", "main")[1]
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "me/base"
+    card = files["README.md"].decode()
+    assert "base_model: me/base" in card
+    assert "library_name: peft" in card
+    assert 'snapshot_download("me/adapter")' in card
+    assert files["adapter_model.safetensors"] == (adapter / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="is no adapter"):
+        push(pico_fox_checkpoint, "me/base", base="me/base", dry_run=True)
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match="it is incomplete"):
+        push(adapter, "me/adapter", base="me/base", dry_run=True)
+
+
+def test_a_pushed_adapter_gives_the_same_logits_on_its_pushed_base(hub, adapter, pico_fox_checkpoint, tmp_path):
+    home = tmp_path / "home"
+    code, _, error = retrofox_command(hub.url, home, "push", pico_fox_checkpoint, "me/base", "--no-check")
+    assert code == 0, error
+    code, printed, error = retrofox_command(hub.url, home, "push", adapter, "me/adapter", "--base", "me/base")
+    assert code == 0, error
+    assert json.loads(printed)["logits_equal"] is True
 
 
 def test_a_model_saved_before_is_pushed_as_it_is(hub, saved_before, tmp_path):
@@ -296,7 +488,7 @@ def test_a_model_saved_before_is_pushed_as_it_is(hub, saved_before, tmp_path):
 
 
 def test_a_dry_push_contacts_nothing(converted, monkeypatch):
-    monkeypatch.setattr("retrofox.hub.HfApi", lambda: pytest.fail("contacted the Hub"))
+    monkeypatch.setattr("retrofox.conversion.upload.HfApi", lambda: pytest.fail("contacted the Hub"))
     report = push(converted, "me/fox", dry_run=True)
     assert report["bytes"] == sum(report["files"].values())
     assert "model-retrofox.safetensors" in report["files"]
@@ -306,6 +498,7 @@ def test_a_push_that_no_hub_answers_says_so(converted, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("retrofox.conversion.upload.get_token", lambda: "hf_x")
     with pytest.raises(ValueError, match=r"me/fox could not be uploaded to http://127.0.0.1:9: .*check the network"):
         push(converted, "me/fox")
 
@@ -357,5 +550,5 @@ def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_p
         with pytest.raises(ValueError, match=r"the fox section must be a mapping|unknown key 'ropee' in fox"):
             check_complete(converted)
     (converted / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="retrofox merge"):
-        check_complete(converted)
+    with pytest.raises(ValueError, match="names no base"):
+        push(converted, "me/fox", dry_run=True)

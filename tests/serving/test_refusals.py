@@ -1,0 +1,50 @@
+"""What can't be served is said in one line, with what to do."""
+
+import pytest
+
+from retrofox import FoxSpec
+from retrofox.model.configuration_fox import SUPPORTED
+from retrofox.serving.refusals import SERVED, Settings, refusal
+
+CASES = {
+    "fp8 cache": ({"cache_dtype": "fp8"}, "a fp8 cache would round the gates' lanes away"),
+    "fp8 cache of another kind": ({"cache_dtype": "fp8_e5m2"}, "leave --kv-cache-dtype at auto"),
+    "a cache of another dtype": ({"dtype": "float32", "cache_dtype": "bfloat16"}, "a bfloat16 cache would round"),
+    "float16": ({"dtype": "float16"}, "add --dtype bfloat16"),
+    "ranks": ({"tensor_parallel": 2}, "9 query heads and 3 kv heads don't split over 2 ranks"),
+    "context parallelism": ({"context_parallel": 2}, "context parallelism"),
+    "speculation": ({"speculative": True}, "--speculative-config"),
+    "adapters": ({"lora": True}, "`retrofox merge` them first"),
+    "microbatches": ({"microbatches": True}, "--enable-dbo"),
+    "pooling": ({"generates": False}, "only text generation"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_setting_under_which_gates_would_be_lost_is_refused_in_a_line(name):
+    settings, said = CASES[name]
+    why = refusal("llama", FoxSpec(), 9, 3, Settings(**settings))
+    assert why is not None
+    assert said in why
+    assert "\n" not in why
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 9])
+def test_ranks_that_split_the_heads_are_served(ranks):
+    assert refusal("llama", FoxSpec(), 9, 3, Settings(tensor_parallel=ranks)) is None
+
+
+def test_shifts_are_refused_and_the_other_parts_served():
+    assert refusal("llama", FoxSpec(pro=("qk-norm", "output-norm", "output-gate")), 4, 2, Settings()) is None
+    for part in ("k-shift", "v-shift"):
+        assert f"{part} needs each token's unshifted predecessor" in str(
+            refusal("llama", FoxSpec(pro=(part,)), 4, 2, Settings())
+        )
+
+
+def test_families_are_served_or_named_as_not_served():
+    assert {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "smollm3", "mixtral"} <= set(SERVED)
+    for family in SUPPORTED:
+        why = refusal(family, FoxSpec(), 4, 2, Settings())
+        assert (why is None) == (family in SERVED)
+        assert why is None or f"converted {family} models are not served yet" in why

@@ -1,0 +1,182 @@
+"""verify-serving against an engine made of retrofox itself: it passes what is equal and finds what is not."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import retrofox
+from retrofox.serving import verify
+from retrofox.serving.installed import plugin
+from retrofox.serving.verify import Sizes, last_error, make_jobs, verify_serving
+
+SIZES = Sizes(requests=4, longest=112, tokens=4)
+
+
+@torch.no_grad()
+def answers(model: Any, job: dict[str, Any], error: float = 0.0) -> dict[str, Any]:
+    """What a correct engine gives for a round, each log-probability off by `error`."""
+    found = []
+    for prompt in job["prompts"]:
+        ids = list(prompt)
+        for _ in range(job["max_tokens"]):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        log_p = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        log_p = log_p[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0] + error
+        first = len(prompt) - 1
+        found.append(
+            {
+                "tokens": ids[len(prompt) :],
+                "log_p": log_p[first:].tolist(),
+                "prompt_log_p": log_p[:first].tolist() if job["of_prompt"] else None,
+                "cached": 0 if job["of_prompt"] else 16,
+            }
+        )
+    return {"seconds": 1.0, "preemptions": 2, "answers": found}
+
+
+def engine(error: float = 0.0, otherwise: bool = False, preemptions: int = 2):
+    def run(job: Any, path: str) -> dict[str, Any]:
+        model: Any = retrofox.load(path).eval()
+        rounds = [{**answers(model, wanted, error), "preemptions": preemptions} for wanted in job.rounds]
+        if otherwise:
+            rounds[0]["answers"][0]["tokens"][0] ^= 1
+        return {"vllm": "0", "rounds": rounds}
+
+    return run
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Rounds short enough for a pico model of 128 tokens."""
+    made = make_jobs
+
+    def fewer(*arguments: Any) -> Any:
+        jobs = made(*arguments)
+        for wanted in (wanted for job in jobs for wanted in job.rounds):
+            wanted.update(prompts=[prompt[:40] for prompt in wanted["prompts"][:3]], max_tokens=4)
+        return jobs
+
+    monkeypatch.setattr(verify, "make_jobs", fewer)
+
+
+def test_an_engine_that_gives_the_same_passes_and_the_report_says_what_was_seen(
+    short, pico_fox_checkpoint, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(verify, "run_vllm", engine())
+    report = verify_serving(pico_fox_checkpoint, sizes=SIZES, out=tmp_path / "report.json")
+    assert all(report["passed"].values()), report["passed"]
+    assert (tmp_path / "report.json").is_file()
+    assert [row["round"] for row in report["rounds"]][1::2] == ["prefix hits", "preemption, small cache"]
+    assert report["rounds"][0]["max_difference"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ({"error": 2e-3}, "log-probabilities within 0.001"),
+        ({"otherwise": True}, "greedy tokens are equal"),
+        ({"preemptions": 0}, "requests were preempted"),
+    ],
+)
+def test_an_engine_that_differs_is_found(short, pico_fox_checkpoint, monkeypatch, wrong, found, run):
+    monkeypatch.setattr(verify, "run_vllm", engine(**wrong))
+    report = verify_serving(pico_fox_checkpoint, sizes=SIZES, show=False)
+    assert report["passed"][found] is False
+
+
+def test_bfloat16_is_measured_by_the_base_and_refused_without_it(pico_fox_checkpoint):
+    with pytest.raises(ValueError, match="give --against BASE"):
+        verify_serving(pico_fox_checkpoint, dtype="bfloat16")
+    rounds = [{"round": "a", "mean_difference": 0.02, "cached_tokens": 1, "longest_prompt": 9, "preemptions": 1}] * 4
+    report = {"rounds": rounds, "base_rounds": [{"mean_difference": 0.02}]}
+    assert verify._passed(report, "bfloat16")["a: no further apart than the base"]
+    report["base_rounds"] = [{"mean_difference": 0.01}]
+    assert not verify._passed(report, "bfloat16")["a: no further apart than the base"]
+
+
+def test_what_can_not_be_compared_is_refused(pico_checkpoint, pico_fox_checkpoint):
+    with pytest.raises(ValueError, match="is a plain llama, not a converted one"):
+        verify_serving(pico_checkpoint)
+    with pytest.raises(ValueError, match="float32 or bfloat16, got 'float16'"):
+        verify_serving(pico_fox_checkpoint, dtype="float16")
+    with pytest.raises(ValueError, match="prompts of 16 tokens prove nothing"):
+        make_jobs(range(999), Sizes(longest=40), {}, 128)
+
+
+def test_the_jobs_ask_for_what_is_promised():
+    first, second = make_jobs(range(30000), Sizes(), {"dtype": "float32"}, 8192)
+    assert len(first.rounds[0]["prompts"]) == 32
+    assert max(len(prompt) for prompt in first.rounds[2]["prompts"]) == 8192 - 24
+    assert first.engine["max_num_batched_tokens"] < 8192 // 4
+    repeated = [prompt for prompt in first.rounds[1]["prompts"] if prompt in first.rounds[0]["prompts"]]
+    assert len(repeated) == 32
+    block, blocks = second.engine["block_size"], second.engine["num_gpu_blocks_override"]
+    wanted = second.rounds[0]["prompts"]
+    tokens = second.rounds[0]["max_tokens"]
+    assert blocks * block < sum(len(prompt) + tokens for prompt in wanted)
+    assert blocks * block > sum(map(len, wanted)) // 2
+
+
+def test_vllms_reason_is_found_in_its_log():
+    log = "INFO a\nValueError: retrofox can't serve m: a fp8 cache\nRuntimeError: engine core failed\n"
+    assert last_error(log) == "retrofox can't serve m: a fp8 cache"
+    assert last_error("x\nKeyError: 'y'\nbye") == "KeyError: 'y'"
+    assert last_error("") == "it said nothing"
+
+
+def test_the_command_says_what_to_install(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, error = run("verify-serving", tmp_path)
+    assert code == 2
+    assert "pip install 'retrofox[vllm]'" in error
+
+
+@pytest.mark.parametrize(
+    ("installed", "entries", "allowed", "said"),
+    [
+        (None, True, None, "vLLM is not installed: pip install 'retrofox[vllm]'"),
+        ("0.32.0", False, None, "vLLM 0.32.0 does not see it"),
+        ("0.32.0", True, "other", "VLLM_PLUGINS is 'other', add retrofox"),
+        ("0.32.0", True, None, "seen by vLLM 0.32.0 (retrofox.serving.plugin:register)"),
+        ("0.32.0", True, "other,retrofox", "seen by vLLM 0.32.0"),
+    ],
+)
+def test_the_doctor_says_whether_vllm_sees_the_plugin(installed, entries, allowed, said, monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    from retrofox.serving import installed as module
+
+    entry = EntryPoint("retrofox", "retrofox.serving.plugin:register", module.GROUP)
+    monkeypatch.setattr(module, "version", lambda name: installed)
+    monkeypatch.setattr(module.metadata, "entry_points", lambda group: [entry] if entries else [])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    assert said in plugin()
+
+
+def test_the_doctor_shows_plugin_and_extras(run):
+    import json
+
+    code, out, _ = run("doctor")
+    assert code == 0
+    report = json.loads(out)
+    assert report["vllm_plugin"] == plugin()
+    assert set(report["extras"]) == {"data", "eval", "liger", "qlora", "zero3", "track", "vllm"}
+
+
+def test_the_package_declares_the_plugin_and_imports_no_vllm():
+    from pathlib import Path
+
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '[project.entry-points."vllm.general_plugins"]\nretrofox = "retrofox.serving.plugin:register"' in project
+    program = (
+        "import sys\nclass No:\n    def find_spec(self, name, *_):\n"
+        "        assert name.split('.')[0] != 'vllm', 'imports vllm'\n"
+        "sys.meta_path.insert(0, No())\nimport retrofox, retrofox.hub, retrofox.serving.verify, retrofox.cli.app\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
