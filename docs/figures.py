@@ -84,6 +84,20 @@ def retrofit_recall() -> str:
     return table(["distance", "tokens", *(ARMS[name] for name in measured)], rows)
 
 
+PARTS = {"attention": "one layer's attention", "step": "the whole model"}
+
+
+def context_parallel() -> str:
+    """Time of rows shared by two GPUs beside whole rows on one, from context_parallel.json."""
+    rows = [
+        [PARTS[row["kind"]], row["case"], f"{row['seconds_alone']:.3f}", f"{row['seconds']:.3f}", f"{row['ratio']:.2f}"]
+        for row in read("context_parallel.json")["rows"]
+        if "ratio" in row
+    ]
+    header = ["forward and backward of", "documents", "one GPU alone, seconds", "two GPUs, one row, seconds", "ratio"]
+    return table(header, rows, left=2)
+
+
 def first_result() -> str:
     """Loss by position of `smollm2-partial`, its base, its control, and with its gates forced open or shuffled."""
     rows = []
