@@ -98,3 +98,28 @@ def test_the_kernels_make_the_lanes_on_a_gpu(name):
 
 if __name__ == "__main__":
     print(json.dumps({name: differences(**shape) for name, shape in SHAPES.items()}))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("arch", [80, 89, 90])
+def test_both_kernels_compile_without_a_gpu(arch):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from retrofox.serving import lane_kernels
+
+    bf16, i32 = ("key", "value", "cache", "query"), ("query_start", "seq_lens", "block_table")
+    types = (
+        dict.fromkeys(bf16, "*bf16") | dict.fromkeys(i32, "*i32") | {"c_out": "*fp64", "c": "*fp64", "scale": "fp32"}
+    )
+    wide = {"GROUPS": 8, "PADDED": 8, "TERMS": 3, "STATE": 5, "WIDTH": 144, "PAGE": 16, "LANES": 32}
+    narrow = {"GROUPS": 3, "PADDED": 4, "TERMS": 3, "STATE": 5, "WIDTH": 80, "PAGE": 16, "LANES": 16}
+    for kernel, block in ((lane_kernels._write_kernel, 256), (lane_kernels._query_kernel, 16)):
+        for sizes in (wide, narrow):
+            constants = {name: value for name, value in (sizes | {"BLOCK": block}).items() if name in kernel.arg_names}
+            signature = {
+                name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names
+            }
+            source = ASTSource(kernel, signature, constants, {})
+            assert triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["cubin"]
