@@ -20,7 +20,7 @@ TextField = Annotated[str, typer.Option(help="Field of JSON or Parquet records t
 Baselines = Annotated[
     list[str] | None,
     typer.Option(
-        help="Made of the base, untrained: pi:4, ntk:4, yarn:4, drope, window:4096 or streaming:4096,4; repeatable."
+        help="Made of the base, untrained: pi:4, ntk:4, yarn:4, drope, window:4Ki or streaming:4096,4; repeatable."
     ),
 ]
 Overrides = Annotated[

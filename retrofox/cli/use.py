@@ -28,7 +28,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
     num_beams: Annotated[int, typer.Option(help="Beam search width.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling; needs a temperature.")] = None,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep keys, values and gates of past tokens.")
     ] = True,
@@ -75,7 +75,7 @@ def chat(
         float | None,
         typer.Option(help="Sample from the smallest set with this probability. [default: 0.95]", show_default=False),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling; needs a temperature.")] = None,
     evict: Evict = None,
     device: Device = None,
     dtype: Dtype = None,

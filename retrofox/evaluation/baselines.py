@@ -4,7 +4,7 @@
     ntk:4             dynamic NTK: RoPE's base grows with the text's length    transformers' rope_type "dynamic"
     yarn:4            YaRN                                                     transformers' rope_type "yarn"
     drope             RoPE dropped from every layer, no gates in its place
-    window:4096       sliding window: a query sees the last 4096 tokens, its own among them
+    window:4096       sliding window: a query sees the last 4096 tokens, its own among them; also window:4Ki
     streaming:4096,4  StreamingLLM: such a window, and the first 4 tokens; positions as in its cache
 
 None of them is trained further. Sources: Chen et al. 2023, arXiv 2306.15595 (pi); bloc97 and emozilla 2023 (ntk); Peng
@@ -29,10 +29,13 @@ from retrofox.loading.opened import Opened
 from retrofox.loading.rope_scaling import set_rope
 from retrofox.loading.source import holds_converted
 from retrofox.model.configuration_fox import FoxSpec
+from retrofox.support.counts import parse_count
 
-FORMS = "pi:4, ntk:4, yarn:4 (factor), drope, window:4096 (tokens), streaming:4096,4 (window, first tokens kept)"
+FORMS = "pi:4, ntk:4, yarn:4 (factor), drope, window:4Ki (tokens), streaming:4096,4 (window, first tokens kept)"
 SCALED = {"pi": ("linear", "position interpolation"), "ntk": ("dynamic", "dynamic NTK"), "yarn": ("yarn", "YaRN")}
 """Kind -> (transformers' rope_type, name in tables)."""
+MOST_TOKENS = {"window": (999_999_999,), "streaming": (999_999_999, 9999)}
+"""Kind -> the largest of each of its counts of tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,15 @@ class Baseline:
             return f"{SCALED[self.kind][1]} x{self.numbers[0]:g}"
         if self.kind == "drope":
             return "no RoPE"
-        window, *sinks = (f"{number:g}" for number in self.numbers)
+        window, *sinks = (f"{number:.12g}" for number in self.numbers)
         return f"StreamingLLM {window} and {sinks[0]}" if sinks else f"window {window}"
 
 
 def parse(text: str) -> Baseline:
-    """Reads "yarn:4", "drope", "window:4096" or "streaming:4096,4"; raises ValueError that lists the forms."""
+    """Reads "yarn:4", "drope", "window:4Ki" or "streaming:4096,4"; raises ValueError that lists the forms.
+
+    Tokens take the suffixes of every other count: K, M, Ki, Mi (`support.counts`).
+    """
     kind, colon, rest = text.strip().partition(":")
     known = (*SCALED, "drope", "window", "streaming")
     if kind not in known:
@@ -68,12 +74,10 @@ def parse(text: str) -> Baseline:
         return Baseline(kind, (float(rest),))
     if kind == "drope" and not colon:
         return Baseline(kind)
-    if kind == "window" and re.fullmatch(r"[0-9]{1,9}", rest) and int(rest) >= 1:
-        return Baseline(kind, (int(rest),))
-    if kind == "streaming" and re.fullmatch(r"[0-9]{1,9},[0-9]{1,4}", rest):
-        window, sinks = map(int, rest.split(","))
-        if window >= 1 and sinks >= 1:
-            return Baseline(kind, (window, sinks))
+    counts = [parse_count(part) for part in rest.split(",")]
+    most = MOST_TOKENS.get(kind, ())
+    if len(counts) == len(most) and all(isinstance(n, int) and 1 <= n <= m for n, m in zip(counts, most, strict=True)):
+        return Baseline(kind, tuple(counts))  # type: ignore[arg-type]
     needs = {
         "drope": "no number",
         "window": "a window of 1 token or more",

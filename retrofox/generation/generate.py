@@ -59,7 +59,8 @@ def generate(
         num_beams: beams of a beam search, 1 = none.
         stream: write text to `output` as it comes: the first prompt's token by token, the others' when all are done;
             a beam search knows its text only at the end. False writes nothing.
-        seed: of the draw; the same seed gives the same text. None = the global random state.
+        seed: of the draw, with a temperature above 0; the same seed gives the same text. None = the global random
+            state.
         use_cache: False computes every token from scratch, which is slow and exists to check the cache.
         chat_template: treat each prompt as a user's message and apply the tokenizer's chat template.
         ignore_eos: continue to max_new_tokens past the end-of-text token.
@@ -220,6 +221,8 @@ def _check(
         raise ValueError(f"num_beams must be at least 1, got {num_beams}")
     if seed is not None and not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must lie between -2^63 and 2^63 - 1, got {seed}")
+    if seed is not None and temperature == 0:
+        raise ValueError(f"seed {seed} has no effect on greedy decoding: give a temperature above 0 too")
 
 
 def _encode(tokenizer: Any, prompt: str, chat_template: bool) -> list[int]:

@@ -189,13 +189,23 @@ def family_model():
 def test_specs_are_read_and_written_back():
     for text in ("pi:4", "ntk:2.5", "yarn:16", "drope", "window:4096", "streaming:4096,4"):
         assert parse(text).text == text
-    assert parse("window:4096") == Baseline("window", (4096,))
+    assert parse("window:4096") == parse("window:4Ki") == parse("window: 4Ki") == Baseline("window", (4096,))
+    assert parse("streaming:4Ki,4") == parse("streaming:4096,4") == Baseline("streaming", (4096, 4))
+    assert [parse(f"window:{n}").text for n in ("1Mi", "64K")] == ["window:1048576", "window:64000"]
+    assert parse("streaming:1Mi,4").label == "StreamingLLM 1048576 and 4"
+    assert parse("streaming:1Ki,1Ki").numbers == (1024, 1024)
     for text, told in (
         ("yan:4", r"did you mean yarn\?"),
         ("yarn", "a factor above 1"),
         ("yarn:1", "a factor above 1"),
         ("drope:2", "no number"),
         ("window:0", "a window of 1 token or more"),
+        *(
+            (f"window:{odd}", "window of 1 token or more")
+            for odd in ("-4Ki", "4.5", "4Kib", "1Gi", "4Ki,4", "1e400", "")
+        ),
+        ("streaming:4Ki,1.5", "a window and a number of first tokens"),
+        ("streaming:4Ki,16Ki", "a window and a number of first tokens"),
         ("streaming:4096", "a window and a number of first tokens"),
         ("streaming:8,0", "a window and a number of first tokens"),
     ):
@@ -214,8 +224,9 @@ def test_baselines_are_made_of_an_unconverted_base(base, pico_fox, pico_llama, p
     assert base_for([], fox, []) is fox
     measured = columns(fox, [base.model], parse_all(["pi:2", "drope"]), tokenizer=pico_tokenizer)
     assert [key for key, _ in measured] == ["model", "base", "pi:2", "drope"]
-    with pytest.raises(ValueError, match="given twice"):
-        parse_all(["pi:2", "pi:2.0"])
+    for twice in (["pi:2", "pi:2.0"], ["window:4096", "window:4Ki"]):
+        with pytest.raises(ValueError, match="given twice"):
+            parse_all(twice)
     scaled = Opened(pico_llama(rope_scaling={"rope_type": "linear", "factor": 2.0}), pico_tokenizer, "s", "s")
     with pytest.raises(ValueError, match=r"baseline yarn:4 of s: .*scaled already"):
         build(parse("yarn:4"), scaled)

@@ -141,11 +141,19 @@ def test_bad_options_are_refused(opened):
         ({"top_p": 0.0, "temperature": 1.0}, "top_p"),
         ({"top_p": 0.5}, "no effect on greedy"),
         ({"num_beams": 0}, "num_beams"),
-        ({"seed": 2**63}, "seed must lie between"),
+        ({"seed": 2**63, "temperature": 1.0}, "seed must lie between"),
+        ({"seed": 0}, "seed 0 has no effect on greedy decoding"),
         ({"prompts": ["a", "\udcff"]}, "is not UTF-8 text"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(opened.model, **{"prompts": ["a"], "tokenizer": opened.tokenizer, **options})
+
+
+@pytest.mark.parametrize("words", [["generate", "M", "the fox"], ["chat", "M", "--temperature", "0"]])
+def test_a_seed_without_a_draw_is_refused_before_a_model_is_looked_for(words, run):
+    code, _, err = run(*words, "--seed", 0)
+    assert (code, len(err.strip().splitlines())) == (2, 1)
+    assert "seed 0 has no effect on greedy decoding: give a temperature above 0" in err
 
 
 def test_a_tokenizer_of_another_model_is_refused(pico_llama, pico_tokenizer):

@@ -150,6 +150,40 @@ def test_partial_keeps_the_wavelengths_up_to_the_limit():
     assert fades(inv_freq, FoxSpec(rope="partial", max_wavelength=1.0), 0) == [0.0] * PAIRS
 
 
+@pytest.mark.parametrize("mode", [{}, {"layer_max_wavelength": {0: 7.0}}, {"anneal_to": "partial"}])
+def test_a_wavelength_in_rounded_decimals_selects_the_pair_that_it_was_read_from(mode):
+    inv_freq = [10000.0 ** (-i / PAIRS) for i in range(PAIRS)]
+
+    def kept(limit: float) -> float:
+        if "layer_max_wavelength" in mode:
+            return sum(fades(inv_freq, FoxSpec(rope="keep", layer_max_wavelength={0: limit}), 0))
+        annealed = {"rope": "anneal", "anneal_tokens": 100, "annealed_tokens": 100} if mode else {"rope": "partial"}
+        return sum(fades(inv_freq, FoxSpec(**annealed, **mode, max_wavelength=limit), 0))
+
+    for number, w in enumerate(inv_freq):
+        wavelength = 2 * math.pi / w
+        assert kept(float(f"{wavelength:.7g}")) == number + 1
+        assert kept(wavelength * (1 - 9e-7)) == number + 1
+        assert kept(wavelength * (1 - 2e-6)) == number
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_pairs_that_the_fused_rotary_leaves_alone_are_those_that_nothing_is_done_to(kind, mode, tokens):
+    """A gone pair under yarn or longrope still carries the attention scaling: it can't be left alone."""
+    model = convert(make_base(kind), **MODES[mode])
+    positions = torch.arange(tokens.shape[1])[None]
+    cos, sin = model.model.rotary_emb(torch.zeros(1, tokens.shape[1], 32), positions)
+    scaled = kind in ("yarn", "longrope")
+    assert (model.model.rotary_emb.attention_scaling != 1.0) == scaled
+    for _, module in attentions(model):
+        fade = module.rotary_fade
+        pairs = fade.leading(cos, sin, positions)[0].shape[-1]
+        assert pairs == (PAIRS if scaled or mode == "anneal" else fade.fade.count(1.0))
+        for part, led, left in zip(fade(cos, sin, positions), fade.leading(cos, sin, positions), (1, 0), strict=True):
+            torch.testing.assert_close(led, part[..., :pairs])
+            assert torch.equal(part[..., pairs:PAIRS], torch.full((1, tokens.shape[1], PAIRS - pairs), float(left)))
+
+
 def test_a_layer_can_have_its_own_limit(tokens):
     base = make_base("default")
     whole, none = convert(base, rope="keep"), convert(base, rope="drop")
