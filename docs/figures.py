@@ -84,6 +84,36 @@ def retrofit_recall() -> str:
     return table(["distance", "tokens", *(ARMS[name] for name in measured)], rows)
 
 
+def leaderboard() -> str:
+    """Arms by tokens: whether loss at 4 times the trained length and needles at 8k are as good as they have to be."""
+    arms = read("retrofit/arms.json")["arms"]
+    wanted = _found(arms["control"], 8192)
+    rows = []
+    for name, label in sorted(ARMS.items(), key=lambda pair: arms[pair[0]]["tokens"]):
+        arm = arms[name]
+        if not arm["loss"]:
+            continue
+        loss = {bucket["from"]: bucket["mean"] for bucket in arm["loss"]}
+        rise, behind = loss[24576] - loss[4096], _found(arm, 8192) - wanted
+        reached = "yes" if rise <= 0 and behind >= -5 else "no"
+        minutes = f"{arm['seconds'] / 60:.1f}" if arm["tokens"] else ""
+        rows.append([label, f"{arm['tokens'] / 1e6:.0f}M", minutes, f"{rise:+.3f}", f"{behind:+.0f}", reached])
+    header = [
+        "arm",
+        "tokens",
+        "minutes, as run",
+        "loss at 24k-32k less at 4k-8k",
+        "needles at 8k less the control's",
+        "both",
+    ]
+    return table(header, rows)
+
+
+def _found(arm: dict[str, Any], length: int) -> float:
+    """Easy needles found at a length, per cent."""
+    return next(100 * row["found"] for row in arm["needles"]["easy"] if row["length"] == length)
+
+
 PARTS = {"attention": "one layer's attention", "step": "the whole model"}
 
 
