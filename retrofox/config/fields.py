@@ -71,8 +71,10 @@ def _of_wrong_type(values: dict[str, Any]) -> str:
 
 
 whole = BeforeValidator(_whole, json_schema_input_type=int | Annotated[str, Field(pattern=f"^{PATTERN}$")])
-Count = Annotated[int, whole, Field(ge=0)]
-Positive = Annotated[int, whole, Field(gt=0)]
+MOST = 10**15
+"""Tokens at most: more than there is text, and few enough for every product of counts to be a float."""
+Count = Annotated[int, whole, Field(ge=0, le=MOST)]
+Positive = Annotated[int, whole, Field(gt=0, le=MOST)]
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Rate = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Fox = Annotated[FoxSpec, BeforeValidator(_fox), PlainSerializer(lambda spec: spec.to_dict())]

@@ -78,12 +78,21 @@ _UNION_MEMBERS = ("constrained-int", "int", "str", "function-before", "FoxSpec")
 """Names pydantic puts into an error's place for the branch of a union: not keys of the recipe."""
 
 
+def _shown(given: object) -> str:
+    """A value in at most 80 characters; Python writes out no integer of more than 4300 digits."""
+    try:
+        text = repr(given)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def _explain(item: Any) -> str:
     """One pydantic error as a sentence: key, what was given, what is allowed."""
     place = [part for part in item["loc"] if part not in _UNION_MEMBERS and "[" not in str(part)]
     key = ".".join(str(part) for part in place) or "recipe"
     given = item["input"]
-    shown = repr(given) if len(repr(given)) <= 80 else repr(given)[:77] + "..."
+    shown = _shown(given)
     if item["type"] == "extra_forbidden":
         known = _known_keys(place[:-1])
         near = difflib.get_close_matches(str(place[-1]), known, n=1)

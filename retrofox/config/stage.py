@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from retrofox.config.fields import Count, Positive, Rate, Section, whole
+from retrofox.config.fields import MOST, Count, Positive, Rate, Section, whole
 
 ROLES = ("gate_bias", "gate_weight", "pro", "attention", "rest")
 GATE_RATE_FACTOR = 5.0
@@ -28,7 +28,7 @@ class Stage(Section):
 
     objective: Literal["align", "distill", "extend"]
     tokens: Positive = Field(description="training tokens of this stage, all devices together")
-    sequence_length: Annotated[int, whole, Field(ge=2)]
+    sequence_length: Annotated[int, whole, Field(ge=2, le=MOST)]
     batch_tokens: Positive | None = Field(default=None, description="tokens per step; None = one micro-batch a device")
     micro_batch: int = Field(default=1, ge=1, description="sequences per device and forward pass")
     learning_rate: Rate = 1e-4

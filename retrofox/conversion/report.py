@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from retrofox.conversion.card import exemption
-from retrofox.support.memory import size
+from retrofox.support.counts import size
 from retrofox.surgery import Plan
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrofox.support.memory import size
+from retrofox.support.counts import size
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -144,6 +144,8 @@ def header(file: Path) -> dict[str, Any]:
             raise ValueError(f"{file} is cut short or not a safetensors file: download it again")
         try:
             entries = json.loads(stream.read(length))
+            if not isinstance(entries, dict):
+                raise ValueError("its header is no mapping of tensors")
             entries.pop("__metadata__", None)
             end = 0
             for name, entry in entries.items():
@@ -157,6 +159,8 @@ def header(file: Path) -> dict[str, Any]:
 
 def _end(name: str, entry: Mapping[str, Any]) -> int:
     """Where a tensor's bytes end; raises ValueError for a header entry that describes no tensor."""
+    if not isinstance(entry, dict) or len(entry["data_offsets"]) != 2:
+        raise ValueError(f"{name} has {str(entry)[:60]} where a dtype, a shape and two offsets belong")
     start, end = entry["data_offsets"]
     counts = [start, end, *entry["shape"]]
     if not all(type(n) is int and n >= 0 for n in counts) or start > end or not isinstance(entry["dtype"], str):

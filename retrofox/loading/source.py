@@ -8,12 +8,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 import ssl
 import struct
 import urllib.error
@@ -22,11 +16,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-
-from transformers import PreTrainedModel
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from retrofox.loading.shards import Appearing, Shards, find, refuse_existing
-from retrofox.model.configuration_fox import SUPPORTED
+from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROBE_SECONDS = 10
 SKIPPED = ("*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ot", "original/*", "consolidated*")
@@ -78,6 +75,11 @@ def _check_values(file: Path, values: dict[str, Any]) -> None:
         raise ValueError(f'{file} has model_type {values["model_type"]!r} where a name such as "llama" belongs')
     if not isinstance(values.get("fox"), dict | None):
         raise ValueError(f"{file}: the fox section must be a mapping of keys to values, got {values['fox']!r:.80}")
+    if values.get("model_type", "").startswith("fox_"):
+        try:
+            FoxSpec.from_dict(values.get("fox") or {})
+        except (TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{file}: fox: {error}") from error
     for name, most in LARGEST.items():
         value = values.get(name)
         if isinstance(value, int | float) and not 1 <= value <= most:

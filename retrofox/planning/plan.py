@@ -16,7 +16,8 @@ from retrofox.config import Recipe, Stage
 from retrofox.parallel.settings import readers_of
 from retrofox.planning.measure import measure_steps
 from retrofox.planning.report import print_plan
-from retrofox.support.memory import reset_peak, size
+from retrofox.support.counts import size
+from retrofox.support.memory import reset_peak
 from retrofox.training.arguments import STATE_BYTES
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import count_steps, parameter_groups, save_steps, set_trainable, tokens_per_step

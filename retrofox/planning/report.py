@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from retrofox.support.memory import size
+from retrofox.support.counts import size
 
 
 def print_plan(report: dict[str, Any]) -> None:

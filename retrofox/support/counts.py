@@ -1,4 +1,7 @@
-"""Token counts as people write them: 65536, 6.5e6, "64K", "512Ki", "20M", "1.5B". Importing it imports no torch."""
+"""Token counts as people write them: 65536, 6.5e6, "64K", "512Ki", "20M", "1.5B"; bytes as they read them.
+
+Importing it imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -23,3 +26,12 @@ def parse_tokens(value: object) -> object:
     """As `parse_count`, but a number of tokens that need not be whole: "1.5" is 1.5; any other text is untouched."""
     match = re.fullmatch(PATTERN, value) if isinstance(value, str) else None
     return value if match is None else float(match[1]) * SUFFIXES.get(match[2].lower(), 1)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people, in powers of ten: "16.1 GB", "1.23 GB", "35.2 MB", "7 kB", "12 bytes"."""
+    if nbytes >= 1e8:
+        return f"{nbytes / 1e9:.{1 if nbytes >= 1e10 else 2}f} GB"
+    if nbytes >= 1e5:
+        return f"{nbytes / 1e6:.1f} MB"
+    return f"{nbytes / 1e3:.0f} kB" if nbytes >= 1e3 else f"{nbytes:.0f} bytes"

@@ -1,4 +1,4 @@
-"""Memory in use, its peak, and bytes as people write them."""
+"""Memory in use, and its peak."""
 
 from __future__ import annotations
 
@@ -36,12 +36,3 @@ def peak_bytes(device: torch.device) -> int:
             return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people, in powers of ten: "16.1 GB", "1.23 GB", "35.2 MB", "7 kB", "12 bytes"."""
-    if nbytes >= 1e8:
-        return f"{nbytes / 1e9:.{1 if nbytes >= 1e10 else 2}f} GB"
-    if nbytes >= 1e5:
-        return f"{nbytes / 1e6:.1f} MB"
-    return f"{nbytes / 1e3:.0f} kB" if nbytes >= 1e3 else f"{nbytes:.0f} bytes"

@@ -19,8 +19,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from retrofox.support.counts import size
 from retrofox.support.files import sync, write_json
-from retrofox.support.memory import size
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"checkpoint-(\d+)$")

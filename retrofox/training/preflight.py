@@ -18,7 +18,7 @@ from retrofox.loading.configs import any_config
 from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
 from retrofox.parallel.settings import context_of, readers_of
-from retrofox.support.memory import size
+from retrofox.support.counts import size
 from retrofox.surgery import make_plan
 from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.training.lora import add_adapters

@@ -94,6 +94,7 @@ CONFIGS = {
     "a float of layers": ({"num_hidden_layers": 1e9}, "has num_hidden_layers 1000000000.0"),
     "no heads": ({"num_attention_heads": 0}, "has num_attention_heads 0"),
     "fox is a number": ({"fox": 5}, "the fox section must be a mapping of keys to values, got 5"),
+    "fox has no such rope": ({"fox": {"rope": 7}, "model_type": "fox_llama"}, "config.json: fox: rope must be one of"),
     "fewer layers": ({"num_hidden_layers": 1}, "holds the weights of 2 layers and its config.json asks for 1"),
     "more layers": ({"num_hidden_layers": 3}, "holds the weights of 2 layers and its config.json asks for 3"),
 }
@@ -166,6 +167,9 @@ HEADERS = {
     "a word": {"a": {**ENTRY, "data_offsets": ["0", 4]}},
     "a dtype that is none": {"a": {**ENTRY, "dtype": 7}},
     "one offset": {"a": {**ENTRY, "data_offsets": [4]}},
+    "no entry": {"a": 5},
+    "a list": [1, 2],
+    "a number": 7,
 }
 
 
@@ -174,7 +178,8 @@ HEADERS = {
 def test_headers_that_describe_no_tensors(entries, tmp_path):
     text = json.dumps(entries).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 4)
-    with pytest.raises(ValueError, match="is not a safetensors file"):
+    reason = r"\(a has |\(its header is no mapping of tensors\)"
+    with pytest.raises(ValueError, match=f"is not a safetensors file {reason}"):
         find(tmp_path)
 
 

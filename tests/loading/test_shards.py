@@ -309,6 +309,12 @@ def test_copying_without_the_kernels_help(sharded, tmp_path, monkeypatch):
     assert (tmp_path / "copy").read_bytes() == source.read_bytes()
 
 
+def test_a_source_is_looked_at_without_torch():
+    code = "import sys, retrofox.loading.source; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_copying_begins_before_torch_only_where_it_can(sharded, tmp_path):
     with begun(str(sharded), tmp_path / "out", link=False) as appearing:
         assert appearing is not None

@@ -13,11 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import retrofox
+from retrofox.anatomy import is_new_tensor
 from retrofox.config import LoraConfig, validate
 from retrofox.conversion.merge import merge
+from retrofox.loading.adapter import with_adapter
 from retrofox.planning.plan import plan
 from retrofox.support.files import new_file_mode
-from retrofox.training.lora import adapted, assert_gates_saved, target_modules, trained_in_full
+from retrofox.training.lora import adapted, add_adapters, assert_gates_saved, target_modules, trained_in_full
 from retrofox.training.train import train
 
 # peft 0.21 asks transformers 5.23 by a name that it deprecates
@@ -188,6 +190,25 @@ def test_damaged_and_foreign_adapters_are_named(make_recipe, pico_fox, tmp_path)
     for damage in ("{", "[]", "{}"):
         config.write_text(damage)
         refused("adapter_config.json is damaged, or names no base")
+
+
+def test_gates_are_trained_in_float32_on_a_base_that_was_lowered_with_them(pico_fox, pico_fox_checkpoint, tmp_path):
+    def lowered():
+        base = pico_fox(pro="all")
+        for parameter in base.parameters():
+            parameter.data = parameter.data.bfloat16()  # `base.bfloat16()` would leave what we added alone
+        return base
+
+    def kinds(model) -> set[torch.dtype]:
+        return {p.dtype for name, p in model.named_parameters() if is_new_tensor(name)}
+
+    assert kinds(lowered()) == {torch.bfloat16}
+    fresh = add_adapters(lowered(), LoraConfig(rank=2), str(pico_fox_checkpoint))
+    assert kinds(fresh) == {torch.float32}
+    assert all(p.dtype == torch.float32 for p in fresh.parameters() if p.requires_grad)
+    fresh.save_pretrained(tmp_path)
+    for trainable in (False, True):
+        assert kinds(with_adapter(lowered(), tmp_path, trainable)) == {torch.float32}
 
 
 def test_targets_are_checked(pico_fox):

@@ -67,10 +67,20 @@ def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    "change", ["stages.0.learning_rate=1e30", "stages.0.rates.gate_bias=1e7", "data.train.0={path: a, weight: 1e308}"]
+    ("change", "field"),
+    [
+        ("stages.0.learning_rate=1e30", "learning_rate"),
+        ("stages.0.rates.gate_bias=1e7", "gate_bias"),
+        ("data.train.0={path: a, weight: 1e308}", "weight"),
+        (f"stages.0.tokens=0x{'F' * 5000}", "tokens"),
+        ("stages.0.tokens=2e15", "tokens"),
+        ("stages.0.sequence_length=1e300", "sequence_length"),
+        ("stages.0.batch_tokens=1e16", "batch_tokens"),
+        ("stages.0.warmup_tokens=1e16", "warmup_tokens"),
+    ],
 )
-def test_numbers_that_nothing_survives_are_no_recipe(recipe, change):
-    with pytest.raises(ValueError, match=r"learning_rate|gate_bias|weight"):
+def test_numbers_that_nothing_survives_are_no_recipe(recipe, change, field):
+    with pytest.raises(ValueError, match=rf"^[^\n]*{field}: [^\n]{{1,200}}$"):
         load_recipe(recipe, [change])
 
 
