@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import tempfile
 from pathlib import Path
@@ -12,7 +13,6 @@ from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from retrofox import model
 from retrofox.anatomy import vocabulary_size
 from retrofox.conversion.card import HERE, adapter_card, card_of, own_card, with_metadata
 from retrofox.conversion.history import history
@@ -31,6 +31,28 @@ LEFT_AT_HOME = (".pt", ".pth", ".bin", ".gguf", ".partial", ".lock", ".tmp")
 PROBE_TOKENS = 64
 
 
+def missing_code(directory: Path, entries: set[str]) -> list[str]:
+    """Files of the model's code that are not there: the entries, and whatever the code that is there imports beside it.
+
+    Code of an earlier version is complete in itself: it has fewer files than today's.
+    """
+    missing, seen, waiting = [], set(), sorted(entries)
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        file = directory / name
+        if not file.is_file():
+            missing.append(name)
+            continue
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                modules = [node.module] if node.module else [alias.name for alias in node.names]
+                waiting += [f"{module.partition('.')[0]}.py" for module in modules]
+    return sorted(missing)
+
+
 def check_complete(directory: Path) -> None:
     """Raises ValueError where a directory is not a complete converted checkpoint that loads anywhere.
 
@@ -45,8 +67,7 @@ def check_complete(directory: Path) -> None:
         raise ValueError(f"{directory} has model_type {model_type}: only converted models are pushed")
     FoxSpec.from_dict(values.get("fox"))
     code = {f"{name.partition('.')[0]}.py" for name in (values.get("auto_map") or {}).values()}
-    travelling = {file.name for file in Path(model.__path__[0]).glob("*.py")} - {"__init__.py"}
-    missing = [name for name in sorted(travelling | code) if not (directory / name).is_file()]
+    missing = missing_code(directory, code)
     if missing or not code:
         raise ValueError(
             f"{directory} lacks its code ({', '.join(missing) or 'auto_map'}): save it with save_pretrained"

@@ -1,7 +1,5 @@
 """The operator, and the one place that chooses its implementation and says why."""
 
-import importlib.util
-import os
 import re
 import sys
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import torch
 
 from . import chunked, chunked_operator, reference
-from .host.device import capability
+from .host.device import capability, triton_unsupported
 from .host.kinds import TENSORS, attention_kind, decoding_kind, under_transform
 from .host.replay import calls
 from .options import ONE_DOCUMENT, Documents, Options
@@ -17,9 +15,6 @@ from .options import ONE_DOCUMENT, Documents, Options
 Tensor = torch.Tensor
 
 BACKENDS = ("auto", "reference", "chunked", "triton", "gluon")
-TRITON_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
-TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 POSITIVE_LOG_F = 1e-3  # allowed: finite differences around an open gate
 
@@ -27,26 +22,6 @@ NUMBER = re.compile(r"(?<!\w)-?\d[\d.e+-]*")  # not the 16 of float16
 _announced: set[tuple[str, str]] = set()
 _decoders: dict[tuple, Any] = {}
 MAX_DECODERS = 256  # at more, all are forgotten
-
-
-def triton_unsupported(q: Tensor) -> str | None:
-    """Return why the Triton kernels can't run for queries like q, or None if they can."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not HAS_TRITON:
-        return "triton is not installed"
-    if q.device.type != "cuda" and not (interpreted and q.device.type == "cpu"):
-        return f"tensors are on {q.device.type}, Triton needs cuda"
-    if q.dtype not in TRITON_DTYPES:
-        return f"dtype {q.dtype} is not one of bfloat16, float16, float32"
-    if interpreted and q.dtype == torch.bfloat16:
-        return "Triton's interpreter multiplies bfloat16 wrongly"
-    if q.shape[-1] not in TRITON_HEAD_DIMS:
-        return f"head_dim {q.shape[-1]} is not one of {TRITON_HEAD_DIMS}"
-    if q.device.type == "cuda" and torch.version.cuda is None:
-        return "the kernels are proven on CUDA only"
-    if q.device.type == "cuda" and capability(q.device) < (8, 0):
-        return "the GPU is older than Ampere (compute capability 8.0)"
-    return None
 
 
 def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:

@@ -53,7 +53,7 @@ def evaluate(
         bool, typer.Option("--cache/--no-cache", help="lm-eval: keep and reuse results of the same model and versions.")
     ] = True,
     context: Annotated[
-        int, typer.Option(min=1, help="Processes that share each window, launched as many (torchrun): for long ones.")
+        int, typer.Option(help="Processes that share each window, launched as many (torchrun): for long ones.")
     ] = 1,
     device: Device = None,
     dtype: Dtype = None,

@@ -113,6 +113,8 @@ def evaluate(
     sources, others = listed(data), _listed(against)
     _check(length, sources, tasks, windows, min_tokens, batch, max_documents, limit)
     _check_tasks(tasks, include_path=include_path, limit=limit, task_batch=task_batch, folder=task_cache_folder)
+    if context < 1:
+        raise ValueError(f"context is the number of processes that share a window, at least 1, got {context}")
     if context > 1:
         alone = {"against": others, "baselines": baselines, "tasks": tasks, "short_context": short_context}
         device = shared_context.join(context, **alone, device=device)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from fox_kernels.api import triton_unsupported
+from fox_kernels.host.device import triton_unsupported
 
 from retrofox.parallel.part import Part, attend_part, differentiate_part
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,14 +30,24 @@ def sent(monkeypatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     class Api:
+        def repo_exists(self, repo: str) -> bool:
+            return False
+
+        def delete_repo(self, repo: str, **options: Any) -> None:
+            found["deleted"] = repo
+
         def create_repo(self, repo: str, **options: Any) -> None:
             found.update(options)
+
+        def repo_info(self, repo: str) -> Any:
+            return SimpleNamespace(private=True)
 
         def create_commit(self, repo: str, operations: Any, **_: Any) -> None:
             found.update({one.path_in_repo: one.path_or_fileobj for one in operations})
             raise OSError("no Hub here")
 
-    monkeypatch.setattr("retrofox.hub.HfApi", Api)
+    monkeypatch.setattr("retrofox.conversion.upload.HfApi", Api)
+    monkeypatch.setattr("retrofox.conversion.upload.get_token", lambda: "hf_x")
     return found
 
 

@@ -8,9 +8,8 @@ one graph serves every length up to S. Which stretches of keys the programs take
 import torch
 from torch import Tensor
 
-from ..api import triton_unsupported
 from ..chunked import within
-from ..host.device import on_device
+from ..host.device import on_device, triton_unsupported
 from ..options import Options
 from . import planner
 

@@ -1,9 +1,15 @@
-"""Cached properties of GPUs: asking CUDA takes longer than a launch."""
+"""Cached properties of GPUs, as asking CUDA takes longer than a launch, and what Triton's kernels can't run on."""
 
 import contextlib
 import functools
+import importlib.util
+import os
 
 import torch
+
+TRITON_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 _capabilities: dict[torch.device, tuple[int, int]] = {}
 
@@ -28,3 +34,23 @@ def on_device(q: torch.Tensor):
     if q.device.type != "cuda" or q.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(q.device)
+
+
+def triton_unsupported(q: torch.Tensor) -> str | None:
+    """Return why the Triton kernels can't run for queries like q, or None if they can."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if q.device.type != "cuda" and not (interpreted and q.device.type == "cpu"):
+        return f"tensors are on {q.device.type}, Triton needs cuda"
+    if q.dtype not in TRITON_DTYPES:
+        return f"dtype {q.dtype} is not one of bfloat16, float16, float32"
+    if interpreted and q.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    if q.shape[-1] not in TRITON_HEAD_DIMS:
+        return f"head_dim {q.shape[-1]} is not one of {TRITON_HEAD_DIMS}"
+    if q.device.type == "cuda" and torch.version.cuda is None:
+        return "the kernels are proven on CUDA only"
+    if q.device.type == "cuda" and capability(q.device) < (8, 0):
+        return "the GPU is older than Ampere (compute capability 8.0)"
+    return None
