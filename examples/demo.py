@@ -136,7 +136,7 @@ def main() -> None:
 
     steps = Steps(out)
     converted, run, results, needles = out / "converted", out / "run", out / "eval", out / "needle"
-    steps.run("convert", ["retrofox", "convert", model, str(converted), *CONVERT], converted)
+    steps.run("convert", ["retrofox", "convert", model, str(converted)], converted)
     train = ["retrofox", "train", str(HERE / "demo.yaml"), f"model={converted}", f"output={run}"]
     train += [f"data.train.0.path={DATA / 'train'}", f"data.cache={out / 'tokens'}", *(FAST if options.fast else [])]
     steps.run("train", train, run, resumes=True)
@@ -288,7 +288,6 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-CONVERT = ["--rope", "partial", "--max-wavelength", "1400"]
 NEEDLES = ["--lengths", "256,1024", "--depths", "3", "--trials", "1"]
 NEEDLES_FAST = ["--lengths", "256", "--depths", "2", "--trials", "1"]
 FAST = ["stages.0.tokens=2048", "stages.0.warmup_tokens=0"]

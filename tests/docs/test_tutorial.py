@@ -42,7 +42,7 @@ def test_the_tutorial_runs_as_it_is_written(pico_checkpoint, run, tmp_path, monk
     assert ran == ["convert", "convert", "inspect", "plan", "train", "eval", "generate"]
     assert printed.getvalue().startswith("The old house stood")
     spec = retrofox.load("run/model").config.fox
-    assert (spec["rope"], spec["max_wavelength"]) == ("partial", 1400)
+    assert (spec["rope"], spec["rope_factor"]) == ("interpolate", 8)
     lines = {line["key"]: line["mean"] for line in json.loads(Path("results/eval.json").read_text())["lines"]}
     assert set(lines) == {"model", "open", "shuffled", "base", "base2"}
     assert lines["model"] < lines["base2"]
