@@ -269,7 +269,7 @@ def verdict(evaluation: dict) -> str:
 def check(evaluation: dict) -> None:
     """Ends the short demo as failed where its losses are not what a conversion and two steps of training give.
 
-    With half of the pairs removed: original 3.879, converted 3.880, adapted 3.814 (SmolLM2-135M-Instruct, torch 2.13.0+cpu).
+    With half of the pairs removed: original 3.879, converted 3.880, adapted 3.814 (SmolLM2-135M, torch 2.13.0+cpu).
     """
     base, converted, adapted = (mean(evaluation, key) for key in NAMES)
     if not abs(converted - base) < 0.1:
