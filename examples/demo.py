@@ -269,7 +269,7 @@ def verdict(evaluation: dict) -> str:
 def check(evaluation: dict) -> None:
     """Ends the short demo as failed where its losses are not what a conversion and two steps of training give.
 
-    With half of the pairs removed: original 3.879, converted 3.880, adapted 3.814 (SmolLM2-135M, torch 2.13.0+cpu).
+    SmolLM2-135M-Instruct, 4 bits: original 3.879, converted 3.896, adapted 3.828 (torch 2.13.0+cpu, two cores).
     """
     base, converted, adapted = (mean(evaluation, key) for key in NAMES)
     if not abs(converted - base) < 0.1:
@@ -277,7 +277,7 @@ def check(evaluation: dict) -> None:
             f"demo: the conversion moved the loss by {converted - base:+.3f} nats a token; below 0.1 is usual"
         )
     if not adapted < converted - 0.02:
-        raise SystemExit(f"demo: two steps took the loss from {converted:.3f} to {adapted:.3f}; 0.066 less is usual")
+        raise SystemExit(f"demo: two steps took the loss from {converted:.3f} to {adapted:.3f}; 0.068 less is usual")
 
 
 def _processor() -> str:
