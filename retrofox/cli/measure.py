@@ -221,7 +221,7 @@ def recall(
     and no nearer, a model that still sees them knows how they go on. The table shows accuracy and loss on such tokens.
 
     Some of them anyone would guess. So the control cuts the earlier words out of the text and reads the same tokens
-    again: what the loss rises by is what the model had remembered. Five forward passes per document and model.
+    again: the rise in loss measures memory. Five forward passes per document and model.
 
     Books seldom repeat four words: give several long documents, or --ngram 3, which finds three to seven times as many.
 
