@@ -81,7 +81,7 @@ def _needle_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
 def _paired_needles(
     result: dict[str, Any], name_of: Mapping[str, str], mode: str, length: int
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """The paired difference in needles found at one length, and better, worse or neither; (None, None) without a base."""
+    """The paired difference in needles found at one length, and better, worse or neither; Nones without a base."""
     if "base" not in name_of:
         return None, None
     shares = {}
