@@ -1,9 +1,10 @@
 """Gathers what training and evaluations wrote about each arm into one file, and draws it: loss beside needles.
 
-    python benchmarks/retrofit_results.py collect RUNS     # RUNS/ARM/{result.json,log.jsonl,needle-easy/,eval/...}
+    python benchmarks/retrofit_results.py collect RUNS     # RUNS/ARM/{result.json,log.jsonl,needle-easy/,eval/,tasks/...}
     python benchmarks/retrofit_results.py draw             # benchmarks/retrofit/retrofit.svg, .png
 
-Arms go into benchmarks/retrofit/arms.json beside those that are there; docs/results.md draws its tables from it.
+Arms go into benchmarks/retrofit/arms.json beside those that are there; docs/results.md draws its tables from it. A
+folder that holds evaluations without a result.json adds them to an arm that is there.
 """
 
 from __future__ import annotations
@@ -70,6 +71,27 @@ def recall(path: Path) -> list[dict[str, Any]]:
     ]
 
 
+def tasks(path: Path) -> dict[str, dict[str, float]]:
+    """By task: accuracy and its standard error, of lm-eval's `acc`."""
+    if not path.exists():
+        return {}
+    return {
+        task: {"accuracy": scores["acc,none"], "error": scores["acc_stderr,none"]}
+        for task, scores in sorted(read(path)["tasks"]["model"].items())
+    }
+
+
+def evaluations(folder: Path) -> dict[str, Any]:
+    """What was measured of an arm: needles, losses, recall, tasks."""
+    return {
+        "needles": needles(folder),
+        "loss": losses(folder / "eval" / "eval.json"),
+        "loss_128k": losses(folder / "eval-128k" / "eval.json"),
+        "recall": recall(folder / "recall" / "recall.json"),
+        "tasks": tasks(folder / "tasks" / "eval.json"),
+    }
+
+
 def arm(folder: Path) -> dict[str, Any]:
     """All that one folder tells of its arm."""
     result = read(folder / "result.json")
@@ -82,10 +104,7 @@ def arm(folder: Path) -> dict[str, Any]:
         "seconds": result["seconds"],
         "curve": [{key: row.get(key) for key in ("stage", "tokens", "loss")} for row in kept],
         "half_life": {key: log[-1].get(f"half_life_{key}") for key in ("p10", "p50", "p90")},
-        "needles": needles(folder),
-        "loss": losses(folder / "eval" / "eval.json"),
-        "loss_128k": losses(folder / "eval-128k" / "eval.json"),
-        "recall": recall(folder / "recall" / "recall.json"),
+        **evaluations(folder),
         "environment": result["environment"],
     }
 
@@ -95,7 +114,11 @@ def collect(runs: Path, note: str) -> None:
     for folder in sorted(runs.iterdir()):
         if (folder / "result.json").exists():
             arms["arms"][folder.name] = arm(folder) | {"note": note}
-            print(folder.name)
+        elif folder.name in arms["arms"]:
+            arms["arms"][folder.name] |= {key: found for key, found in evaluations(folder).items() if found}
+        else:
+            continue
+        print(folder.name)
     write_json(ARMS, arms)
 
 

@@ -42,6 +42,7 @@ ARMS = {
     "partial-seed1": "**partial**, seed 1",
     "keep": "keep",
     "fox": "**fox**",
+    "fox-pro": "fox-pro",
 }
 
 
@@ -82,6 +83,17 @@ def retrofit_recall() -> str:
         for octaves in zip(*measured.values(), strict=True)
     ]
     return table(["distance", "tokens", *(ARMS[name] for name in measured)], rows)
+
+
+def retrofit_tasks() -> str:
+    """Accuracy on short tasks of every arm that was asked, per cent, and the mean over tasks."""
+    arms = read("retrofit/arms.json")["arms"]
+    measured = {name: arms[name]["tasks"] for name in ARMS if arms[name].get("tasks")}
+    shares = {name: [100 * score["accuracy"] for score in found.values()] for name, found in measured.items()}
+    names = [task.removeprefix("local_") for task in measured["base"]]
+    rows = [[task, *(f"{share:.1f}" for share in row)] for task, *row in zip(names, *shares.values(), strict=True)]
+    means = [f"{sum(row) / len(row):.1f}" for row in shares.values()]
+    return table(["task", *(ARMS[name] for name in measured)], [*rows, ["**mean**", *means]])
 
 
 def leaderboard() -> str:
