@@ -1,7 +1,7 @@
 """Gathers what training and evaluations wrote about each arm into one file, and draws it: loss beside needles.
 
-    python benchmarks/retrofit_results.py collect RUNS     # RUNS/ARM/{result.json,log.jsonl,needle-easy/,eval/,tasks/...}
-    python benchmarks/retrofit_results.py draw             # benchmarks/retrofit/retrofit.svg, .png
+    python benchmarks/retrofit_results.py collect RUNS   # RUNS/ARM/{result.json,log.jsonl,needle-easy/,eval/,tasks/...}
+    python benchmarks/retrofit_results.py draw           # benchmarks/retrofit/retrofit.svg, .png
 
 Arms go into benchmarks/retrofit/arms.json beside those that are there; docs/results.md draws its tables from it. A
 folder that holds evaluations without a result.json adds them to an arm that is there.

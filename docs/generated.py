@@ -121,7 +121,8 @@ def shipped_recipes() -> str:
 
 
 OF_RESULTS = (
-    *(figures.retrofit_needles, figures.retrofit_loss, figures.retrofit_recall, figures.leaderboard),
+    *(figures.retrofit_needles, figures.retrofit_loss, figures.retrofit_recall),
+    *(figures.retrofit_tasks, figures.leaderboard),
     figures.context_parallel,
     *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
     *(figures.kernel_table, figures.kernel_ratios, figures.corpus, figures.decoding, figures.long_context),

@@ -70,5 +70,5 @@ def test_an_unknown_name_is_refused_with_the_nearest(run, tmp_path):
         code, _, err = run("recipes", command, "smollm2-partail")
         assert code == 2
         assert "did you mean 'smollm2-partial'?" in " ".join(err.split())
-    with pytest.raises(ValueError, match=r"there are .*smollm2-control, smollm2-fox, smollm2-keep, smollm2-lora"):
+    with pytest.raises(ValueError, match=r"there are .*smollm2-control, smollm2-fox-pro, smollm2-fox, smollm2-keep"):
         named("nothing of the kind at all")
