@@ -43,6 +43,7 @@ ARMS = {
     "keep": "keep",
     "fox": "**fox**",
     "fox-pro": "fox-pro",
+    "calibrated": "calibrated",
 }
 
 
