@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from retrofox.data.fixed_text import fixed_tokens
 from retrofox.loading.base import has_softcap, load_base
 from retrofox.loading.converted import load
 from retrofox.loading.tokenizers import checkpoint_tokenizer
-from retrofox.support.processes import fresh_python
+from retrofox.support import processes
 
 LARGEST_IN_FLOAT32 = 4_000_000_000
 """Parameters up to which the proof runs in float32; larger models are compared in their own dtype."""
@@ -49,9 +48,8 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
     else:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "parity.json"
-            program = fresh_python("from retrofox.conversion.verify import answer; answer(*sys.argv[1:])")
-            command = [*program, str(source), str(out), str(file), *refitted]
-            run = subprocess.run(command, capture_output=True, text=True)
+            program = "import sys\nfrom retrofox.conversion.verify import answer\nanswer(*sys.argv[1:])"
+            run = processes.run_python(program, source, out, file, *refitted)
             if run.returncode < 0:
                 raise ValueError(
                     f"the parity proof was killed by signal {-run.returncode}: it holds the base, then the converted "

@@ -289,9 +289,10 @@ def test_a_base_that_asks_for_an_attention_of_its_own_is_converted_and_proven(so
     assert not {"_attn_implementation", "attn_implementation"} & written.keys()
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_a_proof_that_is_killed_says_what_may_have_been_wrong(source, tmp_path, monkeypatch):
     kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    monkeypatch.setattr("retrofox.conversion.verify.fresh_python", lambda program: kill)
+    monkeypatch.setattr("retrofox.support.processes.fresh_python", lambda program: kill)
     refused("killed by signal 9: it holds the base.*--no-verify", source, tmp_path / "out")
 
 
@@ -317,7 +318,9 @@ def test_a_shard_named_as_the_one_that_is_added(source, tmp_path):
     refused(f"has a shard called {GATES_SHARD}", source, tmp_path / "out", verify=False)
 
 
-def test_the_proof_runs_where_a_module_of_the_users_hides_one_of_pythons(source, tmp_path, monkeypatch):
+def test_the_proof_runs_where_a_module_of_the_users_hides_one_of_pythons(
+    source, tmp_path, monkeypatch, fresh_processes
+):
     (tmp_path / "random.py").write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
     assert retrofox.convert("base", "out")["parity"]["equal"]
