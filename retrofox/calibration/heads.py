@@ -16,7 +16,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retrofox.anatomy import attention_mode, inner_model, is_converted
-from retrofox.calibration.fit import add_decay, hidden_keys, scores
+from retrofox.calibration.student import add_decay, hidden_keys, scores
 from retrofox.model import attention as fox
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.forgetting_eager import prune_limit

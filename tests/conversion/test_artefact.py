@@ -23,7 +23,8 @@ from retrofox import FoxSpec
 from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.report import print_conversion
 from retrofox.conversion.verify import compare
-from retrofox.loading.shards import INDEX, Appearing
+from retrofox.loading.appearing import Appearing
+from retrofox.loading.shards import INDEX
 
 TOKENS = torch.arange(2, 34)[None]
 
