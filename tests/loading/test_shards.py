@@ -298,7 +298,7 @@ def test_an_error_while_copying_is_told(sharded, tmp_path, monkeypatch):
         yield 5
         raise OSError(5, "Input/output error", str(file))
 
-    monkeypatch.setattr(shards, "copy", failing)
+    monkeypatch.setattr(appearing_module, "copy", failing)
     refused(sharded, "Input/output error", OSError)
 
 
