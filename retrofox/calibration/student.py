@@ -160,8 +160,8 @@ def divergence(windows: list[Window], student: Student) -> torch.Tensor:
 def worse(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """Heads (H,) bool whose divergence (windows, H) grew, by the mean of the windows' log ratios.
 
-    A mean of the divergences would be that of the one window unlike all others: with two attention sinks, of which one
-    is exempt, it has ten times the divergence of the rest.
+    One unusual window would decide a mean of the divergences: one with two attention sinks, of which one is exempt,
+    has ten times the divergence of the others.
     """
     return (after.clamp_min(1e-12) / before.clamp_min(1e-12)).log().mean(0) > 0
 

@@ -225,9 +225,9 @@ def _probe(tokenizer: Any) -> list[int]:
 
 
 def _specials(fast: Any) -> tuple[list[int], list[int]] | None:
-    """The special tokens put before and after a text; None where they can't be told, or a text not be divided.
+    """The special tokens before and after a text; None where they can't be found, or where a text can't be divided.
 
-    A Unigram model that is given a text undivided sums scores from its start: rounding decides between equals.
+    A Unigram model without a pre-tokenizer sums scores from the text's start: rounding decides between equals.
     """
     if fast is None or (fast.pre_tokenizer is None and type(fast.model).__name__ == "Unigram"):
         return None

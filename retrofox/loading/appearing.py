@@ -68,7 +68,7 @@ class Appearing:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-        for left in self.partial.iterdir():  # by a run that was killed
+        for left in self.partial.iterdir():  # left by a killed run
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         return self
 

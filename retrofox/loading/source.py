@@ -183,10 +183,10 @@ def check_out(source: str | Path, out: Path) -> None:
 
 @contextmanager
 def begun(source: str, out: Path, link: bool, wanted: bool = True) -> Iterator[Appearing | None]:
-    """Starts copying the weights towards OUT while torch is imported; yields OUT in the making, or None.
+    """Starts copying the weights while torch is imported; yields the directory that becomes OUT, or None.
 
-    It does so for a local directory of safetensors. Whatever else is wrong with the source is left for the conversion
-    to report, which then ends the copying.
+    Copying starts for a local directory of safetensors only. Other faults of the source are reported by the conversion,
+    which then ends the copying.
     """
     shards = _at_once(source, out) if wanted else None
     if shards is None:

@@ -82,7 +82,7 @@ def attend_locally(
 def _by_head(
     query: torch.Tensor, gates: GateCache, attention_mask: torch.Tensor | None, options: dict[str, Any]
 ) -> torch.Tensor:
-    """Attention to a cache that has kept different keys of each kv head; then what has become irrelevant is dropped."""
+    """Attention to a cache that kept other keys for each kv head; then keys without any weight left are dropped."""
     layer: Any = gates.layer
     if attention_mask is not None and attention_mask.numel():
         raise ValueError(
@@ -102,7 +102,7 @@ def _by_head(
 def _at_clock(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: GrowingLayer, options: dict[str, Any]
 ) -> torch.Tensor:
-    """A decoding step whose length only the device knows: keys and values are rooms, and the clock says how full."""
+    """A decoding step whose length only the device knows: its clock counts the filled positions of key and value."""
     clock, (high, low) = layer.clock, layer.cumulative()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if decodes_at(q, k):

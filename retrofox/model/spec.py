@@ -76,7 +76,7 @@ class FoxSpec:
 
     `t_min` and `t_max`, for construction only, are the ladder of half-lives in the FoX paper's words: time constants T
     in tokens, log-spaced over the heads, f = exp(-1/T); kept as half_life = (t_min ln 2, t_max ln 2). `preset` is the
-    name in PRESETS that `from_preset` or a `fox.preset` started from: a note, the fields hold.
+    name in PRESETS that `from_preset` or a `fox.preset` started from: a note only, the fields decide.
 
     Raises:
         ValueError: a field has a value outside the ones above, or no effect beside the others.
