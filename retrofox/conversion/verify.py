@@ -10,6 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from accelerate import init_empty_weights
+from transformers import PreTrainedModel
+
 from retrofox.anatomy import attention_mode, attentions
 from retrofox.data.fixed_text import fixed_tokens
 from retrofox.loading.base import has_softcap, load_base
@@ -41,8 +46,6 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
         ValueError: the base's logits are not finite or all alike, they differ from the converted model's, a projection
             is not a refit of the base's, or the process failed.
     """
-    from transformers import PreTrainedModel
-
     if isinstance(source, PreTrainedModel):
         result = compare(source, out, refitted)
     else:
@@ -85,10 +88,6 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
 
 def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any]:
     """The proof's numbers, computed here: difference of logits; loss of base, parity form and chosen form."""
-    import torch
-    import torch.nn.functional as F
-    from transformers import PreTrainedModel
-
     tokenizer = checkpoint_tokenizer(source, out)
     base = source if isinstance(source, PreTrainedModel) else load_base(source, default_attention=True)[0]
     dtype = torch.float32 if base.num_parameters() <= LARGEST_IN_FLOAT32 else base.dtype
@@ -145,8 +144,6 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
 @contextlib.contextmanager
 def _as_reference(base: Any, dtype: Any) -> Iterator[None]:
     """Runs the base in `dtype`, in eval mode, with an attention that drops nothing; a live model is then as it was."""
-    from accelerate import init_empty_weights
-
     attention, training = base.config._attn_implementation, base.training
     tensors = [(parameter, parameter.data) for parameter in base.parameters()]
     buffers = [(m, key, value) for m in base.modules() for key, value in m._buffers.items()]
@@ -194,8 +191,6 @@ def _undo_refit(model: Any, originals: dict[str, Any]) -> dict[str, Any]:
         residual = max_h |W'_h - M_h W_h| / |W'_h| with M_h by least squares (a bias is one more column of W); for rows
         that are not queries (fused projections) |W' - W| / |W'|.
     """
-    import torch
-
     worst, where, half = 0.0, "", False
     for prefix, attention in attentions(model):
         for part in ("q_proj", "qkv_proj"):
