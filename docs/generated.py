@@ -15,7 +15,7 @@ from figures import table
 
 from retrofox.cli.app import app
 from retrofox.config import schema
-from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.model.configuration_fox import PRESETS, SUPPORTED, FoxSpec
 
 
 def part(name: str) -> str:
@@ -93,7 +93,7 @@ def _takes(field: dict[str, Any]) -> str:
     if field["type"] == "array":
         return f"list of {_takes(field['items'])}"
     if "pattern" in field:
-        return "a count such as 64K or 20M"
+        return "a count such as 64K, 512Ki or 20M"
     kind: str = field["type"]
     return {"null": "null", "string": "text", "boolean": "true or false"}.get(kind, kind)
 
@@ -106,6 +106,15 @@ def families() -> str:
     ]
     header = ["model_type", "class in transformers", "converted model_type", "converted class"]
     return f"{len(rows)} model types:\n\n" + table(header, rows, left=4)
+
+
+def presets() -> str:
+    """The published systems that --preset names, and the fields of each that differ from the defaults."""
+    rows = []
+    for name, (fields, about) in PRESETS.items():
+        changes = [f"{key}: {', '.join(value) if isinstance(value, tuple) else value}" for key, value in fields.items()]
+        rows.append([f"`{name}`", about, "; ".join(f"`{change}`" for change in changes) or "none"])
+    return table(["`--preset`", "system", "fields that differ from the defaults"], rows, left=3)
 
 
 def shipped_recipes() -> str:
@@ -129,5 +138,6 @@ OF_RESULTS = (
     figures.serving,
 )
 PARTS: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (commands, recipe_fields, families, shipped_recipes, *OF_RESULTS)
+    function.__name__: function
+    for function in (commands, recipe_fields, families, presets, shipped_recipes, *OF_RESULTS)
 }

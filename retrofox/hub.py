@@ -22,7 +22,8 @@ from retrofox.loading import shards
 from retrofox.loading.adapter import base_of
 from retrofox.loading.added import check_added, check_finite
 from retrofox.loading.converted import load
-from retrofox.loading.source import first_line, hub_errors, read_config
+from retrofox.loading.errors import first_line
+from retrofox.loading.source import hub_errors, read_config
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.reporting.pushed import FOLDER, report_of, with_section
 

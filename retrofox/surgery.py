@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from retrofox.anatomy import attentions, is_new_tensor, on_meta
 from retrofox.families import check_settings, check_supported, replaced_settings, trained_length
-from retrofox.loading.source import understood
+from retrofox.loading.errors import understood
 from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.model.gates import half_life_tokens

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +35,79 @@ TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
+PRELOADED = ["retrofox.cli.app", "retrofox.conversion.verify", "retrofox.training.train", "transformers.models.llama"]
+"""Modules that a launched process finds imported."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Pico models run fastest on one thread, and the machine may be shared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """launch(program, *arguments, processes=1, **environment) -> the finished process, or several seen as one.
+
+    `program` is Python source. A process is the fork of one that has imported the package: a fork takes milliseconds,
+    importing seconds. Several are ranks over gloo, with the variables that torchrun sets; they share one return code,
+    the first that is not 0. None is stopped when another fails: they have to notice.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+
+    def run(program: str, *arguments: object, processes: int = 1, **environment: str):
+        folder = tmp_path_factory.mktemp("launched")
+        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+        if processes > 1:
+            with socket.socket() as found:
+                found.bind(("127.0.0.1", 0))
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+            variables |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        started = []
+        for rank in range(processes):
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            streams = [str(folder / f"{kind}-{rank}") for kind in ("output", "error")]
+            order = (*streams, {**os.environ, **variables, **ranks}, program, [str(each) for each in arguments])
+            launched = str(Path(__file__).with_name("launched.py"))
+            process = context.Process(target=runpy.run_path, args=(launched, {"ORDER": order}, "__main__"))
+            with pytest.MonkeyPatch.context() as patch:  # what the first import of torch reads
+                patch.setenv("OMP_NUM_THREADS", "1")
+                patch.setenv("CUDA_VISIBLE_DEVICES", "")
+                process.start()
+            started.append(process)
+        try:
+            for process in started:
+                wait([process.sentinel], timeout=250)
+            codes = [process.exitcode for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+        assert None not in codes, f"processes hang: {codes}"
+        output, error = (
+            "".join(file.read_text() for file in sorted(folder.glob(f"{kind}-*"))) for kind in ("output", "error")
+        )
+        return subprocess.CompletedProcess(arguments, next((code for code in codes if code), 0), output, error)
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_proofs(launch) -> Iterator[Callable[..., Any]]:
+    """What the package runs in a fresh process, tests run in a fork; yields what starts a fresh one."""
+    from retrofox.support import processes
+
+    plain = processes.run_python
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "run_python", launch)
+        yield plain
+
+
+@pytest.fixture
+def fresh_processes(forked_proofs, monkeypatch) -> None:
+    """Parity proofs and merges run in fresh processes, as for users."""
+    monkeypatch.setattr("retrofox.support.processes.run_python", forked_proofs)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -189,8 +189,30 @@ def hub() -> Iterator[Hub]:
     thread.join()
 
 
-def retrofox_command(hub_url: str, home: Path, *arguments: object, **environment: str) -> tuple[int, str, str]:
-    """A fresh process: huggingface_hub reads its settings when it is imported."""
+COMMANDS = """
+import contextlib, io, json, sys
+from retrofox.cli.app import main
+
+answers = []
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:], streams, code = arguments, (io.StringIO(), io.StringIO()), 0
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    answers.append((code, *(stream.getvalue() for stream in streams)))
+print(json.dumps(answers))
+"""
+
+
+def retrofox_commands(
+    hub_url: str, home: Path, *commands: Sequence[object], **environment: str
+) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of commands, one after the other in a process of their own.
+
+    A fresh one: huggingface_hub reads its settings when it is imported.
+    """
     settings = {
         "HF_ENDPOINT": hub_url,
         "HF_HOME": str(home),
@@ -198,11 +220,17 @@ def retrofox_command(hub_url: str, home: Path, *arguments: object, **environment
         "HF_TOKEN": "hf_x",
         **environment,
     }
-    command = [sys.executable, "-m", "retrofox", *map(str, arguments)]
+    program = [sys.executable, "-c", COMMANDS, json.dumps([[*map(str, command)] for command in commands])]
     done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", **settings}
+        program, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", **settings}
     )
-    return done.returncode, done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    return [tuple(answer) for answer in json.loads(done.stdout)]
+
+
+def retrofox_command(hub_url: str, home: Path, *arguments: object, **environment: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of one command in a process of its own."""
+    return retrofox_commands(hub_url, home, arguments, **environment)[0]
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -243,11 +271,13 @@ def test_what_is_refused_is_refused_before_weights_are_fetched(hub, pico_checkpo
     config = json.loads((pico_checkpoint / "config.json").read_text())
     quantised = json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}).encode()
     hub.commit("org/model", {**contents(pico_checkpoint), "config.json": quantised})
-    code, _, error = retrofox_command(hub.url, tmp_path / "home", "convert", "org/model", tmp_path / "out")
+    commands = [("convert", name, tmp_path / "out") for name in ("org/model", "org/modle")]
+    answers = retrofox_commands(hub.url, tmp_path / "home", *commands)
+    code, _, error = answers[0]
     assert code == 2
     assert "quantised (gptq)" in error
     assert not [asked for asked in hub.asked if "safetensors" in asked]
-    code, _, error = retrofox_command(hub.url, tmp_path / "home", "convert", "org/modle", tmp_path / "out")
+    code, _, error = answers[1]
     assert code == 2
     assert "no such directory here" in error
     assert "hf auth login" in error
@@ -470,12 +500,13 @@ def test_an_adapter_is_pushed_with_the_name_of_its_base(online, adapter, pico_fo
 
 
 def test_a_pushed_adapter_gives_the_same_logits_on_its_pushed_base(hub, adapter, pico_fox_checkpoint, tmp_path):
-    home = tmp_path / "home"
-    code, _, error = retrofox_command(hub.url, home, "push", pico_fox_checkpoint, "me/base", "--no-check")
-    assert code == 0, error
-    code, printed, error = retrofox_command(hub.url, home, "push", adapter, "me/adapter", "--base", "me/base")
-    assert code == 0, error
-    assert json.loads(printed)["logits_equal"] is True
+    commands = [
+        ("push", pico_fox_checkpoint, "me/base", "--no-check"),
+        ("push", adapter, "me/adapter", "--base", "me/base"),
+    ]
+    answers = retrofox_commands(hub.url, tmp_path / "home", *commands)
+    assert [code for code, *_ in answers] == [0, 0], answers
+    assert json.loads(answers[1][1])["logits_equal"] is True
 
 
 def test_a_model_saved_before_is_pushed_as_it_is(hub, saved_before, tmp_path):

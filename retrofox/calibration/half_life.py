@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from retrofox.anatomy import is_converted
 from retrofox.calibration.capture import Operands, enter, run_original
-from retrofox.calibration.fit import hidden_keys, scores
 from retrofox.calibration.source import LayerSource
+from retrofox.calibration.student import hidden_keys, scores
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.files import write_result
 from retrofox.support.plots import half_life_figure, save_csv, save_figure

@@ -16,11 +16,11 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retrofox.anatomy import attention_mode, inner_model, is_converted
-from retrofox.calibration.fit import add_decay, hidden_keys, scores
+from retrofox.calibration.student import add_decay, hidden_keys, scores
 from retrofox.model import attention as fox
-from retrofox.model.attention import _log_n
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.forgetting_eager import prune_limit
+from retrofox.model.scores import scale_by_position
 from retrofox.surgery import apply, make_plan
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def watch(model: PreTrainedModel, token_ids: torch.Tensor, visit: Visit, origina
 def _received(module: Any, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> Attention:
     gates, window = options["gates"], options.get("sliding_window")
     if module.log_n is not None and module.mode != "original":
-        query = _log_n(query, module.log_n, gates.position_ids, key.shape[2])
+        query = scale_by_position(query, module.log_n, gates.position_ids, key.shape[2])
     scaling = options.get("scaling")
     return Attention(
         query=query[0].float(),

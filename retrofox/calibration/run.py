@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from retrofox.calibration import capture
-from retrofox.calibration import fit as fitting
+from retrofox.calibration.fit import Fit
 from retrofox.calibration.half_life import LONGEST
 from retrofox.calibration.source import LayerSource
 from retrofox.calibration.state import State
+from retrofox.calibration.student import Student, Window, best_constant_gates, divergence, half_lives, worse
 from retrofox.model.attention import FoxMixin
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.report import progress_bar
@@ -107,7 +108,7 @@ class Run:
         count = len(entering) - self.held_out
         held = self._windows(layer, call, entering, leaving, slice(count, len(entering)))
         start = self._student(attention, held[0])
-        before = fitting.divergence(held, start)
+        before = divergence(held, start)
         student, fit = start.clone(), None
         generator = torch.Generator().manual_seed(1000 * self.seed + number)
         for first in range(0, count, WINDOWS_AT_ONCE):
@@ -115,15 +116,15 @@ class Run:
             windows = self._windows(layer, call, entering, leaving, slice(first, last))
             if fit is None:
                 self._choose_constant_gates(windows[:1], student)
-                fit = fitting.Fit(windows, student, self.steps, generator)
+                fit = Fit(windows, student, self.steps, generator)
             fit.run(windows, self.steps * last // count - self.steps * first // count)
             del windows  # before the next are made
         assert fit is not None
         fit.finish()
-        after = fitting.divergence(held, student)
-        worse = fitting.worse(before, after)
-        student.take(worse, start)
-        after = torch.where(worse, before, after).mean(0)
+        after = divergence(held, student)
+        grew = worse(before, after)
+        student.take(grew, start)
+        after = torch.where(grew, before, after).mean(0)
         before = before.mean(0)
         row = {
             "layer": number,
@@ -131,37 +132,37 @@ class Run:
             "kl_after": round(float(after.mean()), 5),
             "kl_before_by_head": [round(x, 5) for x in before.tolist()],
             "kl_after_by_head": [round(x, 5) for x in after.tolist()],
-            "half_life_before_by_head": _listed(fitting.half_lives(held, start)),
-            "half_life_after_by_head": _listed(fitting.half_lives(held, student)),
-            "heads_fitted": int((~worse).sum()),
+            "half_life_before_by_head": _listed(half_lives(held, start)),
+            "half_life_after_by_head": _listed(half_lives(held, student)),
+            "heads_fitted": int((~grew).sum()),
         }
         return leaving, folded(attention, student), row
 
-    def _choose_constant_gates(self, windows: list[fitting.Window], student: fitting.Student) -> None:
+    def _choose_constant_gates(self, windows: list[Window], student: Student) -> None:
         """A better start than open or log-spaced gates, unless they were measured or trained before."""
         constant = student.bias is not None and (student.weight is None or not student.weight.any())
         if constant and self.fox.init != "calibrated":
             longest = float(LONGEST * self.tokens.shape[1])
-            fitting.best_constant_gates(windows, student, list(np.geomspace(4.0, longest, 10)))
+            best_constant_gates(windows, student, list(np.geomspace(4.0, longest, 10)))
 
     def _windows(
         self, layer: nn.Module, call: capture.LayerCall, entering: torch.Tensor, leaving: torch.Tensor, part: slice
-    ) -> list[fitting.Window]:
+    ) -> list[Window]:
         """Some of the windows; writes the original layer's outputs for them into `leaving`."""
         leaving[part], captured = capture.run_original(layer, entering[part], call)
         return [self._window(layer.self_attn, *entry) for entry in captured]  # type: ignore[arg-type]
 
-    def _window(self, attention: FoxMixin, original: capture.Operands, block: dict[str, Any]) -> fitting.Window:
+    def _window(self, attention: FoxMixin, original: capture.Operands, block: dict[str, Any]) -> Window:
         converted, finish = capture.converted_operands(attention, block), None
         if self.refit:
             finish = capture.query_finish(attention, converted, block)
             converted.query = converted.query.new_empty(0)  # made anew from the raw projections, at each step
-        return fitting.Window(original, converted, finish, attention.sink_tokens, attention.log_n)
+        return Window(original, converted, finish, attention.sink_tokens, attention.log_n)
 
-    def _student(self, attention: FoxMixin, window: fitting.Window) -> fitting.Student:
+    def _student(self, attention: FoxMixin, window: Window) -> Student:
         gate, (heads, _, head_dim) = attention.forget_gate, window.original.query.shape
         weight = None if gate is None or gate.weight is None else gate.weight.detach().float().clone()
-        return fitting.Student(
+        return Student(
             bias=None if gate is None else gate.bias.detach().float().clone(),
             weight=weight,
             refit=torch.eye(head_dim, device=window.original.query.device).repeat(heads, 1, 1) if self.refit else None,
@@ -198,7 +199,7 @@ def _listed(half_lives: torch.Tensor | None) -> list[float] | None:
     return None if half_lives is None else [float(f"{value:.4g}") for value in half_lives.tolist()]
 
 
-def folded(attention: FoxMixin, student: fitting.Student) -> dict[str, torch.Tensor]:
+def folded(attention: FoxMixin, student: Student) -> dict[str, torch.Tensor]:
     """A student as tensors of the attention module: gate parameters, and the projection with the refit folded in."""
     tensors = {}
     if student.bias is not None:

@@ -77,7 +77,11 @@ def convert(
     ] = None,
     half_life: Annotated[
         tuple[str, str] | None,
-        typer.Option(metavar="MIN MAX", help="Half-lives of the heads, in tokens. [default: length/32 length*8]"),
+        typer.Option(
+            metavar="MIN MAX",
+            help="Shortest and longest half-life of the heads, in tokens. [default, of the trained length: length/2 "
+            "length*128 with --rope interpolate, else length/32 length*8]",
+        ),
     ] = None,
     t_min: Annotated[
         float | None,

@@ -26,9 +26,9 @@ from retrofox.conversion.norm_gains import gains_of, has_norms, set_gains
 from retrofox.conversion.tensors import check_weights
 from retrofox.conversion.verify import prove
 from retrofox.loading import shards
+from retrofox.loading.appearing import Appearing, Progress, refuse_existing, refuse_full_disk
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config, base_config
-from retrofox.loading.shards import Appearing, Progress, refuse_existing
 from retrofox.loading.source import check_live, check_out, fetch, recorded
 from retrofox.loading.tokenizers import tokenizer_of_live
 from retrofox.model.configuration_fox import FoxSpec
@@ -76,7 +76,7 @@ def preview(
         if not found.pickled:
             check_weights(Path(source), found.tensors, plan)
         if not link:
-            shards.refuse_full_disk(out, found.bytes)
+            refuse_full_disk(out, found.bytes)
         values |= {"weight_files": len(found.files), "weight_bytes": found.bytes, "weights_linked": link}
     return plan, values
 

@@ -14,7 +14,8 @@ from retrofox.calibration.calibrate import Calibration
 from retrofox.conversion.norm_gains import has_norms, measure_gains
 from retrofox.conversion.tensors import check_weights, from_bin, replace_tensors
 from retrofox.loading import shards
-from retrofox.loading.shards import INDEX, Appearing, Shards
+from retrofox.loading.appearing import Appearing
+from retrofox.loading.shards import INDEX, Shards
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model.configuration_fox import NOT_FOR_PLAIN_CLASSES
 from retrofox.model.modeling_fox import write_remote_code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from retrofox.loading.adapter import (
 from retrofox.loading.converted import load
 from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
+from retrofox.support import processes
 from retrofox.support.files import new_file_mode, write_json
 from retrofox.support.interruptions import Interruptions
-from retrofox.support.processes import fresh_python
 from retrofox.version import __version__
 
 PROBE_TOKENS = 64
@@ -107,7 +106,7 @@ def _fresh_logits(directory: Path) -> torch.Tensor:
         "    torch.save(model(input_ids=ids).logits, sys.argv[2])\n"
     )
     file = directory / ".logits.pt"
-    run = subprocess.run([*fresh_python(code), str(directory), str(file)], capture_output=True, text=True, check=False)
+    run = processes.run_python(code, directory, file)
     if run.returncode:
         raise ValueError(f"the merged model did not load in a fresh process:\n{run.stderr[-2000:]}")
     logits = torch.load(file, weights_only=True)

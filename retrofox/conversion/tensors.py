@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading import shards
-from retrofox.loading.source import quiet_torch
+from retrofox.loading.errors import quiet_torch
 from retrofox.support.files import replacing
 from retrofox.surgery import Plan
 

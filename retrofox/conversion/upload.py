@@ -10,7 +10,8 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.hf_api import RepoFile
 
-from retrofox.loading.source import first_line, hub_errors
+from retrofox.loading.errors import first_line
+from retrofox.loading.source import hub_errors
 
 
 def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, title: str) -> str:

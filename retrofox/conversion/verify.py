@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import init_empty_weights
+from transformers import PreTrainedModel
 
 from retrofox.anatomy import attention_mode, attentions
 from retrofox.data.fixed_text import fixed_tokens
 from retrofox.loading.base import has_softcap, load_base
 from retrofox.loading.converted import load
 from retrofox.loading.tokenizers import checkpoint_tokenizer
-from retrofox.support.processes import fresh_python
+from retrofox.support import processes
 
 LARGEST_IN_FLOAT32 = 4_000_000_000
 """Parameters up to which the proof runs in float32; larger models are compared in their own dtype."""
@@ -42,16 +46,13 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
         ValueError: the base's logits are not finite or all alike, they differ from the converted model's, a projection
             is not a refit of the base's, or the process failed.
     """
-    from transformers import PreTrainedModel
-
     if isinstance(source, PreTrainedModel):
         result = compare(source, out, refitted)
     else:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "parity.json"
-            program = fresh_python("from retrofox.conversion.verify import answer; answer(*sys.argv[1:])")
-            command = [*program, str(source), str(out), str(file), *refitted]
-            run = subprocess.run(command, capture_output=True, text=True)
+            program = "import sys\nfrom retrofox.conversion.verify import answer\nanswer(*sys.argv[1:])"
+            run = processes.run_python(program, source, out, file, *refitted)
             if run.returncode < 0:
                 raise ValueError(
                     f"the parity proof was killed by signal {-run.returncode}: it holds the base, then the converted "
@@ -87,10 +88,6 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
 
 def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any]:
     """The proof's numbers, computed here: difference of logits; loss of base, parity form and chosen form."""
-    import torch
-    import torch.nn.functional as F
-    from transformers import PreTrainedModel
-
     tokenizer = checkpoint_tokenizer(source, out)
     base = source if isinstance(source, PreTrainedModel) else load_base(source, default_attention=True)[0]
     dtype = torch.float32 if base.num_parameters() <= LARGEST_IN_FLOAT32 else base.dtype
@@ -147,8 +144,6 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
 @contextlib.contextmanager
 def _as_reference(base: Any, dtype: Any) -> Iterator[None]:
     """Runs the base in `dtype`, in eval mode, with an attention that drops nothing; a live model is then as it was."""
-    from accelerate import init_empty_weights
-
     attention, training = base.config._attn_implementation, base.training
     tensors = [(parameter, parameter.data) for parameter in base.parameters()]
     buffers = [(m, key, value) for m in base.modules() for key, value in m._buffers.items()]
@@ -196,8 +191,6 @@ def _undo_refit(model: Any, originals: dict[str, Any]) -> dict[str, Any]:
         residual = max_h |W'_h - M_h W_h| / |W'_h| with M_h by least squares (a bias is one more column of W); for rows
         that are not queries (fused projections) |W' - W| / |W'|.
     """
-    import torch
-
     worst, where, half = 0.0, "", False
     for prefix, attention in attentions(model):
         for part in ("q_proj", "qkv_proj"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 TEXT = (
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it "
     "was the epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of "
@@ -23,8 +25,6 @@ def fixed_tokens(tokenizer: Any, vocabulary: int, longest: int) -> tuple[Any, bo
 
     Drawn, 256 at most, where there is no tokenizer or it makes less than two tokens of the text.
     """
-    import torch
-
     ids = [] if tokenizer is None else tokenizer(TEXT).input_ids[:longest]
     if drawn := len(ids) < 2:
         ids = torch.randint(vocabulary, (min(256, longest),), generator=torch.Generator().manual_seed(0))

@@ -7,22 +7,18 @@ KEY covers the contents read, the text field, the tokenizer and the format, so a
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from retrofox.data.encode import Encoded, Encoder, Pool, fingerprint
+from retrofox.data.encode import fingerprint
 from retrofox.data.files import (
     DIGESTS,
     FORMAT,
@@ -33,14 +29,11 @@ from retrofox.data.files import (
     is_complete,
     read_shard,
     sweep,
-    write_note,
 )
-from retrofox.data.read import Batch
-from retrofox.data.sources import SourceLike, Unit, resolve
-from retrofox.support.files import temporary, to_disk, write_whole
-
-IN_PROCESS_BYTES = 4 << 20
-"""Below this starting processes costs more than it gains."""
+from retrofox.data.sources import SourceLike, resolve
+from retrofox.data.tokenise import tokenise
+from retrofox.data.units import Unit
+from retrofox.support.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -193,7 +186,7 @@ def prepare_sources(
             Console(stderr=True, soft_wrap=True, emoji=False).print(
                 f"{there} of {total} token shards are in {folder}, {todo}", highlight=False, markup=False
             )
-        _tokenise(missing, tokenizer, folder, workers, progress)
+        tokenise(missing, tokenizer, folder, workers, progress)
         for unit, name, key in missing:
             if _key(unit, name, made_from, digests) != key:
                 (folder / f"{key}.json").unlink(missing_ok=True)
@@ -234,131 +227,3 @@ def _files(unit: Unit, digests: Digests) -> list[dict[str, Any]]:
         digest = hashlib.sha256(unit.identity(digests).encode()).hexdigest()
         return [{"path": unit.name, "bytes": unit.size, "sha256": digest}]
     return [{"path": str(path), "bytes": path.stat().st_size, "sha256": digests.of(path)} for path in paths]
-
-
-def _tokenise(units: list[tuple[Unit, str, str]], tokenizer: Any, folder: Path, workers: int, progress: bool) -> None:
-    """Writes the shards that are missing; those of one text field share a pool of processes."""
-    units = list({key: (unit, name, key) for unit, name, key in units}.values())  # the same content twice: once
-    total = sum(unit.size for unit, *_ in units)
-    with _bar(total, progress and bool(units)) as advance:
-        for name in dict.fromkeys(name for _, name, _ in units):
-            mine = [(unit, key) for unit, field_name, key in units if field_name == name]
-            small = sum(unit.size for unit, _ in mine) < IN_PROCESS_BYTES
-            with Pool(Encoder(tokenizer, name), 1 if small else workers) as pool:
-                _write_all(mine, name, pool, folder, advance)
-
-
-def _write_all(units: list[tuple[Unit, str]], text_field: str, pool: Pool, folder: Path, advance: Any) -> None:
-    """Writes shards one after the other, from one stream of batches: no process waits at the end of a unit."""
-    stream = _encoded([unit for unit, _ in units], text_field, pool)
-    for unit, key in units:
-        with _ShardWriter(folder, key, unit.name, pool.encoder.dtype) as writer:
-            for encoded, is_last in stream:
-                writer.add(encoded)
-                advance(encoded.size, len(encoded.tokens))
-                if is_last:
-                    break
-            writer.finish()
-
-
-def _encoded(units: list[Unit], text_field: str, pool: Pool) -> Iterator[tuple[Encoded, bool]]:
-    """The encoded batches of all units in order, each with whether it is its unit's last.
-
-    Reading runs ahead of tokenising; its error is raised after all units before it were given.
-    """
-    lasts: deque[bool] = deque()  # of the batches on their way
-    broken: list[Exception] = []
-
-    def batches() -> Iterator[Batch]:
-        for unit in units:
-            waiting = Batch("text")  # a unit without any batch is one without documents
-            try:
-                parts = (part for batch in unit.batches(text_field) for part in pool.encoder.divide(batch))
-                for number, part in enumerate(parts):
-                    if number:
-                        lasts.append(False)
-                        yield waiting
-                    waiting = part
-            except (ValueError, OSError) as error:
-                broken.append(error)
-                return
-            lasts.append(True)
-            yield waiting
-
-    for encoded in pool.map(batches()):
-        yield encoded, lasts.popleft()
-    if broken:
-        raise broken[0]
-
-
-class _ShardWriter:
-    """One shard, under temporary names until it is complete and on disk."""
-
-    def __init__(self, folder: Path, key: str, name: str, dtype: np.dtype):
-        self.folder, self.key, self.name, self.dtype = folder, key, name, dtype
-        self.digest = hashlib.sha256()
-        self.lengths: list[np.ndarray] = []
-        self.empty, self.unfinished = 0, False
-
-    def __enter__(self) -> _ShardWriter:
-        self.files = contextlib.ExitStack()
-        self.tokens = self.files.enter_context(temporary(self.folder, f"{self.key}.tokens"))
-        self.bounds = self.files.enter_context(temporary(self.folder, f"{self.key}.bounds"))
-        self.stream = self.files.enter_context(open(self.tokens, "wb"))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.files.close()
-
-    def add(self, part: Encoded) -> None:
-        """Appends the documents of a batch; the first may be the rest of the last batch's last."""
-        data, lengths = part.tokens.tobytes(), part.lengths
-        self.stream.write(data)
-        self.digest.update(data)
-        if self.unfinished:
-            self.lengths[-1][-1] += lengths[0]
-            lengths = lengths[1:]
-        if len(lengths):
-            self.lengths.append(lengths)
-        self.unfinished = part.unfinished
-        self.empty += part.empty
-
-    def finish(self) -> None:
-        """Moves the files into place, the note that makes them a shard last."""
-        to_disk(self.stream)
-        ends = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *self.lengths]), dtype="<i8")
-        self.digest.update(ends.tobytes())
-        with open(self.bounds, "wb") as stream:
-            stream.write(ends.tobytes())
-            to_disk(stream)
-        counts = (len(ends) - 1, int(ends[-1]), self.empty)
-        shard = Shard(self.key, self.name, *counts, self.dtype.str, self.digest.hexdigest())
-        os.replace(self.tokens, self.folder / f"{self.key}.tokens")
-        os.replace(self.bounds, self.folder / f"{self.key}.bounds")
-        write_note(self.folder, shard)
-
-
-@contextlib.contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Any]:
-    """Yields advance(source bytes, tokens)."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("tokenising"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TextColumn("{task.fields[counts]}"),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    started, tokens = time.perf_counter(), 0
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task("tokenising", total=total, counts="")
-
-        def advance(size: int, count: int) -> None:
-            nonlocal tokens
-            tokens += count
-            rate = tokens / (time.perf_counter() - started)
-            progress.update(task, advance=size, counts=f"{tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M/s")
-
-        yield advance
-        progress.update(task, completed=total)

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 
 from retrofox.anatomy import is_new_tensor, lm_class, on_meta
+from retrofox.loading.errors import understood
 from retrofox.loading.shards import Shards
-from retrofox.loading.source import understood
 
 
 def check_added(directory: Path, values: Mapping[str, Any], found: Shards) -> None:

@@ -8,13 +8,10 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from retrofox.loading.errors import opened_by_transformers, reading_gguf
 from retrofox.loading.outside import register_outside
 from retrofox.loading.shards import find
-from retrofox.loading.source import (
-    opened_by_transformers,
-    read_config,
-    reading_gguf,
-)
+from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.loading.trust import refuse_untrusted, trusts_code
 

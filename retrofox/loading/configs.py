@@ -8,8 +8,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from retrofox.families import check_supported
+from retrofox.loading.errors import reading_gguf, understood
 from retrofox.loading.outside import register_outside
-from retrofox.loading.source import check_source, read_config, reading_gguf, refuse_adapter, understood
+from retrofox.loading.source import check_source, read_config, refuse_adapter
 from retrofox.loading.trust import refuse_untrusted, trusts_code
 
 

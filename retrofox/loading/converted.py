@@ -11,8 +11,9 @@ from retrofox.anatomy import lm_class
 from retrofox.loading.adapter import base_of, with_adapter
 from retrofox.loading.added import check_added
 from retrofox.loading.device import resolve_device
+from retrofox.loading.errors import understood
 from retrofox.loading.shards import check_layers, find
-from retrofox.loading.source import read_config, understood
+from retrofox.loading.source import read_config
 from retrofox.model.configuration_fox import SUPPORTED
 
 

@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from retrofox.config import Recipe
 from retrofox.loading.configs import any_config
+from retrofox.loading.errors import reading_gguf
 from retrofox.loading.outside import register_outside
-from retrofox.loading.source import holds_converted, read_config, reading_gguf
+from retrofox.loading.source import holds_converted, read_config
 from retrofox.loading.trust import own_code, trusts_code
 from retrofox.model import configuration_fox
 from retrofox.model.configuration_fox import SUPPORTED

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache import GateCache, GrowingLayer
-from .configuration_fox import FoxSpec
-from .fixed import decode_at, decodes_at, visible_at
+from .cache import GateCache
 from .fused import Projections, available, enterable, untouched
 from .gates import ForgetGate
-from .masks import first_visible, visible_keys
 from .pro import PRO_MODULES, ProjectedAttention, add_pro
 from .rope import RotaryFade
-
-try:
-    from fox_kernels import decode_attention, decodes, forgetting_attention
-
-    SLOW_PATH = False
-except ImportError:
-    from .forgetting_eager import forgetting_attention
-
-    SLOW_PATH = True
+from .scores import SLOW_PATH, attend, attend_locally, scale_by_position
+from .spec import FoxSpec
 
 logger = logging.getLogger(__name__)
-LN_2 = 0.6931471805599453
-SHORT_SCORES = 1 << 25  # elements of one layer's score matrix: 9 heads x 1900 tokens, 128 MB in float32
 MODES = ("fox", "open", "shuffled", "original")
 NEW_MODULES = ("forget_gate", *PRO_MODULES)
 """Names of the modules a conversion adds to an attention layer; each has reset(), and all stay float32."""
@@ -185,7 +172,7 @@ class FoxMixin(nn.Module):
             if position_ids is None and gates.layer is not None:
                 position_ids = None if gates.layer.clock is None else gates.layer.clock.position
                 seen = gates.layer.get_seq_length()
-            query = _log_n(query, self.log_n, position_ids, seen)
+            query = scale_by_position(query, self.log_n, position_ids, seen)
         options: dict[str, Any] = {
             "scale": scaling,
             "window": sliding_window,
@@ -195,7 +182,7 @@ class FoxMixin(nn.Module):
             "prune": None if self.mode == "original" else self.prune,
         }
         if shards is None:
-            output = _attend(query, key, value, gates, attention_mask, cu_seqlens, options)
+            output = attend(query, key, value, gates, attention_mask, cu_seqlens, options)
         else:
             output = shards.attend(query, key, value, gates.log_f, options, attend_locally)
         return self.finish(output, gates.hidden_states), None
@@ -251,154 +238,6 @@ def fox_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor,
             "opens"
         )
     return module.attend(*args, **kwargs)
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    gates: GateCache,
-    attention_mask: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Takes the masked path, the kernels for decoding or the operator; shapes as in `FoxMixin.attend`."""
-    if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
-        if gates.layer is not None and gates.layer.parts:
-            return _by_head(query, gates, attention_mask, options)
-        return _masked(query, key, value, gates.cumulative(), attention_mask, options)
-    if gates.layer is not None and gates.layer.parts:
-        return _by_head(query, gates, attention_mask, options)
-    if gates.layer is not None and gates.layer.clock is not None:
-        return _at_clock(query, key, value, gates.layer, options)
-    seq_start = None
-    length = key.shape[2]
-    if attention_mask is not None and attention_mask.dim() == 2:
-        length = min(length, attention_mask.shape[1])
-        seq_start = first_visible(attention_mask)
-        key, value = key[:, :, :length], value[:, :, :length]
-    if cu_seqlens is None and _short_on_cpu(query, key):
-        high, low = (x[..., :length] for x in gates.cumulative())
-        visible = visible_keys(query.shape[2], length, seq_start, options["window"], query.device)
-        return _masked(query, key, value, (high, low), visible, options)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    layer = gates.layer
-    if layer is not None and not SLOW_PATH and decodes(q, k, v):
-        bound = None if options["prune"] is None else layer.key_bound(query.shape[-1])
-        high, low = (x[..., :length] for x in layer.cumulative())
-        return decode_attention(q, k, v, high, low, seq_start=seq_start, k_bound=bound, **options)
-    log_f = gates.log_f[:, :length]
-    if cu_seqlens is None:
-        return cast(torch.Tensor, forgetting_attention(q, k, v, log_f, seq_start=seq_start, **options))
-    batch, length = q.shape[:2]
-    q, k, v, log_f = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, log_f))
-    out = cast(torch.Tensor, forgetting_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, **options))
-    return out.view(batch, length, *out.shape[2:])
-
-
-def attend_locally(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    log_f: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Forgetting Attention of tensors that are whole rows, all on this device; shapes as in `FoxMixin.attend`."""
-    return _attend(query, key, value, GateCache(None, log_f), None, cu_seqlens, options)
-
-
-def _by_head(
-    query: torch.Tensor, gates: GateCache, attention_mask: torch.Tensor | None, options: dict[str, Any]
-) -> torch.Tensor:
-    """Attention to a cache that has kept different keys of each kv head; then what has become irrelevant is dropped."""
-    layer: Any = gates.layer
-    if attention_mask is not None and attention_mask.numel():
-        raise ValueError(
-            "a cache that forgets takes whole rows: prompts of one length without padding, one after the other"
-        )
-    outputs, width = [], query.shape[-1]
-    for part, q, log_f in zip(
-        layer.parts, query.chunk(len(layer.parts), 1), gates.new_log_f.chunk(len(layer.parts), -1), strict=True
-    ):
-        view = GateCache(None, log_f, gates.hidden_states, gates.position_ids)
-        view.layer = part
-        outputs.append(_attend(q, part.keys[..., :width], part.values, view, None, None, options))
-    layer.forget()
-    return torch.cat(outputs, 2)
-
-
-def _at_clock(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: GrowingLayer, options: dict[str, Any]
-) -> torch.Tensor:
-    """A decoding step whose length only the device knows: keys and values are rooms, and the clock says how full."""
-    clock, (high, low) = layer.clock, layer.cumulative()
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if decodes_at(q, k):
-        bound = None if options["prune"] is None else layer.key_bound(query.shape[-1])
-        return decode_at(q, k, v, high, low, clock.length, seq_start=clock.seq_start, k_bound=bound, **options)
-    return _masked(query, key, value, (high, low), visible_at(clock, query.shape[2], options["window"]), options)
-
-
-def _log_n(query: torch.Tensor, trained: int, position_ids: torch.Tensor | None, num_keys: int) -> torch.Tensor:
-    """Scales the query of position i by max(1, ln(i + 1) / ln(trained))."""
-    if position_ids is None:
-        position_ids = torch.arange(num_keys - query.shape[2], num_keys, device=query.device)[None]
-    factor = (torch.log(position_ids.float() + 1) / torch.log(torch.tensor(float(trained)))).clamp_min(1.0)
-    return query * factor[:, None, :, None].to(query.dtype)
-
-
-def _masked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    c: tuple[torch.Tensor, torch.Tensor],
-    mask: torch.Tensor | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """Forgetting Attention under any boolean mask (B, 1, T, S): torch's SDPA with the decay as an additive bias.
-
-    c, two floats of (B, H, S) in base 2, is the running sum of log f. A query's own position is the last key it may
-    see, sinks are the first; without a mask a single query sees all keys. With open gates the bias is 0 and the result
-    is bit for bit what SDPA gives the base model.
-    """
-    scaling, softcap, sink = options["scale"], options["softcap"], options["sink"]
-    own = None
-    if mask is not None:
-        mask = mask if mask.dtype == torch.bool else mask >= 0  # additive: 0 lets through, a large negative does not
-        own = mask.shape[-1] - 1 - mask.flip(-1).int().argmax(-1)  # (B, 1, T)
-    high, low = (x.to(torch.promote_types(query.dtype, x.dtype)) for x in c)
-    if own is None:  # a single query, the last
-        decay, lost = ((x[..., -1:] - x)[:, :, None] for x in (high, low))
-    else:
-        own = own.expand(*high.shape[:2], -1)
-        decay, lost = (x.gather(-1, own)[..., None] - x[..., None, :] for x in (high, low))
-    decay = (decay + lost) * LN_2
-    if mask is None:
-        decay[..., :sink] = 0.0
-    elif sink:
-        decay = decay.masked_fill(mask & (mask.cumsum(-1) <= sink), 0.0)
-    bias = decay.to(query.dtype if softcap is None else torch.float32)
-    if mask is not None:
-        bias = bias.masked_fill(~mask, float("-inf"))
-    if softcap is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=True)
-    else:
-        groups = query.shape[1] // key.shape[1]
-        scores = (query @ key.repeat_interleave(groups, 1).transpose(-1, -2)).float()
-        scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-        weights = torch.softmax(softcap * torch.tanh(scores / softcap) + bias, -1)
-        out = weights.to(value.dtype) @ value.repeat_interleave(groups, 1)
-    if mask is not None:
-        out = out.masked_fill(~mask.any(-1, keepdim=True), 0.0)
-    return out.transpose(1, 2).contiguous()
-
-
-def _short_on_cpu(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether to take SDPA with a bias: inference on a CPU, where the whole score matrix is small."""
-    if query.device.type != "cpu" or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
-        return False
-    return query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= SHORT_SCORES
 
 
 def _say_slow_once() -> None:

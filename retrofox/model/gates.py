@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import fused
-from .configuration_fox import OPEN_BIAS, FoxSpec, alibi_half_lives, bias_from_half_life, half_life_ladder
+from .half_lives import OPEN_BIAS, alibi_half_lives, bias_from_half_life, half_life_ladder
+from .spec import FoxSpec
 
 DEAD_DECAY = 1e-4
 """Nats: a gate that decays less over a whole row changes no attention weight by more than 0.01 %: it is dead."""

@@ -47,10 +47,13 @@ REMOTE_FILES = (
     "forgetting_eager.py",
     "fused.py",
     "gates.py",
+    "half_lives.py",
     "lean.py",
     "masks.py",
     "pro.py",
     "rope.py",
+    "scores.py",
+    "spec.py",
 )
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")

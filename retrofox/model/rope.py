@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .configuration_fox import FoxSpec
+from .spec import FoxSpec
 
 FEW_TURNS, MANY_TURNS = 1.0, 32.0
 """Turns within the trained length below which a pair is slow, and from which it is fast."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 
@@ -11,3 +12,8 @@ def fresh_python(program: str) -> list[str]:
     `-m` and a plain `-c` look in the working directory first, where a random.py or a datasets.py of the user's may lie.
     """
     return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}"]
+
+
+def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs `program`, Python source, in a new process; returns its exit code, stdout and stderr."""
+    return subprocess.run([*fresh_python(program), *map(str, arguments)], capture_output=True, text=True, check=False)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from retrofox.loading.shards import NO_LOCKS
+from retrofox.loading.appearing import NO_LOCKS
 from retrofox.support.files import missing, remove_empty
 from retrofox.training.checkpoint import check_writable
 

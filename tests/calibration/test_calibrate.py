@@ -34,6 +34,7 @@ from retrofox.calibration.calibrate import apply_to, calibrate
 from retrofox.calibration.half_life import MassByDistance, calibrate_half_lives
 from retrofox.calibration.run import fold
 from retrofox.calibration.source import Checkpoint
+from retrofox.calibration.student import Student, Window, best_constant_gates, divergence, scores, worse
 from retrofox.calibration.windows import documents_of, full_windows, pieces
 from retrofox.config import validate
 from retrofox.conversion.artefact import write
@@ -150,7 +151,7 @@ def one_layer(family, tokens, spec=SPEC):
     for original, block in captured:
         converted = capture.converted_operands(layer.self_attn, block)
         finish = capture.query_finish(layer.self_attn, converted, block)
-        windows.append(fitting.Window(original, converted, finish, spec.sink_tokens, None))
+        windows.append(Window(original, converted, finish, spec.sink_tokens, None))
     return windows
 
 
@@ -164,7 +165,7 @@ def test_gradient_of_a_block_is_that_of_kl_and_output_error_written_out(family, 
     heads, length, head_dim = window.original.query.shape
     start, stop = 16, 37
     generator = torch.Generator().manual_seed(2)
-    student = fitting.Student(
+    student = Student(
         torch.randn(heads, generator=generator),
         0.3 * torch.randn(heads, SHAPE["hidden_size"], generator=generator),
         torch.eye(head_dim) + 0.2 * torch.randn(heads, head_dim, head_dim, generator=generator),
@@ -332,9 +333,9 @@ def test_divergence_is_zero_for_the_same_attention(tokens):
     layer = capture.decoder_layers(model)[0]
     left, [(original, block)] = capture.run_original(layer, hidden, calls[0])
     converted = capture.converted_operands(layer.self_attn, block)
-    window = fitting.Window(original, converted, None, 1, None)
+    window = Window(original, converted, None, 1, None)
     gate = layer.self_attn.forget_gate
-    kl = fitting.divergence([window], fitting.Student(gate.bias.detach(), gate.weight.detach()))
+    kl = divergence([window], Student(gate.bias.detach(), gate.weight.detach()))
     assert kl.shape == (1, 4)
     torch.testing.assert_close(kl, torch.zeros_like(kl), rtol=0, atol=1e-6)
     with attention_mode(model, "original"):
@@ -375,8 +376,8 @@ def test_planted_decay_is_recovered_from_queries_and_keys():
     query = torch.stack([-slopes[:, None] * position, slopes[:, None].expand(-1, length)], -1)
     key = torch.stack([torch.ones(length), position], -1)[None]
     operands = capture.Operands(query, key, key, 1.0, None, None, torch.zeros(length, 8), None)
-    scores = fitting.scores(query, key, operands, 0)
-    torch.testing.assert_close(scores, -slopes[:, None, None] * distance, rtol=1e-4, atol=1e-3)
+    logits = scores(query, key, operands, 0)
+    torch.testing.assert_close(logits, -slopes[:, None, None] * distance, rtol=1e-4, atol=1e-3)
     measured.add(operands, 128)
     for head, half_life in enumerate(planted):
         assert measured.fit(head)[0] == pytest.approx(half_life, rel=0.02)
@@ -473,7 +474,7 @@ def test_short_documents_make_shorter_windows_and_many_files_share(pico_checkpoi
 def test_one_window_unlike_the_others_does_not_decide_whether_a_fit_is_kept():
     before = torch.tensor([[1.0, 0.3, 0.0], [2.0, 0.3, 0.0]])
     after = torch.tensor([[0.1, 0.4, 0.0], [4.0, 0.3, 0.0]])
-    assert fitting.worse(before, after).tolist() == [False, True, False]
+    assert worse(before, after).tolist() == [False, True, False]
 
 
 def test_no_window_begins_with_one_token_twice():
@@ -491,11 +492,11 @@ def test_best_constant_gates_are_those_of_least_divergence(tokens):
     layer = capture.decoder_layers(model)[0]
     _, captured = capture.run_original(layer, hidden, calls[0])
     attention = layer.self_attn
-    windows = [fitting.Window(o, capture.converted_operands(attention, b), None, 1, None) for o, b in captured]
+    windows = [Window(o, capture.converted_operands(attention, b), None, 1, None) for o, b in captured]
     choices = [3.0, 12.0, 50.0, 400.0]
-    student = fitting.Student(torch.zeros(4))
-    fitting.best_constant_gates(windows, student, choices)
-    each = [fitting.divergence(windows, fitting.Student(torch.full((4,), bias_from_half_life(h)))) for h in choices]
+    student = Student(torch.zeros(4))
+    best_constant_gates(windows, student, choices)
+    each = [divergence(windows, Student(torch.full((4,), bias_from_half_life(h)))) for h in choices]
     best = [bias_from_half_life(choices[i]) for i in torch.stack([kl.mean(0) for kl in each]).argmin(0).tolist()]
     torch.testing.assert_close(student.bias, torch.tensor(best))
 

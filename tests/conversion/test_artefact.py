@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from retrofox import FoxSpec
 from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.report import print_conversion
 from retrofox.conversion.verify import compare
-from retrofox.loading.shards import INDEX, Appearing
+from retrofox.loading.appearing import Appearing
+from retrofox.loading.shards import INDEX
 
 TOKENS = torch.arange(2, 34)[None]
 
@@ -289,9 +289,10 @@ def test_a_base_that_asks_for_an_attention_of_its_own_is_converted_and_proven(so
     assert not {"_attn_implementation", "attn_implementation"} & written.keys()
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_a_proof_that_is_killed_says_what_may_have_been_wrong(source, tmp_path, monkeypatch):
     kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    monkeypatch.setattr("retrofox.conversion.verify.fresh_python", lambda program: kill)
+    monkeypatch.setattr("retrofox.support.processes.fresh_python", lambda program: kill)
     refused("killed by signal 9: it holds the base.*--no-verify", source, tmp_path / "out")
 
 
@@ -317,7 +318,9 @@ def test_a_shard_named_as_the_one_that_is_added(source, tmp_path):
     refused(f"has a shard called {GATES_SHARD}", source, tmp_path / "out", verify=False)
 
 
-def test_the_proof_runs_where_a_module_of_the_users_hides_one_of_pythons(source, tmp_path, monkeypatch):
+def test_the_proof_runs_where_a_module_of_the_users_hides_one_of_pythons(
+    source, tmp_path, monkeypatch, fresh_processes
+):
     (tmp_path / "random.py").write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
     assert retrofox.convert("base", "out")["parity"]["equal"]
@@ -334,21 +337,13 @@ def test_files_are_utf8_whatever_the_locale(source, tmp_path):
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_interruption_leaves_no_half_written_out(source, tmp_path, how):
+def test_interruption_leaves_no_half_written_out(source, tmp_path, how, launch):
     out = tmp_path / "out"
-    slow = "import retrofox.conversion.directory as a, time, sys, signal\n"
-    slow += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    slow += "a.write_remote_code = lambda d: (print('writing', flush=True), time.sleep(60))\n"
-    slow += f"import retrofox; retrofox.convert({str(source)!r}, {str(out)!r}, verify=False)\n"
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    time.sleep(0.1)
-    process.send_signal(how)
-    assert process.wait(timeout=60) != 0
-    process.stdout.close()
+    interrupted = "import os, signal\nimport retrofox.conversion.directory as written\n"
+    interrupted += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    interrupted += f"written.write_remote_code = lambda d: os.kill(os.getpid(), {int(how)})\n"
+    interrupted += f"import retrofox; retrofox.convert({str(source)!r}, {str(out)!r}, verify=False)\n"
+    assert launch(interrupted).returncode != 0
     assert not out.exists()
     assert (out.parent / ".out.partial").exists() == (how == signal.SIGKILL)
     retrofox.convert(source, out, verify=False)  # starts clean

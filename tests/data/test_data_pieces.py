@@ -93,7 +93,7 @@ def test_a_long_blank_text_is_empty_and_not_utf8_is_refused(tmp_path, short_piec
 
 def test_shards_before_an_unreadable_file_are_kept(tmp_path, monkeypatch):
     tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
-    monkeypatch.setattr("retrofox.data.shards.IN_PROCESS_BYTES", 0)
+    monkeypatch.setattr("retrofox.data.tokenise.IN_PROCESS_BYTES", 0)
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(make_text(50 + number), encoding="utf-8")
     (tmp_path / "2.txt.gz").write_bytes(b"no gzip")

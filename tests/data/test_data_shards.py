@@ -56,7 +56,7 @@ def test_a_tokenizer_without_eos_appends_nothing(tmp_path, texts, make_tokenizer
 
 
 def test_processes_give_the_same_shards_as_one(tmp_path, tokenizer, monkeypatch, make_text, prepared):
-    monkeypatch.setattr("retrofox.data.shards.IN_PROCESS_BYTES", 0)
+    monkeypatch.setattr("retrofox.data.tokenise.IN_PROCESS_BYTES", 0)
     monkeypatch.setattr("retrofox.data.read.BATCH_BYTES", 2000)
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"text": make_text(n, 1 + n % 200)}) for n in range(300)))
@@ -153,10 +153,10 @@ import signal
 import time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process begun in the background has it ignored
 from transformers import AutoTokenizer
-import retrofox.data.shards as shards
+from retrofox.data import shards, tokenise
 from retrofox.data.sources import DataSource
 from retrofox.data.encode import Encoder
-shards.IN_PROCESS_BYTES = 0
+tokenise.IN_PROCESS_BYTES = 0
 call = Encoder.__call__
 def slow(self, batch):
     time.sleep(1e-3 if "0.txt" in batch.names else 60)

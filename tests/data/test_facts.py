@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from retrofox.data.facts import with_facts
-from retrofox.data.sources import DataSource, Digests, resolve
+from retrofox.data.files import Digests
+from retrofox.data.sources import DataSource, resolve
 from retrofox.data.windows import documents
 
 WORDS = [

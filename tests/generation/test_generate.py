@@ -15,7 +15,7 @@ import retrofox
 from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate
 from retrofox.loading.opened import Opened, open_model
-from retrofox.model import attention as attention_module
+from retrofox.model import scores
 from retrofox.model.forgetting import ForgettingCache
 
 PROMPTS = ["the fox forgets", "a", "the gate is open and the fox forgets the gate"]
@@ -339,9 +339,9 @@ def test_a_decoding_step_copies_nothing_of_the_cache(pico_fox, monkeypatch):
                 moved[-1] += sum(x.numel() * x.element_size() for x in tensors)
             return out
 
-    monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
-    monkeypatch.setattr(attention_module, "decodes", lambda q, k, v: True)
-    monkeypatch.setattr(attention_module, "decode_attention", lambda q, *_, **__: q.contiguous())
+    monkeypatch.setattr(scores, "SHORT_SCORES", 0)
+    monkeypatch.setattr(scores, "decodes", lambda q, k, v: True)
+    monkeypatch.setattr(scores, "decode_attention", lambda q, *_, **__: q.contiguous())
     model = pico_fox(prune=-8.0)
     for length in (1100, 2100):
         ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)

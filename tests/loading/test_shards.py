@@ -18,9 +18,11 @@ import retrofox
 import retrofox.conversion.directory
 from retrofox import FoxSpec
 from retrofox.calibration.source import tensor_files
+from retrofox.loading import appearing as appearing_module
 from retrofox.loading import shards
+from retrofox.loading.appearing import Appearing, copy
 from retrofox.loading.opened import open_model
-from retrofox.loading.shards import INDEX, SINGLE, Appearing
+from retrofox.loading.shards import INDEX, SINGLE
 from retrofox.loading.source import begun
 
 SINGLE_FILE = "model.safetensors"
@@ -256,7 +258,7 @@ def test_out_without_a_name_of_its_own(sharded, tmp_path, monkeypatch):
 
 
 def test_a_full_disk(single, monkeypatch):
-    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore
+    monkeypatch.setattr(appearing_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore
     refused(single, "has 1 bytes free")
 
 
@@ -276,7 +278,9 @@ def test_a_place_that_can_not_be_written_to(single, tmp_path, monkeypatch):
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented")))
+    monkeypatch.setattr(
+        appearing_module.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented"))
+    )
     with Appearing(tmp_path / "out") as appearing:
         appearing.commit()
     assert (tmp_path / "out").is_dir()
@@ -294,7 +298,7 @@ def test_an_error_while_copying_is_told(sharded, tmp_path, monkeypatch):
         yield 5
         raise OSError(5, "Input/output error", str(file))
 
-    monkeypatch.setattr(shards, "copy", failing)
+    monkeypatch.setattr(appearing_module, "copy", failing)
     refused(sharded, "Input/output error", OSError)
 
 
@@ -303,9 +307,9 @@ def test_copying_without_the_kernels_help(sharded, tmp_path, monkeypatch):
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "copy_file_range", cant)
-    monkeypatch.setattr(shards, "COPY_STEP", 1000)
+    monkeypatch.setattr(appearing_module, "COPY_STEP", 1000)
     source = next(sharded.glob("*.safetensors"))
-    assert sum(shards.copy(source, tmp_path / "copy")) == source.stat().st_size
+    assert sum(copy(source, tmp_path / "copy")) == source.stat().st_size
     assert (tmp_path / "copy").read_bytes() == source.read_bytes()
 
 
@@ -351,7 +355,7 @@ def test_a_file_too_large_for_the_target_is_named(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(1 << 20))
     script = (
-        "import resource, sys; from pathlib import Path; from retrofox.loading.shards import copy;"
+        "import resource, sys; from pathlib import Path; from retrofox.loading.appearing import copy;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); list(copy(Path(sys.argv[1]), Path(sys.argv[2])))"
     )

@@ -10,8 +10,8 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions, inner_model, is_new_tensor, logits_from_hidden
 from retrofox.families import check_supported, trained_length
-from retrofox.model import attention as attention_module
-from retrofox.model import captured
+from retrofox.model import captured, scores
+from retrofox.model.attention import FoxMixin
 from retrofox.model.configuration_fox import SUPPORTED
 
 PICO = {
@@ -154,7 +154,7 @@ def tokens() -> torch.Tensor:
 @pytest.fixture(params=["short", "operator"])
 def path(request, monkeypatch) -> str:
     if request.param == "operator":
-        monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+        monkeypatch.setattr(scores, "SHORT_SCORES", 0)
     return request.param
 
 
@@ -319,13 +319,13 @@ def test_a_window_hides_what_is_beyond_it(fox, tokens, path):
 def test_each_layer_says_how_many_tokens_it_exempts_from_decay(fox, tokens, monkeypatch):
     """What `attend` is called with is what convert, inspect and the card report."""
     windows = []
-    attend = attention_module.FoxMixin.attend
+    attend = FoxMixin.attend
 
     def watched(self, *args, sliding_window=None, **kwargs):
         windows.append((self.window, sliding_window))
         return attend(self, *args, sliding_window=sliding_window, **kwargs)
 
-    monkeypatch.setattr(attention_module.FoxMixin, "attend", watched)
+    monkeypatch.setattr(FoxMixin, "attend", watched)
     logits(fox, tokens)
     assert len(windows) == len(list(attentions(fox)))
     assert all(said == got for said, got in windows)

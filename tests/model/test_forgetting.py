@@ -58,7 +58,7 @@ def answered(cache: Any, q, k, v, log_f, options, chunks) -> torch.Tensor:
         for qc, kc, vc, fc in zip(*(x.split(chunks, 2) for x in (q, k, v)), log_f.split(chunks, 1), strict=True):
             gates = GateCache(cache, fc)
             keys, values = gates.update(kc, vc, 0)
-            outputs.append(attention_module._attend(qc, keys, values, gates, None, None, options))
+            outputs.append(attention_module.attend(qc, keys, values, gates, None, None, options))
     return torch.cat(outputs, 1)
 
 
@@ -110,7 +110,7 @@ def test_short_gates_forget_and_open_ones_do_not():
 
 def seen_norms(model, ids) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(largest |q| of each head, largest |k|, least own score) of each layer on a text."""
-    found, original = [], attention_module._attend
+    found, original = [], attention_module.attend
 
     def noted(query, key, value, gates, mask, cu_seqlens, options):
         scale = options["scale"] or query.shape[-1] ** -0.5
@@ -119,7 +119,7 @@ def seen_norms(model, ids) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tenso
         return original(query, key, value, gates, mask, cu_seqlens, options)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(attention_module, "_attend", noted)
+        patch.setattr(attention_module, "attend", noted)
         model(ids, use_cache=False)
     return found
 

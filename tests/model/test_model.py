@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions, is_new_tensor
-from retrofox.model import attention as attention_module
+from retrofox.model import scores
 
 LENGTH = 24
 
@@ -34,7 +34,7 @@ def fox(pico_fox):
 def path(request, monkeypatch) -> str:
     """Both ways through the attention: SDPA with a bias for short texts on a CPU, and the operator."""
     if request.param == "operator":
-        monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+        monkeypatch.setattr(scores, "SHORT_SCORES", 0)
     return request.param
 
 
@@ -379,11 +379,11 @@ def test_fixed_gates_have_nothing_to_train(pico_fox):
 
 @pytest.mark.parametrize("sink_tokens", [0, 1])
 def test_pruning_loses_at_most_its_share_of_the_attention(pico_fox, tokens, monkeypatch, sink_tokens):
-    monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+    monkeypatch.setattr(scores, "SHORT_SCORES", 0)
     spec = {"half_life": (0.3, 3.0), "sink_tokens": sink_tokens, "rope": "drop"}
     whole, pruned = pico_fox(**spec), pico_fox(**spec, prune=-8.0)
     seen = []
-    operator = attention_module.forgetting_attention
+    operator = scores.forgetting_attention
 
     def watched(q, k, v, log_f, **options):
         seen.append(options["prune"])
@@ -395,7 +395,7 @@ def test_pruning_loses_at_most_its_share_of_the_attention(pico_fox, tokens, monk
         assert (out - exact).abs().max() <= limit
         return out
 
-    monkeypatch.setattr(attention_module, "forgetting_attention", watched)
+    monkeypatch.setattr(scores, "forgetting_attention", watched)
     close(logits(pruned, tokens), logits(whole, tokens), 0.05)
     assert set(seen) == {None, -8.0}
     pruned(tokens, labels=tokens).loss.backward()

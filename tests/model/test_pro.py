@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions, is_new_tensor
-from retrofox.model import attention as attention_module
+from retrofox.model import scores
 from retrofox.model.configuration_fox import PRO_PARTS
 from retrofox.model.pro import HeadNorm, OutputGate, Shift
 
@@ -37,7 +37,7 @@ def fox(request, pico_fox):
 @pytest.fixture(params=["short", "operator"])
 def path(request, monkeypatch) -> str:
     if request.param == "operator":
-        monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+        monkeypatch.setattr(scores, "SHORT_SCORES", 0)
     return request.param
 
 

@@ -23,28 +23,29 @@ import sys
 {hide}
 import torch, transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-where, out = sys.argv[1], sys.argv[2]
-tokens = torch.load(where + "/tokens.pt")
-model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True).eval()
-assert type(AutoConfig.from_pretrained(where, trust_remote_code=True)).__name__ == "FoxLlamaConfig"
-with torch.no_grad():
-    logits = model(tokens).logits
-    hidden = AutoModel.from_pretrained(where, trust_remote_code=True).eval()(tokens).last_hidden_state
-assert torch.allclose(model.lm_head(hidden), logits, atol=1e-6)
-options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
-generated = model.generate(tokens, **options)
-assert torch.equal(generated, model.generate(tokens, use_cache=False, **options))
-assert torch.equal(generated, model.generate(tokens, cache_implementation="static", **options))
-mask = torch.ones_like(tokens)
-mask[1, :5] = 0
-padded = model(tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits[1, 5:]
-assert torch.allclose(padded, model(tokens[1:, 5:]).logits[0], atol=1e-4)
-model.train()(tokens, labels=tokens).loss.backward()
-half = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True, dtype=torch.bfloat16)
-kinds = {{p.dtype for n, p in half.named_parameters() if "forget_gate" in n}}
-assert kinds <= {{torch.float32}}, kinds
-model.save_pretrained(out)
-torch.save((logits, generated), out + "/answer.pt")
+for where in sys.argv[1:]:
+    out = where + "-again"
+    tokens = torch.load(where + "/tokens.pt")
+    model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True).eval()
+    assert type(AutoConfig.from_pretrained(where, trust_remote_code=True)).__name__ == "FoxLlamaConfig"
+    with torch.no_grad():
+        logits = model(tokens).logits
+        hidden = AutoModel.from_pretrained(where, trust_remote_code=True).eval()(tokens).last_hidden_state
+    assert torch.allclose(model.lm_head(hidden), logits, atol=1e-6)
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    generated = model.generate(tokens, **options)
+    assert torch.equal(generated, model.generate(tokens, use_cache=False, **options))
+    assert torch.equal(generated, model.generate(tokens, cache_implementation="static", **options))
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    padded = model(tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits[1, 5:]
+    assert torch.allclose(padded, model(tokens[1:, 5:]).logits[0], atol=1e-4)
+    model.train()(tokens, labels=tokens).loss.backward()
+    half = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True, dtype=torch.bfloat16)
+    kinds = {{p.dtype for n, p in half.named_parameters() if "forget_gate" in n}}
+    assert kinds <= {{torch.float32}}, kinds
+    model.save_pretrained(out)
+    torch.save((logits, generated), out + "/answer.pt")
 assert not {{"retrofox", "fox_kernels", "triton"}} & set(sys.modules), "not alone"
 print("transformers", transformers.__version__)
 """
@@ -57,44 +58,51 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-@pytest.fixture(params=SPECS)
-def artefact(request, pico_fox, tmp_path) -> Path:
-    path = tmp_path / "artefact"
-    model = pico_fox(**SPECS[request.param])
-    model.save_pretrained(path)
-    torch.save(TOKENS, path / "tokens.pt")
-    with torch.no_grad():
-        logits = model(TOKENS).logits
-    generated = model.generate(TOKENS, max_new_tokens=6, do_sample=False, eos_token_id=None)
-    torch.save((logits, generated), path / "expected.pt")
-    return path
+@pytest.fixture(scope="module")
+def artefacts(pico_fox, tmp_path_factory) -> list[Path]:
+    """A saved model of each spec, with tokens and what the model answers to them."""
+    folder, found = tmp_path_factory.mktemp("artefacts"), []
+    for name, spec in SPECS.items():
+        path = folder / name.replace(" ", "_")
+        model = pico_fox(**spec)
+        model.save_pretrained(path)
+        torch.save(TOKENS, path / "tokens.pt")
+        with torch.no_grad():
+            logits = model(TOKENS).logits
+        generated = model.generate(TOKENS, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        torch.save((logits, generated), path / "expected.pt")
+        found.append(path)
+    return found
 
 
-def run(python: Path | str, program: str, artefact: Path, **environment: str) -> str:
-    """Runs the program on the artefact in a fresh process and compares its answers; returns what it printed."""
-    out = artefact.parent / "out"
-    environment = {
-        **os.environ,
-        "HF_MODULES_CACHE": str(artefact.parent / "modules"),
-        "OMP_NUM_THREADS": "1",
-        **environment,
-    }
-    command = [str(python), "-c", program, str(artefact), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=artefact.parent)
+def again(artefact: Path) -> Path:
+    """Where the program saves what it loaded, and its answers."""
+    return artefact.with_name(f"{artefact.name}-again")
+
+
+def run(python: Path | str, program: str, artefacts: list[Path], **environment: str) -> str:
+    """Runs the program on all artefacts in one fresh process and compares its answers; returns what it printed."""
+    folder = artefacts[0].parent
+    environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "OMP_NUM_THREADS": "1", **environment}
+    command = [str(python), "-c", program, *map(str, artefacts)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.count("slow path") == 1, done.stderr
-    for answer, expected in zip(torch.load(out / "answer.pt"), torch.load(artefact / "expected.pt"), strict=True):
-        torch.testing.assert_close(answer, expected, atol=1e-5, rtol=0)
+    assert done.stderr.count("slow path") == len(artefacts), done.stderr  # each brings code of its own
+    for artefact in artefacts:
+        answers = zip(torch.load(again(artefact) / "answer.pt"), torch.load(artefact / "expected.pt"), strict=True)
+        for answer, expected in answers:
+            torch.testing.assert_close(answer, expected, atol=1e-5, rtol=0)
     return done.stdout
 
 
-def test_without_retrofox_kernels_and_triton(artefact):
-    run(sys.executable, PROGRAM.format(hide=HIDE), artefact)
+def test_without_retrofox_kernels_and_triton(artefacts):
+    run(sys.executable, PROGRAM.format(hide=HIDE), artefacts)
     import retrofox
 
-    with torch.no_grad():
-        again = retrofox.load(artefact.parent / "out")(TOKENS).logits
-    torch.testing.assert_close(again, torch.load(artefact / "expected.pt")[0], atol=1e-5, rtol=0)
+    for artefact in artefacts:
+        with torch.no_grad():
+            logits = retrofox.load(again(artefact))(TOKENS).logits
+        torch.testing.assert_close(logits, torch.load(artefact / "expected.pt")[0], atol=1e-5, rtol=0)
 
 
 def test_remote_files_are_all_of_the_model_and_import_nothing_else():
@@ -148,7 +156,7 @@ def installed(request, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_in_a_clean_environment_with_one_version_of_transformers(clean_python, installed, artefact):
+def test_in_a_clean_environment_with_one_version_of_transformers(clean_python, installed, artefacts):
     version = next(installed.glob("transformers-*.dist-info")).name.split("-")[1].removesuffix(".dist")
-    printed = run(clean_python, PROGRAM.format(hide=""), artefact, PYTHONPATH=str(installed))
+    printed = run(clean_python, PROGRAM.format(hide=""), artefacts, PYTHONPATH=str(installed))
     assert printed.split() == ["transformers", version]

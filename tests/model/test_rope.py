@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions
-from retrofox.model import attention as attention_module
+from retrofox.model import scores
 from retrofox.model.fused import unrotated, with_rotary
 from retrofox.model.rope import fades, interpolated
 
@@ -111,7 +111,7 @@ MODES = {
 @pytest.mark.parametrize("path", ["short", "operator"])
 def test_a_dialled_model_is_the_base_with_dialled_frequencies(monkeypatch, kind, mode, path, tokens):
     if path == "operator":
-        monkeypatch.setattr(attention_module, "SHORT_SCORES", 0)
+        monkeypatch.setattr(scores, "SHORT_SCORES", 0)
     base = make_base(kind)
     model = convert(base, **MODES[mode])
     [fade] = {tuple(module.rotary_fade.fade) for _, module in attentions(model)}

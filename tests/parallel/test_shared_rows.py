@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +23,27 @@ def rows() -> dict[str, dict[str, Any]]:
     return module.ROWS
 
 
-def run_checks(processes: int) -> dict[str, dict[str, float]]:
-    """Name -> figures of every check that so many processes make together."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port"]
-    done = subprocess.run(
-        [*command, str(port), str(HERE / "checks.py"), json.dumps(rows() if processes == 2 else {})],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line.pop("check"): line for line in lines}
+@pytest.fixture(scope="module")
+def run_checks(launch):
+    """run_checks(processes) -> name -> figures of every check that so many processes make together."""
+
+    def run(processes: int) -> dict[str, dict[str, float]]:
+        families = json.dumps(rows() if processes == 2 else {})
+        done = launch((HERE / "checks.py").read_text(), families, processes=processes)
+        assert done.returncode == 0, done.stderr[-4000:]
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return {line.pop("check"): line for line in lines}
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def two() -> dict[str, dict[str, float]]:
+def two(run_checks) -> dict[str, dict[str, float]]:
     return run_checks(2)
 
 
 @pytest.fixture(scope="module")
-def four() -> dict[str, dict[str, float]]:
+def four(run_checks) -> dict[str, dict[str, float]]:
     return run_checks(4)
 
 

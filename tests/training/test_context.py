@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,42 +14,7 @@ from retrofox.config import load_recipe
 from retrofox.training.preflight import preflight
 from retrofox.training.train import train
 
-RUNNER = """
-import os, signal, sys
-from retrofox.training.loop import FoxTrainer
-
-event, when, sharded = sys.argv[2], int(sys.argv[3]), sys.argv[4] == "fsdp"
-plain, sent = FoxTrainer.training_step, []
-def training_step(self, *args, **kwargs):
-    if self.state.global_step == when and not sent and os.environ["RANK"] == "1":
-        sent.append(event)
-        os.kill(os.getpid(), getattr(signal, event))
-    return plain(self, *args, **kwargs)
-if event != "none":
-    FoxTrainer.training_step = training_step
-if sharded:  # accelerate runs DDP on CPUs when asked for FSDP2: make it mean it
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-    ordinary = FoxTrainer.create_accelerator_and_postprocess
-    def create(self):
-        ordinary(self)
-        self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        self.accelerator.state.distributed_type = DistributedType.FSDP
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        self.is_fsdp_enabled = True
-    FoxTrainer.create_accelerator_and_postprocess = create
-sys.argv = ["retrofox", "train", sys.argv[1]]
-from retrofox.cli.app import main
-main()
-"""
 CP_OF_ACCELERATE = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
-FSDP = {
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}
 
 
 @pytest.fixture
@@ -93,25 +54,6 @@ def recipe_for(tmp_path, pico_fox, pico_tokenizer):
     return build
 
 
-def run(file: Path, processes: int, event: str = "none", when: int = 0, mode: str = "ddp", **environment: str):
-    """Runs a recipe in several processes over gloo; `event` is what process 1 sends itself. Returns what it left."""
-    runner = file.parent / "runner.py"
-    runner.write_text(RUNNER)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port"]
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(FSDP if mode == "fsdp" else {}), **environment}
-    return subprocess.run(
-        [*command, str(port), str(runner), str(file), event, str(when), mode],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **variables},
-        timeout=250,
-    )
-
-
 def log(file: Path) -> list[tuple]:
     """(step, loss, gradient norm, half-life) of every step."""
     lines = (Path(load_recipe(file).output) / "log.jsonl").read_text().splitlines()
@@ -130,11 +72,11 @@ def same(ours: Path, theirs: Path) -> None:
     assert evaluated(ours) == pytest.approx(evaluated(theirs), rel=1e-5)
 
 
-def test_a_lost_process_ends_the_others_and_one_alone_resumes(recipe_for):
+def test_a_lost_process_ends_the_others_and_one_alone_resumes(recipe_for, run_recipe):
     whole, file = recipe_for("whole"), recipe_for("shared")
     train(load_recipe(whole))
     started = time.monotonic()
-    killed = run(file, 2, "SIGKILL", 3, **CP_OF_ACCELERATE)
+    killed = run_recipe(file, "SIGKILL", 3, 2, 1, **CP_OF_ACCELERATE)
     assert killed.returncode != 0
     assert time.monotonic() - started < 100  # most of it is starting up; a lost process is told of within seconds
     assert "rows shared by 2: heads x 2, ring of 1" in killed.stderr
@@ -148,16 +90,16 @@ def test_a_lost_process_ends_the_others_and_one_alone_resumes(recipe_for):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(recipe_for):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(recipe_for, run_recipe):
     # 1: a ring of two; heads that trade are covered above
     parallel = {"context": 2, "ulysses": 1}
     whole, file = (recipe_for(name, parallel=parallel) for name in ("whole", "stopped"))
-    done = run(whole, 2)
+    done = run_recipe(whole, processes=2)
     assert done.returncode == 0, done.stderr
     assert "ring of 2" in done.stderr
-    stopped = run(file, 2, "SIGTERM", 3)
+    stopped = run_recipe(file, "SIGTERM", 3, 2, 1)
     assert "signal 15: saved at step 4" in stopped.stderr, stopped.stderr
-    resumed = run(file, 2)
+    resumed = run_recipe(file, processes=2)
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed stage 0 at step 4 of 6" in resumed.stderr
     assert log(file) == log(whole)
@@ -170,12 +112,12 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(recipe_for):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_shared_rows_beside_data_parallelism_and_sharded_weights(recipe_for, mode):
+def test_shared_rows_beside_data_parallelism_and_sharded_weights(recipe_for, run_recipe, mode):
     whole, file = recipe_for("whole"), recipe_for("shared", parallel={"context": 2})
     train(load_recipe(whole))
-    stopped = run(file, 4, "SIGTERM", 3, mode)
+    stopped = run_recipe(file, "SIGTERM", 3, 4, 1, mode)
     assert "signal 15: saved at step 4" in stopped.stderr, stopped.stderr
-    again = run(file, 2, mode=mode)  # fewer groups
+    again = run_recipe(file, processes=2, mode=mode)  # fewer groups
     assert again.returncode == 0, again.stderr
     assert "resumed stage 0 at step 4 of 6" in again.stderr
     for left, right in zip(log(file), log(whole), strict=True):  # gates are logged of a process's last rows

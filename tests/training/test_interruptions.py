@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,59 +19,6 @@ from safetensors.torch import load_file
 from retrofox.config import load_recipe
 from retrofox.training import checkpoint
 from retrofox.training.train import train
-
-RUNNER = """
-import os, signal, sys
-from retrofox.training import checkpoint
-from retrofox.config import load_recipe
-from retrofox.training.loop import FoxTrainer
-
-event, when, sharded = sys.argv[2], int(sys.argv[3]), sys.argv[4] == "fsdp"
-if event in ("SIGKILL", "SIGTERM", "SIGINT"):
-    plain, sent = FoxTrainer.training_step, []
-    def training_step(self, *args, **kwargs):
-        if self.state.global_step == when and not sent:
-            sent.append(event)
-            os.kill(os.getpid(), getattr(signal, event))
-        return plain(self, *args, **kwargs)
-    FoxTrainer.training_step = training_step
-if event == "kill-save":
-    whole = checkpoint.commit
-    def commit(directory, note):
-        if note["step"] == when:
-            os.kill(os.getpid(), signal.SIGKILL)
-        whole(directory, note)
-    checkpoint.commit = commit
-if sharded:  # accelerate runs DDP on CPUs when asked for FSDP2: make it mean it
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-    ordinary = FoxTrainer.create_accelerator_and_postprocess
-    def create(self):
-        ordinary(self)
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        if self.args.bf16:
-            plugin.set_mixed_precision("bf16")
-        self.accelerator.state.fsdp_plugin = plugin
-        self.accelerator.state.distributed_type = DistributedType.FSDP
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        self.is_fsdp_enabled = True
-    FoxTrainer.create_accelerator_and_postprocess = create
-    from retrofox.model.gates import ForgetGate
-    forward = ForgetGate.forward
-    def checked(self, x):
-        assert self.weight.dtype == self.bias.dtype and str(self.weight.dtype) == "torch.float32"
-        return forward(self, x)
-    ForgetGate.forward = checked
-from retrofox.training.train import train
-train(load_recipe(sys.argv[1]))
-"""
-FSDP = {
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}
 
 
 @pytest.fixture
@@ -112,42 +58,26 @@ def recipe_for(tmp_path, pico_fox, pico_tokenizer):
     return build
 
 
-def run(file: Path, event: str = "none", when: int = 0, processes: int = 1, mode: str = "ddp"):
-    """Runs a recipe in a process (or several over gloo) of its own; returns the finished process."""
-    runner = file.parent / "runner.py"
-    runner.write_text(RUNNER)
-    command = [sys.executable]
-    if processes > 1:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
-        command += launch
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(FSDP if mode == "fsdp" else {})}
-    command += [str(runner), str(file), event, str(when), mode]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=250)
-
-
 def curve(file: Path) -> list[tuple]:
     """(step, loss, gradient norm) of every step, as logged: JSON keeps every bit of a float."""
     log = Path(load_recipe(file).output) / "log.jsonl"
     return [(v["step"], v["loss"], v["grad_norm"]) for v in map(json.loads, log.read_text().splitlines())]
 
 
-def test_kills_and_signals_change_no_bit(recipe_for):
+def test_kills_and_signals_change_no_bit(recipe_for, run_recipe):
     whole = recipe_for("whole")
     train(load_recipe(whole))
     file = recipe_for("killed")
     stage = Path(load_recipe(file).output) / "stage-0-extend"
 
-    killed = run(file, "kill-save", 4)
+    killed = run_recipe(file, "kill-save", 4)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert checkpoint.problem(stage / "checkpoint-4") is not None
     good, _ = checkpoint.newest_good(stage)
     assert good is not None
     assert good.name == "checkpoint-2"
 
-    terminated = run(file, "SIGTERM", 4)
+    terminated = run_recipe(file, "SIGTERM", 4)
     assert terminated.returncode == 128 + signal.SIGTERM, terminated.stderr
     assert "passed over checkpoint-4: it has no COMPLETE marker" in terminated.stderr
     assert "resumed stage 0 at step 2 of 8" in terminated.stderr
@@ -156,7 +86,7 @@ def test_kills_and_signals_change_no_bit(recipe_for):
     assert good.name == "checkpoint-5"
     assert json.loads((good / "config.json").read_text())["fox"]["annealed_tokens"] == 5 * 128
 
-    assert run(file, "SIGKILL", 6).returncode == -signal.SIGKILL
+    assert run_recipe(file, "SIGKILL", 6).returncode == -signal.SIGKILL
     result = train(load_recipe(file))
     assert result["stages"][0]["resumed_at"] == 6
     assert curve(file) == curve(whole)
@@ -164,13 +94,13 @@ def test_kills_and_signals_change_no_bit(recipe_for):
     assert left.read_bytes() == right.read_bytes()
 
 
-def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(recipe_for):
+def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(recipe_for, run_recipe):
     whole = recipe_for("whole")
     train(load_recipe(whole))
     file = recipe_for("two")
-    assert run(file, "SIGKILL", 3, processes=2).returncode != 0
-    resumed = run(file, "SIGTERM", 5, processes=2)
-    assert resumed.returncode != 0  # the launcher's own code: both processes left with 143
+    assert run_recipe(file, "SIGKILL", 3, processes=2).returncode != 0
+    resumed = run_recipe(file, "SIGTERM", 5, processes=2)
+    assert resumed.returncode == 128 + signal.SIGTERM
     assert "resumed stage 0 at step 2 of 8" in resumed.stderr
     assert "signal 15: saved at step 6" in resumed.stderr
     result = train(load_recipe(file))  # one process goes on where two stopped
@@ -179,7 +109,7 @@ def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(rec
     assert curve(file) == curve(whole)
 
 
-def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for):
+def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for, run_recipe):
     common = {"sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
     stages = [
         {"objective": "align", "tokens": 256, **common, "rates": {"attention": 1e-3}},  # beside a second model
@@ -188,7 +118,7 @@ def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for):
     whole = recipe_for("whole", stages=stages)
     train(load_recipe(whole))
     file = recipe_for("sharded", stages=stages)
-    sharded = run(file, processes=2, mode="fsdp")
+    sharded = run_recipe(file, processes=2, mode="fsdp")
     assert sharded.returncode == 0, sharded.stderr
     for ours, theirs in zip(curve(file), curve(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -201,7 +131,7 @@ def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_adapters_in_two_processes_equal_those_in_one(recipe_for):
+def test_adapters_in_two_processes_equal_those_in_one(recipe_for, run_recipe):
     """Both begin with the same random numbers; sharded gates are gathered for the file and for the look into it."""
     stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
     values = {"stages": [stage], "lora": {"rank": 2}, "checkpoint": {"every_steps": 1}}
@@ -210,7 +140,7 @@ def test_adapters_in_two_processes_equal_those_in_one(recipe_for):
     left = load_file(Path(load_recipe(whole).output) / "model" / "adapter_model.safetensors")
     for mode in ("ddp", "fsdp"):
         file = recipe_for(mode, **values)
-        found = run(file, processes=2, mode=mode)
+        found = run_recipe(file, processes=2, mode=mode)
         assert found.returncode == 0, found.stderr
         for ours, theirs in zip(curve(file), curve(whole), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
@@ -222,7 +152,7 @@ def test_adapters_in_two_processes_equal_those_in_one(recipe_for):
 
 
 @pytest.mark.slow
-def test_fsdp2_survives_a_kill_and_runs_every_objective_in_bfloat16(recipe_for):
+def test_fsdp2_survives_a_kill_and_runs_every_objective_in_bfloat16(recipe_for, run_recipe):
     common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128}
     stages = [
         {"objective": "align", **common},
@@ -230,24 +160,24 @@ def test_fsdp2_survives_a_kill_and_runs_every_objective_in_bfloat16(recipe_for):
         {"objective": "extend", **common, "tokens": 512, "gradient_checkpointing": "full"},
     ]
     whole = recipe_for("whole", stages=stages, precision="bf16", checkpoint={"every_steps": 1})
-    assert run(whole, processes=2, mode="fsdp").returncode == 0
+    assert run_recipe(whole, processes=2, mode="fsdp").returncode == 0
     file = recipe_for("killed", stages=stages, precision="bf16", checkpoint={"every_steps": 1})
-    assert run(file, "kill-save", 3, processes=2, mode="fsdp").returncode != 0
-    resumed = run(file, processes=2, mode="fsdp")
+    assert run_recipe(file, "kill-save", 3, processes=2, mode="fsdp").returncode != 0
+    resumed = run_recipe(file, processes=2, mode="fsdp")
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed stage 2 at step 2 of 4" in resumed.stderr
     assert curve(file) == curve(whole)
 
 
 @pytest.mark.slow
-def test_fsdp2_saved_on_four_processes_goes_on_on_two(recipe_for):
+def test_fsdp2_saved_on_four_processes_goes_on_on_two(recipe_for, run_recipe):
     stage = {"objective": "extend", "tokens": 2048, "sequence_length": 64, "batch_tokens": 256, "learning_rate": 3e-3}
     whole = recipe_for("whole", stages=[stage])
     train(load_recipe(whole))
     file = recipe_for("sharded", stages=[stage])
-    four = run(file, "SIGTERM", 3, processes=4, mode="fsdp")
+    four = run_recipe(file, "SIGTERM", 3, processes=4, mode="fsdp")
     assert "signal 15: saved at step 4" in four.stderr, four.stderr
-    two = run(file, processes=2, mode="fsdp")
+    two = run_recipe(file, processes=2, mode="fsdp")
     assert two.returncode == 0, two.stderr
     assert "resumed stage 0 at step 4 of 8" in two.stderr
     for ours, theirs in zip(curve(file), curve(whole), strict=True):
@@ -285,9 +215,9 @@ def test_zero3_keeps_gates_float32_or_refuses(recipe_for, tmp_path, mixed_precis
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_exits_with_130(recipe_for):
+def test_ctrl_c_saves_and_exits_with_130(recipe_for, run_recipe):
     file = recipe_for("stopped")
-    stopped = run(file, "SIGINT", 3)
+    stopped = run_recipe(file, "SIGINT", 3)
     assert stopped.returncode == 128 + signal.SIGINT, stopped.stderr
     good, skipped = checkpoint.newest_good(Path(load_recipe(file).output) / "stage-0-extend")
     assert good is not None

@@ -1,0 +1,154 @@
+"""Writing token shards: units are read ahead, encoded by a pool of processes, and each lands whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from retrofox.data.encode import Encoded, Encoder
+from retrofox.data.files import Shard, write_note
+from retrofox.data.pool import Pool
+from retrofox.data.read import Batch
+from retrofox.data.units import Unit
+from retrofox.support.files import temporary, to_disk
+
+IN_PROCESS_BYTES = 4 << 20
+"""Below this starting processes costs more than it gains."""
+
+
+def tokenise(units: list[tuple[Unit, str, str]], tokenizer: Any, folder: Path, workers: int, progress: bool) -> None:
+    """Writes the shards that are missing; those of one text field share a pool of processes."""
+    units = list({key: (unit, name, key) for unit, name, key in units}.values())  # the same content twice: once
+    total = sum(unit.size for unit, *_ in units)
+    with _bar(total, progress and bool(units)) as advance:
+        for name in dict.fromkeys(name for _, name, _ in units):
+            mine = [(unit, key) for unit, field_name, key in units if field_name == name]
+            small = sum(unit.size for unit, _ in mine) < IN_PROCESS_BYTES
+            with Pool(Encoder(tokenizer, name), 1 if small else workers) as pool:
+                _write_all(mine, name, pool, folder, advance)
+
+
+def _write_all(units: list[tuple[Unit, str]], text_field: str, pool: Pool, folder: Path, advance: Any) -> None:
+    """Writes shards one after the other, from one stream of batches: no process waits at the end of a unit."""
+    stream = _encoded([unit for unit, _ in units], text_field, pool)
+    for unit, key in units:
+        with _ShardWriter(folder, key, unit.name, pool.encoder.dtype) as writer:
+            for encoded, is_last in stream:
+                writer.add(encoded)
+                advance(encoded.size, len(encoded.tokens))
+                if is_last:
+                    break
+            writer.finish()
+
+
+def _encoded(units: list[Unit], text_field: str, pool: Pool) -> Iterator[tuple[Encoded, bool]]:
+    """The encoded batches of all units in order, each with whether it is its unit's last.
+
+    Reading runs ahead of tokenising; its error is raised after all units before it were given.
+    """
+    lasts: deque[bool] = deque()  # of the batches on their way
+    broken: list[Exception] = []
+
+    def batches() -> Iterator[Batch]:
+        for unit in units:
+            waiting = Batch("text")  # a unit without any batch is one without documents
+            try:
+                parts = (part for batch in unit.batches(text_field) for part in pool.encoder.divide(batch))
+                for number, part in enumerate(parts):
+                    if number:
+                        lasts.append(False)
+                        yield waiting
+                    waiting = part
+            except (ValueError, OSError) as error:
+                broken.append(error)
+                return
+            lasts.append(True)
+            yield waiting
+
+    for encoded in pool.map(batches()):
+        yield encoded, lasts.popleft()
+    if broken:
+        raise broken[0]
+
+
+class _ShardWriter:
+    """One shard, under temporary names until it is complete and on disk."""
+
+    def __init__(self, folder: Path, key: str, name: str, dtype: np.dtype):
+        self.folder, self.key, self.name, self.dtype = folder, key, name, dtype
+        self.digest = hashlib.sha256()
+        self.lengths: list[np.ndarray] = []
+        self.empty, self.unfinished = 0, False
+
+    def __enter__(self) -> _ShardWriter:
+        self.files = contextlib.ExitStack()
+        self.tokens = self.files.enter_context(temporary(self.folder, f"{self.key}.tokens"))
+        self.bounds = self.files.enter_context(temporary(self.folder, f"{self.key}.bounds"))
+        self.stream = self.files.enter_context(open(self.tokens, "wb"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.files.close()
+
+    def add(self, part: Encoded) -> None:
+        """Appends the documents of a batch; the first may be the rest of the last batch's last."""
+        data, lengths = part.tokens.tobytes(), part.lengths
+        self.stream.write(data)
+        self.digest.update(data)
+        if self.unfinished:
+            self.lengths[-1][-1] += lengths[0]
+            lengths = lengths[1:]
+        if len(lengths):
+            self.lengths.append(lengths)
+        self.unfinished = part.unfinished
+        self.empty += part.empty
+
+    def finish(self) -> None:
+        """Moves the files into place, the note that makes them a shard last."""
+        to_disk(self.stream)
+        ends = np.cumsum(np.concatenate([np.zeros(1, dtype=np.int64), *self.lengths]), dtype="<i8")
+        self.digest.update(ends.tobytes())
+        with open(self.bounds, "wb") as stream:
+            stream.write(ends.tobytes())
+            to_disk(stream)
+        counts = (len(ends) - 1, int(ends[-1]), self.empty)
+        shard = Shard(self.key, self.name, *counts, self.dtype.str, self.digest.hexdigest())
+        os.replace(self.tokens, self.folder / f"{self.key}.tokens")
+        os.replace(self.bounds, self.folder / f"{self.key}.bounds")
+        write_note(self.folder, shard)
+
+
+@contextlib.contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Any]:
+    """Yields advance(source bytes, tokens)."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("tokenising"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.fields[counts]}"),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    started, tokens = time.perf_counter(), 0
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task("tokenising", total=total, counts="")
+
+        def advance(size: int, count: int) -> None:
+            nonlocal tokens
+            tokens += count
+            rate = tokens / (time.perf_counter() - started)
+            progress.update(task, advance=size, counts=f"{tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M/s")
+
+        yield advance
+        progress.update(task, completed=total)

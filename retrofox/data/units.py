@@ -1,0 +1,108 @@
+"""The parts of a source that are tokenised, kept and reused as one: files, rows of a dataset, either with facts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from retrofox.data import facts
+from retrofox.data import read as data_read
+from retrofox.data.files import Digests
+from retrofox.data.read import Batch, compression, form_of, require_text
+
+
+class Unit(Protocol):
+    """A part of a source that is tokenised and kept as one."""
+
+    name: str
+    size: int
+
+    def identity(self, digests: Digests) -> str: ...
+    def batches(self, text_field: str) -> Iterator[Batch]: ...
+
+
+class FileUnit:
+    """One file, or a run of small ones."""
+
+    def __init__(self, paths: list[Path]):
+        self.paths = paths
+        self.name = paths[0].name if len(paths) == 1 else f"{paths[0].name}...{paths[-1].name}"
+        self.size = sum(path.stat().st_size for path in paths)
+
+    def identity(self, digests: Digests) -> str:
+        """Depends on the contents and on how they are read, not on where the files lie."""
+        return json.dumps([[form_of(path) + compression(path), digests.of(path)] for path in self.paths])
+
+    def batches(self, text_field: str) -> Iterator[Batch]:
+        """Batches of about a megabyte; a text file is one document."""
+        waiting = Batch("bytes")
+        for path in self.paths:
+            form = form_of(path)
+            if waiting.items and (form != "text" or sum(map(len, waiting.items)) >= data_read.BATCH_BYTES):
+                yield waiting
+                waiting = Batch("bytes")
+            if form == "text":
+                with data_read.reading(path) as (_, stream):
+                    waiting.items.append(stream.read())
+                waiting.names.append(path.name)
+                waiting.size += path.stat().st_size
+            else:
+                yield from data_read.json_lines(path) if form == "json" else data_read.parquet(path, text_field)
+        if waiting.items:
+            yield waiting
+
+
+@dataclass
+class RowsUnit:
+    """A range of rows of a Hugging Face dataset."""
+
+    name: str
+    size: int
+    dataset: Any
+    start: int
+    stop: int
+    key: str
+
+    def identity(self, digests: Digests) -> str:
+        """The dataset's own fingerprint, the sizes and contents of its files, and the range."""
+        files = [digests.of(Path(file["filename"])) for file in self.dataset.cache_files]
+        return json.dumps([self.key, files, self.start, self.stop])
+
+    def batches(self, text_field: str) -> Iterator[Batch]:
+        """256 rows at a time, one column."""
+        feature = self.dataset.features.get(text_field)
+        kind = getattr(feature, "dtype", type(feature).__name__)
+        require_text(f"hf:{self.name}", text_field, self.dataset.column_names, kind, "string" in kind)
+        column = self.dataset.select_columns([text_field])
+        for start in range(self.start, self.stop, 256):
+            stop = min(start + 256, self.stop)
+            texts = [text or "" for text in column[start:stop][text_field]]
+            names = [f"{self.name}:{row}" for row in range(start + 1, stop + 1)]
+            yield Batch("text", texts, names, self.size * (stop - start) // max(1, self.stop - self.start))
+
+
+@dataclass
+class WithFacts:
+    """A unit into a share of whose documents made-up facts are put (`data.facts`)."""
+
+    unit: Unit
+    share: float
+
+    def __post_init__(self) -> None:
+        self.name, self.size = self.unit.name, self.unit.size
+
+    @property
+    def paths(self) -> list[Path]:
+        return getattr(self.unit, "paths", [])
+
+    def identity(self, digests: Digests) -> str:
+        """The unit's own, the version of the facts, and the share."""
+        return json.dumps([self.unit.identity(digests), "facts", facts.VERSION, self.share])
+
+    def batches(self, text_field: str) -> Iterator[Batch]:
+        """The unit's batches, marked: whoever reads their texts puts the facts in."""
+        for batch in self.unit.batches(text_field):
+            yield replace(batch, recall=self.share)

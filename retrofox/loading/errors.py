@@ -1,0 +1,67 @@
+"""Errors of transformers and torch about a model's files, told in one line that says what to do."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+
+def first_line(error: BaseException | None) -> str:
+    """The first line of an error's text, at most 300 characters; the error's type where it has no text."""
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:300]
+
+
+@contextmanager
+def reading_gguf(file: str | Path) -> Iterator[None]:
+    """Turns errors of transformers in the block, about a damaged or foreign .gguf file, into a ValueError."""
+    try:
+        yield
+    except (struct.error, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"{file} can't be read as a model ({first_line(error)}): download it again, or convert the model that it "
+            "was made from"
+        ) from error
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Without torch's warnings about a file's pickle protocol and tensors of no elements: the user made neither."""
+    with warnings.catch_warnings():
+        for text in (".*pickle protocol", ".*zero-element tensors"):
+            warnings.filterwarnings("ignore", message=text, category=UserWarning)
+        yield
+
+
+@contextmanager
+def opened_by_transformers(source: object) -> Iterator[None]:
+    """Turns errors of transformers and torch in the block, about weights that make no model, into one line."""
+    try:
+        with quiet_torch(), understood(f"config.json of {source}"):
+            yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{source} holds more than tensors in a .bin file and could run code when it is opened, so it was not: "
+            "take a safetensors version of the model"
+        ) from error
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise ValueError(f"{source} can't be opened: {first_line(error)}") from error
+
+
+@contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Turns errors of transformers in the block, about a config that makes no model, into a ValueError."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (StrictDataclassError, KeyError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
+        why = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
+        raise ValueError(
+            f"{what} makes no model in transformers {version('transformers')} ({why}): download it again, or save the "
+            "model anew with a version of transformers that reads it"
+        ) from error

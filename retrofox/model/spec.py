@@ -1,0 +1,300 @@
+"""`FoxSpec`, the description of a retrofit: the `fox:` section of a recipe and of a converted model's config.json."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+from dataclasses import InitVar, asdict, dataclass, field, fields
+from typing import Any
+
+from .half_lives import half_life_of_time_constants
+
+ROPE_MODES = ("interpolate", "keep", "partial", "drop", "anneal")
+GATE_KINDS = ("data", "bias", "fixed", "none")
+GATE_INITS = ("open", "slopes", "calibrated", "alibi")
+PRO_PARTS = ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")
+
+ROPE_FACTOR = 8.0
+"""Times the trained length to which rope "interpolate" stretches the slowest pairs."""
+
+PRESETS: dict[str, tuple[dict[str, Any], str]] = {
+    "fox-partial": ({}, "gates; fast rotary pairs as they are, slow ones stretched: retrofox's defaults"),
+    "fox-llama": ({"rope": "drop", "sink_tokens": 0}, "FoX (LLaMA): gates, no RoPE"),
+    "fox-pro": ({"rope": "drop", "sink_tokens": 0, "pro": PRO_PARTS}, "FoX (Pro): gates, the Pro parts, no RoPE"),
+    "transformer-llama": ({"rope": "keep", "gate": "none"}, "Transformer (LLaMA): RoPE, no gates: the base itself"),
+    "transformer-pro": (
+        {"rope": "keep", "gate": "none", "pro": PRO_PARTS},
+        "Transformer (Pro): Pro parts, RoPE, no gates",
+    ),
+    "alibi": ({"rope": "drop", "gate": "fixed", "init": "alibi", "sink_tokens": 0}, "fixed gates with ALiBi's slopes"),
+    "drope": ({"rope": "drop", "gate": "none"}, "DroPE: neither RoPE nor gates"),
+}
+"""Name of a published system -> the fields that differ from FoxSpec(), and a description. The systems are those of
+Lin et al. (ICLR 2025), Press et al. (2022, ALiBi) and arXiv 2512.12167 (DroPE)."""
+
+OPEN = (1 / 2, 128.0)
+"""Default half-lives beside stretched pairs, in trained lengths, as in recipes/smollm2-partial.yaml (4096 to 1Mi)."""
+
+
+@dataclass
+class FoxSpec:
+    """The whole description of a retrofit: positions, gates, sinks and Pro parts.
+
+    With f_t = sigmoid(w_f . x_t + b_f) and c_t = sum_{l<=t} log f_l, attention logits become
+    s_ij = scale * q_i.k_j + (c_i - c_j), the second term absent for sink tokens (Lin et al., ICLR 2025, eq. 3).
+
+    Args:
+        rope: "interpolate": pairs that are slow beside the trained length turn slower still, by up to `rope_factor`,
+            fast ones as before (the ramp of YaRN, see `model.rope.interpolated`); "keep" every rotary pair; "drop" all;
+            "partial" keeps the pairs whose wavelength is at most `max_wavelength`; "anneal" goes from keep to
+            `anneal_to` over `anneal_tokens` training tokens, lowest frequencies first. None = "partial" where
+            max_wavelength is given, else "interpolate".
+        rope_factor: "interpolate": how many times the trained length the slowest pairs are stretched to; None = 8.
+        rope_length: "interpolate": tokens the base was trained to, by which slow is meant; None = as its config says.
+        max_wavelength: "partial": tokens; None = a quarter of the length the base was trained to.
+        layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all).
+        anneal_to: "partial" or "drop": where annealing ends.
+        anneal_tokens: training tokens over which the pairs fade.
+        annealed_tokens: training tokens annealed so far (state, kept in the checkpoint).
+        gate: "data" (w_f and b_f learned), "bias" (b_f only), "fixed" (b_f frozen: ALiBi), "none" (no gate).
+        init: "open" (f = 1: the start is the base model), "slopes" (half-lives log-spaced over the heads of each
+            layer), "calibrated" (half-lives fitted to where the base model's heads look), "alibi" (ALiBi's slopes:
+            log f = -2^(-8h/H) for head h of H).
+        half_life: (shortest, longest) in tokens for "slopes"; None = (length / 2, length * 128) of the base's length
+            with rope "interpolate", else (length / 32, length * 8).
+        sink_tokens: first positions of each document whose keys are exempt from decay; 0 is the paper's FoX.
+        pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift".
+        log_n: if set, logits of position i are scaled by max(1, ln(i + 1) / ln(log_n)), log_n in tokens.
+        prune: if set, ln(eps), say -10: keys that the gates have cut off are left out, in training and generation, as
+            long as the keys left out hold at most eps of a query's attention weight, by a bound that holds for any
+            q and k (Lin et al. 2025, "Adaptive Computation Pruning"). Small texts on a CPU and custom masks compute
+            every key, which is within the same bound.
+        base: model id or path the weights come from (filled in by convert).
+        base_revision: commit of `base` on the Hub, if known.
+        version: retrofox version that converted the model.
+
+    `t_min` and `t_max`, for construction only, are the ladder of half-lives in the FoX paper's words: time constants T
+    in tokens, log-spaced over the heads, f = exp(-1/T); kept as half_life = (t_min ln 2, t_max ln 2). `preset` is the
+    name in PRESETS that `from_preset` or a `fox.preset` started from: a note only, the fields decide.
+
+    Raises:
+        ValueError: a field has a value outside the ones above, or no effect beside the others.
+    """
+
+    rope: str | None = None
+    rope_factor: float | None = None
+    rope_length: float | None = None
+    max_wavelength: float | None = None
+    layer_max_wavelength: dict[int, float] = field(default_factory=dict)
+    anneal_to: str = "partial"
+    anneal_tokens: int = 0
+    annealed_tokens: int = 0
+    gate: str = "data"
+    init: str = "slopes"
+    half_life: tuple[float, float] | None = None
+    sink_tokens: int = 1
+    pro: tuple[str, ...] = ()
+    log_n: int | None = None
+    prune: float | None = None
+    base: str | None = None
+    base_revision: str | None = None
+    version: str | None = None
+    preset: str | None = field(default=None, init=False, compare=False)
+    t_min: InitVar[float | None] = None
+    t_max: InitVar[float | None] = None
+
+    def __post_init__(self, t_min: float | None, t_max: float | None) -> None:
+        for spec_field in fields(self):
+            _check_type(spec_field, getattr(self, spec_field.name))
+        self.rope = self.rope or default_rope(self.max_wavelength)
+        _one_of("rope", self.rope, ROPE_MODES)
+        _one_of("anneal_to", self.anneal_to, ("partial", "drop"))
+        _one_of("gate", self.gate, GATE_KINDS)
+        _one_of("init", self.init, GATE_INITS)
+        if isinstance(self.pro, str):
+            self.pro = {"all": PRO_PARTS, "none": ()}.get(self.pro) or tuple(
+                p for p in self.pro.split(",") if p != "none"
+            )
+        self.pro = tuple(dict.fromkeys(self.pro))
+        for part in self.pro:
+            _one_of("pro", part, PRO_PARTS)
+        if self.rope_factor is not None and not 1 <= self.rope_factor < math.inf:
+            raise ValueError(
+                f"rope_factor must be a number from 1 on, times the trained length, got {self.rope_factor}"
+            )
+        if self.rope_length is not None and not 1 <= self.rope_length < math.inf:
+            raise ValueError(f"rope_length must be a trained length in tokens, 1 or more, got {self.rope_length}")
+        if self.max_wavelength is not None and not self.max_wavelength > 0:
+            raise ValueError(f"max_wavelength must be a positive number of tokens, got {self.max_wavelength}")
+        self.layer_max_wavelength = _numbers_by_layer(self.layer_max_wavelength)
+        if any(not v >= 0 for v in self.layer_max_wavelength.values()):
+            raise ValueError(f"layer_max_wavelength must be >= 0 tokens per layer, got {self.layer_max_wavelength}")
+        if t_min is not None or t_max is not None:
+            self.half_life = half_life_of_time_constants(t_min, t_max, self.half_life)
+        if self.half_life is not None:
+            try:
+                low, high = (float(x) for x in self.half_life)
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"half_life takes two numbers, (shortest, longest) in tokens, got {self.half_life}"
+                ) from None
+            if not (0 < low <= high and math.isfinite(high)):
+                raise ValueError(
+                    f"half_life must be 0 < shortest <= longest, finite, in tokens, got ({low:g}, {high:g})"
+                )
+            self.half_life = (low, high)
+        is_count = isinstance(self.sink_tokens, int) and not isinstance(self.sink_tokens, bool)
+        if not is_count or not 0 <= self.sink_tokens < 2**31:
+            raise ValueError(f"sink_tokens must be an integer >= 0 and below 2^31, got {self.sink_tokens!r}")
+        if self.log_n is not None and not 2 <= self.log_n < math.inf:
+            raise ValueError(f"log_n must be a trained length of at least 2 tokens, got {self.log_n}")
+        if self.prune is not None:
+            if not (math.isfinite(self.prune) and self.prune <= 0):
+                raise ValueError(
+                    f"prune must be ln(eps) of the attention weight that may be lost, <= 0, say -10; got {self.prune!r}"
+                )
+            self.prune = float(self.prune)
+        if not (0 <= self.anneal_tokens < math.inf and 0 <= self.annealed_tokens < math.inf):
+            raise ValueError(
+                "anneal_tokens and annealed_tokens must be finite numbers of tokens, 0 or more; got "
+                f"{self.anneal_tokens} and {self.annealed_tokens}"
+            )
+        if self.rope == "anneal" and self.anneal_tokens == 0:
+            raise ValueError("rope='anneal' needs anneal_tokens > 0: the training tokens over which pairs fade")
+        if self.version is None:  # a spec with a version is a conversion's own: resolved, every field filled in
+            _refuse_idle(self)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> FoxSpec:
+        """Builds a spec from the `fox` section of a config; an unknown key is an error that names the nearest one."""
+        if not isinstance(values, dict):
+            raise ValueError(f"the fox section must be a mapping of keys to values, got a {type(values).__name__}")
+        known = [*(f.name for f in fields(cls)), "t_min", "t_max"]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ValueError(f"unknown key {key!r} in fox{hint}; known keys: {', '.join(known)}")
+        preset = values.get("preset")
+        start = {} if preset is None else _preset(preset)
+        spec = cls(**{**start, **{key: value for key, value in values.items() if key != "preset"}})
+        spec.preset = preset
+        return spec
+
+    @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> FoxSpec:
+        """The system of this name in PRESETS, such as "fox-pro", with single fields changed.
+
+        Raises:
+            ValueError: no such preset, no such field, or a value outside its range.
+        """
+        return cls.from_dict({"preset": name, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: plain lists, numbers and strings, layer numbers as strings."""
+        values = asdict(self)
+        values["pro"] = list(self.pro)
+        values["half_life"] = None if self.half_life is None else list(self.half_life)
+        values["layer_max_wavelength"] = {str(k): v for k, v in self.layer_max_wavelength.items()}
+        return values
+
+    def resolved(self, trained_length: int) -> FoxSpec:
+        """This spec with its None defaults filled in from the length (tokens) the base model was trained to."""
+        spec = copy.deepcopy(self)
+        spec.rope_factor = ROPE_FACTOR if spec.rope_factor is None else spec.rope_factor
+        spec.rope_length = float(trained_length) if spec.rope_length is None else spec.rope_length
+        if spec.max_wavelength is None:
+            spec.max_wavelength = trained_length / 4
+        if spec.half_life is None and spec.init != "alibi":
+            shortest, longest = OPEN if spec.rope == "interpolate" else (1 / 32, 8.0)
+            spec.half_life = (max(1.0, trained_length * shortest), trained_length * longest)
+        return spec
+
+
+IDLE = {
+    "rope_factor": "how far rope interpolate stretches",
+    "rope_length": "what rope interpolate takes for slow",
+    "max_wavelength": "which pairs rope partial keeps",
+    "anneal_to": "where rope anneal ends",
+    "anneal_tokens": "how long rope anneal takes",
+    "annealed_tokens": "how far rope anneal has come",
+    "half_life": "where gates start",
+    "init": "where gates start",
+    "sink_tokens": "which tokens never decay",
+    "prune": "which keys are skipped",
+}
+"""Fields of a FoxSpec that others can leave without effect, and the thing each sets."""
+
+
+def default_rope(max_wavelength: float | None) -> str:
+    """The mode of a spec that names none: "partial" where it names its longest wavelength."""
+    return "interpolate" if max_wavelength is None else "partial"
+
+
+def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[str, str]:
+    """Field of a FoxSpec that these values of four others leave without effect -> which of the four does so."""
+    idle: dict[str, str] = {}
+    if rope != "interpolate":
+        idle |= dict.fromkeys(("rope_factor", "rope_length"), "rope")
+    if rope in ("keep", "drop", "interpolate"):
+        idle["max_wavelength"] = "rope"
+    elif rope == "anneal" and anneal_to == "drop":
+        idle["max_wavelength"] = "anneal_to"
+    if rope != "anneal":
+        idle |= dict.fromkeys(("anneal_to", "anneal_tokens", "annealed_tokens"), "rope")
+    if init == "open":
+        idle |= dict.fromkeys(("half_life", "prune"), "init")
+    if init == "alibi":
+        idle["half_life"] = "init"
+    if gate == "none":
+        idle |= dict.fromkeys(("half_life", "init", "sink_tokens", "prune"), "gate")
+    return idle
+
+
+def _refuse_idle(spec: FoxSpec) -> None:
+    for name, other in idle_fields(spec.rope, spec.anneal_to, spec.gate, spec.init).items():
+        if getattr(spec, name) != FoxSpec.__dataclass_fields__[name].default:
+            raise ValueError(
+                f"{name} sets {IDLE[name]}, but {other} {getattr(spec, other)} leaves it without effect: drop one of "
+                "them"
+            )
+
+
+TAKES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(
+        ("max_wavelength", "anneal_tokens", "annealed_tokens", "log_n"), ((int, float), "a number of tokens")
+    ),
+    "layer_max_wavelength": ((dict,), "a mapping of layers to tokens"),
+    "half_life": ((tuple, list), "two numbers, (shortest, longest) in tokens"),
+    "pro": ((str, tuple, list), "names of parts"),
+    "prune": ((int, float), "ln(eps) of the attention weight that may be lost"),
+}
+"""Field of a FoxSpec -> the types that its value may have, and words for errors; others have their own checks."""
+
+
+def _check_type(spec_field: Any, value: object) -> None:
+    types, wanted = TAKES.get(spec_field.name, ((object,), ""))
+    if value is None and spec_field.default is None:
+        return
+    if not isinstance(value, types) or (types == (int, float) and isinstance(value, bool)):
+        raise ValueError(f"{spec_field.name} has the wrong type: {value!r}; it takes {wanted}")
+
+
+def _preset(name: object) -> dict[str, Any]:
+    _one_of("preset", name, tuple(PRESETS))
+    return PRESETS[str(name)][0]
+
+
+def _numbers_by_layer(values: dict[Any, Any]) -> dict[int, float]:
+    try:
+        return {int(layer): float(tokens) for layer, tokens in values.items()}
+    except (TypeError, ValueError):
+        raise ValueError(f"layer_max_wavelength takes a number of tokens per layer, got {values}") from None
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{hint}")
