@@ -31,7 +31,7 @@ except ImportError:
 
 logger = logging.getLogger(__name__)
 LN_2 = 0.6931471805599453
-SHORT_SCORES = 1 << 25  # elements of one layer's score matrix: 9 heads x 1900 tokens, 128 MB in float32
+SHORT_SCORES = 1 << 20  # elements of one layer's score matrix: 9 heads x 340 tokens; 1024 took 652 ms, in chunks 115
 MODES = ("fox", "open", "shuffled", "original")
 NEW_MODULES = ("forget_gate", *PRO_MODULES)
 """Names of the modules a conversion adds to an attention layer; each has reset(), and all stay float32."""
@@ -360,7 +360,7 @@ def _masked(
 
     c, two floats of (B, H, S) in base 2, is the running sum of log f. A query's own position is the last key it may
     see, sinks are the first; without a mask a single query sees all keys. With open gates the bias is 0 and the result
-    is bit for bit what SDPA gives the base model.
+    is bit for bit what SDPA gives the base model, but for single queries: those of a kv head are rows of one product.
     """
     scaling, softcap, sink = options["scale"], options["softcap"], options["sink"]
     own = None
@@ -381,7 +381,10 @@ def _masked(
     bias = decay.to(query.dtype if softcap is None else torch.float32)
     if mask is not None:
         bias = bias.masked_fill(~mask, float("-inf"))
-    if softcap is None:
+    if softcap is None and query.shape[2] == 1:
+        rows, bias = (x.reshape(key.shape[0], key.shape[1], -1, x.shape[-1]) for x in (query, bias))
+        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling).view(query.shape)
+    elif softcap is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=True)
     else:
         groups = query.shape[1] // key.shape[1]
@@ -395,10 +398,10 @@ def _masked(
 
 
 def _short_on_cpu(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether to take SDPA with a bias: inference on a CPU, where the whole score matrix is small."""
+    """Whether to take SDPA with a bias: inference on a CPU, where the score matrix is small or one query's."""
     if query.device.type != "cpu" or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
         return False
-    return query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= SHORT_SCORES
+    return query.shape[2] == 1 or query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= SHORT_SCORES
 
 
 def _say_slow_once() -> None:

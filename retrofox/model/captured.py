@@ -19,6 +19,7 @@ import torch
 from transformers import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from .brief import brief
 from .cache import GrowingLayer
 from .fixed import LEAST_ROOM, SHIFT_EVERY, Bank, Clock, FixedLayer, FixedParts
 from .lean import lean
@@ -111,15 +112,16 @@ def decode(
     model.decoded_by = f"transformers' loop: {reason}"
     if reason is not None:
         logger.info("decoding by transformers' loop: %s", reason)
-        return native(
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **inputs,
-        )
+        with brief(model) if input_ids.device.type == "cpu" else contextlib.nullcontext():
+            return native(
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **inputs,
+            )
     cache, total = inputs["past_key_values"], stopping_criteria.max_length
     cache.tokens_to_reserve = min(total, reads_for(min(total, input_ids.shape[1] + 1)))
     one = _One(stopping_criteria)
