@@ -335,7 +335,8 @@ def long_context() -> str:
         for name, row in found.items():
             if "cache_gb" in row:
                 kept = f"{row['kept_share']:.0%}" if "kept_share" in row else "100%"
-                values = [f"{row[c]:{f}}" for c, f in (("prefill_s", ".1f"), ("tokens_per_second", ".0f"))]
+                columns = {"prefill_s": ".1f", "tokens_per_second": ".0f"}
+                values = [format(row[c], f) if c in row else "-" for c, f in columns.items()]
                 memory = [f"{row[c]:.2f}" if c in row else "-" for c in ("cache_gb", "peak_gb")]
                 rows.append([f"{int(length):,}", names[name], *values, kept, *memory])
     header = ["context", "model", "prefill, s", "tokens/s", "keys kept", "cache, GB", "peak memory, GB"]

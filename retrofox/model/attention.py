@@ -401,7 +401,8 @@ def _short_on_cpu(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether to take SDPA with a bias: inference on a CPU, where the score matrix is small or one query's."""
     if query.device.type != "cpu" or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
         return False
-    return query.shape[2] == 1 or query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= SHORT_SCORES
+    most = SHORT_SCORES << 8 if query.shape[2] == 1 else SHORT_SCORES  # one query's bias is smaller than its keys
+    return query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] <= most
 
 
 def _say_slow_once() -> None:
