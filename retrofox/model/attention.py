@@ -318,14 +318,14 @@ def _by_head(
             "a cache that forgets takes whole rows: prompts of one length without padding, one after the other"
         )
     outputs, width = [], query.shape[-1]
-    for part, q, log_f in zip(
-        layer.parts, query.chunk(len(layer.parts), 1), gates.new_log_f.chunk(len(layer.parts), -1), strict=True
-    ):
+    sizes = [part.keys.shape[1] for part in layer.parts]
+    heads = [n * (query.shape[1] // sum(sizes)) for n in sizes]
+    for part, q, log_f in zip(layer.parts, query.split(heads, 1), gates.new_log_f.split(heads, -1), strict=True):
         view = GateCache(None, log_f, gates.hidden_states, gates.position_ids)
         view.layer = part
         outputs.append(_attend(q, part.keys[..., :width], part.values, view, None, None, options))
     layer.forget()
-    return torch.cat(outputs, 2)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 def _at_clock(

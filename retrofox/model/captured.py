@@ -320,7 +320,7 @@ class Decoding:
         self.sources, self.windows = list(self.cache.layers), {}
         assert self.cache.get_seq_length() == self.fed, "the first token's loop has filled the cache"
         fixed = []
-        parts = sum(len(getattr(source, "parts", ())) for source in self.sources)
+        parts = sum(2 * len(source.dropped) for source in self.sources if getattr(source, "parts", ()))
         self.bank = Bank(parts + len(self.sources), self.fed, self.tokens.device)
         for source, attention in zip(self.sources, attentions, strict=True):
             if getattr(source, "parts", ()):
@@ -366,9 +366,8 @@ class Decoding:
 
     def _make_room(self) -> None:
         """Before a step: rooms, and what is read of them, must take one more token."""
-        for layer in self.forgetting:
-            layer.drop()
-        if any(layer.full() for layer in self.forgetting):
+        split = [layer.drop() for layer in self.forgetting]
+        if any(split) or any(layer.full() for layer in self.forgetting):
             self.graph, self.warm = None, False
             self._see()
         for window, clock in self.clocks.items():
