@@ -11,9 +11,10 @@ transformers' static cache, compiled. One generation gives all figures of a cont
 from when tokens arrive: `first_ms` to the first token, `wall_ms` the median between later ones, after compiling and
 capturing, `least_ms` the least; `whole_ms` their mean with everything before the profiler runs. Over its last steps, on
 a GPU, `gpu_ms` is the sum of a step's kernels and `launches` their number, from torch.profiler; `replay_ms` is one
-captured step between two CUDA events. Where a cell has more than --prefill tokens, its cache is filled with random keys
-and nothing is prefilled: a first token from 128k takes longer than all the steps that are to be timed
-(`long_context.py` measures it).
+captured step between two CUDA events. On a CPU, `cpu_ms` and `first_cpu_ms` are the processor's time for a later token
+and for the first, which other users of the machine disturb less. Where a cell has more than --prefill tokens, its cache
+is filled with random keys and nothing is prefilled: a first token from 128k takes longer than all the steps that are
+to be timed (`long_context.py` measures it).
 
 The result is written after every measurement. Measurements that a file of the same settings has in full are left out,
 so the cells can be measured in several runs. No measurement begins after --seconds, and none takes longer than
@@ -26,7 +27,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import statistics
 import sys
 import time
@@ -64,12 +64,14 @@ class Arrivals:
     def __init__(self, cuda: bool, new: int):
         self.profiled_from = new - PROFILED - 1 if cuda else 0
         self.times: list[float] = []
+        self.used: list[float] = []  # seconds of processors, by then
         self.count = -1  # the prompt comes first
         self.recorder: Any = None
         self.seen: Any = None
 
     def put(self, value: torch.Tensor) -> None:
         self.times.append(time.perf_counter())
+        self.used.append(time.process_time())
         self.count += 1
         if not self.profiled_from:
             return
@@ -154,7 +156,7 @@ def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any) -> 
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     try:
         model.generate(ids, attention_mask=torch.ones_like(ids), streamer=arrivals, **options)
     finally:
@@ -172,6 +174,11 @@ def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any) -> 
     }
     if cache is None:
         result["first_ms"] = (tokens[0] - started) * 1e3
+    if not cuda:
+        spent = arrivals.used[1:]
+        result["cpu_ms"] = statistics.median(b - a for a, b in zip(spent[WARM:], spent[WARM + 1 :], strict=False)) * 1e3
+        if cache is None:
+            result["first_cpu_ms"] = (spent[0] - used) * 1e3
     if cuda:
         result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     result |= arrivals.profiled()
@@ -238,9 +245,9 @@ def ratios(cells: dict[str, Any]) -> None:
         for name, other in cell.items():
             if name != "fox" and "wall_ms" in fox and "wall_ms" in other:
                 fox[f"wall_of_{name}"] = fox["wall_ms"] / other["wall_ms"]
-                fox[f"least_of_{name}"] = fox.get("least_ms", math.nan) / other.get("least_ms", math.nan)
-                if "first_ms" in fox and "first_ms" in other:
-                    fox[f"first_of_{name}"] = fox["first_ms"] / other["first_ms"]
+                for column in ("least", "cpu", "first", "first_cpu"):
+                    if f"{column}_ms" in fox and f"{column}_ms" in other:
+                        fox[f"{column}_of_{name}"] = fox[f"{column}_ms"] / other[f"{column}_ms"]
         if "wall_ms" in fox and fox.get("replay_ms"):
             fox["wall_of_replay"] = fox["wall_ms"] / fox["replay_ms"]
         if "wall_ms" in fox and fox.get("gpu_ms"):
@@ -248,11 +255,21 @@ def ratios(cells: dict[str, Any]) -> None:
 
 
 def show(cells: dict[str, Any]) -> None:
-    columns = ("first_ms", "wall_ms", "whole_ms", "gpu_ms", "replay_ms", "launches", "peak_gb")
-    print(f"{'batch x context':16} {'':12}" + "".join(f"{c:>11}" for c in columns))
+    columns = (
+        "first_ms",
+        "first_cpu_ms",
+        "wall_ms",
+        "cpu_ms",
+        "whole_ms",
+        "gpu_ms",
+        "replay_ms",
+        "launches",
+        "peak_gb",
+    )
+    print(f"{'batch x context':16} {'':12}" + "".join(f"{c:>13}" for c in columns))
     for name, cell in cells.items():
         for contender, row in cell.items():
-            numbers = "".join(f"{row[c]:11.3f}" if isinstance(row.get(c), (int, float)) else " " * 11 for c in columns)
+            numbers = "".join(f"{row[c]:13.3f}" if isinstance(row.get(c), (int, float)) else " " * 13 for c in columns)
             print(f"{name:16} {contender:12}{numbers}  {row.get('error', row.get('decoded_by', ''))}")
         for key, value in cell.get("fox", {}).items():
             if "_of_" in key:
