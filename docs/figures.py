@@ -327,6 +327,17 @@ def decoding() -> str:
     return table(header, rows, left=2)
 
 
+def decoding_on_cpu() -> str:
+    """Processor time of a token and of the first one beside the base's, from benchmarks/generate-cpu.json."""
+    rows = []
+    for cell, found in read("generate-cpu.json")["cells"].items():
+        fox, base = found["fox"], found["base"]
+        first = [f"{x['first_cpu_ms']:.0f}" if "first_cpu_ms" in x else "-" for x in (fox, base)]
+        rows.append([cell, f"{fox['cpu_ms']:.0f}", f"{base['cpu_ms']:.0f}", f"{fox['cpu_of_base']:.2f}", *first])
+    header = ["batch x context", "retrofit, ms a token", "base", "of the base's", "first token, ms", "base's"]
+    return table(header, rows)
+
+
 def long_context() -> str:
     """Prefill, tokens a second and cache against the context, from benchmarks/long-context.json."""
     names = {"evict": "retrofit, forgetting", "full": "retrofit, full cache", "base": "base"}
