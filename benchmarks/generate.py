@@ -1,18 +1,25 @@
 """Prefill, decoding and memory of `generate`: a converted model beside its base, in turns in one run.
 
     python benchmarks/generate.py [--model DIR|FILE.gguf] [--batches 1,16] [--contexts 2048,32768,131072]
-        [--contenders fox,fox-loop,base,base-static] [--rounds 2] [--new 96] [--seconds 280]
-    python benchmarks/generate.py --device cpu --dtype float32 --contexts 256,1024 --batches 1 --new 48 --rounds 5 \\
-        --contenders fox,base --model FILE.gguf --out benchmarks/generate-cpu.json
+        [--contenders fox,fox-loop,base,base-static] [--rounds 2] [--new 64] [--seconds 280] [--cell-seconds 60]
+    python benchmarks/generate.py --device cpu --dtype float32 --contexts 128,1024,4096 --batches 1 --new 48 \\
+        --rounds 5 --contenders fox,base --model FILE.gguf --out benchmarks/generate-cpu.json
 
 Without --model: SmolLM2-135M's shapes with random weights. Contenders: `fox` decodes as it does by default (a
 captured step on a GPU), `fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with
-transformers' static cache, compiled. Times come from when tokens arrive: `first_ms` to the first token, `wall_ms` the
-median between later ones, after compiling and capturing; `whole_ms` their mean with everything. `gpu_ms` is the sum
-of a step's kernels and `launches` their number, from torch.profiler; `replay_ms` one captured step between two CUDA
-events. Where a cell has more than --prefill tokens, its cache is filled with random keys and nothing is prefilled.
-The result is written after every measurement and goes on where a file of the same settings ends, so the cells can be
-measured in several runs.
+transformers' static cache, compiled. One generation gives all figures of a contender in a cell and round. Times come
+from when tokens arrive: `first_ms` to the first token, `wall_ms` the median between later ones, after compiling and
+capturing, `least_ms` the least; `whole_ms` their mean with everything before the profiler runs. Over its last steps, on
+a GPU, `gpu_ms` is the sum of a step's kernels and `launches` their number, from torch.profiler; `replay_ms` is one
+captured step between two CUDA events. On a CPU, `cpu_ms` and `first_cpu_ms` are the processor's time for a later token
+and for the first, which other users of the machine disturb less. Where a cell has more than --prefill tokens, its cache
+is filled with random keys and nothing is prefilled: a first token from 128k takes longer than all the steps that are
+to be timed (`long_context.py` measures it).
+
+The result is written after every measurement. Measurements that a file of the same settings has in full are left out,
+so the cells can be measured in several runs. No measurement begins after --seconds, and none takes longer than
+--cell-seconds or what is left of --seconds: a longer one is stopped and stands as an error, which a later run tries
+again.
 """
 
 from __future__ import annotations
@@ -28,11 +35,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance
+from provenance import at_most, provenance
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import retrofox
+from retrofox.generation.generate import PREFILL
 from retrofox.loading.opened import open_model
 from retrofox.model import captured
 
@@ -47,22 +55,25 @@ PICO: dict[str, Any] = SMOLLM2 | {"vocab_size": 288, "hidden_size": 48, "interme
 CONTENDERS = ("fox", "fox-loop", "base", "base-static")
 PROFILED = 8  # steps
 WARM = 12  # tokens before steps are timed: compiled and captured by then
+LEAST_NEW = WARM + PROFILED + 10
 
 
 class Arrivals:
-    """A streamer that notes when tokens come and profiles a few steps on the way."""
+    """A streamer that notes when tokens come and, on a GPU, profiles the last steps but one."""
 
-    def __init__(self, cuda: bool, profiled_from: int):
-        self.cuda, self.profiled_from = cuda, profiled_from
+    def __init__(self, cuda: bool, new: int):
+        self.profiled_from = new - PROFILED - 1 if cuda else 0
         self.times: list[float] = []
+        self.used: list[float] = []  # seconds of processors, by then
         self.count = -1  # the prompt comes first
         self.recorder: Any = None
         self.seen: Any = None
 
     def put(self, value: torch.Tensor) -> None:
         self.times.append(time.perf_counter())
+        self.used.append(time.process_time())
         self.count += 1
-        if not self.cuda or not self.profiled_from:
+        if not self.profiled_from:
             return
         if self.count == self.profiled_from:
             torch.cuda.synchronize()
@@ -127,53 +138,67 @@ def filled(model: Any, contender: str, batch: int, context: int, new: int) -> An
     return cache
 
 
-def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any, profiled_from: int) -> dict[str, Any]:
+def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any) -> dict[str, Any]:
     """One generation: times of its tokens, and what was profiled."""
     cuda = ids.is_cuda
-    arrivals = Arrivals(cuda, profiled_from)
+    arrivals = Arrivals(cuda, new)
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     if cache is not None:
         options["past_key_values"] = cache
     elif contender == "base-static":
         options["cache_implementation"] = "static"
-    devices = captured.DEVICES
+    elif contender.startswith("fox") and ids.shape[1] > PREFILL:
+        options["prefill_chunk_size"] = PREFILL
+    replays: list[float] = []
+    devices, loop = captured.DEVICES, captured._loop
     captured.DEVICES = () if contender == "fox-loop" else devices
+    captured._loop = replaying(replays)
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     try:
         model.generate(ids, attention_mask=torch.ones_like(ids), streamer=arrivals, **options)
     finally:
-        captured.DEVICES = devices
+        captured.DEVICES, captured._loop = devices, loop
+        if arrivals.recorder is not None:  # stopped in the middle
+            arrivals.recorder.stop()
     if cuda:
         torch.cuda.synchronize()
-    tokens = arrivals.times[1:]
+    tokens = arrivals.times[1 : 1 + (arrivals.profiled_from or new)]
     later = [b - a for a, b in zip(tokens[WARM:], tokens[WARM + 1 :], strict=False)]
-    if not profiled_from:
-        result = {"wall_ms": statistics.median(later) * 1e3, "whole_ms": (tokens[-1] - tokens[0]) / (new - 1) * 1e3}
+    result = {
+        "wall_ms": statistics.median(later) * 1e3,
+        "least_ms": min(later) * 1e3,
+        "whole_ms": (tokens[-1] - tokens[0]) / (len(tokens) - 1) * 1e3,
+    }
+    if cache is None:
+        result["first_ms"] = (tokens[0] - started) * 1e3
+    if not cuda:
+        spent = arrivals.used[1:]
+        result["cpu_ms"] = statistics.median(b - a for a, b in zip(spent[WARM:], spent[WARM + 1 :], strict=False)) * 1e3
         if cache is None:
-            result["first_ms"] = (tokens[0] - started) * 1e3
-        if cuda:
-            result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    else:
-        result = arrivals.profiled()
+            result["first_cpu_ms"] = (spent[0] - used) * 1e3
+    if cuda:
+        result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    result |= arrivals.profiled()
     if contender.startswith("fox"):
         result["decoded_by"] = model.decoded_by
+    if replays:
+        result["replay_ms"] = statistics.median(replays)
     return result
 
 
-def replayed(model: Any, ids: torch.Tensor, new: int, cache: Any) -> dict[str, Any]:
-    """Milliseconds of one captured step between two CUDA events, the counters put back before each."""
-    found: dict[str, Any] = {}
+def replaying(spans: list[float]) -> Any:
+    """A `captured._loop` that afterwards times some captured steps, the counters put back before each."""
     original = captured._loop
 
     def loop(decoding: Any, choice: Any, streamer: Any) -> Any:
         result = original(decoding, choice, streamer)
         if decoding.graph is None:
             return result
+        result = result.clone()
         torch.cuda.synchronize()
-        spans = []
         for _ in range(20):
             choice.at.fill_(choice.column - 1)
             decoding.bank.lengths.sub_(1)
@@ -183,15 +208,9 @@ def replayed(model: Any, ids: torch.Tensor, new: int, cache: Any) -> dict[str, A
             end.record()
             torch.cuda.synchronize()
             spans.append(start.elapsed_time(end))
-        found["replay_ms"] = statistics.median(spans)
         return result
 
-    captured._loop = loop
-    try:
-        run(model, "fox", ids, new, cache, 0)
-    finally:
-        captured._loop = original
-    return found
+    return loop
 
 
 def measure(model: Any, contender: str, batch: int, context: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -199,20 +218,8 @@ def measure(model: Any, contender: str, batch: int, context: int, arguments: arg
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, model.config.vocab_size, (batch, context + 1), generator=generator).to(model.device)
     new, synthetic = arguments.new, batch * context > arguments.prefill
-
-    def cache() -> Any:
-        return filled(model, contender, batch, context, new) if synthetic else None
-
-    if synthetic and contender == "base-static":  # transformers takes what is beyond the cache as new
-        ids = ids[:, -(context + 1) :]
-    result = run(model, contender, ids, new, cache(), 0)
-    clean()
-    if model.device.type == "cuda":
-        result |= run(model, contender, ids, WARM + PROFILED + 6, cache(), WARM)
-        clean()
-        if contender == "fox":
-            result |= replayed(model, ids, WARM + 4, cache())
-    return result
+    cache = filled(model, contender, batch, context, new) if synthetic else None
+    return run(model, contender, ids, new, cache)
 
 
 def clean() -> None:
@@ -222,12 +229,12 @@ def clean() -> None:
 
 
 def merged(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The medians of rounds; an error, or what isn't a number, as the last round has it."""
+    """The medians of rounds, the least of the least; an error, or what isn't a number, as the last round has it."""
     result = dict(rounds[-1])
     for name, value in result.items():
         values = [x[name] for x in rounds if isinstance(x.get(name), (int, float))]
         if values and isinstance(value, (int, float)):
-            result[name] = statistics.median(values)
+            result[name] = min(values) if name == "least_ms" else statistics.median(values)
     return result | {"rounds": len(rounds)}
 
 
@@ -238,8 +245,9 @@ def ratios(cells: dict[str, Any]) -> None:
         for name, other in cell.items():
             if name != "fox" and "wall_ms" in fox and "wall_ms" in other:
                 fox[f"wall_of_{name}"] = fox["wall_ms"] / other["wall_ms"]
-                if "first_ms" in fox and "first_ms" in other:
-                    fox[f"first_of_{name}"] = fox["first_ms"] / other["first_ms"]
+                for column in ("least", "cpu", "first", "first_cpu"):
+                    if f"{column}_ms" in fox and f"{column}_ms" in other:
+                        fox[f"{column}_of_{name}"] = fox[f"{column}_ms"] / other[f"{column}_ms"]
         if "wall_ms" in fox and fox.get("replay_ms"):
             fox["wall_of_replay"] = fox["wall_ms"] / fox["replay_ms"]
         if "wall_ms" in fox and fox.get("gpu_ms"):
@@ -247,11 +255,21 @@ def ratios(cells: dict[str, Any]) -> None:
 
 
 def show(cells: dict[str, Any]) -> None:
-    columns = ("first_ms", "wall_ms", "whole_ms", "gpu_ms", "replay_ms", "launches", "peak_gb")
-    print(f"{'batch x context':16} {'':12}" + "".join(f"{c:>11}" for c in columns))
+    columns = (
+        "first_ms",
+        "first_cpu_ms",
+        "wall_ms",
+        "cpu_ms",
+        "whole_ms",
+        "gpu_ms",
+        "replay_ms",
+        "launches",
+        "peak_gb",
+    )
+    print(f"{'batch x context':16} {'':12}" + "".join(f"{c:>13}" for c in columns))
     for name, cell in cells.items():
         for contender, row in cell.items():
-            numbers = "".join(f"{row[c]:11.3f}" if isinstance(row.get(c), (int, float)) else " " * 11 for c in columns)
+            numbers = "".join(f"{row[c]:13.3f}" if isinstance(row.get(c), (int, float)) else " " * 13 for c in columns)
             print(f"{name:16} {contender:12}{numbers}  {row.get('error', row.get('decoded_by', ''))}")
         for key, value in cell.get("fox", {}).items():
             if "_of_" in key:
@@ -267,23 +285,27 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16")
     parser.add_argument("--contexts", default="2048,32768,131072")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
-    parser.add_argument("--new", type=int, default=96, help=f"tokens to generate, more than {WARM + 4}")
+    parser.add_argument("--new", type=int, default=64, help=f"tokens to generate, at least {LEAST_NEW}")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--prefill", type=int, default=140000, help="most tokens to prefill; more are filled in")
+    parser.add_argument("--prefill", type=int, default=8192, help="most tokens to prefill; more are filled in")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no further measurement after so many"
     )
+    parser.add_argument("--cell-seconds", type=float, default=90.0, help="stop a measurement after so many")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "generate.json")
     arguments = parser.parse_args()
     contenders = arguments.contenders.split(",")
     if unknown := set(contenders) - set(CONTENDERS):
         parser.error(f"contenders are {', '.join(CONTENDERS)}; got {', '.join(sorted(unknown))}")
-    if arguments.new < WARM + 4:
-        parser.error(f"--new must be at least {WARM + 4}: the first {WARM} tokens are not timed")
+    if arguments.new < LEAST_NEW:
+        parser.error(
+            f"--new must be at least {LEAST_NEW}: the first {WARM} tokens and the last {PROFILED} aren't timed"
+        )
     started, built = time.perf_counter(), models(arguments)
     device = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
-    settings = {"device": device, "dtype": arguments.dtype, "model": Path(arguments.model or "random weights").name}
-    report: dict[str, Any] = {**provenance(), **settings, "threads": torch.get_num_threads(), "new": arguments.new}
+    settings = {"device": device, "dtype": arguments.dtype, "model": Path(arguments.model or "random weights").name,
+                "threads": torch.get_num_threads(), "new": arguments.new}  # fmt: skip
+    report: dict[str, Any] = {**provenance(), **settings}
     report["cells"] = {}
     if arguments.out.is_file():
         old = json.loads(arguments.out.read_text(encoding="utf-8"))
@@ -291,22 +313,27 @@ def main() -> None:
             report["cells"] = old["cells"]
     for context in map(int, arguments.contexts.split(",")):
         for batch in map(int, arguments.batches.split(",")):
-            found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+            cell = report["cells"].setdefault(f"{batch} x {context}", {})
+            wanted = [x for x in contenders if "wall_ms" not in cell.get(x, {}) or cell[x]["rounds"] < arguments.rounds]
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name in wanted}
+            if "base-static" in wanted:
+                torch.compiler.reset()  # past a limit of shapes it would stop compiling, and not say so
             for number in range(arguments.rounds):
-                for name in contenders:
-                    if time.perf_counter() - started > arguments.seconds:
+                for name in wanted:
+                    left = arguments.seconds - (time.perf_counter() - started)
+                    if left <= 0:
                         print(f"out of time before {batch} x {context}, round {number}, {name}", file=sys.stderr)
                         continue
                     if found[name] and "error" in found[name][-1]:
                         continue
                     try:
-                        row = measure(built[name.split("-")[0]], name, batch, context, arguments)
+                        with at_most(min(left, arguments.cell_seconds)):
+                            row = measure(built[name.split("-")[0]], name, batch, context, arguments)
                     except Exception as error:  # the other cells and contenders are still worth their time
                         traceback.print_exc()
                         row = {"error": f"{type(error).__name__}: {str(error).splitlines()[:1]}"[:300]}
                     clean()
                     found[name].append(row)
-                    cell = report["cells"].setdefault(f"{batch} x {context}", {})
                     cell[name] = merged(found[name])
                     ratios(report["cells"])
                     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,15 +1,22 @@
 """Memory and tokens a second against the length of the context: a cache that forgets, the full cache, the base.
 
     python benchmarks/long_context.py [--model DIR] [--lengths 8192,32768,131072,524288,1048576] [--evict -10]
-        [--contenders evict,full,base] [--new 320] [--seconds 280] [--out benchmarks/long-context.json]
+        [--contenders evict,full,base] [--prefill 131072] [--new 320] [--seconds 280] [--cell-seconds 90]
+        [--out benchmarks/long-context.json]
 
 Without --model (a converted directory): SmolLM2-135M's shapes with random weights of deviation 0.02 and half-lives of
 16 to 16384 tokens, which says what memory and time are, not what text comes out. The text is random tokens. `evict`
 and `full` prefill 8192 tokens at a time and decode from a captured step; `base` is the unconverted model with its
 dynamic cache, its prompt in one piece. `prefill_s` is the time to the first token, `tokens_per_second` the median of
-later ones, `cache_gb` what keys, values and gates take after the last, `peak_gb` the most that was allocated. A
-length that doesn't fit is written down as its error. Goes on where a file of the same settings ends; draws
-benchmarks/long-context.png and .svg.
+later ones, `cache_gb` what keys, values and gates take after the last, `peak_gb` the most that was allocated.
+
+Contexts of more than --prefill tokens are not read: each layer's cache is filled with the keys, values and gates that
+its projections make of random vectors, 8192 tokens at a time and forgetting in between, which takes seconds where a
+prefill's time grows with the square of the length. Such rows have no `prefill_s`.
+
+A length that doesn't fit is written down as its error, and so is a measurement that took longer than --cell-seconds or
+what was left of --seconds. Goes on where a file of the same settings ends: what it has is not measured again. Draws
+benchmarks/long-context.png and .svg; --draw draws them from the file alone.
 """
 
 from __future__ import annotations
@@ -26,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance
+from provenance import at_most, provenance
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import retrofox
 from retrofox.generation.generate import PREFILL
-from retrofox.model import captured
-from retrofox.model.forgetting import ForgettingCache
+from retrofox.model.cache import GateCache
+from retrofox.model.forgetting import ForgettingCache, ForgettingLayer
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2: dict[str, Any] = {
@@ -84,6 +91,28 @@ def held(cache: Any) -> int:
     return total
 
 
+@torch.no_grad()
+def fill(model: Any, cache: Any, length: int) -> None:
+    """Puts `length` tokens of random hidden states' keys, values and gates into a cache."""
+    generator = torch.Generator(model.device).manual_seed(0)
+    cache.tokens_to_reserve = length + 1024
+    for start in range(0, length, PREFILL):
+        shape = (1, min(PREFILL, length - start), model.config.hidden_size)
+        for number, layer in enumerate(model.get_decoder().layers):
+            attention = layer.self_attn
+            x = torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype)
+            x = layer.input_layernorm(x)
+            projected = attention.k_proj(x), attention.v_proj(x)
+            k, v = (y.view(1, shape[1], -1, attention.head_dim).transpose(1, 2) for y in projected)
+            if not hasattr(attention, "num_fox_heads"):
+                cache.update(k, v, number)
+                continue
+            gates = GateCache(cache, attention.log_f(x), x)
+            gates.update(k, v, number)
+            if isinstance(gates.layer, ForgettingLayer):
+                gates.layer.forget()
+
+
 def measure(built: dict[str, Any], contender: str, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
     model = built["base" if contender == "base" else "fox"]
     cuda = model.device.type == "cuda"
@@ -92,7 +121,10 @@ def measure(built: dict[str, Any], contender: str, length: int, arguments: argpa
     cache: Any = ForgettingCache(model, arguments.evict) if contender == "evict" else DynamicCache(config=model.config)
     arrivals = Arrivals()
     options: dict[str, Any] = {"max_new_tokens": arguments.new, "do_sample": False, "eos_token_id": None}
-    if contender != "base" and length > PREFILL:
+    reads = length <= arguments.prefill
+    if not reads:
+        fill(model, cache, length - 1)
+    elif contender != "base" and length > PREFILL:
         options["prefill_chunk_size"] = PREFILL
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -105,11 +137,12 @@ def measure(built: dict[str, Any], contender: str, length: int, arguments: argpa
     later = tokens[min(WARM, len(tokens) // 2) :]
     steps = [b - a for a, b in itertools.pairwise(later)]
     result = {
-        "prefill_s": tokens[0] - started,
         "tokens_per_second": 1 / statistics.median(steps),
         "whole_tokens_per_second": len(steps) / sum(steps),
         "cache_gb": held(cache) / 1e9,
     }
+    if reads:
+        result["prefill_s"] = tokens[0] - started
     if cuda:
         result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     if contender != "base":
@@ -170,10 +203,12 @@ def main() -> None:
     parser.add_argument("--lengths", default="8192,32768,131072,524288,1048576")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--evict", type=float, default=-10.0)
+    parser.add_argument("--prefill", type=int, default=131072, help="most tokens to prefill; more are filled in")
     parser.add_argument("--new", type=int, default=320)
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no further measurement after so many"
     )
+    parser.add_argument("--cell-seconds", type=float, default=90.0, help="stop a measurement after so many")
     parser.add_argument("--draw", action="store_true", help="only draw what --out holds")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "long-context.json")
     arguments = parser.parse_args()
@@ -193,19 +228,19 @@ def main() -> None:
         old = json.loads(arguments.out.read_text(encoding="utf-8"))
         if all(old.get(k) == report[k] for k in settings):
             report["lengths"] = old["lengths"]
-    with torch.no_grad():  # compiles the kernels, which is no part of a first token's time
-        for name in {"base" if x == "base" else "fox" for x in contenders}:
-            ids = torch.ones(1, 600, dtype=torch.long, device=arguments.device)
-            built[name].generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=captured.LEAST_TOKENS + 2, pad_token_id=0
-            )
+    for name in contenders:  # compiles the kernels, which is no part of a first token's time
+        measure(built, name, 2 * PREFILL if built["fox"].device.type == "cuda" else 600, arguments)
     for length in map(int, arguments.lengths.split(",")):
         for name in contenders:
-            if time.perf_counter() - started > arguments.seconds:
+            if "cache_gb" in report["lengths"].get(str(length), {}).get(name, {}):
+                continue
+            left = arguments.seconds - (time.perf_counter() - started)
+            if left <= 0:
                 print(f"out of time before {length}, {name}", flush=True)
                 continue
             try:
-                row = measure(built, name, length, arguments)
+                with at_most(min(left, arguments.cell_seconds)):
+                    row = measure(built, name, length, arguments)
             except Exception as error:  # the others are still worth their time
                 traceback.print_exc()
                 row = {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:300]}

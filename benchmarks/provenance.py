@@ -1,12 +1,15 @@
-"""What stands beside every measured number: the command, the date, the versions, the machine."""
+"""What stands beside every measured number (command, date, versions, machine), and a limit on what one takes."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
 import platform
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +39,19 @@ def _processor() -> str:
     lines = file.read_text().splitlines() if file.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError inside when so much time has passed."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"stopped after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01) if seconds != float("inf") else 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

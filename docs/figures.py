@@ -340,6 +340,17 @@ def decoding() -> str:
     return table(header, rows, left=2)
 
 
+def decoding_on_cpu() -> str:
+    """Processor time of a token and of the first one beside the base's, from benchmarks/generate-cpu.json."""
+    rows = []
+    for cell, found in read("generate-cpu.json")["cells"].items():
+        fox, base = found["fox"], found["base"]
+        first = [f"{x['first_cpu_ms']:.0f}" if "first_cpu_ms" in x else "-" for x in (fox, base)]
+        rows.append([cell, f"{fox['cpu_ms']:.0f}", f"{base['cpu_ms']:.0f}", f"{fox['cpu_of_base']:.2f}", *first])
+    header = ["batch x context", "retrofit, ms a token", "base", "of the base's", "first token, ms", "base's"]
+    return table(header, rows)
+
+
 def long_context() -> str:
     """Prefill, tokens a second and cache against the context, from benchmarks/long-context.json."""
     names = {"evict": "retrofit, forgetting", "full": "retrofit, full cache", "base": "base"}
@@ -348,7 +359,8 @@ def long_context() -> str:
         for name, row in found.items():
             if "cache_gb" in row:
                 kept = f"{row['kept_share']:.0%}" if "kept_share" in row else "100%"
-                values = [f"{row[c]:{f}}" for c, f in (("prefill_s", ".1f"), ("tokens_per_second", ".0f"))]
+                columns = {"prefill_s": ".1f", "tokens_per_second": ".0f"}
+                values = [format(row[c], f) if c in row else "-" for c, f in columns.items()]
                 memory = [f"{row[c]:.2f}" if c in row else "-" for c in ("cache_gb", "peak_gb")]
                 rows.append([f"{int(length):,}", names[name], *values, kept, *memory])
     header = ["context", "model", "prefill, s", "tokens/s", "keys kept", "cache, GB", "peak memory, GB"]

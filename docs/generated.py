@@ -135,6 +135,7 @@ OF_RESULTS = (
     figures.context_parallel,
     *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
     *(figures.kernel_table, figures.kernel_ratios, figures.corpus, figures.decoding, figures.long_context),
+    figures.decoding_on_cpu,
     figures.serving,
 )
 PARTS: dict[str, Callable[[], str]] = {

@@ -55,6 +55,35 @@ class GrowingLayer(DynamicLayer):
         self._length, self._writable = 0, False
         self._bound: torch.Tensor | None = None
         self._bounded = 0  # tokens that the bound covers
+        self._newest: torch.Tensor | None = None  # (B, H) float64: the newest token's c, where `append_one` left it
+
+    def takes_one(self, like: torch.Tensor) -> bool:
+        """Whether `append_one` may write one more token of the dtype and rows of `like`, without gradients."""
+        if not self._length or not self._fits(self._length + 1):
+            return False
+        keys = self._rooms[0]
+        return keys.dtype == like.dtype and keys.shape[0] == like.shape[0] and self.keys.shape[2] == self._length
+
+    def append_one(
+        self, key: torch.Tensor, value: torch.Tensor, log_f: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`update` with one token, key and value (B, Hkv, 1, width) and log_f (B, 1, H), where `takes_one` allows it.
+
+        Returns keys and values, and sums as (B, 2 H, S).
+        """
+        at = self._length
+        newest = self._newest
+        if newest is None:
+            high, low = self.sums[:, :, -1, 0].double().chunk(2, 1)
+            newest = high + low
+        c = torch.add(newest, log_f[:, 0], alpha=LOG2_E)
+        high = c.float()
+        new = (key, value, torch.cat([high, c - high], 1)[:, :, None, None])
+        for room, x in zip(self._rooms, new, strict=True):
+            room.narrow(2, at, 1).copy_(x)
+        self._show(at + 1)
+        self._newest = c
+        return self.keys, self.values, self.sums[..., 0]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
         log_f, head_dim = kwargs.get("log_f"), kwargs.get("head_dim", key_states.shape[-1])
@@ -125,8 +154,8 @@ class GrowingLayer(DynamicLayer):
         self._show(end)
 
     def _show(self, length: int) -> None:
-        self._length, self._bounded = length, min(self._bounded, length)
-        self.keys, self.values, self.sums = (room[:, :, :length] for room in self._rooms)
+        self._length, self._bounded, self._newest = length, min(self._bounded, length), None
+        self.keys, self.values, self.sums = (room.narrow(2, 0, length) for room in self._rooms)
 
     def _each(self, change: Any) -> None:
         """Applies `change` to every tensor kept; the first dimension of each is the batch."""

@@ -19,6 +19,7 @@ import torch
 from transformers import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
+from .brief import brief
 from .cache import GrowingLayer
 from .fixed import LEAST_ROOM, SHIFT_EVERY, Bank, Clock, FixedLayer, FixedParts
 from .lean import lean
@@ -111,15 +112,16 @@ def decode(
     model.decoded_by = f"transformers' loop: {reason}"
     if reason is not None:
         logger.info("decoding by transformers' loop: %s", reason)
-        return native(
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **inputs,
-        )
+        with brief(model) if input_ids.device.type == "cpu" else contextlib.nullcontext():
+            return native(
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **inputs,
+            )
     cache, total = inputs["past_key_values"], stopping_criteria.max_length
     cache.tokens_to_reserve = min(total, reads_for(min(total, input_ids.shape[1] + 1)))
     one = _One(stopping_criteria)
@@ -318,7 +320,7 @@ class Decoding:
         self.sources, self.windows = list(self.cache.layers), {}
         assert self.cache.get_seq_length() == self.fed, "the first token's loop has filled the cache"
         fixed = []
-        parts = sum(len(getattr(source, "parts", ())) for source in self.sources)
+        parts = sum(2 * len(source.dropped) for source in self.sources if getattr(source, "parts", ()))
         self.bank = Bank(parts + len(self.sources), self.fed, self.tokens.device)
         for source, attention in zip(self.sources, attentions, strict=True):
             if getattr(source, "parts", ()):
@@ -364,9 +366,8 @@ class Decoding:
 
     def _make_room(self) -> None:
         """Before a step: rooms, and what is read of them, must take one more token."""
-        for layer in self.forgetting:
-            layer.drop()
-        if any(layer.full() for layer in self.forgetting):
+        split = [layer.drop() for layer in self.forgetting]
+        if any(split) or any(layer.full() for layer in self.forgetting):
             self.graph, self.warm = None, False
             self._see()
         for window, clock in self.clocks.items():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .cache import GrowingLayer, _from_channels, _summed, _to_channels, _two_floats, append, appends
+from .forgetting import split
 
 try:
     from fox_kernels.decoding.fixed import decode_at, decodes_at
@@ -199,6 +200,8 @@ class FixedLayer(GrowingLayer):
 class FixedParts(GrowingLayer):
     """A ForgettingLayer whose parts are FixedLayers, each with a clock of its own.
 
+    A part that splits takes new clocks, so a layer may take twice as many as it has kv heads.
+
     Args:
         source: the ForgettingLayer to stand in for.
         clock: that of the text, dropped tokens included.
@@ -209,11 +212,12 @@ class FixedParts(GrowingLayer):
     def __init__(self, source: Any, clock: Clock, bank: Bank, most: int):
         super().__init__()
         self.source, self.clock, self.most, self.head_dim = source, clock, most, source.head_dim
-        heads = source.bounds.query.shape[0] // len(source.parts)
-        self.is_initialized, self.parts = True, []
-        for part in source.parts:
-            own = Clock(bank, part.get_seq_length(), 0, None)
-            self.parts.append(FixedLayer(part, own, self._enough(own), heads, source.head_dim))
+        self.bank, self.is_initialized = bank, True
+        self.parts = [self._fixed(part) for part in source.parts]
+
+    def _fixed(self, part: GrowingLayer) -> FixedLayer:
+        clock = Clock(self.bank, part._length, 0, None)
+        return FixedLayer(part, clock, self._enough(clock), part.sums.shape[1] // 2, self.head_dim)
 
     def _enough(self, clock: Clock) -> int:
         return min(self.most, clock.tokens + clock.tokens // 4 + PART_ROOM)
@@ -230,11 +234,8 @@ class FixedParts(GrowingLayer):
         return self.clock.tokens
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
-        states = zip(
-            self.parts, key_states.split(1, 1), value_states.split(1, 1), kwargs["log_f"].chunk(len(self.parts), -1),
-            strict=True,
-        )  # fmt: skip
-        for part, k, v, log_f in states:
+        states = split(self.source.parts, key_states, value_states, kwargs["log_f"])
+        for part, k, v, log_f in zip(self.parts, *states, strict=True):
             part.update(k, v, log_f=log_f.contiguous(), head_dim=self.head_dim)
         return key_states, value_states
 
@@ -244,21 +245,36 @@ class FixedParts(GrowingLayer):
     def forget(self) -> None:
         """Not within a step: `drop` does it between steps."""
 
-    def drop(self) -> None:
-        """Drops what has become irrelevant to all tokens but the newest, which may be taken back."""
-        source = self.source
+    def drop(self) -> bool:
+        """Drops what has become irrelevant to all tokens but the newest, which may be taken back.
+
+        Returns whether parts were split: a step is another one then.
+        """
+        source, changed = self.source, False
         seen = self.clock.tokens - 1
         if seen - source.looked_at < source.every:
-            return
+            return False
         source.looked_at = seen
-        for number, part in enumerate(self.parts):
+        for part in self.parts:
             part.source._show(part.clock.tokens - 1)
-            count = source._droppable(number)
-            if count:
-                part.shift(count, source.sink)
-                part.clock.shift(count)
-                source.dropped[number] += count
+        parts: list[FixedLayer] = []
+        for part, (held, runs) in zip(self.parts, source.look()[0], strict=True):
+            count = runs[0][2]
+            if any(n for *_, n in runs):
                 source.dropped_at = seen
+            if len(runs) == 1:
+                if count:
+                    part.shift(count, source.sink)
+                    part.clock.shift(count)
+                parts.append(part)
+                continue
+            held._show(part.clock.tokens)
+            held._bound, held._bounded = part._bound, 0 if part._bound is None else held._length
+            for piece in source.pieces(held, runs):
+                parts.append(self._fixed(piece))
+            changed = True
+        self.parts, source.parts = parts, [part.source for part in parts]
+        return changed
 
     def returned(self, tokens: int, ahead: int) -> Any:
         self.source.parts = [part.returned(part.clock.tokens - ahead, ahead) for part in self.parts]

@@ -21,6 +21,7 @@ key alike: the larger holds.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -33,8 +34,9 @@ from .cache import LOG2_E, GrowingLayer
 from .fused import untouched
 
 PAGE = 64  # keys are dropped in such lots
-LOOK = 4096  # keys looked at together, from the oldest on
+LOOK = 32768  # keys looked at together, from the oldest on
 EVERY = 256  # decoded tokens between two looks
+LEAST_SHARE = 8  # a head drops an eighth of what is kept of it (or of LOOK), or more: dropping copies and may split
 SLACK = 1.02  # for the rounding of 16-bit projections and rotations
 LAST_POSITION = 2.0**31  # for the scaling of logits by position
 
@@ -143,14 +145,37 @@ def _least(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return torch.linalg.eigvalsh((middle + middle.t()) / 2)[0].clamp_max(0.0)
 
 
-class ForgettingLayer(GrowingLayer):
-    """A cache layer with a GrowingLayer for each kv head, from whose front pages are dropped.
+def split(parts: Any, keys: torch.Tensor, values: torch.Tensor, log_f: torch.Tensor) -> Any:
+    """Keys, values (B, Hkv, T, D) and log f (B, T, H), each as a tuple with what belongs to each part."""
+    sizes = [part.keys.shape[1] if part.keys is not None else keys.shape[1] for part in parts]
+    group = log_f.shape[-1] // keys.shape[1]
+    return keys.split(sizes, 1), values.split(sizes, 1), log_f.split([n * group for n in sizes], -1)
 
+
+def together(pages: list[int]) -> list[tuple[int, int, int]]:
+    """Runs (first, end, the least of them) of neighbours of which none is above a third more than the least."""
+    runs: list[tuple[int, int, int]] = []
+    for head, n in enumerate(pages):
+        if runs:
+            first, _, least = runs[-1]
+            least, most = min(least, n), max(pages[first : head + 1])
+            if 4 * least >= 3 * most:
+                runs[-1] = (first, head + 1, least)
+                continue
+        runs.append((head, head + 1, n))
+    return runs
+
+
+class ForgettingLayer(GrowingLayer):
+    """A cache layer whose kv heads are kept in parts, from the front of each of which pages are dropped.
+
+    It starts as one part with all heads, as fast as a full cache: each part is a call of the attention. Where
+    neighbouring heads can drop about as much, they drop the same and stay together; where not, their part is split.
     `get_seq_length` counts the tokens seen, dropped ones too: positions go on. Every row must be whole (no padding).
 
     Attributes:
-        parts: a GrowingLayer (B, 1, kept tokens, width) for each kv head: sink tokens, then the newest.
-        dropped: tokens dropped from each.
+        parts: GrowingLayers (B, some kv heads, kept tokens, width), in the heads' order: sink tokens, then the newest.
+        dropped: tokens dropped from each kv head.
 
     Raises:
         ValueError: attention with padding.
@@ -165,21 +190,18 @@ class ForgettingLayer(GrowingLayer):
     def _forget(self) -> None:
         super()._forget()
         self.parts, self.dropped, self.seen, self.looked_at, self.dropped_at = [], [], 0, 0, 0
-        self._lost: list[torch.Tensor] = []  # (B, group) float64 per part: log of the sum of exp(worth_j - c_j)
+        self._lost = torch.empty(0)  # (B, H) float64: log of the sum of exp(worth_j - c_j)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
         log_f, head_dim = kwargs["log_f"], kwargs["head_dim"]
         if torch.is_grad_enabled() and (key_states.requires_grad or log_f.requires_grad):
             raise ValueError("a cache that forgets is for inference: use torch.no_grad()")
-        kv_heads = key_states.shape[1]
         if not self.parts:
             self.is_initialized, self.device, self.dtype = True, key_states.device, key_states.dtype
-            self.parts = [GrowingLayer() for _ in range(kv_heads)]
-            self.dropped = [0] * kv_heads
-        states = zip(
-            self.parts, key_states.split(1, 1), value_states.split(1, 1), log_f.chunk(kv_heads, -1), strict=True
-        )
-        for part, k, v, f in states:
+            self.parts, self.dropped = [GrowingLayer()], [0] * key_states.shape[1]
+            lost = (key_states.shape[0], log_f.shape[-1])
+            self._lost = torch.full(lost, -math.inf, dtype=torch.float64, device=key_states.device)
+        for part, k, v, f in zip(self.parts, *split(self.parts, key_states, value_states, log_f), strict=True):
             part.update(k, v, log_f=f, head_dim=head_dim)
         self.head_dim = head_dim
         self.seen += key_states.shape[2]
@@ -203,55 +225,83 @@ class ForgettingLayer(GrowingLayer):
         if self.seen - self.looked_at < EVERY:
             return
         self.looked_at = self.seen
-        for number in range(len(self.parts)):
-            count = self._droppable(number)
-            if count:
-                self._drop(number, count)
+        again = True
+        while again:  # until a look finds some key in what it looks at that has to stay
+            found, again = self.look()
+            if any(pages for _, runs in found for *_, pages in runs):
                 self.dropped_at = self.seen
-
-    def _droppable(self, number: int) -> int:
-        """How many keys after the sinks can go; what they may be worth is added to what is lost."""
-        part = self.parts[number]
-        group = self.bounds.query.shape[0] // len(self.parts)
-        one = slice(number * group, (number + 1) * group)
-        bounds = self.bounds._replace(query=self.bounds.query[one], own=self.bounds.own[one])
-        if len(self._lost) < len(self.parts):
-            batch = part.keys.shape[0]
-            self._lost = [
-                torch.full((batch, group), -math.inf, dtype=torch.float64, device=part.keys.device) for _ in self.parts
+            self.parts = [
+                piece
+                for part, runs in found
+                for piece in ([part] if runs[0][2] == 0 and len(runs) == 1 else self.pieces(part, runs))
             ]
-        lost, first, end = self._lost[number], self.sink, part._length - 1
-        high, low = part.cumulative()
-        now = (high[..., -1].double() + low[..., -1].double()) / LOG2_E
-        while first < end:
-            keys = part.keys[:, :, first : min(first + LOOK, end), : self.head_dim]
-            stop = first + keys.shape[2]
-            c = (high[..., first:stop].double() + low[..., first:stop].double()) / LOG2_E
-            worth = bounds.worth(torch.linalg.vector_norm(keys.double(), dim=-1), group) - c
-            worth = torch.nan_to_num(worth, nan=math.inf, posinf=math.inf)
-            total = torch.logaddexp(torch.logcumsumexp(worth, -1), lost[..., None])
-            goes = (total + now[..., None] <= self.log_eps).all(1).all(0)
-            count = int(goes.long().cumprod(0).sum()) // PAGE * PAGE
-            if count:
-                lost = self._lost[number] = total[..., count - 1].clone()
-            first += count
-            if count < LOOK:
-                break
-        return first - self.sink
 
-    def _drop(self, number: int, count: int) -> None:
-        part = self.parts[number]
-        kept = [torch.cat([x[:, :, : self.sink], x[:, :, self.sink + count :]], 2) for x in self._held(part)]
-        bound = part._bound if part._bounded == part._length else None
-        fresh = self.parts[number] = GrowingLayer()
-        fresh.lazy_initialization(kept[0], kept[1])
-        fresh._append(kept, kept[0].shape[2])
-        if bound is not None:
-            fresh._bound, fresh._bounded = bound, fresh._length
-        self.dropped[number] += count
+    def look(self) -> tuple[list[tuple[GrowingLayer, Any]], bool]:
+        """What can go of each part: runs (first head, end, tokens) of its heads, now counted as lost; and whether
+        there may be more.
 
-    def _held(self, part: GrowingLayer) -> tuple[torch.Tensor, ...]:
-        return part.keys, part.values, part.sums
+        The host waits for the device once.
+        """
+        totals = [self._totals(*place) for place in self._places()]
+        goes = [
+            ((total + now <= self.log_eps).all(2).all(0).long().cumprod(-1).sum(-1)) for total, now in totals
+        ]  # pages of each kv head
+        pages = torch.cat(goes).tolist()
+        found, again, first = [], False, 0
+        for part, (total, _) in zip(self.parts, totals, strict=True):
+            heads = total.shape[1]
+            least = min(part._length, LOOK) / (PAGE * LEAST_SHARE)
+            own = [n if n >= least else 0 for n in pages[first : first + heads]]
+            again |= max(own) == total.shape[3] == LOOK // PAGE
+            runs = [(a, b, n * PAGE) for a, b, n in together(own)]
+            for a, b, count in runs:
+                if count:
+                    group, self._lost = total.shape[2], self._lost.clone()  # it may have been made in inference mode
+                    lost = total[:, a:b, :, count // PAGE - 1].flatten(1)
+                    self._lost[:, (first + a) * group : (first + b) * group] = lost
+                for head in range(first + a, first + b):
+                    self.dropped[head] += count
+            found.append((part, runs))
+            first += heads
+        return found, again
+
+    def _places(self) -> list[tuple[GrowingLayer, int, int]]:
+        """(part, its first kv head, the end of its kv heads)"""
+        ends = list(itertools.accumulate(part.keys.shape[1] for part in self.parts))
+        return list(zip(self.parts, [0, *ends], ends, strict=False))
+
+    def _totals(self, part: GrowingLayer, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """log of what the keys up to each page's end and all that was dropped are worth, less c: (B, heads, G, pages)
+        float64; and c of the newest token (B, heads, G, 1)."""
+        group = self.bounds.query.shape[0] // len(self.dropped)
+        one = slice(first * group, end * group)
+        bounds = self.bounds._replace(query=self.bounds.query[one], own=self.bounds.own[one])
+        tokens = max(0, min(LOOK, part._length - 1 - self.sink)) // PAGE * PAGE
+        at = slice(self.sink, self.sink + tokens)
+        high, low = (x.unflatten(1, (-1, group)) for x in part.cumulative())
+        now, c = ((high[..., x].double() + low[..., x].double()) / LOG2_E for x in (slice(-1, None), at))
+        keys = part.keys[:, :, at, : self.head_dim]
+        norms = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.promote_types(keys.dtype, torch.float32))
+        worth = bounds.worth(norms, group).unflatten(1, (-1, group)) - c
+        worth = torch.nan_to_num(worth, nan=math.inf, posinf=math.inf)
+        # By page: a scan along all keys would be a GPU's slowest operation here.
+        pages = torch.logsumexp(worth.unflatten(-1, (tokens // PAGE, PAGE)), -1)
+        return torch.logaddexp(pages.logcumsumexp(-1), self._lost[:, one].unflatten(1, (-1, group))[..., None]), now
+
+    def pieces(self, part: GrowingLayer, runs: Any) -> list[GrowingLayer]:
+        """A part for each run (first head, end, tokens to drop) of a part's heads."""
+        made, group = [], self.bounds.query.shape[0] // len(self.dropped)
+        for first, end, count in runs:
+            sums = part.sums.unflatten(1, (2, -1))[:, :, first * group : end * group].flatten(1, 2)
+            held = (part.keys[:, first:end], part.values[:, first:end], sums)
+            kept = [torch.cat([x[:, :, : self.sink], x[:, :, self.sink + count :]], 2) for x in held]
+            fresh = GrowingLayer()
+            fresh.lazy_initialization(kept[0], kept[1])
+            fresh._append(kept, kept[0].shape[2])
+            if part._bound is not None and part._bounded == part._length:
+                fresh._bound, fresh._bounded = part._bound[:, first:end].contiguous(), fresh._length
+            made.append(fresh)
+        return made
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         count = -int(args[0] if args else kwargs["tokens_to_remove"])
@@ -267,11 +317,11 @@ class ForgettingLayer(GrowingLayer):
     def _each(self, change: Any) -> None:
         for part in self.parts:
             part._each(change)
-        self._lost = [change(x) for x in self._lost]
+        self._lost = change(self._lost)
 
     def kept(self) -> list[int]:
         """Tokens kept of each kv head."""
-        return [part._length for part in self.parts]
+        return [part._length for part in self.parts for _ in range(part.keys.shape[1])]
 
 
 class ForgettingCache(DynamicCache):
@@ -311,7 +361,7 @@ class ForgettingCache(DynamicCache):
         seen = max((layer.seen for layer in own), default=0)
         return {
             "seen": seen,
-            "kept_share": sum(map(sum, kept)) / max(1, seen * len(parts)),
+            "kept_share": sum(map(sum, kept)) / max(1, seen * sum(map(len, kept))),
             "kept": kept,
             "bytes": sum(x.numel() * x.element_size() for part in parts for x in part._rooms),
         }

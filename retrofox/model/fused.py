@@ -71,11 +71,12 @@ def fused_forward(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     copy = with_rotary(forward, turned)
     if entry is None or copy is None:
         return None
-    return copy if _turns_halves(forward.__globals__[ROTARY]) else None  # type: ignore[attr-defined]
+    return copy if turns_halves(forward) else None
 
 
-def _turns_halves(native: Callable[..., Any]) -> bool:
-    """Whether apply_rotary_pos_emb pairs channel p with p + D/2, found by trying it."""
+def turns_halves(forward: Callable[..., Any]) -> bool:
+    """Whether a native forward's apply_rotary_pos_emb pairs channel p with p + D/2, found by trying it."""
+    native = forward.__globals__[ROTARY]  # type: ignore[attr-defined]
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)  # its own: looking must not move the random numbers of a run
         q, k = torch.randn(1, 3, 5, 8, generator=generator).split((2, 1), 1)

@@ -40,6 +40,7 @@ REMOTE_FILES = (
     "configuration_fox.py",
     "modeling_fox.py",
     "attention.py",
+    "brief.py",
     "cache.py",
     "captured.py",
     "fixed.py",

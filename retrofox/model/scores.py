@@ -89,14 +89,14 @@ def _by_head(
             "a cache that forgets takes whole rows: prompts of one length without padding, one after the other"
         )
     outputs, width = [], query.shape[-1]
-    for part, q, log_f in zip(
-        layer.parts, query.chunk(len(layer.parts), 1), gates.new_log_f.chunk(len(layer.parts), -1), strict=True
-    ):
+    sizes = [part.keys.shape[1] for part in layer.parts]
+    heads = [n * (query.shape[1] // sum(sizes)) for n in sizes]
+    for part, q, log_f in zip(layer.parts, query.split(heads, 1), gates.new_log_f.split(heads, -1), strict=True):
         view = GateCache(None, log_f, gates.hidden_states, gates.position_ids)
         view.layer = part
         outputs.append(attend(q, part.keys[..., :width], part.values, view, None, None, options))
     layer.forget()
-    return torch.cat(outputs, 2)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 def _at_clock(
@@ -133,7 +133,7 @@ def _masked(
 
     c, two floats of (B, H, S) in base 2, is the running sum of log f. A query's own position is the last key it may
     see, sinks are the first; without a mask a single query sees all keys. With open gates the bias is 0 and the result
-    is bit for bit what SDPA gives the base model.
+    is bit for bit what SDPA gives the base model, but for single queries: those of a kv head are rows of one product.
     """
     scaling, softcap, sink = options["scale"], options["softcap"], options["sink"]
     own = None
@@ -154,7 +154,10 @@ def _masked(
     bias = decay.to(query.dtype if softcap is None else torch.float32)
     if mask is not None:
         bias = bias.masked_fill(~mask, float("-inf"))
-    if softcap is None:
+    if softcap is None and query.shape[2] == 1:
+        rows, bias = (x.reshape(key.shape[0], key.shape[1], -1, x.shape[-1]) for x in (query, bias))
+        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scaling).view(query.shape)
+    elif softcap is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=True)
     else:
         groups = query.shape[1] // key.shape[1]

@@ -184,6 +184,16 @@ def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, family):
     torch.testing.assert_close(caches[0][1], caches[1][1], atol=1e-4, rtol=1e-4)
 
 
+def test_padded_rows_under_a_sliding_window(fixed_on_cpu):
+    torch.manual_seed(0)
+    base = MistralForCausalLM(MistralConfig(**PICO, sliding_window=9))
+    model = retrofox.convert(base, fox=retrofox.FoxSpec(half_life=(2.0, 200.0), rope="keep")).eval()
+    ours, theirs = both(fixed_on_cpu, model, tokens(3, 30), **padded(3, 30))
+    assert torch.equal(ours, theirs)
+    ours, theirs = both(fixed_on_cpu, model, tokens(2, 30), do_sample=True, top_k=9)
+    assert torch.equal(ours, theirs)
+
+
 def test_a_chat_reuses_its_cache(pico_fox, fixed_on_cpu, pico_tokenizer):
     answers = []
     for devices in (("cpu",), ()):
@@ -215,7 +225,9 @@ def test_beams_and_assisted_decoding_go_their_own_way(pico_fox, fixed_on_cpu):
     model, ids = pico_fox(), tokens(1, 20)
     ours = model.generate(ids, **OPTIONS)
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **OPTIONS), ours)
-    assert model.generate(ids, **OPTIONS | {"num_beams": 3}).shape[1] == 44
+    beams = model.generate(ids, **OPTIONS | {"num_beams": 3})
+    assert beams.shape[1] == 44
+    assert torch.equal(beams, model.generate(ids, **OPTIONS | {"num_beams": 3, "use_cache": False}))
 
 
 def test_an_interruption_leaves_a_cache_that_goes_on(pico_fox, fixed_on_cpu):
@@ -266,3 +278,36 @@ def test_a_cache_that_forgets_is_decoded_by_the_same_step(pico_fox, fixed_on_cpu
     assert torch.equal(seen[0][0], seen[1][0])
     for ours, theirs in zip(seen[0][1], seen[1][1], strict=True):  # looked at one token earlier, at most
         assert all(abs(a - b) <= 8 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_parts_split_between_captured_steps(pico_fox, fixed_on_cpu):
+    """A prompt too short to forget anything of: the one part splits while tokens are decoded, and the text is the same.
+
+    Gates of the first kv head's queries are shut, the others open.
+    """
+    fixed_on_cpu.setattr(forgetting, "PAGE", 4)
+    fixed_on_cpu.setattr(forgetting, "EVERY", 4)
+    fixed_on_cpu.setattr(fixed, "PART_ROOM", 7)
+    model, ids = pico_fox(prune=-6.0, config={"initializer_range": 0.1}), tokens(2, 10)
+    for layer in model.model.layers:
+        with torch.no_grad():
+            layer.self_attn.forget_gate.weight.zero_()
+            layer.self_attn.forget_gate.bias.copy_(torch.tensor([-2.0, -2.0, 12.0, 12.0]))
+    sizes, drop = [], fixed.FixedParts.drop
+
+    def noted(self):
+        changed = drop(self)
+        sizes.append((changed, len(self.parts)))
+        return changed
+
+    fixed_on_cpu.setattr(fixed.FixedParts, "drop", noted)
+    cache: Any = forgetting.ForgettingCache(model, -9.0)
+    options = OPTIONS | {"max_new_tokens": 60}
+    text = model.generate(ids, past_key_values=cache, **options)
+    assert model.decoded_by == STEP
+    assert (True, 2) in sizes
+    assert sizes[0] == (False, 1)
+    assert torch.equal(text, model.generate(ids, **options))
+    first, second = cache.report()["kept"][0]
+    assert first < 40
+    assert second == 69

@@ -89,9 +89,10 @@ def test_outputs_stay_within_the_bound(seed, log_eps, decay, spite, sink, softca
     layer = cache.layers[0]
     assert layer.kept() == [tokens - n for n in layer.dropped]
     assert all(n % 4 == 0 for n in layer.dropped)
-    for number, part in enumerate(layer.parts):  # sinks and the newest are those of the text
+    held = [part.keys[:, n] for part in layer.parts for n in range(part.keys.shape[1])]
+    for number, found in enumerate(held):  # sinks and the newest are those of the text
         expected = torch.cat([k[:, number, :sink], k[:, number, sink + layer.dropped[number] :]], 1)
-        assert torch.equal(part.keys[:, 0], expected)
+        assert torch.equal(found, expected)
 
 
 def test_short_gates_forget_and_open_ones_do_not():
@@ -106,6 +107,56 @@ def test_short_gates_forget_and_open_ones_do_not():
     kept = cache.layers[0].kept()
     assert kept[0] < 20
     assert kept[1] == 90
+
+
+def test_heads_stay_together_while_they_drop_about_the_same():
+    assert forgetting.together([8, 7, 6, 0, 0, 9]) == [(0, 3, 6), (3, 5, 0), (5, 6, 9)]
+    assert forgetting.together([0, 0]) == [(0, 2, 0)]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = worst(90, generator, 0.0)
+    own = torch.full((HEADS,), -QUERY * KEY * WIDTH**-0.5).double()
+    bounds = Bounds(torch.full((HEADS,), QUERY).double(), own, WIDTH**-0.5)
+    for decay, parts in (([0.0, 0.0], 1), ([2.0, 2.0], 1), ([2.0, 0.0], 2)):
+        log_f = -torch.tensor(decay).repeat_interleave(2).expand(1, 90, HEADS).contiguous()
+        cache: Any = DynamicCache()
+        cache.layers.append(ForgettingLayer(bounds, -8.0, 2))
+        answered(cache, q, k, v, log_f, OPTIONS | {"sink": 2}, 10)
+        assert len(cache.layers[0].parts) == parts
+        assert len(cache.layers[0].kept()) == KV_HEADS
+
+
+def test_a_look_waits_for_the_device_once(monkeypatch):
+    """However many heads, parts and keys: one transfer of the counts to the host."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    monkeypatch.setattr(forgetting, "LOOK", 1 << 15)
+    monkeypatch.setattr(forgetting, "EVERY", 1 << 20)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = worst(400, generator, 0.0)
+    own = torch.full((HEADS,), -QUERY * KEY * WIDTH**-0.5).double()
+    log_f = -torch.tensor([2.0, 2.0, 0.1, 0.1]).expand(1, 400, HEADS).contiguous()
+    cache: Any = DynamicCache()
+    cache.layers.append(ForgettingLayer(Bounds(torch.full((HEADS,), QUERY).double(), own, WIDTH**-0.5), -8.0, 2))
+    answered(cache, q, k, v, log_f, OPTIONS | {"sink": 2}, 400)
+    reads = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = str(function)
+            if "_local_scalar_dense" in name or "nonzero" in name:
+                reads.append(name)
+            return function(*args, **(kwargs or {}))
+
+    lists = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(x.shape) or tolist(x))
+    layer = cache.layers[0]
+    with Reads(), torch.no_grad():
+        found, again = layer.look()
+    assert not again
+    assert sum(n for _, runs in found for *_, n in runs) > 300
+    assert lists == [(KV_HEADS,)]
+    assert reads == []
 
 
 def seen_norms(model, ids) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

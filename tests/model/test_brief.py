@@ -1,0 +1,121 @@
+"""One token through plain layers on a CPU in fewer operations: the same logits, and only where layers are plain."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from retrofox.model import captured
+from retrofox.model.brief import brief
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+PLAIN: dict[str, dict[str, Any]] = {
+    "partial": {"rope": "partial"},
+    "kept": {"rope": "keep"},
+    "dropped": {"rope": "drop"},
+    "interpolated": {"rope": "interpolate", "rope_factor": 4.0, "rope_length": 128},
+    "sinks": {"sink_tokens": 3, "prune": -6.0},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "pro": {"pro": ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")},
+    "log n": {"log_n": 16},
+    "no gate": {"gate": "none", "rope": "keep"},
+    "fixed": {"gate": "fixed"},
+}
+
+
+class Logits(LogitsProcessor):
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(scores.clone())
+        return scores
+
+
+def both(monkeypatch, model, ids, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of brief steps and of the layers' own, after their logits were found equal."""
+    found = []
+    for own in (False, True):
+        with monkeypatch.context() as patch:
+            if own:
+                patch.setattr(captured, "brief", lambda model: contextlib.nullcontext())
+            seen = Logits()
+            ids_ = model.generate(ids, logits_processor=LogitsProcessorList([seen]), **OPTIONS | options)
+            found.append((ids_, seen.seen))
+    for ours, theirs in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    return found[0][0], found[1][0]
+
+
+def tokens(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(2, 288, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("spec", PLAIN)
+def test_tokens_and_logits_are_those_of_the_layers_own(pico_fox, monkeypatch, spec, rows):
+    model = pico_fox(**PLAIN[spec])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_()
+    with brief(model) as found:
+        assert found == model.config.num_hidden_layers
+    ours, theirs = both(monkeypatch, model, tokens(rows, 40))
+    assert torch.equal(ours, theirs)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("spec", OTHERS)
+def test_layers_with_more_in_them_are_left_alone(pico_fox, spec):
+    model = pico_fox(**OTHERS[spec])
+    with brief(model) as found:
+        assert found == 0
+    model = pico_fox()
+    layers = model.model.layers
+    layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    layers[1].mlp.act_fn = nn.GELU()
+    with brief(model) as found:
+        assert found == 1
+        assert "forward" not in layers[0].__dict__
+    layers[1].self_attn.mode = "open"
+    with brief(model) as found:
+        assert found == 0
+
+
+def test_padded_rows_windows_and_prompts_take_the_layers_own_way(pico_fox, monkeypatch):
+    model, ids = pico_fox(), tokens(2, 30)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :7] = 0
+    ours, theirs = both(monkeypatch, model, ids, attention_mask=mask)
+    assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with brief(model):
+            assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_cache_goes_on_from_brief_steps(pico_fox):
+    """Sums that brief steps left are continued by an ordinary call, cut back, and continued again."""
+    model, ids = pico_fox(), tokens(1, 30)
+    with torch.no_grad():
+        whole = model(ids).logits[:, -1]
+        for cut in (0, 3):
+            cache = model(ids[:, :10], use_cache=True).past_key_values
+            with brief(model):
+                for n in range(10, 25):
+                    model(ids[:, n : n + 1], past_key_values=cache)
+                if cut:
+                    cache.crop(-cut)
+                    for n in range(25 - cut, 25):
+                        model(ids[:, n : n + 1], past_key_values=cache)
+            last = model(ids[:, 25:], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(last, whole, atol=1e-5, rtol=1e-4)
+            sums = cache.layers[0].cumulative()
+            assert torch.equal(sums[0], sums[0].sort(-1, descending=True).values)
