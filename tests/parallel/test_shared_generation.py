@@ -103,3 +103,40 @@ def test_a_shard_holds_no_more_keys_than_its_part():
         shard.append(states[:, :, :1], states[:, :, :1], torch.zeros(1, 4, 1, dtype=torch.float64), position)
     assert (shard.length, shard.k.shape[2]) == (19, 19)
     assert shard.positions.tolist() == [*range(8, 16), *range(48, 56), 65, 69, 73]
+
+
+KERNEL = """
+import torch
+from retrofox.parallel import decoding
+from retrofox.parallel.decoding import KeyShard
+
+random = torch.Generator().manual_seed(0)
+q = torch.randn(2, 4, 1, 16, generator=random)
+k, v = (torch.randn(2, 2, 300, 16, generator=random) for _ in range(2))
+c = -torch.rand(2, 4, 300, generator=random, dtype=torch.float64).cumsum(-1) * 0.2
+shard = KeyShard(k, v, c, torch.arange(7, 307), room=5)
+now = c[..., -1] - 3.0
+kernels, compared = decoding._runs, 0
+for window, sink, softcap in ((None, 0, None), (None, 9, 4.0), (280, 0, None)):
+    options = {"scale": None, "window": window, "sink": sink, "softcap": softcap}
+    assert kernels(q, shard.k, slice(20, 300))
+    found = shard.attend(q, now, 320, options)
+    decoding._runs = lambda *_: False
+    wanted = shard.attend(q, now, 320, options)
+    decoding._runs = kernels
+    for x, y in zip(found, wanted):
+        assert x.dtype == torch.float32
+        assert (x - y).abs().max() < 1e-5 * y.abs().max(), (window, sink, softcap)
+    compared += 1
+print("compared", compared)
+"""
+
+
+def test_the_kernel_and_the_formula_agree():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL], capture_output=True, text=True, check=False, env=environment, timeout=250
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("compared 3")
