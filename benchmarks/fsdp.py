@@ -80,7 +80,9 @@ class Cell:
         model: Any = retrofox.convert(base, fox=spec).to(self.device).train()
         model.config.use_cache = False
         tokens = max(options.tokens, window)
-        stage = Stage.model_validate({"objective": "extend", "tokens": tokens, "sequence_length": window})
+        stage = Stage.model_validate(
+            {"objective": "extend", "tokens": tokens, "sequence_length": window, "cross_entropy": "chunked"}
+        )
         set_trainable(model, stage)
         if self.cuda:
             lower_precision_stream(model, torch.bfloat16)
