@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/fsdp.py --out benchmarks/fsdp.json
 
-A step: forward and backward of one micro-batch (bfloat16, nothing recomputed), clipped gradients, fused AdamW; random
+A step: forward and backward of one micro-batch (bfloat16), clipped gradients, fused AdamW; random
 weights and tokens. ratio = seconds of every GPU alone / seconds of all together with as much work each: 1 is ideal.
 host: seconds in which Python issues a step; where they are the whole of it, the GPU waits for the host. Variants, each
 with what the one before it has:
@@ -45,7 +45,7 @@ from retrofox.data.packed import IGNORE
 from retrofox.training.groups import parameter_groups, set_trainable
 from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.sharding import UNIT, clip_gradients, shard, shard_new_modules, step_locally
-from retrofox.training.speed import fuse_norms, lower_precision_stream
+from retrofox.training.speed import fuse_norms, lower_precision_stream, recompute
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2": {
@@ -87,6 +87,7 @@ class Cell:
         if self.cuda:
             lower_precision_stream(model, torch.bfloat16)
             fuse_norms(model)
+        recompute(model, options.recompute)
         objective, sharded = OBJECTIVES["extend"](model, stage, self.device), variant not in ("alone", "ddp")
         own = torch.autocast("cuda", torch.bfloat16) if self.cuda and not sharded else nullcontext()
 
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS))
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch and GPU, at least one window")
     parser.add_argument("--unit", type=int, default=UNIT, help="parameters of a unit of layers at least")
+    parser.add_argument("--recompute", choices=("none", "full"), default="none", help="activations of the layers")
     parser.add_argument("--warm", type=int, default=4, help="steps before the clock starts")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path)
@@ -206,7 +208,7 @@ def main() -> None:
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     result: dict[str, Any] = {**provenance(), "gpus": dist.get_world_size(), "device": name, "targets": TARGETS}
-    result |= {"tokens": options.tokens, "unit": options.unit, "rows": []}
+    result |= {"tokens": options.tokens, "unit": options.unit, "recompute": options.recompute, "rows": []}
     started = time.perf_counter()
     for shape in options.shapes:
         for window in options.windows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import torch
@@ -25,6 +26,7 @@ def join(context: int, command: str) -> str | None:
         )
     if not dist.is_initialized():
         dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
+        atexit.register(_leave)
     if not torch.cuda.is_available():
         return None
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -34,3 +36,8 @@ def join(context: int, command: str) -> str | None:
 def is_first() -> bool:
     """Whether this process prints and writes."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

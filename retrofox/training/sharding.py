@@ -1,7 +1,8 @@
 """FSDP2 and DeepSpeed: the form of saved weights, and what FSDP2 gathers, reduces and steps at a time.
 
 A unit is what FSDP2 gathers and reduces by one message each. Small layers share one: SmolLM2's of 3.5M parameters,
-gathered one by one, wait for the host. All gates and Pro parts lie in the root's unit, float32, gathered once a pass.
+gathered one by one, wait for the host. Gates and small Pro parts lie in the root's unit, float32, gathered once a pass;
+an output gate as large as a projection has a unit of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from retrofox.anatomy import causal_lm, decoder_layers, is_new_tensor
 
 UNIT = 24_000_000
 """Parameters that a unit of decoder layers has at least: 48 MB a message in bfloat16."""
+LARGE = 1 << 20
+"""Parameters from which a module that the conversion added has a unit of its own."""
 
 
 def sharding_of(accelerator: Any) -> str:
@@ -43,14 +46,19 @@ def refuse_other_sharding(directory: Path, saved: str, now: str) -> None:
         )
 
 
-def shard_new_modules(model: Any) -> None:
-    """Gives gates and Pro parts FSDP2 groups of their own, float32: the layers' bfloat16 groups would cast them."""
+def shard_new_modules(model: Any, mesh: Any = None, least: int = 1) -> None:
+    """Gives gates and Pro parts FSDP2 units of their own, float32: the layers' bfloat16 units would cast them.
+
+    Args:
+        mesh: processes to shard over, None = all.
+        least: parameters of a module that gets one.
+    """
     for name, module in list(model.named_modules()):
-        holds = any(True for _ in module.parameters(recurse=False))
-        if holds and is_new_tensor(f"{name}.weight") and not isinstance(module, FSDPModule):
-            # Small, and a gather costs more than they weigh: gathered once a pass.
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if size >= least and is_new_tensor(f"{name}.weight") and not isinstance(module, FSDPModule):
+            # A gather costs more than they weigh: gathered once a pass.
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-            fully_shard(module, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 def units(layers: Sequence[nn.Module], least: int = UNIT) -> list[list[nn.Module]]:
@@ -74,7 +82,7 @@ def shards_layers(plugin: Any, model: nn.Module) -> bool:
 
 
 def shard(model: nn.Module, plugin: Any, mesh: Any = None, least: int = UNIT) -> None:
-    """Cuts a model for FSDP2: its root with all gates and Pro parts, units of layers, the embedding and the head.
+    """Cuts a model for FSDP2: its root with gates and small Pro parts, units of layers, the embedding and the head.
 
     Products run in the plugin's dtype; gradients are summed in float32, as under DDP, and what the forward returns
     keeps its dtype: a loss in bfloat16 would have three digits. A unit gathers the next one while it computes.
@@ -88,14 +96,12 @@ def shard(model: nn.Module, plugin: Any, mesh: Any = None, least: int = UNIT) ->
     dtype = None if given is None else given.param_dtype
     lower = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
+    reshard = {"reshard_after_forward": plugin.reshard_after_forward}
     lm, layers = causal_lm(model), decoder_layers(model)
+    shard_new_modules(model, mesh, least=LARGE)
     inputs, head = lm.get_input_embeddings(), lm.get_output_embeddings()
-    ends = [x for x in (inputs, head) if x is not None]
-    if len(ends) == 2 and inputs.weight is not head.weight:
-        ends = [[inputs], [head]]
-    else:
-        ends = [ends]
-    others = {p for part in (*layers, *itertools.chain(*ends)) for p in part.parameters()}
+    tied = inputs.weight is head.weight
+    others = {p for part in (*layers, inputs, head) for p in part.parameters()}
     others -= {p for name, p in model.named_parameters() if is_new_tensor(name)}
     # The root first: it would not look into layers that are cut already.
     root = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -103,11 +109,11 @@ def shard(model: nn.Module, plugin: Any, mesh: Any = None, least: int = UNIT) ->
     new = {p for name, p in model.named_parameters() if is_new_tensor(name)}
     groups = units(layers, least)
     for group in groups:
-        fully_shard(
-            group, mp_policy=lower, reshard_after_forward=plugin.reshard_after_forward, ignored_params=new, **common
-        )
-    for group in ends:
-        fully_shard(group, mp_policy=lower, reshard_after_forward=False, **common)
+        fully_shard(group, mp_policy=lower, ignored_params=new, **reshard, **common)
+    if not tied:
+        fully_shard(inputs, mp_policy=lower, **reshard, **common)
+        inputs.set_unshard_in_backward(False)  # a row's gradient needs no weight
+    fully_shard([inputs, head] if tied else head, mp_policy=lower, reshard_after_forward=False, **common)
     for group, following in itertools.pairwise(groups):
         group[0].set_modules_to_forward_prefetch([following[0]])
 

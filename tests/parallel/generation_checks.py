@@ -8,16 +8,20 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from checks import MODELS, difference, model_of, tell
 from fox_kernels import api
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofox.cli.app import app
+from retrofox.evaluation import shared_context
 from retrofox.generation.generate import _seeded, complete
 from retrofox.generation.shared import complete_shared
 from retrofox.loading.opened import Opened
+from retrofox.model import attention
 from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
 
@@ -59,6 +63,36 @@ def compare(meshes: list[Mesh], name: str) -> None:
             tell(f"{split} {name} {length}", error=error, different=found != wanted)
 
 
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+def losses_memory(processes: int) -> None:
+    """The largest tensor of `eval --context` for each token that a process holds, attention left out."""
+    family, config, spec, _ = MODELS["pro parts, sinks, log-n"]
+    model = model_of(family, {**config, "vocab_size": 2048}, spec).eval()
+    plain = mock.patch.object(attention, "attend_locally", lambda query, *_: query.transpose(1, 2))  # forms no scores
+    budget = mock.patch.object(shared_context, "LOGIT_BYTES", {"cpu": 1 << 18})
+    losses, found = shared_context.shared_losses(processes, model), {}
+    for length in (1024, 2048):
+        ids = torch.randint(2, 96, (1, length), generator=torch.Generator().manual_seed(0))
+        with plain, budget, Largest() as largest:
+            losses(model, ids)
+        found[f"at_{length}"] = largest.elements / (length / processes)
+    tell("memory of losses", **found)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     api._announced.add(("chunked", "tensors are on cpu, Triton needs cuda"))
@@ -67,6 +101,8 @@ def main() -> None:
     meshes = [build_mesh(split) for split in splits]
     for name in CASES:
         compare(meshes, name)
+    if dist.get_world_size() == 2:
+        losses_memory(2)
     if sys.argv[1:]:
         app(standalone_mode=False)
     dist.destroy_process_group()

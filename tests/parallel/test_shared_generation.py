@@ -40,11 +40,17 @@ def run_checks(processes: int, *arguments: str) -> subprocess.CompletedProcess[s
     return done
 
 
+def figures(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, float]]:
+    """Name -> figures of every check."""
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line.pop("check"): line for line in lines}
+
+
 def wrong(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, float]]:
     """The cases whose tokens or logits are others than one process's."""
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 14  # two splits of the processes, 7 cases
-    return {x["check"]: x for x in lines if not (x["different"] == 0 and x["error"] < ROUNDING)}
+    cases = {name: x for name, x in figures(done).items() if "different" in x}
+    assert len(cases) == 14  # two splits of the processes, 7 cases
+    return {name: x for name, x in cases.items() if not (x["different"] == 0 and x["error"] < ROUNDING)}
 
 
 def test_two_processes_generate_what_one_does(pico_fox_checkpoint, tmp_path):
@@ -57,6 +63,9 @@ def test_two_processes_generate_what_one_does(pico_fox_checkpoint, tmp_path):
     text = "".join(line for line in done.stdout.splitlines(keepends=True) if not line.startswith("{"))
     assert text.strip() == wanted["texts"][0].strip()  # written by one of them
     assert done.stderr.count("tokens/s") == 1
+    # `eval --context`: the largest tensor grows with a process's tokens, never with tokens x vocabulary (2048)
+    heads_and_widths = (8 + 4 + 4) * 8
+    assert figures(done)["memory of losses"] == {"at_1024": heads_and_widths, "at_2048": heads_and_widths}
 
 
 @pytest.mark.slow
