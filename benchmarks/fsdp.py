@@ -44,7 +44,7 @@ from retrofox.config import Stage
 from retrofox.data.packed import IGNORE
 from retrofox.training.groups import parameter_groups, set_trainable
 from retrofox.training.objectives import OBJECTIVES
-from retrofox.training.sharding import UNIT, clip_gradients, shard, shard_new_modules, step_locally
+from retrofox.training.sharding import UNIT, clip_gradients, shard, shard_new_modules, sharded_gradients, step_locally
 from retrofox.training.speed import fuse_norms, lower_precision_stream, recompute
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -131,15 +131,14 @@ class Cell:
 
     def step(self) -> torch.Tensor:
         """One optimizer step; the sum of this process's losses."""
-        together = self.variant != "alone"
         loss = self.parallel(**self.batch)
         (loss / self.targets).backward()
-        parameters, clipped = list(self.model.parameters()), None
-        if together and self.variant in ("clip", "kept"):
-            clipped = clip_gradients(parameters, 1.0)
-            assert clipped is not None, "all gradients lie on one mesh"
-        if clipped is None:
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        if self.variant in ("clip", "kept"):
+            gradients = sharded_gradients(self.model.parameters())
+            assert gradients is not None, "all gradients lie on one mesh"
+            clip_gradients(gradients, 1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()

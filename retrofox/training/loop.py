@@ -41,6 +41,7 @@ from retrofox.training.sharding import (
     refuse_other_sharding,
     shard,
     shard_new_modules,
+    sharded_gradients,
     sharding_of,
     shards_layers,
     step_locally,
@@ -185,12 +186,11 @@ class FoxTrainer(Trainer):
         self.wrap_policy, plugin.auto_wrap_policy = plugin.auto_wrap_policy, None  # accelerate has nothing left to cut
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        if self.is_fsdp_enabled:
-            self.accelerator.unscale_gradients()
-            norm = clip_gradients(list(model.parameters()), self.args.max_grad_norm)
-            if norm is not None:
-                return norm
-        return super()._clip_grad_norm(model)
+        gradients = sharded_gradients(model.parameters()) if self.is_fsdp_enabled else None
+        if gradients is None:
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        return clip_gradients(gradients, self.args.max_grad_norm)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The stage's schedule in tokens, one factor per group."""

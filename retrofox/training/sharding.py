@@ -8,7 +8,7 @@ an output gate as large as a projection has a unit of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,25 +133,28 @@ def step_locally(optimizer: torch.optim.Optimizer) -> None:
     optimizer._init_group = collect_parts  # type: ignore[method-assign]
 
 
-@torch.no_grad()
-def clip_gradients(parameters: Sequence[nn.Parameter], most: float) -> torch.Tensor | None:
-    """torch.nn.utils.clip_grad_norm_ of gradients that lie sharded over one mesh: one sum of one number is sent.
-
-    Returns:
-        The norm before, a scalar tensor; None, and nothing done, for gradients that lie in other ways.
-    """
+def sharded_gradients(parameters: Iterable[nn.Parameter]) -> list[DTensor] | None:
+    """The gradients, if all lie sharded over one mesh of processes, on its devices; None: clip as torch does."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [x for x in grads if isinstance(x, DTensor)]
     meshes = list({x.device_mesh for x in sharded})
     if len(sharded) < len(grads) or len(meshes) != 1 or meshes[0].ndim != 1:
         return None
-    local = [x for each in sharded if (x := each.to_local()).numel()]
-    device = sharded[0].to_local().device
-    if device.type != meshes[0].device_type:  # kept on the CPU beside GPUs
-        return None
+    return sharded if sharded[0].to_local().device.type == meshes[0].device_type else None
+
+
+@torch.no_grad()
+def clip_gradients(gradients: Sequence[DTensor], most: float) -> torch.Tensor:
+    """As torch.nn.utils.clip_grad_norm_, of `sharded_gradients`: one sum of one number is sent.
+
+    Returns:
+        The norm before, a scalar tensor.
+    """
+    local = [x for each in gradients if (x := each.to_local()).numel()]
+    device = gradients[0].to_local().device
     norms = torch._foreach_norm(local, 2, dtype=torch.float32) if local else [torch.zeros((), device=device)]
     squares = torch.stack(norms).square().sum()
-    dist.all_reduce(squares, group=meshes[0].get_group())
+    dist.all_reduce(squares, group=gradients[0].device_mesh.get_group())
     norm = squares.sqrt()
     if local:
         torch._foreach_mul_(local, (most / (norm + 1e-6)).clamp_max(1.0))
