@@ -23,7 +23,9 @@ Evict = Annotated[
 
 def generate(
     model: Annotated[str, typer.Argument(help=MODEL)],
-    prompt: Annotated[list[str], typer.Argument(help="One or more prompts; several run as one batch.")],
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="One or more prompts; several run as one batch.", show_default=False)
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
@@ -37,6 +39,12 @@ def generate(
     ] = True,
     template: Annotated[bool, typer.Option("--chat-template", help="Wrap each prompt in the chat template.")] = False,
     evict: Evict = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A UTF-8 text file as a further prompt: for texts too long for a command line.")
+    ] = None,
+    context: Annotated[
+        int, typer.Option(help="Processes that share the context, launched as many (torchrun): for long ones.")
+    ] = 1,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -44,11 +52,12 @@ def generate(
     """Continues a prompt and streams the text."""
     from retrofox.generation.generate import generate as run
     from retrofox.loading.trust import trusting_code
+    from retrofox.parallel.launched import is_first
 
     with trusting_code(trust_remote_code):
         result = run(
             model,
-            prompt,
+            [*(prompt or ()), *(() if prompt_file is None else (_text_of(prompt_file),))],
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -60,10 +69,18 @@ def generate(
             use_cache=cache,
             chat_template=template,
             evict=evict,
+            context=context,
         )
-    if not stream:
+    if not stream and is_first():
         for text in result["texts"]:
             typer.echo(text)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from None
 
 
 def chat(

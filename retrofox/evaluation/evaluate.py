@@ -27,6 +27,7 @@ from retrofox.evaluation.task_report import differences, print_tasks
 from retrofox.loading.device import check_place
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
+from retrofox.parallel.launched import is_first
 from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.support.report import (
     check_folder,
@@ -118,7 +119,7 @@ def evaluate(
     if context > 1:
         alone = {"against": others, "baselines": baselines, "tasks": tasks, "short_context": short_context}
         device = shared_context.join(context, **alone, device=device)
-        progress = progress and shared_context.is_first()
+        progress = progress and is_first()
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
@@ -190,7 +191,7 @@ def evaluate(
         opened = None  # frees the weights before the next model is loaded
         _free_memory()
     _tell_apart(result["lines"])
-    if not shared_context.is_first():
+    if not is_first():
         return result
     _report(result, losses, scores, chosen, out, started)
     return result

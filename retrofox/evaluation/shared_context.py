@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from retrofox.anatomy import LOGIT_BYTES, inner_model, logits_from_hidden, vocabulary_size
 from retrofox.data.packed import IGNORE
+from retrofox.parallel.launched import join as join_processes
 from retrofox.parallel.layout import Degrees, degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.settings import key_value_heads, refuse_sharing
@@ -21,7 +20,7 @@ Losses = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def join(context: int, **unshared: Any) -> str | None:
-    """Joins the processes that were launched to share documents; the device of this one, None where there is no GPU.
+    """`parallel.launched.join` for `eval`.
 
     Args:
         unshared: options of `evaluate` that run whole documents in one process; none may be given.
@@ -32,23 +31,7 @@ def join(context: int, **unshared: Any) -> str | None:
     given = [name for name, value in unshared.items() if value]
     if given:
         raise ValueError(f"context shares documents between processes for the loss alone: leave out {', '.join(given)}")
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != context:
-        raise ValueError(
-            f"context: {context} processes share a document, and {launched} were launched: torchrun --nproc-per-node "
-            f"{context} -m retrofox eval MODEL --context {context} ..."
-        )
-    if not dist.is_initialized():
-        dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
-    if not torch.cuda.is_available():
-        return None
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return f"cuda:{torch.cuda.current_device()}"
-
-
-def is_first() -> bool:
-    """Whether this process prints and writes."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return join_processes(context, "eval MODEL")
 
 
 def shared_losses(context: int, model: Any) -> Losses:

@@ -16,9 +16,11 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from retrofox.anatomy import require_known_tokens
+from retrofox.generation import shared
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.opened import Opened, open_model
 from retrofox.model.forgetting import ForgettingCache
+from retrofox.parallel.launched import is_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +47,7 @@ def generate(
     ignore_eos: bool = False,
     echo: bool = False,
     evict: float | None = None,
+    context: int = 1,
     tokenizer: Any = None,
     output: TextIO | None = None,
 ) -> dict[str, Any]:
@@ -67,6 +70,8 @@ def generate(
         echo: write each prompt before its continuation.
         evict: ln of the part of a head's weight that may be missing, below 0: keys that can't matter to a later token
             leave the cache (`retrofox.model.forgetting`). Needs a converted model and prompts of one length.
+        context: processes that share the keys of a text that one GPU can't hold, launched as many (torchrun): all
+            return the same, the first writes. Needs a converted model and prompts of one length.
         output: where the stream goes, None = stdout; the closing line with tokens/s goes to stderr.
 
     Returns:
@@ -82,6 +87,12 @@ def generate(
     _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
     if evict is not None and (num_beams > 1 or not use_cache):
         raise ValueError("evict drops keys from the cache of one text a row: leave out beams and no-cache")
+    if context < 1:
+        raise ValueError(f"context is the number of processes that share a text, at least 1, got {context}")
+    if context > 1:
+        alone = {"beams": num_beams > 1, "no-cache": not use_cache, "evict": evict is not None, "device": device}
+        device = shared.join_for(context, model, **alone)
+        stream = stream and is_first()
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     cache = None if evict is None else ForgettingCache(opened.model, evict)
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
@@ -90,19 +101,26 @@ def generate(
         writer.begin(prompts if echo else None, len(prompts))
     meter = Meter(end_tokens(opened), writer)
     started = time.perf_counter()
-    generated = complete(
-        opened,
-        token_ids,
-        max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        num_beams=num_beams,
-        seed=seed,
-        use_cache=use_cache,
-        ignore_eos=ignore_eos,
-        streamer=meter if num_beams == 1 else None,
-        cache=cache,
-    )
+    if context > 1:
+        ends = [] if ignore_eos else end_tokens(opened)
+        drawing = {"temperature": temperature, "top_p": top_p, "ends": ends, "streamer": meter}
+        with _seeded(seed, opened.device):
+            generated = shared.complete_shared(opened.model, token_ids, max_new_tokens, **drawing)
+        generated = [_until_end(row, ends) for row in generated]
+    else:
+        generated = complete(
+            opened,
+            token_ids,
+            max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            num_beams=num_beams,
+            seed=seed,
+            use_cache=use_cache,
+            ignore_eos=ignore_eos,
+            streamer=meter if num_beams == 1 else None,
+            cache=cache,
+        )
     seconds = time.perf_counter() - started
     texts = [opened.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
     if writer is not None:
@@ -116,7 +134,7 @@ def generate(
         "seconds": seconds,
         "first_token_seconds": meter.first_token_seconds(started),
         "tokens_per_second": new_tokens / seconds,
-        "decoded_by": getattr(opened.model, "decoded_by", None) if num_beams == 1 else None,
+        "decoded_by": _decoded_by(opened.model, num_beams, context),
         "cache": None if cache is None else cache.report(),
     }
     if stream:
@@ -245,6 +263,12 @@ def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
         if token in ends:
             return ids[: position + 1]
     return ids
+
+
+def _decoded_by(model: Any, num_beams: int, context: int) -> str | None:
+    if context > 1:
+        return f"{context} processes, each with its part of the keys"
+    return getattr(model, "decoded_by", None) if num_beams == 1 else None
 
 
 def _speed(result: dict[str, Any]) -> str:

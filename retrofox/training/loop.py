@@ -36,7 +36,16 @@ from retrofox.training.guard import Diverged, Guard, way_back
 from retrofox.training.heads import HeadRecorder
 from retrofox.training.lora import assert_gates_saved, trained_in_full
 from retrofox.training.refusals import own_autocast
-from retrofox.training.sharding import refuse_other_sharding, shard_new_modules, sharding_of
+from retrofox.training.sharding import (
+    clip_gradients,
+    refuse_other_sharding,
+    shard,
+    shard_new_modules,
+    sharded_gradients,
+    sharding_of,
+    shards_layers,
+    step_locally,
+)
 from retrofox.training.stage_run import StageRun
 
 
@@ -56,6 +65,7 @@ class FoxTrainer(Trainer):
         self.guard = Guard(stage.spike_factor, fp16=recipe.precision == "fp16")
         self.history: list[dict[str, float]] = []
         self.eval_before: float | None = None
+        self.wrap_policy: Any = None
         super().__init__(model=model, args=args)
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True  # the same, for transformers before loss_is_scaled_for_ga
@@ -155,11 +165,32 @@ class FoxTrainer(Trainer):
         if self.optimizer is None:
             target: Any = self.model if model is None else model
             if self.is_fsdp_enabled:
-                shard_new_modules(target)  # before accelerate shards the layers around them
+                self._shard(target)
             groups = parameter_groups(target, self.stage)
             cls, options = self.get_optimizer_cls_and_kwargs(self.args, target)
             self.optimizer = cls(groups, **options)
+            if self.is_fsdp_enabled:
+                step_locally(self.optimizer)
         return self.optimizer
+
+    def _shard(self, model: Any) -> None:
+        """Cuts the model for FSDP2, all of it or what accelerate, which comes next, would cut wrongly."""
+        state = self.accelerator.state
+        plugin: Any = state.fsdp_plugin
+        if not shards_layers(plugin, model):
+            shard_new_modules(model)
+            return
+        mesh = getattr(self.accelerator, "torch_device_mesh", None)
+        names = None if mesh is None else tuple(self.accelerator.parallelism_config.fsdp_dim_names)
+        shard(model, plugin, None if mesh is None else mesh[names])
+        self.wrap_policy, plugin.auto_wrap_policy = plugin.auto_wrap_policy, None  # accelerate has nothing left to cut
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        gradients = sharded_gradients(model.parameters()) if self.is_fsdp_enabled else None
+        if gradients is None:
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        return clip_gradients(gradients, self.args.max_grad_norm)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The stage's schedule in tokens, one factor per group."""
@@ -172,6 +203,8 @@ class FoxTrainer(Trainer):
                 strict=True,
             ):
                 group["params"] = sharded["params"]
+            if self.wrap_policy is not None:
+                self.accelerator.state.fsdp_plugin.auto_wrap_policy = self.wrap_policy  # for the next stage
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
             factors = group_schedules(target.param_groups, self.stage, self.batch_tokens)

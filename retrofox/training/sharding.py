@@ -1,13 +1,30 @@
-"""FSDP2 and DeepSpeed: the form of saved weights, and groups of their own for gates."""
+"""FSDP2 and DeepSpeed: the form of saved weights, and what FSDP2 gathers, reduces and steps at a time.
+
+A unit is what FSDP2 gathers and reduces by one message each. Small layers share one: SmolLM2's of 3.5M parameters,
+gathered one by one, wait for the host. Gates and small Pro parts lie in the root's unit, float32, gathered once a pass;
+an output gate as large as a projection has a unit of its own.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 
-from retrofox.anatomy import is_new_tensor
+from retrofox.anatomy import causal_lm, decoder_layers, is_new_tensor
+
+UNIT = 24_000_000
+"""Parameters that a unit of decoder layers has at least: 48 MB a message in bfloat16."""
+LARGE = 1 << 20
+"""Parameters from which a module that the conversion added has a unit of its own."""
 
 
 def sharding_of(accelerator: Any) -> str:
@@ -29,11 +46,116 @@ def refuse_other_sharding(directory: Path, saved: str, now: str) -> None:
         )
 
 
-def shard_new_modules(model: Any) -> None:
-    """Gives gates and Pro parts FSDP2 groups of their own, float32: the layers' bfloat16 groups would cast them."""
+def shard_new_modules(model: Any, mesh: Any = None, least: int = 1) -> None:
+    """Gives gates and Pro parts FSDP2 units of their own, float32: the layers' bfloat16 units would cast them.
+
+    Args:
+        mesh: processes to shard over, None = all.
+        least: parameters of a module that gets one.
+    """
     for name, module in list(model.named_modules()):
-        holds = any(True for _ in module.parameters(recurse=False))
-        if holds and is_new_tensor(f"{name}.weight") and not isinstance(module, FSDPModule):
-            # Small, and a gather costs more than they weigh: gathered once a pass.
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if size >= least and is_new_tensor(f"{name}.weight") and not isinstance(module, FSDPModule):
+            # A gather costs more than they weigh: gathered once a pass.
             policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-            fully_shard(module, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def units(layers: Sequence[nn.Module], least: int = UNIT) -> list[list[nn.Module]]:
+    """Neighbouring layers in groups of about one size, each of `least` parameters or more where there are as many."""
+    total = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    count = max(1, min(len(layers), total // least))
+    ends = [round(number * len(layers) / count) for number in range(count + 1)]
+    return [list(layers[start:stop]) for start, stop in itertools.pairwise(ends)]
+
+
+def shards_layers(plugin: Any, model: nn.Module) -> bool:
+    """Whether `shard` cuts a model; False: accelerate does, as its settings and the model ask for.
+
+    Args:
+        plugin: accelerate's FullyShardedDataParallelPlugin, before it has seen the model.
+    """
+    plain = plugin.auto_wrap_policy is transformer_auto_wrap_policy and not plugin.transformer_cls_names_to_wrap
+    own = plugin.activation_checkpointing or plugin.ignored_modules
+    packed = any(not parameter.is_floating_point() for parameter in model.parameters())  # 4-bit
+    return plain and not own and not packed
+
+
+def shard(model: nn.Module, plugin: Any, mesh: Any = None, least: int = UNIT) -> None:
+    """Cuts a model for FSDP2: its root with gates and small Pro parts, units of layers, the embedding and the head.
+
+    Products run in the plugin's dtype; gradients are summed in float32, as under DDP, and what the forward returns
+    keeps its dtype: a loss in bfloat16 would have three digits. A unit gathers the next one while it computes.
+
+    Args:
+        plugin: accelerate's FullyShardedDataParallelPlugin.
+        mesh: processes to shard over, None = all.
+        least: parameters of a unit, see `units`.
+    """
+    given = plugin.mixed_precision_policy
+    dtype = None if given is None else given.param_dtype
+    lower = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    common: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
+    reshard = {"reshard_after_forward": plugin.reshard_after_forward}
+    lm, layers = causal_lm(model), decoder_layers(model)
+    shard_new_modules(model, mesh, least=LARGE)
+    inputs, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    tied = inputs.weight is head.weight
+    others = {p for part in (*layers, inputs, head) for p in part.parameters()}
+    others -= {p for name, p in model.named_parameters() if is_new_tensor(name)}
+    # The root first: it would not look into layers that are cut already.
+    root = MixedPrecisionPolicy(cast_forward_inputs=False)
+    fully_shard(model, mp_policy=root, reshard_after_forward=False, ignored_params=others, **common)
+    new = {p for name, p in model.named_parameters() if is_new_tensor(name)}
+    groups = units(layers, least)
+    for group in groups:
+        fully_shard(group, mp_policy=lower, ignored_params=new, **reshard, **common)
+    if not tied:
+        fully_shard(inputs, mp_policy=lower, **reshard, **common)
+        inputs.set_unshard_in_backward(False)  # a row's gradient needs no weight
+    fully_shard([inputs, head] if tied else head, mp_policy=lower, reshard_after_forward=False, **common)
+    for group, following in itertools.pairwise(groups):
+        group[0].set_modules_to_forward_prefetch([following[0]])
+
+
+def step_locally(optimizer: torch.optim.Optimizer) -> None:
+    """Lets Adam and AdamW step each process's part of sharded tensors, without DTensor's dispatch in between."""
+    if not isinstance(optimizer, torch.optim.Adam):
+        return
+    collect = optimizer._init_group
+
+    def collect_parts(group: dict[str, Any], *lists: Any) -> Any:
+        found = collect(group, *lists)
+        for each in lists:
+            each[:] = [x.to_local() if isinstance(x, DTensor) else x for x in each]
+        return found
+
+    optimizer._init_group = collect_parts  # type: ignore[method-assign]
+
+
+def sharded_gradients(parameters: Iterable[nn.Parameter]) -> list[DTensor] | None:
+    """The gradients, if all lie sharded over one mesh of processes, on its devices; None: clip as torch does."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    sharded = [x for x in grads if isinstance(x, DTensor)]
+    meshes = list({x.device_mesh for x in sharded})
+    if len(sharded) < len(grads) or len(meshes) != 1 or meshes[0].ndim != 1:
+        return None
+    return sharded if sharded[0].to_local().device.type == meshes[0].device_type else None
+
+
+@torch.no_grad()
+def clip_gradients(gradients: Sequence[DTensor], most: float) -> torch.Tensor:
+    """As torch.nn.utils.clip_grad_norm_, of `sharded_gradients`: one sum of one number is sent.
+
+    Returns:
+        The norm before, a scalar tensor.
+    """
+    local = [x for each in gradients if (x := each.to_local()).numel()]
+    device = gradients[0].to_local().device
+    norms = torch._foreach_norm(local, 2, dtype=torch.float32) if local else [torch.zeros((), device=device)]
+    squares = torch.stack(norms).square().sum()
+    dist.all_reduce(squares, group=gradients[0].device_mesh.get_group())
+    norm = squares.sqrt()
+    if local:
+        torch._foreach_mul_(local, (most / (norm + 1e-6)).clamp_max(1.0))
+    return norm

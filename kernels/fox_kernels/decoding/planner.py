@@ -73,10 +73,13 @@ def stages_for(rows: int, block: int, D: int, size: int, capability: tuple[int, 
 class Decoder:
     """Runs decoding calls that differ in S, strides and addresses only; everything else is worked out once, here.
 
-    padded: there is a seq_start. pruned: keys are left out; searches: which, is found from k_bound.
+    padded: there is a seq_start. pruned: keys are left out; searches: which, is found from k_bound. out_dtype: of o,
+    None for that of q.
     """
 
-    def __init__(self, shape, Hkv, dtype, device, options: Options, *, padded: bool, pruned: bool, searches: bool):
+    def __init__(
+        self, shape, Hkv, dtype, device, options: Options, *, padded: bool, pruned: bool, searches: bool, out_dtype=None
+    ):
         B, T, H, D = shape
         scale, window, sink, softcap, prune = options
         group, size = H // Hkv, dtype.itemsize
@@ -87,7 +90,7 @@ class Decoder:
         D0, D1 = split_head_dim(D)
         cap, wide, tile_rows = cap_kind(softcap, dtype), power_of_2(D), max(16, power_of_2(T * group))
         self.T, self.H, self.D, self.rows, self.pairs, self.device = T, H, D, T * group, B * Hkv, device
-        self.window, self.sink, self.searches = window, sink, searches
+        self.window, self.sink, self.searches, self.out_dtype = window, sink, searches, out_dtype or dtype
         self.readable = aligned if D1 else unit_last
         self.factors = (scale * LOG2_E, *cap_factors(softcap))
         self.floor = prune * LOG2_E if searches and prune is not None else 0.0
@@ -98,7 +101,7 @@ class Decoder:
         self.splits = splits_for(self.pairs, processors(device))
         self.most_parts = max(1, 16384 // wide)
         self.scratch = (cdiv(self.pairs, 4) * 4, cdiv(B * H * T, 4) * 4)  # floats for first and lse2, by 16 bytes
-        self.kinds = (dtype, T, H)
+        self.kinds = (dtype, self.out_dtype, T, H)
         shared = power_of_2(self.pairs) if shares else 0
         bounded, precision = window is not None, "ieee" if size == 4 else "tf32"
         self.split = (
@@ -148,7 +151,7 @@ class Decoder:
         room, lse_room = self.scratch
         ends = (room, room + lse_room, room + lse_room + grid[0] * grid[1] * self.rows * D)
         scratch = torch.empty(ends[2] + grid[0] * grid[1] * self.rows, dtype=torch.float32, device=self.device)
-        o = torch.empty_like(q, memory_format=torch.contiguous_format)
+        o = torch.empty(q.shape, dtype=self.out_dtype, device=self.device)
         if known is None:
             found, own_lse2, part, part_lse = scratch.tensor_split(ends)
             first = found.view(torch.int32) if self.searches else first
@@ -214,25 +217,28 @@ class Decoder:
 decoder_for = functools.lru_cache(256)(Decoder)
 
 
-def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None, *, first=None, k_bound=None):
+def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None, *, first=None, k_bound=None, out_dtype=None):
     """Return o (B, T, H, D) and lse2 (B, H, T) of the last T positions of a cache of S; T * H / Hkv <= MAX_ROWS.
 
     q (B, T, H, D); k, v (B, S, Hkv, D), any strides: copied where `forward.unit_last` says so, at D = 80 and 96
     `forward.aligned`; c_hi, c_lo (B, H, S) float32, any strides with unit last, so that a longer buffer can be sliced.
     With prune, keys before first (B, Hkv), sinks aside, are left out; if None, those that hold at most exp(prune) of
     every query's weight given k_bound (B, Hkv) float32 >= |k_j|, or without that what `skip_before` gives, which reads
-    all keys. Raises ValueError when the group's rows do not fit a tile.
+    all keys. o has out_dtype, None: that of q. Raises ValueError when the group's rows do not fit a tile.
     """
     (B, T, H, _), Hkv = q.shape, k.shape[2]
     if B * Hkv > MAX_PAIRS:
         given = (q, k, v, c_hi, c_lo, seq_start, first, k_bound)
         cut = [itertools.repeat(None) if x is None else x.split(MAX_PAIRS // Hkv) for x in given]
-        parts = [launch_decode(*x[:5], options, x[5], first=x[6], k_bound=x[7]) for x in zip(*cut, strict=False)]
+        parts = [
+            launch_decode(*x[:5], options, x[5], first=x[6], k_bound=x[7], out_dtype=out_dtype)
+            for x in zip(*cut, strict=False)
+        ]
         return torch.cat([o for o, _ in parts]), torch.cat([lse2 for _, lse2 in parts])
     pruned = options.prune is not None
     decoder = decoder_for(
         q.shape, Hkv, q.dtype, q.device, options, padded=seq_start is not None, pruned=pruned or first is not None,
-        searches=pruned and first is None and k_bound is not None,
+        searches=pruned and first is None and k_bound is not None, out_dtype=out_dtype,
     )  # fmt: skip
     if pruned and first is None and k_bound is None:
         first = skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), options)

@@ -1,0 +1,90 @@
+"""FSDP2's units, and the benchmark that measures them: every variant trains what DDP trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from retrofox.training.sharding import sharded_gradients, shards_layers, step_locally, units
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "fsdp.py"
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "least", "wanted"),
+    [
+        (30, 3_540_000, 24_000_000, [8, 7, 7, 8]),  # SmolLM2-135M
+        (16, 60_820_000, 24_000_000, [1] * 16),  # Llama-3.2-1B
+        (3, 10, 100, [3]),  # all of them have fewer
+        (5, 10, 20, [2, 3]),
+    ],
+)
+def test_small_layers_share_a_unit(count, size, least, wanted):
+    layers = [nn.Linear(1, size, bias=False, device="meta") for _ in range(count)]
+    groups = units(layers, least)
+    assert [len(group) for group in groups] == wanted
+    assert [layer for group in groups for layer in group] == layers
+
+
+def plugin(**values) -> SimpleNamespace:
+    plain = {"auto_wrap_policy": transformer_auto_wrap_policy, "transformer_cls_names_to_wrap": None}
+    return SimpleNamespace(**{**plain, "activation_checkpointing": False, "ignored_modules": None, **values})
+
+
+def test_what_accelerate_is_asked_for_is_left_to_it():
+    model = nn.Linear(2, 2)
+    assert shards_layers(plugin(), model)
+    for values in (
+        {"auto_wrap_policy": size_based_auto_wrap_policy},
+        {"transformer_cls_names_to_wrap": ["LlamaMLP"]},
+        {"activation_checkpointing": True},
+        {"ignored_modules": "lm_head"},
+    ):
+        assert not shards_layers(plugin(**values), model)
+    packed = nn.Linear(2, 2)
+    packed.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)  # 4 bits, two by two
+    assert not shards_layers(plugin(), packed)
+
+
+def test_plain_tensors_are_left_to_torch():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    assert sharded_gradients(model.parameters()) is None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step_locally(optimizer)
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.slow
+def test_every_variant_of_the_benchmark_trains_what_ddp_trains(tmp_path):
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    command += [str(BENCHMARK), "--shapes", "pico", "--windows", "64", "--tokens", "128", "--unit", "1"]
+    done = subprocess.run(
+        [*command, "--warm", "2", "--steps", "4", "--out", str(tmp_path / "fsdp.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "fsdp.json").read_text())["rows"]}
+    assert list(rows) == ["alone", "ddp", "before", "gates", "units", "step", "clip", "kept"]
+    assert len(done.stdout.splitlines()) == len(rows)
+    for name in list(rows)[2:]:
+        assert rows[name]["loss"] == pytest.approx(rows["ddp"]["loss"], rel=1e-6), name
