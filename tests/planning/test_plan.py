@@ -313,7 +313,7 @@ def test_real_shapes_fit_where_their_parts_do(name, parameters, pico_tokenizer, 
     LlamaConfig(**shape, **heads_of, tie_word_embeddings=tied).save_pretrained(tmp_path / "shape")  # type: ignore[arg-type]
     pico_tokenizer.save_pretrained(tmp_path / "shape")
     (tmp_path / "books.txt").write_text("the fox forgets the gate")
-    monkeypatch.setattr("retrofox.training.memory.PROBE_ROWS", {"cpu": (16, 32, 48), "cuda": (512, 2048, 4096)})
+    monkeypatch.setattr("retrofox.training.memory_probe.PROBE_ROWS", {"cpu": (16, 32, 48), "cuda": (512, 2048, 4096)})
 
     def planned(gigabytes: float, **values) -> dict:
         for place in ("retrofox.training.preflight", "retrofox.planning.plan"):
