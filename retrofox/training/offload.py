@@ -40,8 +40,10 @@ class Offload:
         with torch.autograd.graph.saved_tensors_hooks(self._leave, self._return):
             return checkpoint(function, *inputs, use_reentrant=False)
 
-    def _leave(self, x: torch.Tensor) -> Checkpoint:
+    def _leave(self, x: torch.Tensor) -> Checkpoint | torch.Tensor:
         """Takes a checkpoint in; the one before it, whose layer has run by now, starts on its way to the CPU."""
+        if not x.numel():  # torch's own anchor
+            return x
         self._settle()
         before = self._newest()
         if before is not None and before.tensor is not None:
@@ -50,8 +52,10 @@ class Offload:
         self.newest = weakref.ref(kept)
         return kept
 
-    def _return(self, kept: Checkpoint) -> torch.Tensor:
+    def _return(self, kept: Checkpoint | torch.Tensor) -> torch.Tensor:
         """Gives a checkpoint back on the GPU, and starts to fetch the one that the backward needs next."""
+        if isinstance(kept, torch.Tensor):
+            return kept
         self._settle()
         if kept.tensor is None:
             self._fetch(kept)
