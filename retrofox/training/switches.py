@@ -82,6 +82,13 @@ def _can_change(key: str, recipe: Recipe, stage: Stage, model: Any, device: torc
     if key == "offload_activations":
         return stage.objective != "align" and device.type != "cpu"
     if key == "offload_optimizer":
-        own = optimizer_class(recipe.optim).__module__.startswith("torch.optim")
-        return own and device.type != "cpu" and not deepspeed() and not weights_are_sharded()
+        here = device.type != "cpu" and not deepspeed() and not weights_are_sharded()
+        return here and _is_torchs_own(recipe.optim)
     return True
+
+
+def _is_torchs_own(optimizer: str) -> bool:
+    try:
+        return optimizer_class(optimizer).__module__.startswith("torch.optim")
+    except ValueError:  # refused elsewhere
+        return False
