@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from retrofox.anatomy import causal_lm
+from retrofox.anatomy import causal_lm, is_converted
 from retrofox.config import Recipe, Stage
 from retrofox.training.arguments import STATE_BYTES
 from retrofox.training.chunked_loss import is_plain_head
@@ -61,6 +61,8 @@ def memory(
     here = recomputed - _gone(recomputed, stage, device)
     kept = [(layers - recomputed, plain.layer), (here, again.layer), (1, plain.outside)]
     activations = sum(count * curve._replace(constant=0).at(rows, tokens) for count, curve in kept)
+    if device.type == "cuda" and is_converted(lm):  # the gates of every layer, which a log line reads
+        activations += 4 * rows * tokens * layers * lm.config.num_attention_heads
     if sharded and mixed:
         # Two layers are gathered in 16 bits at a time; embedding and head stay gathered.
         copies = 4 * (total - 2 * _of_embedding(lm)) / layers + 2 * (_of_embedding(lm) + _of_head(lm))
