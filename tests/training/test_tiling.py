@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import retrofox
 from retrofox.anatomy import decoder_layers
 from retrofox.config import LoraConfig, Stage
 from retrofox.training.lora import add_adapters
@@ -16,6 +18,16 @@ from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.speed import fuse_norms, lower_precision_stream, save_memory
 from retrofox.training.tiling import Tiled, tile_modules, tile_tokens, untiled_layers
 
+PICO = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+}
 STAGE = {"objective": "extend", "tokens": 1024, "sequence_length": 40}
 
 
@@ -60,6 +72,17 @@ def test_gradients_are_the_untiled_ones_to_float32_rounding(pico_fox, tile, reco
     model = pico_fox()
     plain = gradients(model, gradient_checkpointing=recomputed)
     assert_same(plain, gradients(model, tiled_mlp=tile, gradient_checkpointing=recomputed), rel=2e-6)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "cohere2", "starcoder2", "olmo2"])
+def test_families_with_other_norms_and_mlps(family):
+    """Norms of 1 + w, with biases, and behind the MLP; gates and values in one product; no gate."""
+    torch.manual_seed(0)
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    config = AutoConfig.for_model(family, **{**PICO, **ids, "vocab_size": 288})
+    model = retrofox.convert(AutoModelForCausalLM.from_config(config), fox=retrofox.FoxSpec(half_life=(2.0, 99.0)))
+    switches = {"tiled_mlp": 7, "gradient_checkpointing": "full", "offload_activations": True}
+    assert_same(gradients(model), gradients(model, **switches), rel=1e-5)
 
 
 def test_a_tile_as_long_as_the_row_gives_the_same_bits(pico_fox):
