@@ -60,6 +60,15 @@ class Stage(Section):
     gradient_checkpointing: Literal["none", "full"] | Annotated[int, Field(ge=1)] = Field(
         "none", description="none, full, or n: every n-th layer is recomputed"
     )
+    tiled_mlp: Literal["none", "auto"] | Annotated[int, Field(ge=1)] = Field(
+        "none", description="none, auto, or n: MLPs run over n tokens at a time, their widest tensors never whole"
+    )
+    offload_activations: bool = Field(
+        default=False, description="the checkpoints of gradient_checkpointing wait in CPU memory for the backward"
+    )
+    offload_optimizer: bool = Field(
+        default=False, description="the optimizer's state stays in CPU memory and visits the GPU in each step"
+    )
     compile: bool = Field(default=False, description="torch.compile of the MLPs and norms")
     spike_factor: float = Field(
         default=3.0, ge=0, description="stop where the loss exceeds this times its running mean plus 1 nat; 0 = never"
@@ -92,6 +101,14 @@ class Stage(Section):
             )
         if self.objective == "align" and self.cross_entropy != "auto":
             raise ValueError("cross_entropy belongs to objectives distill and extend: align computes no logits")
+        if self.offload_activations and self.objective == "align":
+            raise ValueError("align keeps no checkpoints of whole layers to move: set offload_activations: false")
+        if self.offload_activations and self.gradient_checkpointing == "none":
+            raise ValueError(
+                "offload_activations moves the checkpoints of gradient checkpointing: set gradient_checkpointing: full"
+            )
+        if self.compile and self.tiled_mlp != "none":
+            raise ValueError("compile and tiled_mlp both take over the MLPs: set compile: false, or tiled_mlp: none")
         if distill and self.cross_entropy not in ("auto", "chunked"):
             raise ValueError(
                 f"cross_entropy {self.cross_entropy} belongs to objective extend: distill needs both models' logits of "

@@ -22,7 +22,7 @@ from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.training.loop import FoxTrainer, StageRun
 from retrofox.training.objectives import OBJECTIVES
-from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
+from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 
 
 def measure_steps(
@@ -53,7 +53,7 @@ def measure_steps(
     if recipe.precision != "fp32":
         lower_precision_stream(model, PRECISIONS[recipe.precision])
         fuse_norms(model)
-    recompute(model, stage.gradient_checkpointing)
+    save_memory(model, stage)
     compile_parts(model, stage.compile)
     rest: list[Any] = []
     if stage.objective != "extend":

@@ -21,19 +21,20 @@ from retrofox.support.memory import reset_peak
 from retrofox.training.arguments import STATE_BYTES
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import count_steps, parameter_groups, save_steps, set_trainable, tokens_per_step
-from retrofox.training.memory import memory
+from retrofox.training.memory import cpu_memory
 from retrofox.training.model import lower_frozen
 from retrofox.training.preflight import (
     StagePreflight,
     built,
     device_memory,
     empty,
-    held_by_one,
     preflight,
     starts_from,
 )
-from retrofox.training.refusals import free_bytes, weights_are_sharded
+from retrofox.training.refusals import free_bytes
+from retrofox.training.switches import fits, held_by_one, switches_that_fit
 from retrofox.training.teacher import needs_teacher
+from retrofox.training.tiling import untiled_layers
 
 LONGEST_BLOCKS = 1 << 16
 """Where the search for the longest row ends, in blocks of 256 tokens: 16M tokens."""
@@ -133,6 +134,7 @@ def _stage_plan(recipe: Recipe, ready: StagePreflight, devices: int, device: tor
     peak = peak_flops(device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
     share = _measured_share(stage, recipe.lora is not None, _count(model)) if name else None
+    changes = switches_that_fit(recipe, stage, model, devices, device, ready.teacher, room)
     flops = flops_per_token(model, stage)
     hours = None
     if peak is not None and share is not None:
@@ -154,7 +156,14 @@ def _stage_plan(recipe: Recipe, ready: StagePreflight, devices: int, device: tor
         "adapter_parameters": sum(p.numel() for name, p in named if "lora_" in name and p.requires_grad),
         "frozen_parameters": frozen,
         "memory_gb": {key: value / 1e9 for key, value in used.items()},
-        "fits": sum(used.values()) <= room,
+        "cpu_memory_gb": {
+            key: value / 1e9
+            for key, value in cpu_memory(recipe, held_by_one(recipe, stage), model, device).items()
+            if value
+        },
+        "fits": changes == {},
+        "switches": changes,
+        "untiled_layers": 0 if stage.tiled_mlp == "none" else untiled_layers(model),
         "longest_sequence": _longest(recipe, ready, devices, device),
         "flops_per_token": flops,
         "hours": hours,
@@ -189,20 +198,19 @@ def _where_from(share: float, name: str) -> str:
 
 def _longest(recipe: Recipe, ready: StagePreflight, devices: int, device: torch.device) -> int:
     """Longest row in tokens, one to a micro-batch, whose memory fits; a multiple of 256, 0 if none does."""
-    sharded, room = weights_are_sharded(), device_memory(device)
+    room = device_memory(device)
 
-    def fits(blocks: int) -> bool:
+    def has_room(blocks: int) -> bool:
         changes = {"sequence_length": 256 * blocks, "micro_batch": 1, "batch_tokens": None}
         longer = ready.stage.model_copy(update=changes)
-        used = memory(recipe, held_by_one(recipe, longer), ready.model, devices, sharded, device, ready.teacher)
-        return sum(used.values()) <= room
+        return fits(recipe, longer, ready.model, devices, device, ready.teacher, room)
 
     low, high = 0, 1
-    while fits(high) and high < LONGEST_BLOCKS:
+    while has_room(high) and high < LONGEST_BLOCKS:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if has_room(middle) else (low, middle)
     return 256 * low
 
 

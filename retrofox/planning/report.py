@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from retrofox.support.counts import size
+from retrofox.training.switches import named
 
 
 def print_plan(report: dict[str, Any]) -> None:
@@ -54,8 +55,14 @@ def print_plan(report: dict[str, Any]) -> None:
         for component, gigabytes in stage["memory_gb"].items():
             if gigabytes:
                 table.add_row(component, size(1e9 * gigabytes))
-        verdict = "fits" if stage["fits"] else "DOES NOT FIT: lower micro_batch, or gradient_checkpointing: full"
-        table.add_row("memory", f"{size(1e9 * math.fsum(stage['memory_gb'].values()))} a device at its peak: {verdict}")
+        table.add_row(
+            "memory", f"{size(1e9 * math.fsum(stage['memory_gb'].values()))} a device at its peak: {_verdict(stage)}"
+        )
+        if stage["cpu_memory_gb"]:
+            parts = ", ".join(f"{size(1e9 * value)} of {key}" for key, value in stage["cpu_memory_gb"].items())
+            table.add_row("CPU memory", f"{parts} a device, moved there")
+        if stage["untiled_layers"]:
+            table.add_row("tiled_mlp", f"{stage['untiled_layers']} layers are not tiled: they have experts")
         table.add_row("longest row", f"{stage['longest_sequence']:,} tokens, one to a micro-batch")
         if stage["hours"] is not None:
             table.add_row("hours", f"{stage['hours']:.2f} ({stage['hours_from']})")
@@ -67,3 +74,12 @@ def print_plan(report: dict[str, Any]) -> None:
         console.print(table)
     for refusal in report["refusals"]:
         console.print(f"[red]refused:[/red] {escape(refusal)}", highlight=False)
+
+
+def _verdict(stage: dict[str, Any]) -> str:
+    """Whether a stage fits, or the cheapest switches with which it does."""
+    if stage["fits"]:
+        return "fits"
+    if stage["switches"] is None:
+        return "DOES NOT FIT, with any switch: lower sequence_length, or share rows (parallel: {context: N})"
+    return f"DOES NOT FIT: set {named(stage['switches'])}"

@@ -81,9 +81,13 @@ class SumOverRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor):  # type: ignore[override]
+        if ctx.grads is None:
+            raise RuntimeError("the chunked loss has no second backward: its first one gives its gradients away")
+        # In place, and let go of: d hidden and dW would lie beside their copies until the whole backward is over.
+        grads, ctx.grads = ctx.grads, None
         grads = [
-            None if grad is None else (grad * upstream[0]).to(dtype)
-            for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
+            None if grad is None else grad.mul_(upstream[0]).to(dtype)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
         return (*grads, None, None, None)
 

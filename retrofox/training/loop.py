@@ -35,6 +35,7 @@ from retrofox.training.groups import group_schedules, parameter_groups, set_rate
 from retrofox.training.guard import Diverged, Guard, way_back
 from retrofox.training.heads import HeadRecorder
 from retrofox.training.lora import assert_gates_saved, trained_in_full
+from retrofox.training.optimizer_state import offloaded
 from retrofox.training.refusals import own_autocast
 from retrofox.training.sharding import (
     clip_gradients,
@@ -168,7 +169,7 @@ class FoxTrainer(Trainer):
                 self._shard(target)
             groups = parameter_groups(target, self.stage)
             cls, options = self.get_optimizer_cls_and_kwargs(self.args, target)
-            self.optimizer = cls(groups, **options)
+            self.optimizer = (offloaded(cls) if self.stage.offload_optimizer else cls)(groups, **options)
             if self.is_fsdp_enabled:
                 step_locally(self.optimizer)
         return self.optimizer

@@ -25,7 +25,10 @@ from retrofox.version import __version__
 
 FREE_TO_CHANGE = ("output", "checkpoint", "log", "parallel", "dataloader_workers", "deterministic")
 FREE_IN_DATA = ("cache", "workers")
-FREE_IN_STAGE = ("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor")
+FREE_IN_STAGE = (
+    *("micro_batch", "compile", "gradient_checkpointing", "cross_entropy", "spike_factor"),
+    *("tiled_mlp", "offload_activations", "offload_optimizer"),
+)
 FREE_UNTIL_DONE = ("learning_rate", "rates", "warmup_tokens", "clip")
 """What may change in a stage that is not complete: a run that diverged goes on with lower rates. Their zeros stay."""
 

@@ -17,12 +17,12 @@ from retrofox.config import Recipe, Stage
 from retrofox.loading.configs import any_config
 from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
-from retrofox.parallel.settings import context_of, readers_of
+from retrofox.parallel.settings import readers_of
 from retrofox.support.counts import size
 from retrofox.surgery import make_plan
 from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.training.lora import add_adapters
-from retrofox.training.memory import memory
+from retrofox.training.memory import cpu_memory, memory
 from retrofox.training.model import changes_rope, refuse_rope, rope_scaling
 from retrofox.training.refusals import (
     refuse_context,
@@ -36,6 +36,7 @@ from retrofox.training.refusals import (
     refused_data,
     weights_are_sharded,
 )
+from retrofox.training.switches import held_by_one, named, switches_that_fit
 from retrofox.training.teacher import needs_teacher
 
 
@@ -100,7 +101,9 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
             ready = found.collect(check, where=f"stages.{number}: ")
             if ready is not None:
                 found.stages.append(ready)
-                found.collect(functools.partial(_refuse_size, ready, device), where=f"stages.{number}: ")
+                found.collect(
+                    functools.partial(_refuse_size, recipe, ready, devices, device), where=f"stages.{number}: "
+                )
     return found
 
 
@@ -114,20 +117,26 @@ def _stage(recipe: Recipe, stage: Stage, config: Any, devices: int, device: torc
     )
 
 
-def held_by_one(recipe: Recipe, stage: Stage) -> Stage:
-    """A stage with rows of the length that one process holds, where several share them."""
-    context = context_of(recipe)
-    return stage.model_copy(update={"sequence_length": stage.sequence_length // context}) if context > 1 else stage
+def _refuse_size(recipe: Recipe, ready: StagePreflight, devices: int, device: torch.device) -> None:
+    """Raises ValueError where a machine has less CPU memory than a stage needs.
 
-
-def _refuse_size(ready: StagePreflight, device: torch.device) -> None:
-    """Raises ValueError where a CPU has less memory than a stage needs; a GPU's allocator says so at the first step."""
-    needed, room = sum(ready.memory.values()), device_memory(device)
-    if device.type == "cpu" and needed > room:
+    For its offloads, or on a CPU for all of it; a GPU's allocator says so at the first step.
+    """
+    stage, room = ready.stage, device_memory(device)
+    offloaded = devices * sum(cpu_memory(recipe, held_by_one(recipe, stage), ready.model, device).values())
+    if offloaded > psutil.virtual_memory().total:
         raise ValueError(
-            f"it needs {size(needed)} and this machine has {size(room)}: lower sequence_length "
-            f"({ready.stage.sequence_length:,}) or micro_batch ({ready.stage.micro_batch}), or set "
-            "gradient_checkpointing: full"
+            f"its offloads need {size(offloaded)} of CPU memory and this machine has "
+            f"{size(psutil.virtual_memory().total)}: lower sequence_length ({stage.sequence_length:,}), or set "
+            "offload_activations: false"
+        )
+    needed = sum(ready.memory.values())
+    if device.type == "cpu" and needed > room:
+        changes = switches_that_fit(recipe, stage, ready.model, devices, device, ready.teacher, room)
+        raise ValueError(
+            f"it needs {size(needed)} and this machine has {size(room)}: "
+            + (f"set {named(changes)}, or " if changes else "no switch makes it fit: ")
+            + f"lower sequence_length ({stage.sequence_length:,})"
         )
 
 

@@ -22,8 +22,9 @@ from retrofox.parallel.settings import context_of, refuse_processes, refuse_shar
 from retrofox.support.files import nearest_existing, why_unwritable
 from retrofox.training.groups import set_trainable
 from retrofox.training.objectives import choose_cross_entropy
+from retrofox.training.optimizer_state import offloaded
 from retrofox.training.output import batches_of, refuse_mingling
-from retrofox.training.speed import recompute
+from retrofox.training.speed import save_memory
 from retrofox.training.teacher import named_original, needs_teacher
 
 
@@ -104,22 +105,42 @@ def refuse_trackers(recipe: Recipe) -> None:
 
 def refuse_optimizer(recipe: Recipe) -> None:
     """Raises ValueError for an optimizer that is unknown, not installed, or makes its own parameter groups."""
+    optimizer_class(recipe.optim)
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of an optimizer of transformers' TrainingArguments; refuses as `refuse_optimizer` does."""
     from transformers import Trainer, TrainingArguments
     from transformers.training_args import OptimizerNames
 
     # The settings' defaults without their __init__, which starts devices and processes: `plan` may have neither.
     settings: Any = SimpleNamespace(**{field.name: field.default for field in dataclasses.fields(TrainingArguments)})
     try:
-        settings.optim = OptimizerNames(recipe.optim)
+        settings.optim = OptimizerNames(name)
         cls, options = Trainer.get_optimizer_cls_and_kwargs(settings)
     except (ImportError, ValueError) as error:
-        raise ValueError(f"optim: {recipe.optim} can't be used: {error}") from None
+        raise ValueError(f"optim: {name} can't be used: {error}") from None
     own = [key for key in ("params", "model", "optimizer_dict") if key in options]
     if own or not isinstance(cls, type):
         raise ValueError(
-            f"optim: {recipe.optim} makes its own parameter groups, so rates by role would be lost: choose another, "
+            f"optim: {name} makes its own parameter groups, so rates by role would be lost: choose another, "
             "e.g. adamw_torch_fused"
         )
+    return cls
+
+
+def refuse_saving(recipe: Recipe, stage: Stage) -> None:
+    """Raises ValueError for switches that save memory and that this launch, or the optimizer, has no place for."""
+    if stage.tiled_mlp != "none" and deepspeed():
+        raise ValueError("tiled_mlp runs with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config")
+    if not stage.offload_optimizer:
+        return
+    if deepspeed() or weights_are_sharded():
+        raise ValueError(
+            "offload_optimizer is for whole weights (one GPU, DDP); FSDP2 and DeepSpeed split the optimizer over the "
+            "processes instead: set offload_optimizer: false"
+        )
+    offloaded(optimizer_class(recipe.optim))
 
 
 def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, device: torch.device) -> None:
@@ -135,7 +156,8 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
     set_trainable(model, stage, adapters=recipe.lora is not None)
     if needs_teacher(recipe, stage, model, source) and source is not None:
         named_original(source)
-    recompute(model, stage.gradient_checkpointing)
+    save_memory(model, stage)
+    refuse_saving(recipe, stage)
     if stage.objective == "extend":
         choose_cross_entropy(stage.cross_entropy, model, device)
 

@@ -46,7 +46,7 @@ from retrofox.training.output import (
 )
 from retrofox.training.preflight import preflight
 from retrofox.training.refusals import refuse_stage, refuse_tokenizer, refuse_tokens
-from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, recompute, repeatable
+from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.teacher import teacher_for
 from retrofox.version import __version__
 
@@ -241,7 +241,7 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     mesh = build_mesh(split) if split.context > 1 else None
     data = StageData(run.tokens, recipe, stage, state, mesh)
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
-    recompute(model, stage.gradient_checkpointing)
+    save_memory(model, stage)
     compile_parts(model, stage.compile)
     objective = _objective(recipe, stage, model, run.source, state)
     roles = sorted({role_of(name) for name in names})

@@ -23,7 +23,7 @@ from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.shards import Rows, Shards, cut
 from retrofox.training.groups import set_trainable
 from retrofox.training.objectives import OBJECTIVES
-from retrofox.training.speed import recompute
+from retrofox.training.speed import save_memory
 
 CPU = torch.device("cpu")
 PACKED = [0, 10, 40, 64, 67, 110, 128]  # two rows of 64: a document over several chunks, short ones, a row's end
@@ -44,11 +44,11 @@ FROZEN = {"rates": {"attention": 0, "rest": 0}}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # name: family, config, spec, stage
     "pro parts, sinks, log-n": ("llama", {}, PRO, {"objective": "extend"}),
-    "interpolated, recomputed, pruned": (
+    "interpolated, recomputed, tiled, pruned": (
         "llama",
         {"tie_word_embeddings": True},
         {"rope": "interpolate", "rope_factor": 4.0, "half_life": (0.5, 4.0), "prune": -30.0},
-        {"objective": "extend", "gradient_checkpointing": "full"},
+        {"objective": "extend", "gradient_checkpointing": "full", "tiled_mlp": 10, "offload_activations": True},
     ),
     "windows and caps": (
         "gemma2",
@@ -158,7 +158,7 @@ def training(meshes: list[Mesh], name: str, documents: list[int] | None) -> None
     stage = Stage.model_validate({"tokens": 128, "sequence_length": 64, **settings})
     model, batch = model_of(family, config, spec), batch_of(64, documents)
     set_trainable(model, stage)
-    recompute(model, stage.gradient_checkpointing)
+    save_memory(model, stage)
     objective = OBJECTIVES[stage.objective](model, stage, CPU)
     loss, metrics = objective(model, batch)
     loss.backward()

@@ -313,7 +313,7 @@ def test_real_shapes_fit_where_their_parts_do(name, parameters, pico_tokenizer, 
     LlamaConfig(**shape, **heads_of, tie_word_embeddings=tied).save_pretrained(tmp_path / "shape")  # type: ignore[arg-type]
     pico_tokenizer.save_pretrained(tmp_path / "shape")
     (tmp_path / "books.txt").write_text("the fox forgets the gate")
-    monkeypatch.setattr("retrofox.training.memory.PROBE_ROWS", {"cpu": (16, 32, 48), "cuda": (512, 2048, 4096)})
+    monkeypatch.setattr("retrofox.training.memory_probe.PROBE_ROWS", {"cpu": (16, 32, 48), "cuda": (512, 2048, 4096)})
 
     def planned(gigabytes: float, **values) -> dict:
         for place in ("retrofox.training.preflight", "retrofox.planning.plan"):
@@ -340,6 +340,24 @@ def test_real_shapes_fit_where_their_parts_do(name, parameters, pico_tokenizer, 
     adapters = planned(0.95 * needed, lora={"rank": 8})["stages"][0]
     assert adapters["fits"]
     assert adapters["memory_gb"]["optimizer"] < 0.1 * stage["memory_gb"]["optimizer"]
+
+
+def test_a_stage_that_does_not_fit_is_told_what_would(make_recipe, monkeypatch, capsys):
+    stage = {"objective": "extend", "tokens": 8192, "sequence_length": 4096, "micro_batch": 2}
+    needed = sum(1e9 * part for part in plan(make_recipe(stages=[stage]))["stages"][0]["memory_gb"].values())
+    for share, switches, said in (
+        (0.7, {"micro_batch": 1}, "DOES NOT FIT: set micro_batch: 1"),
+        (1e-6, None, "DOES NOT FIT, with any switch: lower sequence_length"),
+    ):
+        for place in ("retrofox.training.preflight", "retrofox.planning.plan"):
+            monkeypatch.setattr(f"{place}.device_memory", lambda device, share=share: share * needed)
+        report = plan(make_recipe(stages=[stage]), show=True)
+        assert report["stages"][0]["switches"] == switches
+        assert not report["stages"][0]["fits"]
+        printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert said in printed
+        (refusal,) = report["refusals"]
+        assert ("set micro_batch: 1, or lower" if switches else "no switch makes it fit: lower") in refusal
 
 
 def test_a_calibration_before_training_is_planned(make_recipe, capsys):

@@ -1,0 +1,163 @@
+"""Checkpoints in CPU memory: the same bits, nothing but layer inputs moved, every buffer given back."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from retrofox.anatomy import decoder_layers
+from retrofox.config import Stage
+from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.offload import Offload
+from retrofox.training.speed import recompute, save_memory
+
+STAGE = {"objective": "extend", "tokens": 1024, "sequence_length": 40, "gradient_checkpointing": "full"}
+LAYERS = 4
+
+
+@pytest.fixture
+def model(pico_fox):
+    return pico_fox(config={"num_hidden_layers": LAYERS}).train()
+
+
+def loss_of(model, objective="extend"):
+    ids = torch.randint(0, 280, (2, 40), generator=torch.Generator().manual_seed(1))
+    batch = {
+        "input_ids": ids,
+        "position_ids": (torch.arange(40) % 20).expand(2, -1),
+        "cu_seqlens": torch.arange(0, 81, 20, dtype=torch.int32),
+        "targets": ids,
+    }
+    stage = Stage.model_validate({**STAGE, "objective": objective})
+    return OBJECTIVES[objective](model, stage, torch.device("cpu"))(model, batch)[0]
+
+
+def gradients(model, objective="extend"):
+    model.zero_grad(set_to_none=True)
+    loss = loss_of(model, objective)
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def with_offload(model, chunk):
+    """The model with every layer's checkpoint offloaded by buffers of `chunk` bytes; and the offload."""
+    offload = Offload(chunk)
+    recompute(model, "full")
+    for layer in decoder_layers(model):
+        layer._gradient_checkpointing_func = offload.run
+    return offload
+
+
+@pytest.mark.parametrize("chunk", [1000, 1 << 20])  # a checkpoint has 80 x 32 x 4 = 10240 bytes
+@pytest.mark.parametrize("every", [1, 2])
+def test_losses_and_gradients_are_the_same_bits(model, chunk, every):
+    recompute(model, every)
+    loss, wanted = gradients(model)
+    offload = with_offload(model, chunk)
+    recompute_every = [index % every == 0 for index in range(LAYERS)]
+    for layer, on in zip(decoder_layers(model), recompute_every, strict=True):
+        layer.gradient_checkpointing = on
+    for step in (1, 2):
+        found = gradients(model)
+        assert found[0] == loss
+        assert found[1].keys() == wanted.keys()
+        assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted.items())
+        moved = sum(recompute_every) - 1  # the last one waits on the GPU
+        assert offload.moved == step * moved * 10240
+        assert sum(buffer.numel() for buffer in offload.free) == moved * -(-10240 // chunk) * chunk  # the same, again
+
+
+def test_what_is_moved_are_the_inputs_of_layers(model):
+    offload, taken = with_offload(model, 1 << 20), []
+    leave = offload._leave
+    offload._leave = lambda x: (taken.append(tuple(x.shape)), leave(x))[1]
+    loss_of(model).backward()
+    assert [shape for shape in taken if shape != (0,)] == [(2, 40, 32)] * LAYERS  # torch 2.11 keeps an empty one, too
+
+
+def test_empty_tensors_stay_where_they_are():
+    offload, x = Offload(64), torch.randn(5, 4, requires_grad=True)
+    out = [offload.run(lambda a, b: a.sin() + b.sum(), x * 1, torch.empty(0)) for _ in range(3)]
+    torch.stack(out).sum().backward()
+    assert torch.allclose(x.grad, 3 * x.cos())
+    assert offload.moved == 2 * 80
+
+
+def test_two_checkpoints_are_out_at_a_time(model):
+    """Forward and backward, of the layers' checkpoints only the newest and the one before it hold memory here."""
+    offload, alive, most = with_offload(model, 1 << 20), [], []
+    leave, back = offload._leave, offload._return
+
+    def here() -> int:
+        return sum(kept is not None and kept.tensor is not None for kept in (reference() for reference in alive))
+
+    def leaving(x):
+        kept = leave(x)
+        if not isinstance(kept, torch.Tensor):
+            alive.append(weakref.ref(kept))
+        most.append(here())
+        return kept
+
+    def returning(kept):
+        found = back(kept)
+        most.append(here())
+        return found
+
+    offload._leave, offload._return = leaving, returning
+    loss_of(model).backward()
+    assert len(most) >= 2 * LAYERS
+    assert max(most) <= 2
+    assert here() == 0
+    assert offload.leaving is None
+
+
+def test_a_forward_without_backward_gives_its_buffers_back(model):
+    offload = with_offload(model, 1 << 20)
+    loss = loss_of(model)
+    assert not offload.free
+    del loss
+    assert len(offload.free) == LAYERS - 1
+    with torch.no_grad():
+        loss_of(model)
+    assert offload.moved == (LAYERS - 1) * 10240
+
+
+def test_two_forwards_before_their_backwards(model):
+    _, wanted = gradients(model)
+    with_offload(model, 1 << 20)
+    model.zero_grad(set_to_none=True)
+    first, second = loss_of(model), loss_of(model)
+    first.backward()
+    assert all(torch.equal(p.grad, wanted[name]) for name, p in model.named_parameters())
+    second.backward()
+    assert all(torch.equal(p.grad, 2 * wanted[name]) for name, p in model.named_parameters())
+
+
+def test_with_tiles_and_distillation(model):
+    """The shared teacher's pass takes no gradient, and moves nothing."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("forget_gate" in name)
+    recompute(model, "full")
+    loss, wanted = gradients(model, "distill")
+    save_memory(model, Stage.model_validate({**STAGE, "offload_activations": True, "tiled_mlp": 80}))
+    found = gradients(model, "distill")
+    offload = decoder_layers(model)[0]._gradient_checkpointing_func.__self__
+    assert offload.moved == (LAYERS - 1) * 10240
+    assert found[0] == loss
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted.items())
+    save_memory(model, Stage.model_validate({**STAGE, "gradient_checkpointing": "none"}))
+    assert not any(layer.gradient_checkpointing for layer in decoder_layers(model))
+
+
+def test_switches_that_exclude_each_other():
+    for values, message in (
+        ({"offload_activations": True, "gradient_checkpointing": "none"}, "set gradient_checkpointing: full"),
+        ({"offload_activations": True, "objective": "align"}, "set offload_activations: false"),
+        ({"tiled_mlp": "auto", "compile": True}, "set compile: false, or tiled_mlp: none"),
+        ({"tiled_mlp": 0}, "greater than or equal to 1"),
+        ({"tiled_mlp": True}, "tiled_mlp"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Stage.model_validate({**STAGE, **values})

@@ -1,0 +1,116 @@
+"""Optimizer state in CPU memory: the same bits as without, the same state_dict, refused where it can't be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from retrofox.training import optimizer_state
+from retrofox.training.optimizer_state import offloaded
+from retrofox.training.refusals import optimizer_class, refuse_saving
+
+
+def parameters():
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in ((30, 4), (7,), (2, 3, 5), (64,))]
+
+
+def groups_of(params):
+    return [{"params": params[:1], "lr": 0.1, "role": "rest"}, {"params": params[1:], "lr": 0.02, "weight_decay": 0.0}]
+
+
+def train(optimizer, params, steps, first=0):
+    for step in range(first, first + steps):
+        torch.manual_seed(step)
+        for index, parameter in enumerate(params):
+            parameter.grad = torch.randn(parameter.shape) if (index + step) % 3 else None  # some have none
+        optimizer.step()
+
+
+@pytest.mark.parametrize("visiting", [1, 200, 1 << 20])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {}),
+    ],
+)
+def test_the_same_bits_and_the_same_state(cls, options, visiting, monkeypatch):
+    monkeypatch.setattr(optimizer_state, "VISITING", visiting)
+    plain, moved = parameters(), parameters()
+    one, other = cls(groups_of(plain), **options), offloaded(cls)(groups_of(moved), **options)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in (one, other)]
+    for step in range(4):
+        train(one, plain, 1, step)
+        train(other, moved, 1, step)
+        for schedule in schedules:
+            schedule.step()
+    assert all(torch.equal(x, y) for x, y in zip(plain, moved, strict=True))
+    wanted, found = one.state_dict(), other.state_dict()
+    assert wanted["param_groups"] == found["param_groups"]
+    assert wanted["state"].keys() == found["state"].keys()
+    for number, state in wanted["state"].items():
+        assert state.keys() == found["state"][number].keys()
+        for key, value in state.items():
+            assert torch.equal(value, found["state"][number][key]) if value is not None else True
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("after", [True, False])
+def test_resumed_from_either_form(before, after):
+    def optimizer(params, on_cpu):
+        return (offloaded(torch.optim.AdamW) if on_cpu else torch.optim.AdamW)(groups_of(params), fused=True)
+
+    whole = parameters()
+    train(optimizer(whole, False), whole, 0)
+    uninterrupted = optimizer(whole, False)
+    train(uninterrupted, whole, 5)
+    params = parameters()
+    first = optimizer(params, before)
+    train(first, params, 3)
+    saved = copy.deepcopy(first.state_dict())
+    assert all(state["step"] == 2 for state in saved["state"].values())
+    second = optimizer(params, after)
+    second.load_state_dict(saved)
+    train(second, params, 2, first=3)
+    assert all(torch.equal(x, y) for x, y in zip(whole, params, strict=True))
+
+
+def test_state_between_steps_is_the_tensors_that_stay():
+    params = parameters()
+    optimizer = offloaded(torch.optim.AdamW)(groups_of(params))
+    train(optimizer, params, 3)
+    addresses = [optimizer.state[p]["exp_avg"].data_ptr() for p in params]
+    train(optimizer, params, 2)
+    assert [optimizer.state[p]["exp_avg"].data_ptr() for p in params] == addresses
+
+
+def test_refusals(monkeypatch):
+    from types import SimpleNamespace
+
+    class Other(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ValueError, match="moves the state of torch's own optimizers, and Other is from"):
+        offloaded(Other)
+    params = parameters()
+    with pytest.raises(ValueError, match="takes no closure"):
+        offloaded(torch.optim.SGD)(params, lr=0.1).step(lambda: None)
+    recipe = SimpleNamespace(optim="adafactor")
+    stage = SimpleNamespace(tiled_mlp="auto", offload_optimizer=True)
+    with pytest.raises(ValueError, match="Adafactor is from transformers: set optim: adamw_torch_fused"):
+        refuse_saving(recipe, stage)
+    recipe.optim = "adamw_torch_fused"
+    refuse_saving(recipe, stage)
+    assert optimizer_class("adamw_torch_fused") is torch.optim.AdamW
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="offload_optimizer is for whole weights"):
+        refuse_saving(recipe, stage)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="tiled_mlp runs with DDP and FSDP2, not with DeepSpeed"):
+        refuse_saving(recipe, stage)
