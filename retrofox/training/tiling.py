@@ -113,7 +113,7 @@ class Tiled:
         if not (torch.is_grad_enabled() and (x.requires_grad or trained)):
             return self.whole(x)
         kept: Any = _Keep.apply(torch.empty(0, device=x.device, requires_grad=True), x)
-        return _OverTiles.apply(x, self, kept.grad_fn, *trained)  # type: ignore[return-value]
+        return _OverTiles.apply(x, self, [kept], *trained)  # type: ignore[return-value]
 
     def trained(self) -> list[nn.Parameter]:
         """The module's parameters that take a gradient; whole while the layer runs, where FSDP2 shards them."""
@@ -170,10 +170,10 @@ class _OverTiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor):  # type: ignore[override]
-        if ctx.kept is None:
+        if not ctx.kept:
             raise RuntimeError("a tiled MLP has no second backward: it lets go of its input in the first")
-        (x,) = ctx.kept.saved_tensors
-        ctx.kept = None
+        # By way of the tensor, in a list, where autograd does not look: in torch 2.11 a node ends with its tensor.
+        (x,) = ctx.kept.pop().grad_fn.saved_tensors
         tiled: Tiled = ctx.tiled
         trained = tiled.trained()
         sums: list[torch.Tensor | None] = [None] * len(trained)
