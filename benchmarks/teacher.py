@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from provenance import provenance
 
 import retrofox
@@ -28,8 +29,9 @@ from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.support.report import environment
 from retrofox.training.data import PreparedTokens, StageData, prepare_tokens
 from retrofox.training.groups import parameter_groups, set_trainable
-from retrofox.training.objectives import Distill
-from retrofox.training.offline.codec import pack
+from retrofox.training.objectives import hidden_states, original_form
+from retrofox.training.offline.codec import pack, top_k_and_rest
+from retrofox.training.offline.objective import lumped_kl
 from retrofox.training.offline.run import Original
 from retrofox.training.offline.shards import TeacherLogits
 from retrofox.training.offline.write import write_teacher
@@ -139,19 +141,31 @@ def curve(options: argparse.Namespace, folder: Path, model: Any, teacher: Any, *
 
 
 @torch.no_grad()
-def judged(options: argparse.Namespace, folder: Path, model: Any, teacher: Any) -> dict[str, float]:
-    """Full KL to the teacher and cross-entropy of a model, nats a token, on the held-out windows."""
+def judged(options: argparse.Namespace, folder: Path, model: Any, teacher: Any) -> dict[str, Any]:
+    """Full KL to the teacher, its part that each k sees, and cross-entropy: nats a token on the held-out windows."""
     recipe = recipe_of(options, folder, "none", options.eval_tokens, teacher="copy")
     recipe.data.train = [Source(path=str(options.held_out))]
     data = StageData(prepared(recipe), recipe, recipe.stages[0], Alone())
-    objective = Distill(model, recipe.stages[0], DEVICE, teacher)
-    sums, count = torch.zeros(2, dtype=torch.float64), 0
-    rows = options.eval_tokens // (options.length * options.micro_batch)
-    for batch in itertools.islice(data.batches(0), rows):
-        count += batch["num_targets"]
+    names = ["kl", *(f"kl at k = {top_k}" for top_k in options.top_k), "cross_entropy"]
+    sums, count = torch.zeros(len(names), dtype=torch.float64), 0
+    for batch in itertools.islice(data.batches(0), options.eval_tokens // (options.length * options.micro_batch)):
         moved = {key: value.to(DEVICE) for key, value in batch.items() if isinstance(value, torch.Tensor)}
-        sums += objective(model, moved)[1].double().cpu()
-    return {"kl": round(float(sums[0]) / count, 5), "cross_entropy": round(float(sums[1]) / count, 5)}
+        with original_form(teacher):
+            taught = hidden_states(teacher, moved).flatten(0, 1)
+        hidden, targets = hidden_states(model, moved).flatten(0, 1), moved["targets"].flatten()
+        for part in torch.where(targets >= 0)[0].split(256):
+            log_p, logits = teacher.lm_head(taught[part]).float().log_softmax(-1), model.lm_head(hidden[part]).float()
+            kl = [F.kl_div(logits.log_softmax(-1), log_p, log_target=True, reduction="sum")]
+            kl += [lumped_kl(logits, *top_k_and_rest(log_p, top_k)).sum() for top_k in options.top_k]
+            sums += torch.stack((*kl, F.cross_entropy(logits, targets[part], reduction="sum"))).double().cpu()
+            count += len(part)
+    return {name: round(value / count, 5) for name, value in zip(names, sums.tolist(), strict=True)}
+
+
+def opened(directory: Path) -> Any:
+    """The converted model in float32, on the device."""
+    model: Any = retrofox.load(str(directory), dtype=torch.float32)
+    return model.to(DEVICE)
 
 
 def main() -> None:
@@ -159,8 +173,8 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="the unconverted model: directory or Hub id")
     parser.add_argument("--data", type=Path, default=ROOT / "examples/data/train")
     parser.add_argument("--held-out", type=Path, default=ROOT / "examples/data/heldout")
-    parser.add_argument("--top-k", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--train-k", type=int, nargs="+", default=[64])
+    parser.add_argument("--top-k", type=int, nargs="*", default=[16, 64, 256])
+    parser.add_argument("--train-k", type=int, nargs="*", default=[0, 64], help="k of each run; 0: teacher in memory")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--batch-tokens", type=int, default=512)
@@ -185,25 +199,25 @@ def main() -> None:
 
         if not (folder / "converted").exists():
             retrofox.convert(options.model, folder / "converted", verify=False)
-        found["runs"] = {}
-        runs: dict[str, dict[str, Any]] = {"in memory": {"teacher": "copy"}}
+        converted = folder / "converted"
+        if options.train_k:
+            teacher: Any = opened(converted)
+            found["start"] = judged(options, folder, teacher, teacher)
+            found["runs"] = {}
         for top_k in options.train_k:
-            place = str(folder / f"logits-{top_k}")
-            write_teacher(recipe_of(options, folder, "none", options.tokens, teacher_logits=place), top_k=top_k)
-            runs[f"k = {top_k}"] = {"teacher_logits": place}
-        teacher = retrofox.load(str(folder / "converted"), dtype=torch.float32).to(DEVICE).requires_grad_(False).eval()
-        found["start"] = judged(options, folder, teacher, teacher)
-        for name, stage in runs.items():
-            model = retrofox.load(str(folder / "converted"), dtype=torch.float32).to(DEVICE)
+            stage, name = {"teacher": "copy"}, "in memory"
+            if top_k:
+                stage, name = {"teacher_logits": str(folder / f"logits-{top_k}")}, f"k = {top_k}"
+                write_teacher(recipe_of(options, folder, "none", options.tokens, **stage), top_k=top_k)
+            model: Any = opened(converted)
             run = curve(options, folder, model, teacher, **stage)
             run["held_out"] = judged(options, folder, model, teacher)
             found["runs"][name] = run
             print(name, run, flush=True)
             save()
-        found["size"] = []
-        for top_k in options.top_k:
-            found["size"].append(size_and_speed(options, folder, top_k))
-            print(found["size"][-1], flush=True)
+        if options.top_k:
+            found["size"] = [size_and_speed(options, folder, top_k) for top_k in options.top_k]
+            print(*found["size"], sep="\n", flush=True)
             save()
 
 

@@ -53,6 +53,7 @@ class Original:
     def load(self, recipe: Recipe, device: torch.device) -> Running:
         """The model in the recipe's precision, on a device."""
         dtype = PRECISIONS[recipe.precision]
+        model: Any
         if holds_converted(self.source):
             model = load_any(recipe, Path(self.source), dtype)
         else:
@@ -93,5 +94,5 @@ class Running:
             codes.append(quantised(log_p).cpu().numpy().astype("<u2"))
             rest.append(log_p[:, -1].exp().cpu())
         shape = batch["input_ids"].shape
-        found = (np.concatenate(parts).reshape(*shape, -1) for parts in (ids, codes))
-        return *found, torch.cat(rest).view(shape).mean(1).numpy()
+        all_ids, all_codes = (np.concatenate(parts).reshape(*shape, -1) for parts in (ids, codes))
+        return all_ids, all_codes, torch.cat(rest).view(shape).mean(1).numpy()
