@@ -92,13 +92,15 @@ def size_and_speed(options: argparse.Namespace, folder: Path, top_k: int) -> dic
     logits, tokens = TeacherLogits(folder / f"size-{top_k}"), report["tokens"]
     model = Original.of(recipe).load(recipe, DEVICE)
     batches = iter(StageData(prepared(recipe), recipe, recipe.stages[0], Alone(), last_row=10**6).batches(0))
-    spent = []
+    spent, packing_spent = [], []
     for _ in range(options.passes + 1):
         started = seconds()
         batch = next(batches)
         ids, codes, _ = model.distributions({"input_ids": batch["input_ids"], **packing(batch)}, top_k, 1.0)
-        bytes_ = [pack(*window) for window in zip(ids, codes, strict=True)]
-        spent.append((seconds() - started) / (len(bytes_) * options.length))
+        half_way = seconds()
+        packed = [pack(*window) for window in zip(ids, codes, strict=True)]
+        spent.append((seconds() - started) / (len(packed) * options.length))
+        packing_spent.append((seconds() - half_way) / (len(packed) * options.length))
     started = seconds()
     for window in logits.windows.tolist():
         logits.window(window)
@@ -108,6 +110,7 @@ def size_and_speed(options: argparse.Namespace, folder: Path, top_k: int) -> dic
         "bytes_per_token": round(report["bytes_per_token"], 1),
         "rest": round(report["rest"], 4),
         "written_per_second": round(1 / min(spent[1:])),
+        "packed_per_second": round(1 / min(packing_spent[1:])),
         "read_per_second": round(tokens / (seconds() - started)),
     }
 

@@ -114,6 +114,22 @@ def _found(arm: dict[str, Any], length: int) -> float:
     return next(100 * row["found"] for row in arm["needles"]["easy"] if row["length"] == length)
 
 
+def teacher_sizes() -> str:
+    """Of each k: bytes per token, the teacher's mass outside the k, speeds of packing and reading; teacher.json."""
+    rows = [
+        [
+            row["top_k"],
+            f"{row['bytes_per_token']:.0f}",
+            f"{100 * row['rest']:.1f} %",
+            f"{row['packed_per_second']:,}",
+            f"{row['read_per_second']:,}",
+        ]
+        for row in read("teacher.json")["size"]
+    ]
+    header = ["k", "bytes a token", "teacher's mass left over", "packed a second, tokens", "read a second, tokens"]
+    return table(header, rows, left=0)
+
+
 PARTS = {"attention": "one layer's attention", "step": "the whole model"}
 
 

@@ -121,6 +121,7 @@ def shipped_recipes() -> str:
 
 
 OF_RESULTS = (
+    figures.teacher_sizes,
     *(figures.retrofit_needles, figures.retrofit_loss, figures.retrofit_recall, figures.leaderboard),
     figures.context_parallel,
     *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),

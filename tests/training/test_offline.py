@@ -367,3 +367,20 @@ def test_stages_of_one_length_share_a_directory_and_others_may_not(recipe, tmp_p
     assert report["windows"] == 2
     with pytest.raises(ValueError, match=r"stages 0, 2 differ in temperature \(1.0, 2.0\) and can't share"):
         write_teacher(load_recipe(recipe, ["stages.2.temperature=2"]))
+
+
+def test_a_larger_teacher_of_the_same_tokenizer_teaches(
+    recipe, tmp_path, pico_llama, pico_tokenizer, pico_fox_checkpoint
+):
+    pico_llama(hidden_size=48, vocab_size=300).save_pretrained(tmp_path / "larger")
+    pico_tokenizer.save_pretrained(tmp_path / "larger")
+    changes = [f"model={tmp_path / 'larger'}", f"data.tokenizer={pico_fox_checkpoint}"]
+    write_teacher(load_recipe(recipe, changes), out=tmp_path / "wide")
+    with pytest.raises(
+        ValueError, match=r"larger with 300 tokens, and the model has 288: take a teacher with the same"
+    ):
+        train(load_recipe(recipe, [f"stages.0.teacher_logits={tmp_path / 'wide'}"]))
+    pico_llama(hidden_size=48).save_pretrained(tmp_path / "larger")
+    write_teacher(load_recipe(recipe, changes))
+    assert len(train(load_recipe(recipe))["stages"]) == 1
+    assert str(tmp_path / "larger") in (tmp_path / "logits" / "teacher.json").read_text()
