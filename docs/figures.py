@@ -115,18 +115,27 @@ def _found(arm: dict[str, Any], length: int) -> float:
 
 
 def teacher_sizes() -> str:
-    """Of each k: bytes per token, the teacher's mass outside the k, speeds of packing and reading; teacher.json."""
+    """Of each k: bytes per token, mass outside the k, part of the KL that is seen, speeds; from teacher.json."""
+    found = read("teacher.json")
     rows = [
         [
             row["top_k"],
             f"{row['bytes_per_token']:.0f}",
             f"{100 * row['rest']:.1f} %",
+            f"{100 * found['start']['kl at k = ' + str(row['top_k'])] / found['start']['kl']:.0f} %",
             f"{row['packed_per_second']:,}",
             f"{row['read_per_second']:,}",
         ]
-        for row in read("teacher.json")["size"]
+        for row in found["size"]
     ]
-    header = ["k", "bytes a token", "teacher's mass left over", "packed a second, tokens", "read a second, tokens"]
+    header = [
+        "k",
+        "bytes a token",
+        "teacher's mass left over",
+        "KL seen",
+        "packed a second, tokens",
+        "read a second, tokens",
+    ]
     return table(header, rows, left=0)
 
 
