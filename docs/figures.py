@@ -123,7 +123,7 @@ def teacher_sizes() -> str:
             f"{row['bytes_per_token']:.0f}",
             f"{100 * row['rest']:.1f} %",
             f"{100 * found['start']['kl at k = ' + str(row['top_k'])] / found['start']['kl']:.0f} %",
-            f"{row['packed_per_second']:,}",
+            f"{row['written_per_second']:,}",
             f"{row['read_per_second']:,}",
         ]
         for row in found["size"]
@@ -133,7 +133,7 @@ def teacher_sizes() -> str:
         "bytes a token",
         "teacher's mass left over",
         "KL seen",
-        "packed a second, tokens",
+        "written a second, tokens",
         "read a second, tokens",
     ]
     return table(header, rows, left=0)

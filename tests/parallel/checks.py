@@ -63,7 +63,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"objective": "extend"},
     ),
     "distill": ("llama", {}, PRO, {"objective": "distill", "ce_weight": 0.3, **FROZEN}),
-    "teacher on disk": ("llama", {}, PRO, {"objective": "distill", "ce_weight": 0.3, "teacher_logits": "unread"}),
+    "teacher on disk": (
+        "llama",
+        {},
+        PRO,
+        {"objective": "distill", "ce_weight": 0.3, "teacher_logits": "unread", **FROZEN},
+    ),
     "align": ("llama", {}, PRO, {"objective": "align", "gradient_checkpointing": 2, **FROZEN}),
 }
 OPERATOR = {
