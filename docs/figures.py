@@ -127,6 +127,31 @@ def _found(arm: dict[str, Any], length: int) -> float:
     return next(100 * row["found"] for row in arm["needles"]["easy"] if row["length"] == length)
 
 
+def teacher_sizes() -> str:
+    """Of each k: bytes per token, mass outside the k, part of the KL that is seen, speeds; from teacher.json."""
+    found = read("teacher.json")
+    rows = [
+        [
+            row["top_k"],
+            f"{row['bytes_per_token']:.0f}",
+            f"{100 * row['rest']:.1f} %",
+            f"{100 * found['start']['kl at k = ' + str(row['top_k'])] / found['start']['kl']:.0f} %",
+            f"{row['written_per_second']:,}",
+            f"{row['read_per_second']:,}",
+        ]
+        for row in found["size"]
+    ]
+    header = [
+        "k",
+        "bytes a token",
+        "teacher's mass left over",
+        "KL seen",
+        "written a second, tokens",
+        "read a second, tokens",
+    ]
+    return table(header, rows, left=0)
+
+
 PARTS = {"attention": "one layer's attention", "step": "the whole model"}
 
 

@@ -130,6 +130,7 @@ def shipped_recipes() -> str:
 
 
 OF_RESULTS = (
+    figures.teacher_sizes,
     *(figures.retrofit_needles, figures.retrofit_loss, figures.retrofit_recall),
     *(figures.retrofit_tasks, figures.leaderboard),
     figures.context_parallel,

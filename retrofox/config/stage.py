@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from retrofox.config.fields import MOST, Count, Positive, Rate, Section, whole
+from retrofox.config.fields import MOST, Count, Place, Positive, Rate, Section, whole
 
 ROLES = ("gate_bias", "gate_weight", "pro", "attention", "rest")
 GATE_RATE_FACTOR = 5.0
@@ -50,6 +50,9 @@ class Stage(Section):
     teacher: Literal["auto", "shared", "copy"] | None = Field(
         default=None, description="align, distill: shared = the frozen weights themselves, copy = a second model"
     )
+    teacher_logits: Place | None = Field(
+        default=None, description="distill: directory that `retrofox teacher` wrote; the teacher itself is not loaded"
+    )
     temperature: float | None = Field(
         default=None, ge=1e-3, le=1e3, description="distill: both logits are divided by it (1)"
     )
@@ -88,11 +91,15 @@ class Stage(Section):
 
     def _resolve(self) -> Stage:
         distill = self.objective == "distill"
-        for key in ("temperature", "ce_weight"):
+        for key in ("teacher_logits", "temperature", "ce_weight"):
             if getattr(self, key) is not None and not distill:
                 raise ValueError(f"{key} belongs to objective distill, and this stage's is {self.objective}: remove it")
         if self.teacher is not None and self.objective == "extend":
             raise ValueError("teacher belongs to objectives align and distill, and this stage's is extend: remove it")
+        if self.teacher_logits is not None and self.teacher not in (None, "auto"):
+            raise ValueError(
+                f"teacher: {self.teacher} loads the teacher, teacher_logits reads its logits: remove one of the two"
+            )
         if self.decay_tokens is not None and self.schedule != "wsd":
             raise ValueError(f"decay_tokens belongs to schedule wsd, and this stage's is {self.schedule}: remove it")
         if self.objective == "align" and self.rates.rest:

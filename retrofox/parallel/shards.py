@@ -15,6 +15,9 @@ from retrofox.parallel.plan import RingPlan
 from retrofox.parallel.ring import ring_attention
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
 
+BY_TOKEN = ("input_ids", "position_ids", "targets", "teacher_ids", "teacher_codes")
+"""Entries of a batch with a row for every token, (B, T, ...); the last two where a teacher's logits are on disk."""
+
 
 @dataclass
 class Rows:
@@ -53,7 +56,7 @@ def cut(batch: dict[str, Any], split: Degrees, process: int) -> dict[str, Any]:
     rows, length = batch["input_ids"].shape
     check_length(length, split)
     keep = torch.cat([torch.arange(*segment) for segment in split.segments(process, length)])
-    part: dict[str, Any] = {key: batch[key][:, keep] for key in ("input_ids", "position_ids", "targets")}
+    part: dict[str, Any] = {key: batch[key][:, keep] for key in BY_TOKEN if key in batch}
     part["num_targets"] = int((part["targets"] >= 0).sum())
     part["rows"] = Rows(rows, length, batch.get("cu_seqlens"), (batch["targets"] >= 0).sum(1))
     return part

@@ -21,8 +21,9 @@ from retrofox.training.callbacks import Clock
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.training.loop import FoxTrainer, StageRun
-from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.offline.objective import any_logits
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
+from retrofox.training.stage_objective import stage_objective
 
 
 def measure_steps(
@@ -55,10 +56,8 @@ def measure_steps(
         fuse_norms(model)
     save_memory(model, stage)
     compile_parts(model, stage.compile)
-    rest: list[Any] = []
-    if stage.objective != "extend":
-        dtype = PRECISIONS[recipe.precision]
-        rest = [None if teacher is None else teacher.to(device, dtype).requires_grad_(False).eval()]
+    if teacher is not None:
+        teacher = teacher.to(device, PRECISIONS[recipe.precision]).requires_grad_(False).eval()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     batch_tokens = tokens_per_step(stage, world)
     clock = Clock(batch_tokens, flops_per_token(model, stage), peak_flops(device), device)
@@ -69,7 +68,7 @@ def measure_steps(
             recipe=recipe,
             stage=stage.model_copy(update={"spike_factor": 0.0}),
             number=0,
-            objective=OBJECTIVES[stage.objective](model, stage, device, *rest),
+            objective=stage_objective(model, stage, device, teacher),
             batches=lambda first: random_batches(stage, causal_lm(model).config.vocab_size, documents),
             data_state=lambda consumed: {},
             first_row=0,
@@ -112,4 +111,6 @@ def random_batches(stage: Stage, vocabulary: int, documents: int) -> Iterator[di
         batch = {"input_ids": ids, "position_ids": positions.expand(rows, -1), "targets": targets}
         if documents > 1:
             batch["cu_seqlens"] = cu_seqlens
+        if stage.teacher_logits is not None:
+            batch |= any_logits(rows, length, vocabulary)
         yield {**batch, "num_targets": int((targets >= 0).sum())}

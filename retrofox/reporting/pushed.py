@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from retrofox.reporting.fingerprint import model_fingerprint
+from retrofox.conversion.fingerprint import model_fingerprint
 
 FOLDER = "report"
 """Where a report goes inside a model's directory, and in its repository."""

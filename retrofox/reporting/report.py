@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from retrofox.conversion.fingerprint import model_fingerprint
 from retrofox.data.files import Digests
 from retrofox.data.sources import DataSource, listed, resolve
 from retrofox.data.windows import choose_windows
@@ -20,7 +21,7 @@ from retrofox.evaluation.heads import head_places
 from retrofox.loading.device import resolve_device, resolve_dtype
 from retrofox.loading.source import first_line, holds_converted
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
-from retrofox.reporting.fingerprint import data_fingerprint, folder_fingerprint, model_fingerprint, part_fingerprint
+from retrofox.reporting.fingerprint import data_fingerprint, folder_fingerprint, part_fingerprint
 from retrofox.reporting.markdown import card_section
 from retrofox.reporting.page import render
 from retrofox.reporting.parts import Asked, Part, plan_parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,6 +134,22 @@ def tokens_per_step(stage: Stage, devices: int) -> int:
 def count_steps(stage: Stage, batch_tokens: int) -> int:
     """Optimizer steps of a stage: tokens / batch_tokens, rounded up."""
     return -(-stage.tokens // batch_tokens)
+
+
+def stage_rows(recipe: Recipe, batch_tokens: Sequence[int], number: int) -> range:
+    """Global rows, in the data's order, that a stage reads: it goes on behind earlier stages of its length.
+
+    Args:
+        batch_tokens: tokens per optimizer step, of each stage.
+    """
+
+    def count(stage: Stage, tokens: int) -> int:
+        return count_steps(stage, tokens) * tokens // stage.sequence_length
+
+    length = recipe.stages[number].sequence_length
+    before = zip(recipe.stages[:number], batch_tokens, strict=False)
+    first = sum(count(stage, tokens) for stage, tokens in before if stage.sequence_length == length)
+    return range(first, first + count(recipe.stages[number], batch_tokens[number]))
 
 
 def save_steps(recipe: Recipe, stage: Stage, steps: int) -> int:

@@ -42,11 +42,9 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     Raises:
         ValueError: OUTPUT holds another run or can't be written to; batch_tokens don't divide among the devices.
     """
-    file = out / "recipe.yaml"
-    batches, readers = batches_of(out, recipe), readers_of(recipe, state.num_processes)
-    begun = batches is not None
-    if batches is None:
-        batches = [tokens_per_step(stage, readers) for stage in recipe.stages]
+    file, readers = out / "recipe.yaml", readers_of(recipe, state.num_processes)
+    begun, batches = batches_of(out, recipe) is not None, step_tokens(out, recipe, state)
+    if not begun:
         checkpoint.check_writable(out, 0)
     for stage, batch_tokens in zip(recipe.stages, batches, strict=True):
         try:
@@ -66,6 +64,12 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     return batches
 
 
+def step_tokens(out: Path, recipe: Recipe, state: Any) -> list[int]:
+    """Tokens per optimizer step of each stage: as the run in OUTPUT began, else as it would begin now."""
+    readers = readers_of(recipe, state.num_processes)
+    return batches_of(out, recipe) or [tokens_per_step(stage, readers) for stage in recipe.stages]
+
+
 def stage_folder(out: Path, recipe: Recipe, number: int) -> Path:
     """Where a stage keeps its checkpoints and, unless it is the last, its model."""
     return out / f"stage-{number}-{recipe.stages[number].objective}"
@@ -82,7 +86,7 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
         return None
     try:
         kept = yaml.safe_load(file.read_text(encoding="utf-8"))
-        changed = _changes(kept["recipe"], yaml.safe_load(dump(recipe)), _complete_stages(out, recipe))
+        changed = _changes(kept["recipe"], yaml.safe_load(dump(recipe)), complete_stages(out, recipe))
         batches = [int(tokens) for tokens in kept["batch_tokens"]]
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
@@ -156,7 +160,7 @@ def _discard_conversion(out: Path, recipe: Recipe) -> None:
         shutil.rmtree(out / "converted")
 
 
-def _complete_stages(out: Path, recipe: Recipe) -> int:
+def complete_stages(out: Path, recipe: Recipe) -> int:
     """How many stages of the run in OUTPUT are done."""
     if (out / "model" / checkpoint.MARKER).is_file():
         return len(recipe.stages)

@@ -31,22 +31,26 @@ from retrofox.training.callbacks import Clock
 from retrofox.training.data import PreparedTokens, StageData, prepare_tokens
 from retrofox.training.export import export
 from retrofox.training.flops import flops_per_token, peak_flops
-from retrofox.training.groups import accumulation, count_steps, role_of, set_trainable
+from retrofox.training.groups import accumulation, count_steps, role_of, set_trainable, stage_rows
 from retrofox.training.lock import OutputLock
 from retrofox.training.loop import FoxTrainer, StageRun
 from retrofox.training.model import build_model, resolve_source
 from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.offline.match import refuse_other_logits
 from retrofox.training.output import (
     batches_of,
     claim_data,
     claim_output,
+    complete_stages,
     refuse_mingling,
     stage_folder,
+    step_tokens,
     unmark_damaged,
 )
 from retrofox.training.preflight import preflight
 from retrofox.training.refusals import refuse_stage, refuse_tokenizer, refuse_tokens
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
+from retrofox.training.stage_objective import stage_objective
 from retrofox.training.teacher import teacher_for
 from retrofox.version import __version__
 
@@ -133,11 +137,9 @@ class Run:
         """Optimizer steps of a stage."""
         return count_steps(self.recipe.stages[number], self.batch_tokens[number])
 
-    def first_row(self, number: int) -> int:
-        """Rows of a stage's length that earlier stages have read: it goes on behind them."""
-        length = self.recipe.stages[number].sequence_length
-        earlier = [n for n in range(number) if self.recipe.stages[n].sequence_length == length]
-        return sum(self.steps(n) * self.batch_tokens[n] // length for n in earlier)
+    def rows(self, number: int) -> range:
+        """Global rows that a stage reads, behind those that earlier stages of its length have read."""
+        return stage_rows(self.recipe, self.batch_tokens, number)
 
     def folder(self, number: int) -> Path:
         """Where a stage keeps its checkpoints."""
@@ -152,6 +154,7 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
     started = time.perf_counter()
     tokenizer = recipe_tokenizer(recipe)
     tokens = prepare_tokens(recipe, tokenizer, state)  # first of all: texts that can't be read leave OUTPUT alone
+    refuse_other_logits(recipe, tokens.train, step_tokens(out, recipe, state), complete_stages(out, recipe))
     batches = claim_output(out, recipe, state)
     source = resolve_source(recipe, out, state)
     if state.is_main_process:
@@ -239,7 +242,7 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     stage, batch_tokens, steps = recipe.stages[number], run.batch_tokens[number], run.steps(number)
     split = split_of(recipe, causal_lm(model).config)
     mesh = build_mesh(split) if split.context > 1 else None
-    data = StageData(run.tokens, recipe, stage, state, mesh)
+    data = StageData(run.tokens, recipe, stage, state, mesh, last_row=run.rows(number).stop)
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
     save_memory(model, stage)
     compile_parts(model, stage.compile)
@@ -259,7 +262,7 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
         objective=objective,
         batches=data.batches,
         data_state=data.state,
-        first_row=run.first_row(number),
+        first_row=run.rows(number).start,
         batch_tokens=batch_tokens,
         clock=Clock(batch_tokens, flops_per_token(lm, stage), peak_flops(state.device), state.device),
         log_file=run.out / "log.jsonl",
@@ -273,9 +276,8 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
 
 
 def _objective(recipe: Recipe, stage: Stage, model: Any, source: Path, state: Any) -> Any:
-    if stage.objective == "extend":
-        return OBJECTIVES["extend"](model, stage, state.device)
-    return OBJECTIVES[stage.objective](model, stage, state.device, teacher_for(recipe, stage, model, source, state))
+    teacher = teacher_for(recipe, stage, model, source, state)
+    return stage_objective(model, stage, state.device, teacher)
 
 
 def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:

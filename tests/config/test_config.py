@@ -112,6 +112,11 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
         ("stages.0.temperature=2", ["temperature belongs to objective distill"]),
         ("stages.0.ce_weight=0.5", ["ce_weight belongs to objective distill"]),
+        ("stages.0.teacher_logits=here", ["teacher_logits belongs to objective distill", "stage's is extend"]),
+        (
+            "stages.0={objective: distill, tokens: 9, sequence_length: 3, teacher: copy, teacher_logits: here}",
+            ["teacher: copy loads the teacher, teacher_logits reads its logits: remove one of the two"],
+        ),
         ("stages.0={objective: distill, tokens: 9, sequence_length: 3, cross_entropy: torch}", ["torch belongs to"]),
         ("stages.0.decay_tokens=10", ["decay_tokens belongs to schedule wsd"]),
         ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),

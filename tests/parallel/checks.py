@@ -22,8 +22,8 @@ from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.shards import Rows, Shards, cut
 from retrofox.training.groups import set_trainable
-from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.speed import save_memory
+from retrofox.training.stage_objective import stage_objective
 
 CPU = torch.device("cpu")
 PACKED = [0, 10, 40, 64, 67, 110, 128]  # two rows of 64: a document over several chunks, short ones, a row's end
@@ -63,6 +63,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"objective": "extend"},
     ),
     "distill": ("llama", {}, PRO, {"objective": "distill", "ce_weight": 0.3, **FROZEN}),
+    "teacher on disk": (
+        "llama",
+        {},
+        PRO,
+        {"objective": "distill", "ce_weight": 0.3, "teacher_logits": "unread", **FROZEN},
+    ),
     "align": ("llama", {}, PRO, {"objective": "align", "gradient_checkpointing": 2, **FROZEN}),
 }
 OPERATOR = {
@@ -133,7 +139,10 @@ def batch_of(length: int, documents: list[int] | None) -> dict[str, Any]:
     positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)]).view(2, length)
     targets = torch.full_like(input_ids, IGNORE)
     targets[:, :-1] = input_ids[:, 1:].masked_fill(positions[:, 1:] == 0, IGNORE)
+    taught = torch.rand(2, length, 96, generator=random).argsort(-1)[..., :7].to(torch.int16)
+    codes = torch.randint(100, 900, (2, length, 8), generator=random).to(torch.int16)
     batch: dict[str, Any] = {"input_ids": input_ids, "position_ids": positions, "targets": targets}
+    batch |= {"teacher_ids": taught, "teacher_codes": codes}
     if documents is not None:
         batch["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
     return batch
@@ -159,7 +168,7 @@ def training(meshes: list[Mesh], name: str, documents: list[int] | None) -> None
     model, batch = model_of(family, config, spec), batch_of(64, documents)
     set_trainable(model, stage)
     save_memory(model, stage)
-    objective = OBJECTIVES[stage.objective](model, stage, CPU)
+    objective = stage_objective(model, stage, CPU)
     loss, metrics = objective(model, batch)
     loss.backward()
     wanted = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from retrofox.conversion.fingerprint import model_fingerprint
 from retrofox.reporting import report as report_module
-from retrofox.reporting.fingerprint import model_fingerprint
 from retrofox.reporting.parts import COMMANDS, Asked, plan_parts
 from retrofox.reporting.report import report
 from retrofox.reporting.suites import RULER, choose_suite

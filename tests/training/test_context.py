@@ -126,13 +126,13 @@ def test_shared_rows_beside_data_parallelism_and_sharded_weights(recipe_for, run
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "context"), [("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)])
-def test_tiles_and_offloads_beside_data_parallelism_and_sharded_weights(recipe_for, mode, context):
+def test_tiles_and_offloads_beside_data_parallelism_and_sharded_weights(recipe_for, run_recipe, mode, context):
     whole = recipe_for("whole")
     train(load_recipe(whole))
     (stage,) = yaml.safe_load(whole.read_text())["stages"]
     stage |= {"gradient_checkpointing": "full", "tiled_mlp": 10, "offload_activations": True}
     file = recipe_for("saving", stages=[{**stage, "offload_optimizer": mode == "ddp"}], parallel={"context": context})
-    done = run(file, 2, mode=mode)
+    done = run_recipe(file, processes=2, mode=mode)
     assert done.returncode == 0, done.stderr
     for left, right in zip(log(file), log(whole), strict=True):
         assert left[:3] == pytest.approx(right[:3], rel=1e-4)
