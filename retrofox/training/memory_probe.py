@@ -31,6 +31,9 @@ from retrofox.training.tiling import longest_tile
 
 PROBE_ROWS = {"cuda": (512, 2048, 4096, 8192), "cpu": (64, 128, 192)}
 """Lengths of the rows the probes run, from the shortest that is trained: below its points a parabola leads astray."""
+SHORT, LONGEST_PROBE = 32768, 131072
+"""Rows longer than the first are probed at lengths near their own, up to the second: in short rows the peak is that of
+the weights' gradients, which hide what each token takes."""
 
 
 class Curve(NamedTuple):
@@ -65,10 +68,18 @@ def tile_of(stage: Stage, lm: Any) -> int:
     return tile if stage.micro_batch * stage.sequence_length > tile else 0
 
 
-def _probe_rows(device: torch.device, tile: int) -> tuple[int, ...]:
-    """Lengths of the rows to probe: several tiles long where rows are tiled, as fewer tokens cost more each."""
+def probe_rows(device: torch.device, tile: int, tokens: int) -> tuple[int, ...]:
+    """Lengths of the rows to probe for rows of `tokens`: near their own if they are long, and of several tiles.
+
+    A quarter, a half and the whole of the largest power of two within the row, so that all long rows share few probes.
+    """
     rows = PROBE_ROWS[device.type]
-    return rows if device.type == "cpu" or 2 * tile <= rows[0] else (2 * tile, 3 * tile, 4 * tile, 6 * tile)
+    if device.type == "cpu":
+        return rows
+    longest = min(LONGEST_PROBE, 1 << (tokens.bit_length() - 1))
+    if tokens > SHORT and 2 * tile <= longest // 4:
+        return longest // 4, longest // 2, longest
+    return rows if 2 * tile <= rows[0] else (2 * tile, 3 * tile, 4 * tile, 6 * tile)
 
 
 def rows_of_logits(stage: Stage, lm: Any, device: torch.device) -> int:
@@ -81,6 +92,7 @@ def probe(recipe: Recipe, stage: Stage, model: Any, recomputed: bool, device: to
     """Measures one- and two-layer copies of the model; kept for the next stage that differs in lengths only."""
     lm = causal_lm(model)
     tile = tile_of(stage, lm)
+    lengths = probe_rows(device, tile, stage.sequence_length)
     # On a CPU only what is kept counts, which no tile's length changes.
     tiles = "none" if not tile else PROBE_ROWS["cpu"][0] // 2 if device.type == "cpu" else stage.tiled_mlp
     switches = {"gradient_checkpointing": "full" if recomputed else "none", "tiled_mlp": tiles}
@@ -97,28 +109,42 @@ def probe(recipe: Recipe, stage: Stage, model: Any, recomputed: bool, device: to
         recipe.lora,
         recipe.attention,
         device.type,
+        lengths,
     )
     key = repr((*shape, *how))
-    if key not in _probes:
-        lengths = _probe_rows(device, tile)
-        measure = _allocated if device.type == "cuda" else _saved
-        found = np.zeros((2, len(lengths), 3))
-        for layers in (1, 2):
-            gc.collect()  # else garbage of an earlier copy is freed while this one is measured
-            small = _small(lm, layers, recipe, stage, device)
-            for index, tokens in enumerate(lengths):
-                found[layers - 1, index] = measure(small, recipe, stage, tokens, device)
-            del small
-        kept, head, backward = (found[:, :, kind] for kind in range(3))
-        layer = kept[1] - kept[0]
-        at_once = np.minimum(lengths, rows_of_logits(stage, lm, device))  # a piece of logits grows no further
-        head_curve = Curve(float(head[1, 0] if tile else head[1].max()), 0.0, 0.0)
-        if len(set(at_once)) > 1:
-            linear, constant = np.polyfit(at_once, head[1], 1).tolist()
-            head_curve = Curve(constant, linear, 0.0)
-        curves = [_fit(lengths, values) for values in (layer, kept[0] - layer, backward[1])]
-        _probes[key] = Probe(curves[0], curves[1], head_curve, curves[2])
+    while key not in _probes:
+        try:
+            _probes[key] = _measured(lm, recipe, stage, lengths, tile, device)
+        except torch.OutOfMemoryError:
+            if lengths[-1] <= PROBE_ROWS[device.type][-1]:
+                raise
+            gc.collect()
+            torch.cuda.empty_cache()
+            lengths = tuple(length // 2 for length in lengths)
     return _probes[key]
+
+
+def _measured(
+    lm: Any, recipe: Recipe, stage: Stage, lengths: tuple[int, ...], tile: int, device: torch.device
+) -> Probe:
+    """Runs the copies of one and of two layers over rows of all lengths."""
+    measure = _allocated if device.type == "cuda" else _saved
+    found = np.zeros((2, len(lengths), 3))
+    for layers in (1, 2):
+        gc.collect()  # else garbage of an earlier copy is freed while this one is measured
+        small = _small(lm, layers, recipe, stage, device)
+        for index, tokens in enumerate(lengths):
+            found[layers - 1, index] = measure(small, recipe, stage, tokens, device)
+        del small
+    kept, head, backward = (found[:, :, kind] for kind in range(3))
+    layer = kept[1] - kept[0]
+    at_once = np.minimum(lengths, rows_of_logits(stage, lm, device))  # a piece of logits grows no further
+    head_curve = Curve(float(head[1, 0] if tile else head[1].max()), 0.0, 0.0)
+    if len(set(at_once)) > 1:
+        linear, constant = np.polyfit(at_once, head[1], 1).tolist()
+        head_curve = Curve(constant, linear, 0.0)
+    curves = [_fit(lengths, values) for values in (layer, kept[0] - layer, backward[1])]
+    return Probe(curves[0], curves[1], head_curve, curves[2])
 
 
 def _fit(lengths: tuple[int, ...], values: np.ndarray) -> Curve:
