@@ -88,7 +88,8 @@ def launch(tmp_path_factory) -> Callable[..., subprocess.CompletedProcess[str]]:
         output, error = (
             "".join(file.read_text() for file in sorted(folder.glob(f"{kind}-*"))) for kind in ("output", "error")
         )
-        return subprocess.CompletedProcess(arguments, next((code for code in codes if code), 0), output, error)
+        failed = next((code for code in codes if code), 0)
+        return subprocess.CompletedProcess([*map(str, arguments)], failed, output, error)
 
     return run
 

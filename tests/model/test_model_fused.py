@@ -55,9 +55,9 @@ def run(name: str) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import retrofox
-    from retrofox.model import attention, fused
+    from retrofox.model import attention, fused, scores
 
-    attention.forgetting_attention = fox_kernels.chunked.forgetting_attention  # the operator has its own tests
+    scores.forgetting_attention = fox_kernels.chunked.forgetting_attention  # the operator has its own tests
     family, config, spec, how, _ = CASES[name]
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **PICO, **config))
