@@ -155,15 +155,42 @@ def teacher_sizes() -> str:
 PARTS = {"attention": "one layer's attention", "step": "the whole model"}
 
 
+CASES = {"dense": "one, gates open", "packed": "several", "gates": "one, short gates, pruned"}
+
+
 def context_parallel() -> str:
-    """Time of rows shared by two GPUs beside whole rows on one, from context_parallel.json."""
+    """Time of rows shared by two GPUs beside whole rows on one, from context_parallel.json (H100s) and -h200.json."""
+    rows = []
+    for gpus, name in (("H100", "context_parallel.json"), ("H200", "context_parallel-h200.json")):
+        for row in read(name)["rows"]:
+            if "ratio" in row:
+                exchange = "heads traded" if row["ring"] == 1 else "ring"
+                times = [f"{row[key]:.3f}" for key in ("seconds_alone", "seconds")]
+                rows.append([PARTS[row["kind"]], CASES[row["case"]], exchange, gpus, *times, f"{row['ratio']:.2f}"])
+    times = ["one GPU alone, seconds", "two GPUs, one row, seconds"]
+    return table(["forward and backward of", "documents", "exchange", "GPUs", *times, "ratio"], rows, left=4)
+
+
+VARIANTS = {"alone": "one GPU alone", "ddp": "DDP", "before": "FSDP2 as accelerate cuts it", "clip": "FSDP2"}
+VARIANTS |= {"kept": "FSDP2, weights kept gathered"}
+
+
+def fsdp() -> str:
+    """Tokens a second of a GPU of two, beside one alone, from fsdp.json."""
     rows = [
-        [PARTS[row["kind"]], row["case"], f"{row['seconds_alone']:.3f}", f"{row['seconds']:.3f}", f"{row['ratio']:.2f}"]
-        for row in read("context_parallel.json")["rows"]
-        if "ratio" in row
+        [
+            row["shape"],
+            row["window"],
+            VARIANTS[row["variant"]],
+            f"{row['tokens_per_second_and_gpu']:,.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['peak_memory_gb']:.1f}",
+        ]
+        for row in read("fsdp.json")["rows"]
+        if row["variant"] in VARIANTS
     ]
-    header = ["forward and backward of", "documents", "one GPU alone, seconds", "two GPUs, one row, seconds", "ratio"]
-    return table(header, rows, left=2)
+    header = ["shape", "window", "way", "tokens/s of a GPU", "of one GPU alone", "peak memory, GB"]
+    return table(header, rows, left=3)
 
 
 def first_result() -> str:

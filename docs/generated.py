@@ -133,7 +133,7 @@ OF_RESULTS = (
     figures.teacher_sizes,
     *(figures.retrofit_needles, figures.retrofit_loss, figures.retrofit_recall),
     *(figures.retrofit_tasks, figures.leaderboard),
-    figures.context_parallel,
+    *(figures.context_parallel, figures.fsdp),
     *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
     *(figures.kernel_table, figures.kernel_ratios, figures.corpus, figures.decoding, figures.long_context),
     figures.decoding_on_cpu,

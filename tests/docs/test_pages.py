@@ -153,7 +153,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"{short} with short gates and {opened} with open ones",
             f"{cudnn} of cuDNN's",
             f"{len(SUPPORTED)} model types",
-            f"{decoded['wall_ms']:.2f} ms a token after 2048 tokens on one H100",
+            f"{decoded['wall_ms']:.2f} ms a token after 2048 tokens on one H200",
             f"{decoded['wall_of_base-static']:.2f} of its base's time with transformers' compiled static cache",
             f"{shared['ratio']:.2f} of twice the speed of one",
         ],
