@@ -158,6 +158,7 @@ def draw(report: dict[str, Any], out: Path) -> None:
     import matplotlib  # not on every machine that has a GPU: `--draw` draws what is on file
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
     from retrofox.support.plots import COLOURS, STYLE, tokens_label
 
@@ -174,7 +175,12 @@ def draw(report: dict[str, Any], out: Path) -> None:
                     axes.plot(*zip(*sorted(rows), strict=True), "o-", color=COLOURS[number], label=LABELS[name])
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
+            axes.xaxis.set_major_locator(FixedLocator([int(length) for length in report["lengths"]]))
+            axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(lambda value, _: tokens_label(value))
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_major_formatter("{x:g}")
             axes.set_xlabel("Context (tokens)")
             axes.set_title(title)
         figure.axes[0].legend()
