@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from retrofox.loading.source import read_config
-from retrofox.serving.verify import Job, run_vllm
+from retrofox.serving.engines import Job, run_vllm
 from retrofox.support.files import write_json
 
 TURNS = 2
