@@ -18,6 +18,8 @@ import torch
 PROGRAM = (sys.executable, "-m", "retrofox.serving.vllm_run")
 DONE = "retrofox: answered "
 """How the line begins by which the process says that a job's result is written."""
+WAITS = ("VLLM_ENGINE_READY_TIMEOUT_S", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS")
+"""vLLM's own limits, of 600 and 300 seconds: ranks on busy cores, each importing vLLM for itself, take longer."""
 PATIENCE = 5.0
 """Seconds that a process has to end: by itself, then when asked to."""
 
@@ -96,8 +98,9 @@ class Engines:
             return self._process
         self.stop()
         environment = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if ranks == 1 else "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
+            **dict.fromkeys(WAITS, "3600"),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))) if ranks > 1 else "auto",  # a core a rank
             **os.environ,
