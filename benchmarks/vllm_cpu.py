@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -19,12 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from provenance import provenance
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
 from retrofox.anatomy import is_new_tensor
+from retrofox.calibration.calibrate import apply_to
+from retrofox.conversion.merge import merge
 from retrofox.loading.base import load_base
+from retrofox.serving.engines import Engines
 from retrofox.serving.verify import Sizes, verify_serving
 from retrofox.support.files import write_json
 
@@ -69,6 +74,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=lambda: dict(SHORT))
     options: dict[str, Any] = field(default_factory=dict)
+    then: str = ""  # "calibrate", or "merge" a LoRA adapter
 
 
 CASES = {
@@ -99,6 +105,8 @@ CASES = {
     "gate bias": Case("llama", spec={"gate": "bias", **SHORT}),
     "gate fixed, ALiBi": Case("llama", spec={"gate": "fixed", "init": "alibi", "rope": "drop", "sink_tokens": 0}),
     "gate none": Case("llama", spec={"gate": "none", "rope": "partial", "max_wavelength": 200.0}),
+    "calibrated, queries refitted": Case("llama", spec={"rope": "drop", **SHORT}, then="calibrate"),
+    "merged LoRA": Case("llama", then="merge"),
     "short half-lives": Case("llama", spec={"half_life": (0.3, 2.0)}),
     "pro parts": Case("llama", spec={"pro": PRO, **SHORT}),
     "pro parts, own qk-norm": Case("qwen3", spec={"pro": PRO, **SHORT}),
@@ -109,7 +117,7 @@ CASES = {
         "llama", {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 1}
     ),
     "5 heads a group, prune": Case(
-        "llama", {"num_attention_heads": 5, "num_key_value_heads": 1}, {"prune": -20.0, **SHORT}
+        "llama", {"hidden_size": 160, "num_attention_heads": 5, "num_key_value_heads": 1}, {"prune": -20.0, **SHORT}
     ),
     "one head a group": Case("llama", {"num_key_value_heads": 4}),
     "two ranks": Case("llama", options={"tensor_parallel": 2}),
@@ -131,7 +139,23 @@ def make(case: Case, out: Path) -> None:
     """Writes the converted tiny model of a case."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model_type, **{**TINY, **case.config})).float()
-    stirred(retrofox.convert(base.eval(), fox=retrofox.FoxSpec(**case.spec))).save_pretrained(out)
+    spec = retrofox.FoxSpec(**case.spec)
+    if case.then == "calibrate":
+        tokens = torch.randint(3, TINY["vocab_size"], (6, 256))
+        result = retrofox.calibrate(base.eval(), spec, tokens, out_dir=out / "calibration", steps=20, progress=False)
+        apply_to(retrofox.convert(base, fox=spec), result).save_pretrained(out)
+        return
+    model = stirred(retrofox.convert(base.eval(), fox=spec))
+    if case.then != "merge":
+        model.save_pretrained(out)
+        return
+    whole, adapter = (out.with_name(f"{out.name}-{part}") for part in ("base", "adapter"))
+    model.save_pretrained(whole)
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj", "o_proj"], modules_to_save=["forget_gate"], init_lora_weights=False
+    )
+    get_peft_model(retrofox.load(whole), lora).save_pretrained(adapter)
+    merge(adapter, out)
 
 
 def make_smollm2(work: Path) -> tuple[Path, Path, Path]:
@@ -152,7 +176,7 @@ def make_smollm2(work: Path) -> tuple[Path, Path, Path]:
     return base, converted, shaken
 
 
-def smollm2(name: str, work: Path) -> dict[str, Any]:
+def smollm2(name: str, work: Path, engines: Engines) -> dict[str, Any]:
     """The report of one of the three cases on real weights."""
     base, converted, shaken = make_smollm2(work)
     text = work / "text.txt"
@@ -160,8 +184,8 @@ def smollm2(name: str, work: Path) -> dict[str, Any]:
         text.write_text("\n".join(f.read_text(encoding="utf-8") for f in sorted(TEXT.glob("*.txt"))), encoding="utf-8")
     if "bfloat16" in name:
         sizes = Sizes(requests=32, longest=2048, tokens=24)
-        return verify_serving(converted, against=str(base), data=text, dtype="bfloat16", sizes=sizes)
-    return verify_serving(shaken, data=text, sizes=Sizes())
+        return verify_serving(converted, against=str(base), data=text, dtype="bfloat16", sizes=sizes, engines=engines)
+    return verify_serving(shaken, data=text, sizes=Sizes(), engines=engines)
 
 
 REAL = ("SmolLM2-135M, gates stirred, float32", "SmolLM2-135M, bfloat16 beside its base")
@@ -174,37 +198,39 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of cases, or beginnings of them")
     parser.add_argument("--fresh", action="store_true", help="run finished cases again")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(os.cpu_count() or 1)  # of the comparison, while vLLM waits
     options.work.mkdir(parents=True, exist_ok=True)
     kept = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() and not options.fresh else {}
     done: dict[str, Any] = kept.get("cases", {})
     names = [n for n in (*CASES, *REAL) if not options.only or any(n.startswith(o) for o in options.only)]
-    for number, name in enumerate(names, 1):
-        if done.get(name, {}).get("passed_all"):
-            continue
-        print(f"[{number}/{len(names)}] {name}", flush=True)
-        started = time.perf_counter()
-        try:
-            done[name] = run(name, options.work)
-        except ValueError as error:
-            done[name] = {"error": str(error), "passed_all": False}
-        done[name]["seconds"] = round(time.perf_counter() - started, 1)
-        print("    passed" if done[name]["passed_all"] else f"    FAILED: {done[name]}", flush=True)
-        write_json(options.out, {**provenance(), "cases": done})
+    with Engines() as engines:
+        for number, name in enumerate(names, 1):
+            if done.get(name, {}).get("passed_all"):
+                continue
+            print(f"[{number}/{len(names)}] {name}", flush=True)
+            started = time.perf_counter()
+            try:
+                done[name] = run(name, options.work, engines)
+            except ValueError as error:
+                done[name] = {"error": str(error), "passed_all": False}
+            done[name]["seconds"] = round(time.perf_counter() - started, 1)
+            said = "passed" if done[name]["passed_all"] else f"FAILED: {done[name]}"
+            print(f"    {said}, {done[name]['seconds']:.0f} s", flush=True)
+            write_json(options.out, {**provenance(), "cases": done})
     failed = [name for name in names if not done[name]["passed_all"]]
     print(f"{len(names) - len(failed)} passed, {len(failed)} failed" + (f": {', '.join(failed)}" if failed else ""))
     sys.exit(bool(failed))
 
 
-def run(name: str, work: Path) -> dict[str, Any]:
+def run(name: str, work: Path, engines: Engines) -> dict[str, Any]:
     """What is kept of one case."""
     if name in REAL:
-        report = smollm2(name, work)
+        report = smollm2(name, work, engines)
     else:
         case = CASES[name]
         out = work / "".join(c if c.isalnum() else "-" for c in name)
         make(case, out)
-        report = verify_serving(out, sizes=SMALL, show=False, **{"eager": True, **case.options})
+        report = verify_serving(out, sizes=SMALL, engines=engines, show=False, **{"eager": True, **case.options})
     keep = ("model_type", "dtype", "compiled", "tensor_parallel", "vllm", "rounds", "base_rounds", "passed")
     return {**{k: report[k] for k in keep if k in report}, "passed_all": all(report["passed"].values())}
 

@@ -7,14 +7,10 @@ greedy texts.
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ from retrofox.loading.base import load_base
 from retrofox.loading.converted import load
 from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
+from retrofox.serving.engines import Engines, Job
 from retrofox.support.files import write_json
 from retrofox.support.report import check_folder, environment, output_console
 
@@ -48,15 +45,6 @@ class Sizes:
     tokens: int = 24
 
 
-@dataclass
-class Job:
-    """One engine: arguments for vLLM and rounds of prompts."""
-
-    name: str
-    engine: dict[str, Any]
-    rounds: list[dict[str, Any]]
-
-
 def verify_serving(
     directory: str | Path,
     *,
@@ -67,6 +55,7 @@ def verify_serving(
     out: str | Path | None = None,
     eager: bool = False,
     tensor_parallel: int = 1,
+    engines: Engines | None = None,
     show: bool = True,
 ) -> dict[str, Any]:
     """Serves a converted checkpoint with vLLM and compares every log-probability with retrofox's.
@@ -81,6 +70,7 @@ def verify_serving(
             that of the base; needs `against`).
         eager: without vLLM's torch.compile.
         tensor_parallel: ranks to split the heads over.
+        engines: a vLLM that is running already, for a series of models; None = one for this call.
         out: where the report goes, as JSON.
 
     Raises:
@@ -102,7 +92,13 @@ def verify_serving(
     source = _tokens(directory, data, vocabulary_size(model))
     jobs = make_jobs(source, sizes, engine, int(values["max_position_embeddings"]))
     started = time.perf_counter()
-    rows = [row for job in jobs for row in _compared(job, str(directory), model, show)]
+    with Engines() if engines is None else nullcontext(engines) as vllm:
+        rows = [row for job in jobs for row in _compared(vllm, job, str(directory), model, show)]
+        base_rows = []
+        if against is not None:
+            del model
+            base, _ = load_base(against, dtype=getattr(torch, dtype))
+            base_rows = [row for job in jobs[:1] for row in _compared(vllm, job, against, base.eval(), show)]
     report = {
         "model": str(directory),
         "spec": values["fox"],
@@ -114,9 +110,6 @@ def verify_serving(
         "rounds": rows,
     }
     if against is not None:
-        del model
-        base, _ = load_base(against, dtype=getattr(torch, dtype))
-        base_rows = [row for job in jobs[:1] for row in _compared(job, against, base.eval(), show)]
         report |= {"base": against, "base_rounds": [{k: v for k, v in row.items() if k != "vllm"} for row in base_rows]}
     report |= {"passed": _passed(report, dtype), "seconds": round(time.perf_counter() - started, 1)}
     report["environment"] = environment()
@@ -184,42 +177,10 @@ def _tokens(directory: str | Path, data: str | Path | None, vocabulary: int) -> 
     return ids
 
 
-def run_vllm(job: Job, model: str) -> dict[str, Any]:
-    """What `retrofox.serving.vllm_run` gives for a job.
-
-    Raises:
-        ValueError: vLLM stopped, with the last error that it named.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder) / "job.json", Path(folder) / "result.json"
-        asked.write_text(json.dumps({"model": model, "engine": job.engine, "rounds": job.rounds}), encoding="utf-8")
-        ranks = job.engine["tensor_parallel_size"]
-        environment = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if ranks == 1 else "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))) if ranks > 1 else "auto",  # a core a rank
-            **os.environ,
-        }
-        command = [sys.executable, "-m", "retrofox.serving.vllm_run", str(asked), str(answered)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode or not answered.exists():
-            raise ValueError(f"vLLM stopped on {model}: {last_error(done.stdout + done.stderr)}")
-        return json.loads(answered.read_text(encoding="utf-8"))
-
-
-def last_error(log: str) -> str:
-    """The sentence of retrofox's refusal in vLLM's log, or the last line that names an error."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    ours = [line[line.index("retrofox can't serve") :] for line in lines if "retrofox can't serve" in line]
-    errors = [line for line in lines if "Error" in line and "Engine core initialization failed" not in line]
-    return (ours or errors[-1:] or lines[-1:] or ["it said nothing"])[0]
-
-
-def _compared(job: Job, path: str, model: Any, show: bool) -> list[dict[str, Any]]:
+def _compared(vllm: Engines, job: Job, path: str, model: Any, show: bool) -> list[dict[str, Any]]:
     if show:
         output_console().print(f"vLLM: {path}, {job.name} ...", highlight=False)
-    result = run_vllm(job, path)
+    result = vllm.run(job, path)
     rows = []
     for wanted, got in zip(job.rounds, result["rounds"], strict=True):
         row = compare(model, wanted["prompts"], got["answers"])

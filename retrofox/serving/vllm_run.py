@@ -1,4 +1,7 @@
-"""One vLLM engine for one job, in a process of its own: `python -m retrofox.serving.vllm_run JOB.json RESULT.json`.
+"""vLLM engines, one after the other, in a process that `retrofox.serving.engines` starts.
+
+Each line of its input names two files, JOB.json and RESULT.json, with a tab between them; where the result is written,
+a line says so. A job that fails ends the process.
 
 A job: model; engine (arguments of `vllm.LLM`); rounds, each with prompts (lists of token ids), max_tokens and whether
 log-probabilities of the prompt are wanted. A result: per round and prompt the tokens generated greedily, their
@@ -7,19 +10,28 @@ log-probabilities, those of the prompt's tokens but the first, and how many toke
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams
+import torch
+from vllm import LLM, ModelRegistry, SamplingParams
 from vllm import __version__ as vllm_version
+
+from retrofox.loading.source import read_config
+from retrofox.serving import vllm_models
+from retrofox.serving.engines import DONE
+from retrofox.serving.refusals import SERVED
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Runs a job; see the module."""
+    inspect_here(job["model"])
     started = time.perf_counter()
     llm = LLM(job["model"], skip_tokenizer_init=True, disable_log_stats=False, **job["engine"])
     loaded = time.perf_counter() - started
@@ -41,6 +53,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         rounds.append(
             {"seconds": seconds, "preemptions": preemptions, "answers": [_answer(answer) for answer in answers]}
         )
+    llm.llm_engine.engine_core.shutdown()  # frees the cache and leaves the groups of ranks
+    torch.compiler.reset()
     return {"vllm": vllm_version, "load_seconds": loaded, "rounds": rounds}
 
 
@@ -60,8 +74,31 @@ def _counter(llm: LLM, name: str) -> int:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)  # type: ignore[attr-defined]
 
 
+def inspect_here(model: str) -> None:
+    """Spares vLLM a process of its own to import itself and look at a class that it meets for the first time."""
+    values = read_config(model)
+    if values["model_type"].removeprefix("fox_") in SERVED and "fox" in values:
+        (name,) = values["architectures"]
+        ModelRegistry.register_model(name, getattr(vllm_models, name))
+
+
+def main() -> None:
+    collect = gc.collect
+    if not torch.cuda.is_available():
+        gc.collect = lambda *_: 0  # nine calls an engine, half its time: each walks all that vLLM's imports made
+    for line in sys.stdin:
+        asked, answered = line.rstrip("\n").split("\t")
+        result = run(json.loads(Path(asked).read_text(encoding="utf-8")))
+        collect()
+        Path(answered).write_text(json.dumps(result), encoding="utf-8")
+        print(f"\n{DONE}{answered}", flush=True)
+
+
 if __name__ == "__main__":
-    result = run(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
-    sys.stdout.flush()
-    os._exit(0)  # vLLM's threads would keep the process
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # vLLM's threads would keep the process
+    os._exit(0)

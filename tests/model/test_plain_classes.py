@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import retrofox
 
@@ -12,7 +12,10 @@ TOKENS = torch.arange(2, 18)[None]
 WHAT_TO_DO = "forget gates, which a plain class drops: load it with retrofox.load, or with AutoModelForCausalLM"
 
 
-@pytest.mark.parametrize("options", [{}, {"attn_implementation": "sdpa"}, {"dtype": torch.bfloat16}], ids=str)
+OPTIONS = [{}, {"attn_implementation": "sdpa"}, {"dtype": torch.bfloat16}, {"ignore_mismatched_sizes": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("plain", [LlamaForCausalLM, LlamaModel])
 def test_a_plain_class_refuses_a_converted_checkpoint(plain, options, pico_fox_checkpoint):
     with pytest.raises(ValueError, match=WHAT_TO_DO):
@@ -34,6 +37,23 @@ def test_a_converted_directory_is_refused_too_and_its_own_classes_load_it(
     with pytest.raises(ValueError, match=WHAT_TO_DO):
         LlamaForCausalLM.from_pretrained(tmp_path / "again")
     assert torch.equal(retrofox.load(tmp_path / "again")(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_the_path_given_again_as_the_config_is_refused_too(pico_fox_checkpoint):
+    with pytest.raises(ValueError, match=WHAT_TO_DO):
+        LlamaForCausalLM.from_pretrained(pico_fox_checkpoint, config=str(pico_fox_checkpoint))
+
+
+@pytest.mark.parametrize("whose", ["the base's", "the converted model's"])
+def test_a_config_given_as_an_object_is_not_seen_but_every_gate_is_named_as_unexpected(
+    whose, pico_checkpoint, pico_fox_checkpoint
+):
+    """What stays open: of the checkpoint transformers then reads the weights alone, and says which it drops."""
+    config = AutoConfig.from_pretrained(pico_checkpoint if whose == "the base's" else pico_fox_checkpoint)
+    gates = {name for name in retrofox.load(pico_fox_checkpoint).state_dict() if ".forget_gate." in name}
+    _, found = LlamaForCausalLM.from_pretrained(pico_fox_checkpoint, config=config, output_loading_info=True)
+    assert gates
+    assert set(found["unexpected_keys"]) == gates
 
 
 def test_the_config_in_memory_knows_nothing_of_it(pico_fox_checkpoint):

@@ -1,0 +1,61 @@
+"""The throughput benchmark with an engine that takes a known time."""
+
+import json
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "vllm_throughput.py"
+
+
+@pytest.fixture
+def throughput(monkeypatch):
+    monkeypatch.syspath_prepend(str(FILE.parent))
+    spec = util.spec_from_file_location("vllm_throughput", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_ratio_is_of_the_medians_of_all_turns(
+    throughput, monkeypatch, pico_checkpoint, pico_fox_checkpoint, tmp_path
+):
+    asked = []
+
+    def run(job, model):
+        asked.append((model, job))
+        slow = 1.0 if model == str(pico_checkpoint) else 1.25
+        seconds = [99.0, *(slow * len(wanted["prompts"][0]) / 32 for wanted in job.rounds[1:])]
+        return {"rounds": [{"seconds": s, "preemptions": 0} for s in seconds]}
+
+    monkeypatch.setattr(throughput, "run_vllm", run)
+    options = [
+        "--lengths",
+        "32,64",
+        "--requests",
+        "3",
+        "--tokens",
+        "8",
+        "--repeats",
+        "2",
+        "--out",
+        str(tmp_path / "a.json"),
+    ]
+    models = [str(pico_fox_checkpoint), "--against", str(pico_checkpoint)]
+    monkeypatch.setattr(sys, "argv", [str(FILE), *models, *options])
+    throughput.main()
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert [model for model, _ in asked] == [str(pico_checkpoint), str(pico_fox_checkpoint)] * 2
+    job = asked[0][1]
+    assert [len(wanted["prompts"]) for wanted in job.rounds] == [3] * 5
+    assert [len(wanted["prompts"][0]) for wanted in job.rounds] == [32, 32, 32, 64, 64]
+    assert job.engine["max_model_len"] == 64 + 8
+    assert asked[0][1].rounds == asked[1][1].rounds  # base and model get the same prompts
+    assert asked[0][1].rounds != asked[2][1].rounds  # and the next turn others: none comes from a cache
+    assert [row["ratio"] for row in found["rows"]] == pytest.approx([0.8, 0.8])
+    assert [row["base"] for row in found["rows"]] == pytest.approx([3 * 40 / 1.0, 3 * 72 / 2.0])
+    assert [len(row["rounds"]["base"]) for row in found["rows"]] == [4, 4]
