@@ -74,6 +74,8 @@ def check_complete(directory: Path) -> None:
             f"{directory} lacks its code ({', '.join(missing) or 'auto_map'}): save it with save_pretrained"
         )
     found = shards.find(directory)
+    if found.pickled:
+        raise ValueError(f"{directory} keeps its weights in a .bin file: save it with save_pretrained, as safetensors")
     check_added(directory, values, found)
     check_finite(directory, found)
     text = own_card(directory)

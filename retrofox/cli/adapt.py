@@ -28,13 +28,18 @@ def plan(
     measure: Annotated[bool, typer.Option("--measure", help="Run two real steps for time and memory.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Reports what a training run needs before anything runs: parameters, memory, steps, hours, disk, refusals."""
+    """Reports what a training run needs before anything runs: parameters, memory, steps, hours, disk, refusals.
+
+    Exit code 2 where it lists refusals: `train` would stop at the first of them.
+    """
     from retrofox.config import load_recipe
     from retrofox.planning.plan import plan as run
 
     result = run(load_recipe(recipe, changes or []), measure=measure, show=not as_json)
     if as_json and os.environ.get("RANK", "0") == "0":
         print(json.dumps(result, indent=2))
+    if result["refusals"]:
+        raise typer.Exit(2)
 
 
 def teacher(

@@ -101,6 +101,10 @@ def read_yaml(text: str, origin: str) -> Any:
         raise ValueError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ValueError(f"{origin}: not valid YAML: thousands of nested brackets") from None
+    except ValueError as error:
+        if str(error).startswith(origin):
+            raise
+        raise ValueError(f"{origin}: not valid YAML: {error}") from None  # dates, numbers of thousands of digits
     finally:
         if loader is not None:
             loader.dispose()

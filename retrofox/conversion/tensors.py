@@ -147,7 +147,8 @@ def _unpickled(file: Path) -> tuple[dict[str, Any], bool]:
     except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{file} can't be read ({str(error).splitlines()[0]}): download it again") from error
     if not isinstance(state, dict) or not state:
-        raise ValueError(f"{file} holds a {type(state).__name__} where a dictionary of tensors belongs")
+        what = "nothing" if state == {} else f"a {type(state).__name__}"
+        raise ValueError(f"{file} holds {what} where a dictionary of tensors belongs")
     return state, mapped
 
 

@@ -85,7 +85,10 @@ def clear_disk_errors(folder: Path) -> Iterator[None]:
 def cache_folder(folder: Path) -> Iterator[None]:
     """Makes a folder of shards; removes it again where an error leaves no token in it."""
     made = missing(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"can't make {folder} ({error.strerror}): set data.cache to another directory") from error
     try:
         yield
     except BaseException:

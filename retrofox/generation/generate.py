@@ -210,13 +210,23 @@ def _converted(opened: Opened) -> bool:
 
 
 def end_tokens(opened: Opened) -> list[int]:
-    """Ids that end a text: the generation config's (chat models have several) or the tokenizer's."""
+    """Ids that end a text: the generation config's (chat models have several) or the tokenizer's.
+
+    Raises:
+        ValueError: the generation config holds something else.
+    """
     ends = getattr(opened.model.generation_config, "eos_token_id", None)
     if ends is None:
         ends = opened.tokenizer.eos_token_id
     if ends is None:
         return []
-    return list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
+    ids = list(ends) if isinstance(ends, (list, tuple)) else [ends]
+    if not all(isinstance(token, int) for token in ids):
+        raise ValueError(
+            f"generation_config.json of {opened.source} has eos_token_id {ends!r:.80}: it takes a token's number, or a "
+            "list of them"
+        )
+    return ids
 
 
 def _check(

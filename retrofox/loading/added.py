@@ -49,8 +49,10 @@ def check_added(directory: Path, values: Mapping[str, Any], found: Shards) -> No
 
 
 def check_finite(directory: Path, found: Shards) -> None:
-    """Raises ValueError, by name, for an added tensor that holds NaN or infinity; only those tensors are read."""
-    for name in filter(is_new_tensor, found.tensors):
+    """Raises ValueError, by name, for a tensor that holds NaN or infinity, the added ones first; all are read."""
+    for name in sorted(found.tensors, key=is_new_tensor, reverse=True):
+        if found.tensors[name]["dtype"] not in ("F64", "F32", "F16", "BF16"):
+            continue
         with safe_open(found.files[found.weight_map[name]], "pt") as file:
             if not bool(torch.isfinite(file.get_tensor(name)).all()):
                 raise ValueError(

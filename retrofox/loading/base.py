@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,10 @@ def load_base(
             config = AutoConfig.from_pretrained(where, **options)
             config.output_attentions, config._attn_implementation = False, None
             options["config"] = config
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype or "auto", **options)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype or "auto", output_loading_info=True, **options
+        )
+    refuse_missing(source, loaded["missing_keys"])
     if has_softcap(model.config):
         model.set_attn_implementation("eager")
     if "gguf_file" in options and hasattr(model.config, "quantization_config"):
@@ -62,6 +66,16 @@ def load_base(
         vars(model).update(hf_quantizer=None, is_quantized=False)
     tokenizer = load_tokenizer(source, revision=revision)
     return (model if device is None else model.to(device)), tokenizer
+
+
+def refuse_missing(source: object, missing: Iterable[str]) -> None:
+    """Raises ValueError, by name, where a model has tensors that its files lack: it would run with random ones."""
+    lost = sorted(missing)
+    if lost:
+        raise ValueError(
+            f"{source} lacks {len(lost)} of its model's tensors, such as {lost[0]}: it would run with random numbers "
+            "in their place; download it again, or save the whole model with its head"
+        )
 
 
 def has_softcap(config: Any) -> bool:

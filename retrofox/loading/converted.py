@@ -11,7 +11,7 @@ from retrofox.anatomy import lm_class
 from retrofox.loading.adapter import base_of, with_adapter
 from retrofox.loading.added import check_added
 from retrofox.loading.device import resolve_device
-from retrofox.loading.errors import understood
+from retrofox.loading.errors import makes_a_model
 from retrofox.loading.shards import check_layers, find
 from retrofox.loading.source import read_config
 from retrofox.model.configuration_fox import SUPPORTED
@@ -46,12 +46,21 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
         )
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if directory.is_dir():
-        found = find(directory)  # says which file is missing or cut short
-        check_layers(directory, config_dict["num_hidden_layers"], found.tensors)
-        check_added(directory, config_dict, found)
-    with understood(f"config.json of {path}"):
+        check_files(directory, config_dict)
+    with makes_a_model(path):
         model = lm_class(base_type).from_pretrained(path, revision=revision or "main", **options)
     return model if place is None else model.to(place)
+
+
+def check_files(directory: Path, values: dict[str, Any]) -> None:
+    """Raises ValueError or FileNotFoundError where a converted model's weight files are not what its config asks for.
+
+    Args:
+        values: config.json as a dict, of a family that converts.
+    """
+    found = find(directory)  # says which file is missing or cut short
+    check_layers(directory, values["num_hidden_layers"], found.tensors)
+    check_added(directory, values, found)
 
 
 def _load_adapter(directory: Path, *, dtype: Any, device: Any) -> PreTrainedModel:

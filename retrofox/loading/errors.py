@@ -41,15 +41,30 @@ def quiet_torch() -> Iterator[None]:
 def opened_by_transformers(source: object) -> Iterator[None]:
     """Turns errors of transformers and torch in the block, about weights that make no model, into one line."""
     try:
-        with quiet_torch(), understood(f"config.json of {source}"):
+        with makes_a_model(source):
+            yield
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise ValueError(f"{source} can't be opened: {first_line(error)}") from error
+
+
+NO_MODEL = (KeyError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError)
+"""Errors of transformers at configs with values that it doesn't expect."""
+
+
+@contextmanager
+def makes_a_model(source: object) -> Iterator[None]:
+    """Turns errors in the block, about configs that make no model or a .bin file with more than tensors, into one line.
+
+    Errors that say enough by themselves, ValueErrors, stay as they are.
+    """
+    try:
+        with quiet_torch(), understood(f"config.json, or generation_config.json, of {source}"):
             yield
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{source} holds more than tensors in a .bin file and could run code when it is opened, so it was not: "
             "take a safetensors version of the model"
         ) from error
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise ValueError(f"{source} can't be opened: {first_line(error)}") from error
 
 
 @contextmanager
@@ -59,7 +74,7 @@ def understood(what: str) -> Iterator[None]:
 
     try:
         yield
-    except (StrictDataclassError, KeyError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
+    except (StrictDataclassError, *NO_MODEL) as error:
         why = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
         raise ValueError(
             f"{what} makes no model in transformers {version('transformers')} ({why}): download it again, or save the "

@@ -73,6 +73,11 @@ def _check_values(file: Path, values: dict[str, Any]) -> None:
         raise ValueError(f'{file} has model_type {values["model_type"]!r} where a name such as "llama" belongs')
     if not isinstance(values.get("fox"), dict | None):
         raise ValueError(f"{file}: the fox section must be a mapping of keys to values, got {values['fox']!r:.80}")
+    if values.get("model_type", "").startswith("fox_") and not values.get("fox"):
+        raise ValueError(
+            f"{file} has model_type {values['model_type']} and no fox section, which says how its gates run: it is "
+            "incomplete; download it, or convert its base, again"
+        )
     if values.get("model_type", "").startswith("fox_"):
         try:
             FoxSpec.from_dict(values.get("fox") or {})

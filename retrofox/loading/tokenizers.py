@@ -27,7 +27,7 @@ def checkpoint_tokenizer(source: str | Path, out: Path) -> Any:
     return load_tokenizer(out) or (None if isinstance(source, PreTrainedModel) else load_tokenizer(source))
 
 
-UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError)
+UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors of transformers at tokenizer files that are damaged, need other libraries, or need code of their own."""
 
 

@@ -103,7 +103,10 @@ def initial_bias(spec: FoxSpec, num_heads: int) -> list[float]:
     if spec.init == "alibi":
         return [bias_from_half_life(h) for h in alibi_half_lives(num_heads)]
     if spec.half_life is None:
-        raise ValueError("half_life is not resolved: call FoxSpec.resolved(trained_length) first")
+        raise ValueError(
+            "the fox section lacks half_life: its config.json is incomplete (in Python: "
+            "FoxSpec.resolved(trained_length))"
+        )
     return [bias_from_half_life(h) for h in half_life_ladder(num_heads, spec.half_life)]
 
 

@@ -80,10 +80,10 @@ class FoxPreTrained:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, and never with gates that the checkpoint lacks.
+        """As in transformers, and never with tensors that the checkpoint lacks.
 
         Raises:
-            ValueError: a tensor that the conversion added is missing or not finite; or tensor parallelism, which splits
+            ValueError: a tensor is missing, or an added one is not finite; or tensor parallelism, which splits
                 an attention's heads, not their gates.
         """
         parallel = kwargs.get("distributed_config") or {}
@@ -148,12 +148,18 @@ class FoxPreTrained:
 
 
 def _check_added(model: nn.Module, missing: Iterable[str]) -> None:
-    """Raises ValueError where added tensors were not in a checkpoint, or came out of it as NaN or infinity."""
+    """Raises ValueError where tensors were not in a checkpoint, or added ones came out of it as NaN or infinity."""
     lost = sorted(name for name in missing if set(name.split(".")) & set(NEW_MODULES))
     if lost:
         raise ValueError(
             f"the checkpoint lacks {len(lost)} of the tensors that its conversion added, such as {lost[0]}: it is "
             "incomplete and would run without them; download it, or convert its base, again"
+        )
+    others = sorted(missing)
+    if others:
+        raise ValueError(
+            f"the checkpoint lacks {len(others)} of its model's tensors, such as {others[0]}: it would run with random "
+            "numbers in their place; download it again, or save the whole model with its head"
         )
     for name, tensor in model.state_dict().items():
         if set(name.split(".")) & set(NEW_MODULES) and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):

@@ -60,7 +60,9 @@ def interpolated(inv_freq: list[float], trained_length: float, factor: float) ->
 
 def _known(value: float | None, name: str = "max_wavelength") -> float:
     if value is None:
-        raise ValueError(f"{name} is not resolved: call FoxSpec.resolved(trained_length) first")
+        raise ValueError(
+            f"the fox section lacks {name}: its config.json is incomplete (in Python: FoxSpec.resolved(trained_length))"
+        )
     return value
 
 

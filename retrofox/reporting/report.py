@@ -18,8 +18,9 @@ from retrofox.data.sources import DataSource, listed, resolve
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.baselines import base_for, parse_all
 from retrofox.evaluation.heads import head_places
+from retrofox.loading.converted import check_files
 from retrofox.loading.device import resolve_device, resolve_dtype
-from retrofox.loading.source import first_line, holds_converted
+from retrofox.loading.source import first_line, holds_converted, read_config
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.reporting.fingerprint import data_fingerprint, folder_fingerprint, part_fingerprint
 from retrofox.reporting.markdown import card_section
@@ -146,6 +147,11 @@ def _check(asked: Asked, suite: Suite) -> None:
     for path in asked.data:
         resolve(DataSource(path))
     tokenizer = open_tokenizer(asked.model)
+    for model in map(Path, (asked.model, *asked.against)):
+        if (model / "config.json").is_file() and not (model / "adapter_config.json").exists():
+            values = read_config(model)
+            if values.get("model_type", "").startswith("fox_"):
+                check_files(model, values)
     for other in asked.against:
         holds_converted(other)
         require_same_tokenizer(tokenizer, other)

@@ -347,3 +347,11 @@ def test_a_yaml_error_is_one_line_that_says_where(text):
         read_yaml(text, "r.yaml")
     assert "\n" not in str(error.value)
     assert "\x00" in text or "line " in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["seed: " + "9" * 5000, "seed: 2026-99-99"])
+def test_values_that_yaml_itself_cannot_make_name_the_file(text, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"recipe\.yaml: not valid YAML: [^\n]+$"):
+        load_recipe(file)

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from retrofox.data.encode import Encoder
+from retrofox.data.files import cache_folder
 from retrofox.data.packed import PackedDataset, open_tokens
 from retrofox.data.shards import Manifest, prepare_sources
 from retrofox.data.sources import DataSource
@@ -222,3 +223,12 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, tokenizer, make
         prepared([path], tokenizer, tmp_path / "out")
     monkeypatch.undo()
     assert prepared([path], tokenizer, tmp_path / "out").made == 1
+
+
+def test_a_cache_that_cannot_be_made_names_the_setting(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ValueError, match=r"file/shards \(Not a directory\): set data\.cache"),
+        cache_folder(tmp_path / "file" / "shards"),
+    ):
+        pass

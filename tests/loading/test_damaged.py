@@ -220,3 +220,98 @@ def test_weights_that_overflow_are_refused_by_the_proof(name, message, pico_chec
     with pytest.raises(ValueError, match=message):
         retrofox.convert(pico_checkpoint, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
+
+
+def as_bin(directory: Path, change=lambda tensors: tensors) -> None:
+    """The weights of a directory in one .bin file, changed on the way."""
+    found = find(directory)
+    tensors = {name: load_file(found.files[file])[name] for name, file in found.weight_map.items()}
+    for file in (*directory.glob("*.safetensors"), directory / INDEX):
+        file.unlink(missing_ok=True)
+    torch.save(change(tensors), directory / "pytorch_model.bin")
+
+
+def without_the_norm(tensors):
+    return {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+
+
+class Malicious:
+    def __reduce__(self):
+        return (Path.touch, (Path("opened"),))
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_a_bin_file_that_could_run_code_is_one_line(base, converted, pico_checkpoint, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    directory = pico_checkpoint if base else converted
+    as_bin(directory, lambda tensors: {**tensors, "model.norm.weight": Malicious()})
+    code, _, error = run("generate", directory, "a", "--max-new-tokens", 1)
+    assert code == 2
+    assert "holds more than tensors" in one_line(error)
+    assert not Path("opened").exists()
+
+
+def test_tensors_that_a_model_lacks_are_never_made_up(converted, pico_checkpoint, run, remote_code):
+    from transformers import AutoModelForCausalLM
+
+    for directory in (converted, pico_checkpoint):
+        as_bin(directory, without_the_norm)
+        code, _, error = run("generate", directory, "a", "--max-new-tokens", 1)
+        assert code == 2
+        assert "lacks 1 of its model's tensors, such as model.norm.weight" in error
+    with pytest.raises(ValueError, match=r"lacks 1 of its model's tensors, such as model\.norm\.weight"):
+        AutoModelForCausalLM.from_pretrained(converted, trust_remote_code=True)
+
+
+def test_weights_that_are_not_finite_or_in_a_bin_file_are_not_pushed(converted):
+    check_complete(converted)
+    file = next(file for file in converted.glob("*.safetensors") if file.name != GATES)
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"NaN or infinity in model\.layers\.1\.mlp\.down_proj\.weight"):
+        check_complete(converted)
+    as_bin(converted)
+    with pytest.raises(ValueError, match=r"weights in a \.bin file"):
+        check_complete(converted)
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", "[" * 100_000, "no tokenizer for"),
+        ("generation_config.json", '{"eos_token_id": {}}', "eos_token_id {}"),
+        ("generation_config.json", "[]", "generation_config.json"),
+        ("generation_config.json", "[" * 100_000, "generation_config.json"),
+    ],
+)
+def test_other_files_of_a_model_that_are_damaged(command, name, text, message, converted, run, tmp_path):
+    (converted / name).write_text(text)
+    (tmp_path / "text.txt").write_text("the fox forgets " * 40)
+    arguments = ["a", "--max-new-tokens", 1] if command == "generate" else ["--data", tmp_path / "text.txt"]
+    code, _, error = run(command, converted, *arguments)
+    if command == "eval" and "eos" in text:
+        assert code == 0  # it generates nothing
+    else:
+        assert code == 2
+        assert message in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("fox", "message"), [(None, "no fox section"), ({}, "no fox section"), ({"rope": "interpolate"}, "lacks rope_")]
+)
+def test_a_converted_config_without_its_spec_names_what_is_missing(fox, message, converted, run):
+    values = json.loads((converted / "config.json").read_text())
+    (converted / "config.json").write_text(json.dumps({**values, "fox": fox}))
+    code, _, error = run("generate", converted, "a", "--max-new-tokens", 1)
+    assert code == 2
+    assert message in one_line(error)
+
+
+def test_a_report_of_a_damaged_model_is_one_line(converted, run, tmp_path):
+    change_gates(converted, without_a_gate)
+    code, _, error = run("report", converted, "--out", tmp_path / "report")
+    assert code == 2
+    assert LOST in one_line(error)
+    assert not (tmp_path / "report").exists()

@@ -85,7 +85,7 @@ def test_a_recipes_model_runs_no_code_and_leaves_nothing(
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     before = sorted(tmp_path.rglob("*"))
     code, out, error = run(command, tmp_path / "recipe.yaml")
-    assert code == (0 if command == "plan" else 2)
+    assert code == 2
     assert "odd_llama" in out + error
     assert "[y/N]" not in out + error
     assert sorted(tmp_path.rglob("*")) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from retrofox.config import load_recipe, validate
+from retrofox.config import dump, load_recipe, validate
 from retrofox.planning.plan import plan
 from retrofox.surgery import make_plan
 from retrofox.training.flops import flops_per_token
@@ -367,3 +368,15 @@ def test_a_calibration_before_training_is_planned(make_recipe, capsys):
     assert [Path(path).name for path in work["data"]] == ["books.txt"]
     assert f"{work['steps_per_layer']} steps a layer, on windows of the first" in capsys.readouterr().out
     assert plan(make_recipe())["calibration"] is None
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_fails_where_the_run_would_be_refused(make_recipe, run, tmp_path, as_json):
+    (tmp_path / "recipe.yaml").write_text(dump(make_recipe()))
+    options = ["--json"] if as_json else []
+    code, shown, _ = run("plan", tmp_path / "recipe.yaml", *options)
+    assert (code, "refused:" in shown) == (0, False)
+    code, shown, _ = run("plan", tmp_path / "recipe.yaml", "data.train=[nowhere/]", *options)
+    assert code == 2
+    assert "nowhere" in (json.loads(shown)["refusals"][0] if as_json else shown)
+    assert '"stages"' in shown if as_json else "stage 0: extend" in shown
