@@ -101,7 +101,9 @@ class Cell:
             self.parallel = DistributedDataParallel(model, device_ids=[self.device.index] if self.cuda else None)
         elif sharded:
             self.shard()
-        self.optimizer = torch.optim.AdamW(parameter_groups(model, stage), betas=stage.betas, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(model, stage), betas=(stage.betas[0], stage.betas[1]), fused=True
+        )
         if variant in ("step", "clip", "kept"):
             step_locally(self.optimizer)
         ids = torch.randint(config.vocab_size, (max(1, tokens // window), window),

@@ -81,7 +81,8 @@ def recipe_of(shape: str, length: int, switches: dict[str, Any]) -> Recipe:
 
 def config_of(shape: str, layers: int | None) -> LlamaConfig:
     values = {**SHAPES[shape], "num_hidden_layers": layers or SHAPES[shape]["num_hidden_layers"]}
-    return LlamaConfig(**values, max_position_embeddings=1 << 20, rope_theta=500000.0, use_cache=False)
+    values |= {"max_position_embeddings": 1 << 20, "rope_theta": 500000.0, "use_cache": False}
+    return LlamaConfig(**values)
 
 
 def build(shape: str, layers: int | None, device: torch.device) -> Any:

@@ -52,7 +52,8 @@ class Bench:
         config = LlamaConfig(**self.shape, max_position_embeddings=length)
         torch.manual_seed(0)
         with self.device:
-            base = LlamaForCausalLM(config).to(dtype)
+            base: Any = LlamaForCausalLM(config)
+            base = base.to(dtype)
         spec = retrofox.FoxSpec(rope="keep", half_life=(16.0, float(length)), prune=-10.0)
         return retrofox.convert(base, fox=spec).to(self.device).eval()
 

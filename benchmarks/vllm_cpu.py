@@ -154,7 +154,7 @@ def make(case: Case, out: Path) -> None:
     lora = LoraConfig(
         r=4, target_modules=["q_proj", "o_proj"], modules_to_save=["forget_gate"], init_lora_weights=False
     )
-    get_peft_model(retrofox.load(whole), lora).save_pretrained(adapter)
+    get_peft_model(retrofox.load(whole), lora).save_pretrained(str(adapter))
     merge(adapter, out)
 
 

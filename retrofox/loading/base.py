@@ -55,9 +55,10 @@ def load_base(
             config = AutoConfig.from_pretrained(where, **options)
             config.output_attentions, config._attn_implementation = False, None
             options["config"] = config
-        model, loaded = AutoModelForCausalLM.from_pretrained(
+        both: Any = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype or "auto", output_loading_info=True, **options
         )
+        model, loaded = both
     refuse_missing(source, loaded["missing_keys"])
     if has_softcap(model.config):
         model.set_attn_implementation("eager")

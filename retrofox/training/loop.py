@@ -182,8 +182,8 @@ class FoxTrainer(Trainer):
             shard_new_modules(model)
             return
         mesh = getattr(self.accelerator, "torch_device_mesh", None)
-        names = None if mesh is None else tuple(self.accelerator.parallelism_config.fsdp_dim_names)
-        shard(model, plugin, None if mesh is None else mesh[names])
+        split: Any = None if mesh is None else self.accelerator.parallelism_config
+        shard(model, plugin, None if mesh is None else mesh[tuple(split.fsdp_dim_names)])
         self.wrap_policy, plugin.auto_wrap_policy = plugin.auto_wrap_policy, None  # accelerate has nothing left to cut
 
     def _clip_grad_norm(self, model: Any) -> Any:
@@ -205,7 +205,8 @@ class FoxTrainer(Trainer):
             ):
                 group["params"] = sharded["params"]
             if self.wrap_policy is not None:
-                self.accelerator.state.fsdp_plugin.auto_wrap_policy = self.wrap_policy  # for the next stage
+                plugin: Any = self.accelerator.state.fsdp_plugin
+                plugin.auto_wrap_policy = self.wrap_policy  # for the next stage
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
             factors = group_schedules(target.param_groups, self.stage, self.batch_tokens)

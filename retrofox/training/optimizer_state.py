@@ -18,7 +18,7 @@ VISITING = 256 << 20
 """Bytes of parameters whose state is on the GPU at a time (a larger parameter is alone)."""
 
 
-def offloaded(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+def offloaded(optimizer: type[torch.optim.Optimizer]) -> Any:
     """The optimizer class with its state in CPU memory.
 
     Raises:

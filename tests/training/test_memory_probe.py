@@ -28,7 +28,7 @@ def test_a_probe_that_runs_out_of_memory_takes_shorter_rows(monkeypatch, pico_ll
             raise torch.OutOfMemoryError("no room")
         return "a probe"
 
-    stage = Stage(objective="extend", tokens=131072, sequence_length=131072)
+    stage = Stage.model_validate({"objective": "extend", "tokens": 131072, "sequence_length": 131072})
     recipe = Recipe.model_construct(precision="bf16", lora=None, attention="auto")
     monkeypatch.setattr(memory_probe, "_measured", measured)
     monkeypatch.setattr(memory_probe, "_probes", {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -91,8 +93,6 @@ def test_state_between_steps_is_the_tensors_that_stay():
 
 
 def test_refusals(monkeypatch):
-    from types import SimpleNamespace
-
     class Other(torch.optim.SGD):
         pass
 
@@ -101,8 +101,8 @@ def test_refusals(monkeypatch):
     params = parameters()
     with pytest.raises(ValueError, match="takes no closure"):
         offloaded(torch.optim.SGD)(params, lr=0.1).step(lambda: None)
-    recipe = SimpleNamespace(optim="adafactor")
-    stage = SimpleNamespace(tiled_mlp="auto", offload_optimizer=True)
+    recipe: Any = SimpleNamespace(optim="adafactor")
+    stage: Any = SimpleNamespace(tiled_mlp="auto", offload_optimizer=True)
     with pytest.raises(ValueError, match="Adafactor is from transformers: set optim: adamw_torch_fused"):
         refuse_saving(recipe, stage)
     recipe.optim = "adamw_torch_fused"
