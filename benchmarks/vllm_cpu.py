@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -198,7 +197,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of cases, or beginnings of them")
     parser.add_argument("--fresh", action="store_true", help="run finished cases again")
     options = parser.parse_args()
-    torch.set_num_threads(os.cpu_count() or 1)  # of the comparison, while vLLM waits
+    torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
     kept = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() and not options.fresh else {}
     done: dict[str, Any] = kept.get("cases", {})
