@@ -1,6 +1,6 @@
 """The proof that vLLM serves converted models right: SmolLM2-135M and tiny random models of every family, on a CPU.
 
-    make test-vllm        # sets up .venv-vllm and runs this; about an hour and a half on two cores
+    make test-vllm        # sets up .venv-vllm and runs this; under an hour on two cores
     .venv-vllm/bin/python benchmarks/vllm_cpu.py [--out FILE.json] [--work DIR] [--only NAME ...] [--fresh]
 
 Each case is a `retrofox verify-serving`: requests at once, prefix hits, chunked prefill, preemption, every
