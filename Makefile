@@ -1,7 +1,7 @@
 # make demo   the main job on real weights, on a CPU (MODEL=hub-id-or-directory for another model, FAST=1 for a short form)
 # make test   lint, types, documentation, tests, and the short demo
 # make docs   the documentation, into site/
-# make test-vllm   converted models under vLLM, on a CPU: 3.4 GB in .venv-vllm, an hour and a half on two cores; before a release
+# make test-vllm   converted models under vLLM, on a CPU: 3.4 GB in .venv-vllm, under an hour on two cores; before a release
 # The others set up .venv when it is missing; they need Python 3.10 or later with venv, a C compiler and PyPI.
 
 PYTHON ?= python3

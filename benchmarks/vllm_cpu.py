@@ -1,6 +1,6 @@
 """The proof that vLLM serves converted models right: SmolLM2-135M and tiny random models of every family, on a CPU.
 
-    make test-vllm        # sets up .venv-vllm and runs this; about an hour and a half on two cores
+    make test-vllm        # sets up .venv-vllm and runs this; under an hour on two cores
     .venv-vllm/bin/python benchmarks/vllm_cpu.py [--out FILE.json] [--work DIR] [--only NAME ...] [--fresh]
 
 Each case is a `retrofox verify-serving`: requests at once, prefix hits, chunked prefill, preemption, every
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -198,7 +197,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of cases, or beginnings of them")
     parser.add_argument("--fresh", action="store_true", help="run finished cases again")
     options = parser.parse_args()
-    torch.set_num_threads(os.cpu_count() or 1)  # of the comparison, while vLLM waits
+    torch.set_num_threads(1)
     options.work.mkdir(parents=True, exist_ok=True)
     kept = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() and not options.fresh else {}
     done: dict[str, Any] = kept.get("cases", {})
