@@ -578,7 +578,7 @@ def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_p
     config = json.loads((converted / "config.json").read_text())
     for fox in (None, [1], {"ropee": "drop"}):
         (converted / "config.json").write_text(json.dumps({**config, "fox": fox}))
-        with pytest.raises(ValueError, match=r"the fox section must be a mapping|unknown key 'ropee' in fox"):
+        with pytest.raises(ValueError, match=r"no fox section|must be a mapping|unknown key 'ropee' in fox"):
             check_complete(converted)
     (converted / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="names no base"):
