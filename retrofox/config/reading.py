@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -52,7 +53,7 @@ def validate(values: dict[str, Any], origin: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise ValueError("\n".join(f"{origin}: {_explain(item)}" for item in error.errors())) from None
+        raise ValueError("\n".join(f"{origin}: {line}" for line in _lines(error.errors()))) from None
 
 
 def dump(recipe: Recipe) -> str:
@@ -87,25 +88,39 @@ def _shown(given: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def _lines(errors: Sequence[Any]) -> list[str]:
+    """A line for each key with errors; a value that is none of several kinds has an error for each kind."""
+    lines: dict[str, str] = {}
+    for item in errors:
+        key, message = ".".join(map(str, _place(item))) or "recipe", _explain(item)
+        if key in lines:
+            message = lines[key] + "; or " + message.removesuffix(f", given {_shown(item['input'])}")
+        lines[key] = message
+    return [f"{key}: {message}" for key, message in lines.items()]
+
+
+def _place(item: Any) -> list[Any]:
+    return [part for part in item["loc"] if part not in _UNION_MEMBERS and "[" not in str(part)]
+
+
 def _explain(item: Any) -> str:
-    """One pydantic error as a sentence: key, what was given, what is allowed."""
-    place = [part for part in item["loc"] if part not in _UNION_MEMBERS and "[" not in str(part)]
-    key = ".".join(str(part) for part in place) or "recipe"
+    """One pydantic error as a sentence: what was given, what is allowed."""
+    place = _place(item)
     given = item["input"]
     shown = _shown(given)
     if item["type"] == "extra_forbidden":
         known = _known_keys(place[:-1])
         near = difflib.get_close_matches(str(place[-1]), known, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        return f"{key}: unknown key, given {shown}{hint}. Known keys: {', '.join(known)}"
+        return f"unknown key, given {shown}{hint}. Known keys: {', '.join(known)}"
     if item["type"] == "missing":
-        return f"{key}: required key is missing"
+        return "required key is missing"
     if item["type"] == "literal_error":
         near = difflib.get_close_matches(str(given), re.findall(r"'([^']*)'", item["ctx"]["expected"]), n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        return f"{key}: given {shown}, allowed {item['ctx']['expected']}{hint}"
+        return f"given {shown}, allowed {item['ctx']['expected']}{hint}"
     message = item["msg"].removeprefix("Value error, ")
-    return f"{key}: {message[0].lower() + message[1:]}" + ("" if item["type"] == "value_error" else f", given {shown}")
+    return message[0].lower() + message[1:] + ("" if item["type"] == "value_error" else f", given {shown}")
 
 
 def _known_keys(place: list[Any]) -> list[str]:

@@ -112,10 +112,11 @@ def shard(model: nn.Module, plugin: Any, mesh: Any = None, least: int = UNIT) ->
         fully_shard(group, mp_policy=lower, ignored_params=new, **reshard, **common)
     if not tied:
         fully_shard(inputs, mp_policy=lower, **reshard, **common)
-        inputs.set_unshard_in_backward(False)  # type: ignore[operator]  # a row's gradient needs no weight
+        inputs.set_unshard_in_backward(False)  # a row's gradient needs no weight
     fully_shard([inputs, head] if tied else head, mp_policy=lower, reshard_after_forward=False, **common)
-    for group, following in itertools.pairwise(groups):
-        group[0].set_modules_to_forward_prefetch([following[0]])
+    cut: list[Any] = [group[0] for group in groups]
+    for first, following in itertools.pairwise(cut):
+        first.set_modules_to_forward_prefetch([following])
 
 
 def step_locally(optimizer: torch.optim.Optimizer) -> None:

@@ -355,3 +355,13 @@ def test_values_that_yaml_itself_cannot_make_name_the_file(text, tmp_path):
     file.write_text(text)
     with pytest.raises(ValueError, match=r"recipe\.yaml: not valid YAML: [^\n]+$"):
         load_recipe(file)
+
+
+def test_a_value_of_no_allowed_kind_is_refused_in_one_line():
+    stage = {"objective": "extend", "tokens": 100, "sequence_length": 10, "gradient_checkpointing": "half"}
+    with pytest.raises(ValueError, match="gradient_checkpointing") as refused:
+        validate({"model": "m", "output": "o", "data": {"train": ["t"]}, "stages": [stage]})
+    wanted = (
+        "stages.0.gradient_checkpointing: given 'half', allowed 'none' or 'full'; or input should be a valid integer"
+    )
+    assert str(refused.value) == f"recipe: {wanted}"

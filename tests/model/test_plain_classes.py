@@ -52,7 +52,8 @@ def test_a_config_given_as_an_object_is_not_seen_but_every_gate_is_named_as_unex
     """What stays open: of the checkpoint transformers then reads the weights alone, and says which it drops."""
     config = AutoConfig.from_pretrained(pico_checkpoint if whose == "the base's" else pico_fox_checkpoint)
     gates = {name for name in retrofox.load(pico_fox_checkpoint).state_dict() if ".forget_gate." in name}
-    found: Any = LlamaForCausalLM.from_pretrained(pico_fox_checkpoint, config=config, output_loading_info=True)[1]
+    both: Any = LlamaForCausalLM.from_pretrained(pico_fox_checkpoint, config=config, output_loading_info=True)
+    found = both[1]
     assert gates
     assert set(found["unexpected_keys"]) == gates
 
