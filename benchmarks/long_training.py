@@ -214,7 +214,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"{start} {row['seconds_per_step']:8.2f} {row['tokens_per_second']:8,.0f} "
             f"{row['flops_per_token'] / 1e9:9.2f} {mfu:>6} {row['speed_ratio']:6.3f} {row['peak_memory_gb']:8.2f} "
-            f"{row['planned_gb']:8.2f} {row['planned_over_measured']:6.3f} {row['planned_cpu_gb']:7.1f}  "
+            f"{row['planned_gb']:8.2f} {row.get('planned_over_measured', math.nan):6.3f} {row['planned_cpu_gb']:7.1f}  "
             f"{named(row['switches'])}"
         )
     return "\n".join(lines)
@@ -256,7 +256,8 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
             row = bench.row(shape, length, first is None)
             if "flops_per_second" in row:
                 first = first or row
-                row["planned_over_measured"] = round(row["planned_gb"] / row["peak_memory_gb"], 4)
+                if row["peak_memory_gb"]:  # on a CPU nothing may have been added to the process's own
+                    row["planned_over_measured"] = round(row["planned_gb"] / row["peak_memory_gb"], 4)
                 row["speed_ratio"] = round(row["flops_per_second"] / first["flops_per_second"], 4)
             result["rows"].append(row)
             result["seconds"] = round(time.perf_counter() - bench.started, 1)

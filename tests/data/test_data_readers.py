@@ -278,5 +278,5 @@ def test_refusals_say_what_to_do(tmp_path, texts, tokenizer, prepared):
     with pytest.raises(ValueError, match="no text in it, 0 empty"):
         prepared([tmp_path / "mark.jsonl"], tokenizer, out)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"can't be written to .*set data.cache"):
+    with pytest.raises(ValueError, match=r"can't make .*: set data.cache"):
         prepared([texts[0]], tokenizer, tmp_path / "file" / "out")

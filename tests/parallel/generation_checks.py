@@ -29,7 +29,7 @@ NEW = 9
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # name: model, how tokens are chosen
     "pro parts, sinks, log-n": ("pro parts, sinks, log-n", {}),
-    "interpolated, pruned": ("interpolated, recomputed, pruned", {}),
+    "interpolated, pruned": ("interpolated, recomputed, tiled, pruned", {}),
     "windows and caps": ("windows and caps", {}),
     "sampled": ("pro parts, sinks, log-n", {"temperature": 0.8, "top_p": 0.9}),
 }
