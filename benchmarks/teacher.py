@@ -115,12 +115,12 @@ def size_and_speed(options: argparse.Namespace, folder: Path, top_k: int) -> dic
     }
 
 
-def curve(options: argparse.Namespace, folder: Path, model: Any, teacher: Any, **values: Any) -> dict[str, Any]:
+def curve(options: argparse.Namespace, folder: Path, model: Any, original: Any, **values: Any) -> dict[str, Any]:
     """Trains a model by the stage's objective, groups and data order: KL of every step, tokens per second (median)."""
     recipe = recipe_of(options, folder, "none", options.tokens, **values)
     stage = recipe.stages[0]
     set_trainable(model, stage)
-    objective = stage_objective(model, stage, DEVICE, None if stage.teacher_logits else teacher)
+    objective = stage_objective(model, stage, DEVICE, None if stage.teacher_logits else original)
     optimizer = torch.optim.AdamW(parameter_groups(model, stage), betas=(0.9, 0.95))
     rows = options.tokens // options.length
     batches = iter(StageData(prepared(recipe), recipe, stage, Alone(), last_row=rows).batches(0))

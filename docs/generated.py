@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import figures
+import figures_of_use
 import typer
 from figures import table
 
@@ -135,9 +136,9 @@ OF_RESULTS = (
     *(figures.retrofit_tasks, figures.leaderboard),
     *(figures.context_parallel, figures.fsdp),
     *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
-    *(figures.kernel_table, figures.kernel_ratios, figures.corpus, figures.decoding, figures.long_context),
-    figures.decoding_on_cpu,
-    figures.serving,
+    *(figures.kernel_table, figures.kernel_ratios, figures.corpus),
+    *(figures_of_use.decoding, figures_of_use.decoding_on_cpu, figures_of_use.long_context),
+    *(figures_of_use.serving, figures_of_use.vllm_throughput),
 )
 PARTS: dict[str, Callable[[], str]] = {
     function.__name__: function

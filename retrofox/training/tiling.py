@@ -172,8 +172,11 @@ class _OverTiles(torch.autograd.Function):
     def backward(ctx: Any, d_out: torch.Tensor):  # type: ignore[override]
         if not ctx.kept:
             raise RuntimeError("a tiled MLP has no second backward: it lets go of its input in the first")
-        # By way of the tensor, in a list, where autograd does not look: in torch 2.11 a node ends with its tensor.
-        (x,) = ctx.kept.pop().grad_fn.saved_tensors
+        # By way of the tensor, in a list, where autograd does not look: in torch 2.11 a node ends with its tensor, so a
+        # name holds the tensor until its node has given x.
+        kept = ctx.kept.pop()
+        (x,) = kept.grad_fn.saved_tensors
+        del kept
         tiled: Tiled = ctx.tiled
         trained = tiled.trained()
         sums: list[torch.Tensor | None] = [None] * len(trained)

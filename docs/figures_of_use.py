@@ -1,0 +1,83 @@
+"""Tables of the pages on using a model: decoding, caches that forget, vLLM. See figures.py."""
+
+from __future__ import annotations
+
+from figures import read, table
+
+
+def serving() -> str:
+    """vLLM's log-probabilities beside retrofox's: a row per case of `make test-vllm`, and the machine."""
+    found = read("vllm-cpu.json")
+    rows = []
+    for name, case in found["cases"].items():
+        if not case["passed_all"]:
+            rows.append([name, *[""] * 5, "no"])
+            continue
+        rounds = case["rounds"]
+        base = [f"{row['mean_difference']:.1e}" for row in case.get("base_rounds", [])[:1]]
+        rows.append(
+            [
+                name,
+                f"{sum(row['compared'] for row in rounds):,}",
+                f"{max(row['longest_prompt'] for row in rounds):,}",
+                sum(row["chosen_otherwise"] for row in rounds),
+                f"{max(row['max_difference'] for row in rounds):.1e}",
+                f"{rounds[0]['mean_difference']:.1e}" + (f" (base {base[0]})" if base else ""),
+                "yes",
+            ]
+        )
+    header = ["model", "tokens compared", "longest prompt", "other choices", "largest difference", "mean", "passed"]
+    versions, machine = found["versions"], found["machine"]
+    where = f"{machine['cpu']}, {found['date']}, torch {versions['torch']}, transformers {versions['transformers']}"
+    return f"{table(header, rows)}\n\nDifferences of log-probabilities in nats; float32 unless said. {where}."
+
+
+def vllm_throughput() -> str:
+    """Tokens a second under vLLM beside the base, the slowest and fastest round, from vllm-throughput.json."""
+    rows = []
+    for row in read("vllm-throughput.json")["rows"]:
+        rounds = [[round_["tokens_per_second"] for round_ in row["rounds"][name]] for name in ("base", "retrofit")]
+        ranges = [f"{min(speeds):,.0f} to {max(speeds):,.0f}" for speeds in rounds]
+        rows.append([f"{row['length']:,}", *ranges, f"{row['ratio']:.2f}"])
+    return table(["prompt", "base, two rounds", "retrofit, two rounds", "ratio of the medians"], rows)
+
+
+def decoding() -> str:
+    """Milliseconds a token, kernels' time, launches and memory of `generate`, from benchmarks/generate.json."""
+    names = {"fox": "retrofit", "base": "base, dynamic cache", "base-static": "base, static cache, compiled"}
+    columns = {"wall_ms": ".2f", "gpu_ms": ".2f", "launches": ".0f", "peak_gb": ".2f"}
+    rows = []
+    for cell, found in read("generate.json")["cells"].items():
+        for name, row in found.items():
+            if "wall_ms" in row:
+                values = [format(row[c], f) if c in row else "-" for c, f in columns.items()]
+                rows.append([cell, names.get(name, name), *values])
+    header = ["batch x context", "model", "ms a token", "of it kernels, ms", "launches a token", "peak memory, GB"]
+    return table(header, rows, left=2)
+
+
+def decoding_on_cpu() -> str:
+    """Processor time of a token and of the first one beside the base's, from benchmarks/generate-cpu.json."""
+    rows = []
+    for cell, found in read("generate-cpu.json")["cells"].items():
+        fox, base = found["fox"], found["base"]
+        first = [f"{x['first_cpu_ms']:.0f}" if "first_cpu_ms" in x else "-" for x in (fox, base)]
+        rows.append([cell, f"{fox['cpu_ms']:.0f}", f"{base['cpu_ms']:.0f}", f"{fox['cpu_of_base']:.2f}", *first])
+    header = ["batch x context", "retrofit, ms a token", "base", "of the base's", "first token, ms", "base's"]
+    return table(header, rows)
+
+
+def long_context() -> str:
+    """Prefill, tokens a second and cache against the context, from benchmarks/long-context.json."""
+    names = {"evict": "retrofit, forgetting", "full": "retrofit, full cache", "base": "base"}
+    rows = []
+    for length, found in read("long-context.json")["lengths"].items():
+        for name, row in found.items():
+            if "cache_gb" in row:
+                kept = f"{row['kept_share']:.0%}" if "kept_share" in row else "100%"
+                columns = {"prefill_s": ".1f", "tokens_per_second": ".0f"}
+                values = [format(row[c], f) if c in row else "-" for c, f in columns.items()]
+                memory = [f"{row[c]:.2f}" if c in row else "-" for c in ("cache_gb", "peak_gb")]
+                rows.append([f"{int(length):,}", names[name], *values, kept, *memory])
+    header = ["context", "model", "prefill, s", "tokens/s", "keys kept", "cache, GB", "peak memory, GB"]
+    return table(header, rows, left=2)
