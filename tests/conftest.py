@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start; read when torch is imported
 import torch
 
 PICO = {
@@ -35,7 +38,9 @@ TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
-PRELOADED = ["retrofox.cli.app", "retrofox.conversion.verify", "retrofox.training.train", "transformers.models.llama"]
+PRELOADED = [
+    "retrofox.cli.app", "retrofox.conversion.verify", "retrofox.training.train", "transformers.models.llama", "peft",
+]  # fmt: skip
 """Modules that a launched process finds imported."""
 
 
@@ -43,6 +48,13 @@ PRELOADED = ["retrofox.cli.app", "retrofox.conversion.verify", "retrofox.trainin
 def one_thread() -> None:
     """Pico models run fastest on one thread, and the machine may be shared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_no_garbage() -> None:
+    """What is imported stays: to look through all of it took every gc.collect() half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
