@@ -44,6 +44,26 @@ PRELOADED = [
 """Modules that a launched process finds imported."""
 
 
+LONGEST = [
+    "kernels/test_interpreter.py", "kernels/test_decode.py", "kernels/test_compile.py", "training/test_resume.py",
+    "reporting/test_report.py", "evaluation/test_evaluate.py", "test_hub.py", "training/test_interruptions.py",
+    "training/test_train.py", "test_real_weights.py", "training/test_signals.py", "kernels/test_decode_compile.py",
+    "training/test_lora.py", "kernels/test_hopper.py", "planning/test_plan.py", "reporting/test_page.py",
+    "evaluation/test_needle.py", "conversion/test_artefact.py", "evaluation/test_baselines.py",
+    "parallel/test_shared_generation.py", "parallel/test_shared_rows.py", "evaluation/test_shared_context.py",
+]  # fmt: skip
+"""Files that take longest, from 60 s to 20 s: they come first, so that none is left to one process at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would start with the files of most tests, not of the longest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Pico models run fastest on one thread, and the machine may be shared."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from triton import language
 from triton.runtime import interpreter
 
-
 np_dtype = interpreter._get_np_dtype
 of_scalar = functools.cache(np_dtype)
 
