@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from retrofox.calibration.half_life import LONGEST
 from retrofox.support.files import replacing, write_result
+from retrofox.support.plots import half_life_figure, save_csv, save_figure
 
 COLUMNS = ("layer", "kl_before", "kl_after", "loss_before", "loss_after", "heads_fitted", "seconds")
 HEAD_COLUMNS = ("layer", "head", "kl_before", "kl_after", "half_life_before_tokens", "half_life_after_tokens")
@@ -18,8 +19,6 @@ HEAD_COLUMNS = ("layer", "head", "kl_before", "kl_after", "half_life_before_toke
 
 def write_tables(rows: list[dict[str, Any]], length: int, out: Path) -> dict[str, str]:
     """calibration.csv, calibration_heads.csv, and the half-lives in it as .png and .svg; returns file names by kind."""
-    from retrofox.support.plots import half_life_figure, save_csv, save_figure  # matplotlib takes most of a second
-
     save_csv(out / "calibration.csv", COLUMNS, [[row[column] for column in COLUMNS] for row in rows])
     table, by_layer = [], []
     for row in rows:

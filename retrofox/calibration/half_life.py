@@ -19,6 +19,7 @@ from retrofox.calibration.source import LayerSource
 from retrofox.calibration.student import hidden_keys, scores
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.files import write_result
+from retrofox.support.plots import half_life_figure, save_csv, save_figure
 from retrofox.surgery import apply, make_plan
 
 BLOCK = 64
@@ -180,8 +181,6 @@ def write_half_lives(
     table: Sequence[dict[str, Any]], out_dir: Path, length: int, trained_length: int
 ) -> dict[str, str]:
     """Writes half_lives.json, .csv, .png and .svg; returns their paths by kind."""
-    from retrofox.support.plots import half_life_figure, save_csv, save_figure  # matplotlib takes most of a second
-
     by_layer: list[list[float]] = [[] for _ in range(1 + max(row["layer"] for row in table))]
     for row in table:
         by_layer[row["layer"]].append(row["half_life_tokens"])

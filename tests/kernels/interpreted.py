@@ -29,6 +29,10 @@ def numpy_type(dtype):
 
 
 def hasten() -> None:
+    """Triton 3.6's interpreter; another version with other inner names runs as it is."""
+    gc.freeze()  # what is imported stays; to look through it for garbage takes longer than a small kernel
+    if list(inspect.signature(interpreter._patch_builtin).parameters) != ["pkg", "builder", "scope"]:
+        return
     places = (language, language.core, language.math, language.tensor, language.core.tensor_descriptor_base)
     builtin = language.core.is_builtin
     names = {place: [name for name, member in inspect.getmembers(place) if builtin(member)] for place in places}
@@ -47,7 +51,6 @@ def hasten() -> None:
     for builder in (interpreter.interpreter_builder, interpreter.interpreter_semantic.builder):
         if not builder.options.debug:
             builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    gc.freeze()  # what is imported stays; to look through it for garbage takes longer than a small kernel
 
 
 if __name__ == "__main__":
