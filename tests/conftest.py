@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start; read when torch is imported
 import torch
 
 PICO = {
@@ -35,14 +38,43 @@ TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
-PRELOADED = ["retrofox.cli.app", "retrofox.conversion.verify", "retrofox.training.train", "transformers.models.llama"]
+PRELOADED = [
+    "retrofox.cli.app", "retrofox.conversion.verify", "retrofox.training.train", "transformers.models.llama", "peft",
+]  # fmt: skip
 """Modules that a launched process finds imported."""
+
+
+LONGEST = [
+    "kernels/test_interpreter.py", "kernels/test_decode.py", "kernels/test_compile.py", "training/test_resume.py",
+    "reporting/test_report.py", "evaluation/test_evaluate.py", "test_hub.py", "training/test_interruptions.py",
+    "training/test_train.py", "test_real_weights.py", "training/test_signals.py", "kernels/test_decode_compile.py",
+    "training/test_lora.py", "kernels/test_hopper.py", "planning/test_plan.py", "reporting/test_page.py",
+    "evaluation/test_needle.py", "conversion/test_artefact.py", "evaluation/test_baselines.py",
+    "parallel/test_shared_generation.py", "parallel/test_shared_rows.py", "evaluation/test_shared_context.py",
+]  # fmt: skip
+"""Files that take longest, from 60 s to 20 s: they come first, so that none is left to one process at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would start with the files of most tests, not of the longest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Pico models run fastest on one thread, and the machine may be shared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_no_garbage() -> None:
+    """What is imported stays: to look through all of it took every gc.collect() half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

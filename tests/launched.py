@@ -1,5 +1,6 @@
 """What a process of `launch` (conftest.py) runs: its program, with streams, environment and arguments of its own."""
 
+import gc
 import os
 import sys
 
@@ -8,6 +9,7 @@ import torch
 
 def become(output: str, error: str, environment: dict[str, str], program: str, arguments: list[str]) -> None:
     """Runs `program`, Python source, as `python -c` would."""
+    gc.freeze()  # what was imported before the fork is not looked through for garbage
     for descriptor, file in ((1, output), (2, error)):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)

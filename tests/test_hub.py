@@ -190,7 +190,10 @@ def hub() -> Iterator[Hub]:
 
 
 COMMANDS = """
-import contextlib, io, json, sys
+import contextlib, importlib, io, json, sys
+import huggingface_hub.constants
+
+importlib.reload(huggingface_hub.constants)  # a fork has read its settings in another process's environment
 from retrofox.cli.app import main
 
 answers = []
@@ -207,11 +210,12 @@ print(json.dumps(answers))
 
 
 def retrofox_commands(
-    hub_url: str, home: Path, *commands: Sequence[object], **environment: str
+    launch: Any, hub_url: str, home: Path, *commands: Sequence[object], **environment: str
 ) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of commands, one after the other in a process of their own.
 
-    A fresh one: huggingface_hub reads its settings when it is imported.
+    The process is a fork (`launch` of conftest.py) or, with None for `launch`, a fresh one, as for users:
+    huggingface_hub reads its settings when it is imported.
     """
     settings = {
         "HF_ENDPOINT": hub_url,
@@ -220,31 +224,35 @@ def retrofox_commands(
         "HF_TOKEN": "hf_x",
         **environment,
     }
-    program = [sys.executable, "-c", COMMANDS, json.dumps([[*map(str, command)] for command in commands])]
-    done = subprocess.run(
-        program, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "CI": "1", **settings}
-    )
+    settings, orders = {"CI": "1", **settings}, json.dumps([[*map(str, command)] for command in commands])
+    if launch is None:
+        program = [sys.executable, "-c", COMMANDS, orders]
+        done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, **settings})
+    else:
+        done = launch(COMMANDS, orders, **settings)
     assert done.returncode == 0, done.stderr
     return [tuple(answer) for answer in json.loads(done.stdout)]
 
 
-def retrofox_command(hub_url: str, home: Path, *arguments: object, **environment: str) -> tuple[int, str, str]:
+def retrofox_command(
+    launch: Any, hub_url: str, home: Path, *arguments: object, **environment: str
+) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of one command in a process of its own."""
-    return retrofox_commands(hub_url, home, arguments, **environment)[0]
+    return retrofox_commands(launch, hub_url, home, arguments, **environment)[0]
 
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-def test_a_hub_id_is_fetched_once_converted_calibrated_and_proven(hub, pico_checkpoint, tmp_path):
+def test_a_hub_id_is_fetched_once_converted_calibrated_and_proven(launch, hub, pico_checkpoint, tmp_path):
     files = contents(pico_checkpoint)
     first = hub.commit("org/model", {**files, "pytorch_model.bin": b"not fetched", "original/x.pth": b"nor this"})
     hub.commit("org/model", {"config.json": b"{}"})  # a newer commit that is not the one asked for
     text, out, home = tmp_path / "text.txt", tmp_path / "out", tmp_path / "home"
     text.write_text("a fox forgets what it need not keep, and keeps what it must not forget. " * 300)
     options = ["--revision", first, "--calibrate", text, "--calibrate-steps", 4, "--json"]
-    code, printed, error = retrofox_command(hub.url, home, "convert", "org/model", out, *options)
+    code, printed, error = retrofox_command(launch, hub.url, home, "convert", "org/model", out, *options)
     assert code == 0, error
     report = json.loads(printed)
     assert report["parity"]["equal"]
@@ -261,7 +269,7 @@ def test_a_hub_id_is_fetched_once_converted_calibrated_and_proven(hub, pico_chec
     offline = {"HF_HUB_OFFLINE": "1"}
     options = ["--revision", first, "--no-verify", "--json"]
     code, printed, error = retrofox_command(
-        hub.url, home, "convert", "org/model", tmp_path / "two", *options, **offline
+        launch, hub.url, home, "convert", "org/model", tmp_path / "two", *options, **offline
     )
     assert code == 0, error
     assert json.loads(printed)["plan"]["spec"]["base_revision"] == first
@@ -272,7 +280,7 @@ def test_what_is_refused_is_refused_before_weights_are_fetched(hub, pico_checkpo
     quantised = json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}).encode()
     hub.commit("org/model", {**contents(pico_checkpoint), "config.json": quantised})
     commands = [("convert", name, tmp_path / "out") for name in ("org/model", "org/modle")]
-    answers = retrofox_commands(hub.url, tmp_path / "home", *commands)
+    answers = retrofox_commands(None, hub.url, tmp_path / "home", *commands)
     code, _, error = answers[0]
     assert code == 2
     assert "quantised (gptq)" in error
@@ -308,10 +316,10 @@ def converted(pico_checkpoint, tmp_path) -> Path:
     return tmp_path / "fox"
 
 
-def test_a_pushed_checkpoint_is_all_there_verified_and_gives_the_same_logits(hub, converted, tmp_path):
+def test_a_pushed_checkpoint_is_all_there_verified_and_gives_the_same_logits(launch, hub, converted, tmp_path):
     (converted / "optimizer.pt").write_bytes(b"at home")
     home = tmp_path / "home"
-    code, printed, error = retrofox_command(hub.url, home, "push", converted, "me/fox", "--private")
+    code, printed, error = retrofox_command(None, hub.url, home, "push", converted, "me/fox", "--private")
     assert code == 0, error
     assert [asked_private(made) for made in hub.created] == [True]
     assert hub.private == {"me/fox"}
@@ -329,7 +337,7 @@ def test_a_pushed_checkpoint_is_all_there_verified_and_gives_the_same_logits(hub
     assert "THIS_REPOSITORY" not in card
     assert all((converted / name).read_bytes() == content for name, content in files.items())
     hub.damage = "config.json"
-    code, _, error = retrofox_command(hub.url, home, "push", converted, "me/fox")
+    code, _, error = retrofox_command(launch, hub.url, home, "push", converted, "me/fox")
     assert code == 2
     assert "config.json at me/fox differ" in error
     assert not asked_private(hub.created[1])
@@ -392,8 +400,8 @@ def test_a_failed_push_leaves_an_older_upload_as_it_was(online, converted):
     assert "DELETE /api/repos/delete" not in online.asked
 
 
-def test_without_a_token_a_push_is_one_line_and_asks_nothing(hub, converted, tmp_path):
-    code, _, error = retrofox_command(hub.url, tmp_path / "home", "push", converted, "me/fox", HF_TOKEN="")
+def test_without_a_token_a_push_is_one_line_and_asks_nothing(launch, hub, converted, tmp_path):
+    code, _, error = retrofox_command(launch, hub.url, tmp_path / "home", "push", converted, "me/fox", HF_TOKEN="")
     assert code == 2
     assert "no Hub token: `hf auth login`" in one_line(error)
     assert not hub.asked
@@ -499,19 +507,19 @@ def test_an_adapter_is_pushed_with_the_name_of_its_base(online, adapter, pico_fo
         push(adapter, "me/adapter", base="me/base", dry_run=True)
 
 
-def test_a_pushed_adapter_gives_the_same_logits_on_its_pushed_base(hub, adapter, pico_fox_checkpoint, tmp_path):
+def test_a_pushed_adapter_gives_the_same_logits_on_its_pushed_base(launch, hub, adapter, pico_fox_checkpoint, tmp_path):
     commands = [
         ("push", pico_fox_checkpoint, "me/base", "--no-check"),
         ("push", adapter, "me/adapter", "--base", "me/base"),
     ]
-    answers = retrofox_commands(hub.url, tmp_path / "home", *commands)
+    answers = retrofox_commands(launch, hub.url, tmp_path / "home", *commands)
     assert [code for code, *_ in answers] == [0, 0], answers
     assert json.loads(answers[1][1])["logits_equal"] is True
 
 
-def test_a_model_saved_before_is_pushed_as_it_is(hub, saved_before, tmp_path):
+def test_a_model_saved_before_is_pushed_as_it_is(launch, hub, saved_before, tmp_path):
     before = saved_before("default")
-    code, printed, error = retrofox_command(hub.url, tmp_path / "home", "push", before, "me/before")
+    code, printed, error = retrofox_command(launch, hub.url, tmp_path / "home", "push", before, "me/before")
     assert code == 0, error
     _, files = hub.at("me/before", json.loads(printed)["commit"])
     assert {"config.json", "model.safetensors", "modeling_fox.py", "README.md"} <= set(files)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 
 from retrofox.anatomy import is_new_tensor
@@ -25,6 +24,8 @@ def with_adapter(base: Any, adapter: Path, trainable: bool = False) -> Any:
     Raises:
         ValueError: the adapter's file is missing or damaged, lacks gates of the base, or is another base's.
     """
+    from peft import PeftModel  # seconds to import, and most commands open no adapter
+
     try:
         with safe_open(adapter / WEIGHTS, "pt") as file:
             names = {name.removeprefix("base_model.model.") for name in file.keys()}  # noqa: SIM118, not a dict

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig as PeftLoraConfig
-from peft import get_peft_model
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -46,6 +44,9 @@ def adapted(recipe: Recipe, source: Path, state: Any) -> Any:
 
 def add_adapters(base: Any, lora: LoraConfig, source: str) -> Any:
     """A converted model with fresh adapters on its projections, its gates and Pro parts trained in full."""
+    from peft import LoraConfig as PeftLoraConfig  # seconds to import
+    from peft import get_peft_model
+
     config = PeftLoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import fox_kernels
 import torch
 import torch.nn.functional as F
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,6 +58,10 @@ def lower_precision_stream(model: Any, dtype: torch.dtype) -> None:
         return output.to(dtype)
 
     causal_lm(model).get_input_embeddings().register_forward_hook(cast)
+    if "peft" not in sys.modules:  # no adapters; to import it takes seconds
+        return
+    from peft.tuners.lora import LoraLayer
+
     for module in model.modules():
         if isinstance(module, LoraLayer) and not any(module.use_dora.values()):
             module.cast_input_dtype_enabled = False

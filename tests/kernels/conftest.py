@@ -22,8 +22,9 @@ with contextlib.suppress(ImportError):  # without Triton there are no kernels to
 @pytest.fixture(scope="module")
 def report(request):
     """What the test's own file prints as JSON, run as a program with Triton's interpreter on."""
+    runner = Path(__file__).with_name("interpreted.py")
     done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", str(request.path)],
+        [sys.executable, "-W", "error::RuntimeWarning", str(runner), str(request.path)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

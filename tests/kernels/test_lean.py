@@ -67,7 +67,8 @@ CHECKS = ("twins", "refusals")
 def report() -> dict[str, str]:
     """What fails in a subprocess with the interpreter on: it has to be on before the kernels are imported."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(Path(__file__).with_name("interpreted.py")), __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

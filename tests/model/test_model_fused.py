@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ def run(name: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def report():
     done = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, str(Path(__file__).parents[1] / "kernels" / "interpreted.py"), __file__],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

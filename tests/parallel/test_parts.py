@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from retrofox.parallel.part import Part, attend_part, differentiate_part
 
 PROGRAM = """
 import sys
-sys.path.insert(0, {folder!r})
+sys.path[:0] = [{folder!r}, {kernels!r}]
+import interpreted
+interpreted.hasten()
 from test_parts import compare
 compare()
 """
@@ -75,9 +78,9 @@ def compare() -> None:
 
 def test_the_kernels_and_the_formula_agree():
     pytest.importorskip("triton")
-    folder = os.path.dirname(__file__)
+    folder, kernels = str(Path(__file__).parent), str(Path(__file__).parents[1] / "kernels")
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(folder=folder)],
+        [sys.executable, "-c", PROGRAM.format(folder=folder, kernels=kernels)],
         capture_output=True,
         text=True,
         check=False,
