@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from model_shapes import LLAMA_1B
 from provenance import provenance
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -45,17 +46,7 @@ from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.speed import fuse_norms, lower_precision_stream, recompute
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    },
+    "llama-3.2-1b": LLAMA_1B | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     "pico": {
         "vocab_size": 256,
         "hidden_size": 32,

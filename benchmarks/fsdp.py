@@ -35,6 +35,7 @@ import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from context_parallel import SHAPES as LONG
+from model_shapes import SMOLLM2
 from provenance import provenance
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -48,16 +49,7 @@ from retrofox.training.sharding import UNIT, clip_gradients, shard, shard_new_mo
 from retrofox.training.speed import fuse_norms, lower_precision_stream, recompute
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
+    "smollm2": SMOLLM2,
     "llama-3.2-1b": LONG["llama-3.2-1b"],
     "pico": LONG["pico"],
 }
@@ -72,7 +64,8 @@ class Cell:
         self.options, self.variant, self.world = options, variant, dist.get_world_size()
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
-        config = LlamaConfig(**SHAPES[shape], max_position_embeddings=window)
+        values: dict[str, Any] = SHAPES[shape] | {"max_position_embeddings": window}
+        config = LlamaConfig(**values)
         torch.manual_seed(0)
         with self.device:
             base = LlamaForCausalLM(config)

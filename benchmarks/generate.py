@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_shapes import PICO, SMOLLM2
 from provenance import at_most, provenance
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -45,13 +46,6 @@ from retrofox.loading.opened import open_model
 from retrofox.model import captured
 
 ROOT = Path(__file__).resolve().parent.parent
-SMOLLM2: dict[str, Any] = {
-    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rope_theta": 100000.0,
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
-}  # fmt: skip
-PICO: dict[str, Any] = SMOLLM2 | {"vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
-                  "num_attention_heads": 6}  # fmt: skip
 CONTENDERS = ("fox", "fox-loop", "base", "base-static")
 PROFILED = 8  # steps
 WARM = 12  # tokens before steps are timed: compiled and captured by then

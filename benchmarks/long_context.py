@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_shapes import PICO, SMOLLM2
 from provenance import at_most, provenance
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -42,13 +43,6 @@ from retrofox.model.cache import GateCache
 from retrofox.model.forgetting import ForgettingCache, ForgettingLayer
 
 ROOT = Path(__file__).resolve().parent.parent
-SMOLLM2: dict[str, Any] = {
-    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "rope_theta": 100000.0,
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
-}  # fmt: skip
-PICO: dict[str, Any] = SMOLLM2 | {"vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
-                  "num_attention_heads": 6}  # fmt: skip
 FOX = {"rope": "partial", "max_wavelength": 1400, "half_life": (16.0, 16384.0), "sink_tokens": 1}
 CONTENDERS = ("evict", "full", "base")
 WARM = 280  # tokens before steps are timed: captured by then, and looked at once for what can be dropped

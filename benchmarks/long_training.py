@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_shapes import LLAMA_1B, LLAMA_8B
 from provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,14 +40,8 @@ from retrofox.training.preflight import built
 from retrofox.training.switches import named, switches_that_fit
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b-lora": {
-        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
-    },
-    "llama-3.2-1b": {
-        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
-    },
+    "llama-3.1-8b-lora": LLAMA_8B,
+    "llama-3.2-1b": LLAMA_1B,
     "pico": {
         "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_shapes import LLAMA_1B, SMOLLM2
 from provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -29,14 +30,8 @@ from retrofox.training.groups import set_trainable
 from retrofox.training.lora import add_adapters
 
 SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "smollm2-135m": (LlamaForCausalLM, LlamaConfig, {
-        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
-    }),
-    "llama-3.2-1b": (LlamaForCausalLM, LlamaConfig, {
-        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
-    }),
+    "smollm2-135m": (LlamaForCausalLM, LlamaConfig, SMOLLM2),
+    "llama-3.2-1b": (LlamaForCausalLM, LlamaConfig, LLAMA_1B),
     "qwen3-8b": (Qwen3ForCausalLM, Qwen3Config, {
         "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
@@ -74,7 +69,7 @@ def build(shape: str, converted: bool, device: torch.device, layers: int | None 
     """The model on its device; a base under adapters in bfloat16, everything that is trained in float32."""
     family, config_class, values = SHAPES[shape]
     values = {**values, "num_hidden_layers": layers or values["num_hidden_layers"]}
-    config = config_class(**values, max_position_embeddings=131072, rope_theta=500000.0, use_cache=False)
+    config = config_class(**values | {"max_position_embeddings": 131072, "rope_theta": 500000.0, "use_cache": False})
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if shape in ADAPTED else torch.float32)
     try:

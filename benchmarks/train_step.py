@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import yaml
+from model_shapes import SMOLLM2
 from provenance import provenance
 from rich.console import Console
 from rich.table import Table
@@ -36,18 +37,6 @@ from retrofox.training.objectives import Extend
 from retrofox.training.speed import fuse_norms, lower_precision_stream, repeatable
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100000.0,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-5,
-}
 FOX = {"rope": "partial", "max_wavelength": 1400, "half_life": [256, 65536], "sink_tokens": 1}
 ROWS, LENGTH, MICRO_BATCHES = 8, 4096, 2
 STEPS = 6
@@ -81,7 +70,7 @@ KINDS = {
 def build(converted: bool) -> Any:
     """The model as the trainer has it: float32 weights, bfloat16 stream, fused norms."""
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**SHAPES))
+    model: Any = LlamaForCausalLM(LlamaConfig(**SMOLLM2))
     if converted:
         model = retrofox.convert(model, fox=retrofox.FoxSpec(**FOX))
     model = model.to("cuda").train()
@@ -98,7 +87,7 @@ def measure(converted: bool, deterministic: bool) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     batches = []
     for seed in range(MICRO_BATCHES):
-        ids = torch.randint(SHAPES["vocab_size"], (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+        ids = torch.randint(SMOLLM2["vocab_size"], (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
         batches.append({"input_ids": ids.cuda(), "targets": ids.roll(-1, 1).cuda()})
 
     def step() -> None:
@@ -213,7 +202,7 @@ def main() -> None:
     report: dict[str, Any] = {
         **provenance(),
         "gpu": torch.cuda.get_device_name(),
-        "shapes": SHAPES,
+        "shapes": SMOLLM2,
         "fox": FOX,
         "step": {"rows": ROWS, "length": LENGTH, "micro_batches": MICRO_BATCHES},
         "profile": {},
@@ -235,7 +224,7 @@ def main() -> None:
         to_train: dict[str, dict[str, Any]] = {}
         if not arguments.no_train:
             torch.manual_seed(0)
-            LlamaForCausalLM(LlamaConfig(**SHAPES)).save_pretrained(folder / "base")
+            LlamaForCausalLM(LlamaConfig(**SMOLLM2)).save_pretrained(folder / "base")
             AutoTokenizer.from_pretrained(arguments.tokenizer).save_pretrained(folder / "base")
             to_train = recipes(arguments.tokens, folder / "base", folder / "cache")
         for part, variant in PARTS:

@@ -7,6 +7,7 @@ from typing import Any
 
 from retrofox.evaluation.baselines import Baseline, build
 from retrofox.loading.opened import Opened, open_model
+from retrofox.support.memory import peak_bytes
 
 
 def columns(
@@ -26,3 +27,16 @@ def columns(
             for baseline in baselines:
                 yield baseline.text, build(baseline, opened)
         opened = None
+
+
+def of_run(opened: Opened, tokens: int, seconds: float) -> dict[str, Any]:
+    """What reports say of a column beside its figures: where it came from, what it ran in, speed and peak memory."""
+    return {
+        "source": opened.source,
+        "dtype": str(next(opened.model.parameters()).dtype).removeprefix("torch."),
+        "device": str(opened.device),
+        "fox": opened.fox,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "peak_memory_bytes": peak_bytes(opened.device),
+    }

@@ -19,7 +19,7 @@ from retrofox.data.sources import listed
 from retrofox.data.windows import Window, _require_files, choose_windows
 from retrofox.evaluation import loss_report, shared_context, task_cache
 from retrofox.evaluation.baselines import Baseline, base_for, parse_all
-from retrofox.evaluation.columns import columns
+from retrofox.evaluation.columns import columns, of_run
 from retrofox.evaluation.context_use import ShortContexts, short_contexts
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
@@ -28,7 +28,7 @@ from retrofox.loading.device import check_place
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.parallel.launched import is_first
-from retrofox.support.memory import peak_bytes, reset_peak
+from retrofox.support.memory import reset_peak
 from retrofox.support.report import (
     check_folder,
     environment,
@@ -303,14 +303,8 @@ def _run(
         line = {
             "key": name,
             "label": label,
-            "source": opened.source,
             "mode": None if opened.fox is None else mode,
-            "dtype": str(next(opened.model.parameters()).dtype).removeprefix("torch."),
-            "device": str(opened.device),
-            "fox": opened.fox,
-            "seconds": seconds,
-            "tokens_per_second": total / seconds,
-            "peak_memory_bytes": peak_bytes(opened.device),
+            **of_run(opened, total, seconds),
         }
         yield line, values
 

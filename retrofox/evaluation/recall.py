@@ -20,7 +20,7 @@ from retrofox.data.sources import listed
 from retrofox.data.windows import Window, _require_files, choose_windows
 from retrofox.evaluation import recall_report
 from retrofox.evaluation.baselines import Baseline, base_for, parse_all
-from retrofox.evaluation.columns import columns
+from retrofox.evaluation.columns import columns, of_run
 from retrofox.evaluation.evaluate import _fingerprint, _listed, _tell_apart, _tokenizer_of
 from retrofox.evaluation.readings import Reading, read
 from retrofox.evaluation.recall_control import Control, plan_control
@@ -28,7 +28,7 @@ from retrofox.evaluation.repeats import UNITS, Repeats, WordStarts, find_repeats
 from retrofox.loading.device import check_place
 from retrofox.loading.opened import Opened
 from retrofox.loading.tokenizers import require_same_tokenizer
-from retrofox.support.memory import peak_bytes, reset_peak
+from retrofox.support.memory import reset_peak
 from retrofox.support.report import (
     check_folder,
     environment,
@@ -207,17 +207,7 @@ def _run(
                 values = [np.array([passes[p][n][at] for p, at in pairs]) for n in (0, 1)]
                 sums.add(kind, text.document, octave, values[0], values[1])
     seconds = time.perf_counter() - started
-    line = {
-        "key": key,
-        "label": opened.name,
-        "source": opened.source,
-        "dtype": str(next(opened.model.parameters()).dtype).removeprefix("torch."),
-        "device": str(opened.device),
-        "fox": opened.fox,
-        "seconds": seconds,
-        "tokens_per_second": total / seconds,
-        "peak_memory_bytes": peak_bytes(opened.device),
-    }
+    line = {"key": key, "label": opened.name, **of_run(opened, total, seconds)}
     return line, sums
 
 

@@ -10,7 +10,7 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions, inner_model, is_new_tensor, logits_from_hidden
 from retrofox.families import check_supported, trained_length
-from retrofox.model import captured, scores
+from retrofox.model import captured
 from retrofox.model.attention import FoxMixin
 from retrofox.model.configuration_fox import SUPPORTED
 
@@ -149,13 +149,6 @@ def fox(base, stir):
 @pytest.fixture(scope="module")
 def tokens() -> torch.Tensor:
     return torch.randint(2, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(params=["short", "operator"])
-def path(request, monkeypatch) -> str:
-    if request.param == "operator":
-        monkeypatch.setattr(scores, "SHORT_SCORES", 0)
-    return request.param
 
 
 def logits(model, input_ids, **kwargs) -> torch.Tensor:

@@ -30,14 +30,6 @@ def fox(pico_fox):
     return pico_fox()
 
 
-@pytest.fixture(params=["short", "operator"])
-def path(request, monkeypatch) -> str:
-    """Both ways through the attention: SDPA with a bias for short texts on a CPU, and the operator."""
-    if request.param == "operator":
-        monkeypatch.setattr(scores, "SHORT_SCORES", 0)
-    return request.param
-
-
 def logits(model, input_ids, **kwargs) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids, **kwargs).logits

@@ -7,7 +7,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions, is_new_tensor
-from retrofox.model import scores
 from retrofox.model.configuration_fox import PRO_PARTS
 from retrofox.model.pro import HeadNorm, OutputGate, Shift
 
@@ -32,13 +31,6 @@ def tokens() -> torch.Tensor:
 def fox(request, pico_fox):
     """A stirred model with one part, with all, and Transformer (Pro): all without gates."""
     return pico_fox(**(TRANSFORMER_PRO if request.param == "transformer" else {"pro": request.param}))
-
-
-@pytest.fixture(params=["short", "operator"])
-def path(request, monkeypatch) -> str:
-    if request.param == "operator":
-        monkeypatch.setattr(scores, "SHORT_SCORES", 0)
-    return request.param
 
 
 def logits(model, input_ids, **kwargs) -> torch.Tensor:

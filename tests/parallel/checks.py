@@ -214,12 +214,17 @@ def families(mesh: Mesh, rows: dict[str, dict[str, Any]]) -> None:
         tell(f"family {label}", error=difference(found, wanted))
 
 
-def main() -> None:
+def begin() -> list[Mesh]:
+    """Joins the other processes; every way to share rows between so many."""
     torch.set_num_threads(1)
     api._announced.add(("chunked", "tensors are on cpu, Triton needs cuda"))
     dist.init_process_group("gloo")
     splits = {2: [Degrees(2, 1), Degrees(1, 2)], 4: [Degrees(2, 2), Degrees(1, 4)]}[dist.get_world_size()]
-    meshes = [build_mesh(split) for split in splits]
+    return [build_mesh(split) for split in splits]
+
+
+def main() -> None:
+    meshes = begin()
     for mesh in meshes:
         for name in OPERATOR:
             for documents in (None, PACKED):

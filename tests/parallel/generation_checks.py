@@ -12,8 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from checks import MODELS, difference, model_of, tell
-from fox_kernels import api
+from checks import MODELS, begin, difference, model_of, tell
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofox.cli.app import app
@@ -22,8 +21,7 @@ from retrofox.generation.generate import _seeded, complete
 from retrofox.generation.shared import complete_shared
 from retrofox.loading.opened import Opened
 from retrofox.model import attention
-from retrofox.parallel.layout import Degrees
-from retrofox.parallel.mesh import Mesh, build_mesh
+from retrofox.parallel.mesh import Mesh
 
 NEW = 9
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -94,11 +92,7 @@ def losses_memory(processes: int) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    api._announced.add(("chunked", "tensors are on cpu, Triton needs cuda"))
-    dist.init_process_group("gloo")
-    splits = {2: [Degrees(2, 1), Degrees(1, 2)], 4: [Degrees(2, 2), Degrees(1, 4)]}[dist.get_world_size()]
-    meshes = [build_mesh(split) for split in splits]
+    meshes = begin()
     for name in CASES:
         compare(meshes, name)
     if dist.get_world_size() == 2:
