@@ -152,6 +152,17 @@ def teacher_sizes() -> str:
     return table(header, rows, left=0)
 
 
+def teacher_runs() -> str:
+    """Ends of the same distill stage with the teacher in memory and with its logits on disk; from teacher.json."""
+    found = read("teacher.json")["trained"]
+    ends = {"before": found["start"], **{name: run["held_out"] for name, run in found["runs"].items()}}
+    rows = []
+    for name, end in ends.items():
+        speed = found["runs"].get(name, {}).get("tokens_per_second", "-")
+        rows.append([name, f"{end['kl']:.4f}", f"{end['kl at k = 64']:.4f}", f"{end['cross_entropy']:.4f}", speed])
+    return table(["teacher", "KL", "KL at k = 64", "cross-entropy", "tokens/s of a core's own time"], rows)
+
+
 PARTS = {"attention": "one layer's attention", "step": "the whole model"}
 
 

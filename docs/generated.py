@@ -131,7 +131,7 @@ def shipped_recipes() -> str:
 
 
 OF_RESULTS = (
-    figures.teacher_sizes,
+    *(figures.teacher_sizes, figures.teacher_runs),
     *(figures.retrofit_needles, figures.retrofit_loss, figures.retrofit_recall),
     *(figures.retrofit_tasks, figures.leaderboard),
     *(figures.context_parallel, figures.fsdp),
