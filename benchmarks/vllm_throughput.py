@@ -3,8 +3,8 @@
     python benchmarks/vllm_throughput.py OUT --against BASE [--lengths 2048,32768] [--requests 64] [--tokens 128]
         [--repeats 3] [--turns 2] [--out benchmarks/vllm-throughput.json]
 
-Base and model take turns; each turn is a vLLM engine in a process of its own, with one short round to warm up and
-`--repeats` rounds that count for each length. Prompts are random tokens, so no prefix is shared; the length of a
+Base and model take turns; each turn is a vLLM engine in a process of its own, with, for each length, one round to warm
+up and `--repeats` that count. Prompts are random tokens, so no prefix is shared; the length of a
 model's positions is raised where the prompts are longer. Prints a table, writes JSON after each turn; the ratio is of
 the medians of all rounds.
 """
@@ -29,9 +29,11 @@ from retrofox.loading.source import read_config
 from retrofox.serving.engines import Job, run_vllm
 from retrofox.support.files import write_json
 
+WARM_UP = "warm-up"
+
 
 def job(lengths: list[int], options: argparse.Namespace, vocabulary: int, seed: int) -> Job:
-    """One engine: a round to warm up, then for each length the rounds that count, each of prompts never seen before."""
+    """One engine: for each length a round to warm up and the rounds that count, each of prompts never seen before."""
     draw = random.Random(seed)
 
     def wanted(name: str, count: int, length: int, tokens: int) -> dict[str, Any]:
@@ -48,9 +50,10 @@ def job(lengths: list[int], options: argparse.Namespace, vocabulary: int, seed: 
         "enforce_eager": options.eager,
         **json.loads(options.engine),
     }
-    rounds = [wanted("warm-up", min(4, options.requests), min(*lengths, 512), 8)]
+    rounds = []
     for length in lengths:
-        rounds += [wanted(str(length), options.requests, length, options.tokens) for _ in range(options.repeats)]
+        names = [WARM_UP, *[str(length)] * options.repeats]
+        rounds += [wanted(name, options.requests, length, options.tokens) for name in names]
     return Job("throughput", engine, rounds)
 
 
@@ -59,7 +62,9 @@ def measure(model: str, lengths: list[int], options: argparse.Namespace, seed: i
     asked = job(lengths, options, int(read_config(model)["vocab_size"]), seed)
     found = run_vllm(asked, model)["rounds"]
     rows = []
-    for wanted, got in list(zip(asked.rounds, found, strict=True))[1:]:
+    for wanted, got in zip(asked.rounds, found, strict=True):
+        if wanted["name"] == WARM_UP:
+            continue
         length = int(wanted["name"])
         speed = options.requests * (length + options.tokens) / got["seconds"]
         rows.append({"length": length, "tokens_per_second": speed, **{k: got[k] for k in ("seconds", "preemptions")}})

@@ -29,7 +29,8 @@ def test_the_ratio_is_of_the_medians_of_all_turns(
     def run(job, model):
         asked.append((model, job))
         slow = 1.0 if model == str(pico_checkpoint) else 1.25
-        seconds = [99.0, *(slow * len(wanted["prompts"][0]) / 32 for wanted in job.rounds[1:])]
+        cold = {0: 99.0, 3: 99.0}  # the first round of each length
+        seconds = [cold.get(at, slow * len(asked["prompts"][0]) / 32) for at, asked in enumerate(job.rounds)]
         return {"rounds": [{"seconds": s, "preemptions": 0} for s in seconds]}
 
     monkeypatch.setattr(throughput, "run_vllm", run)
@@ -51,8 +52,8 @@ def test_the_ratio_is_of_the_medians_of_all_turns(
     found = json.loads((tmp_path / "a.json").read_text())
     assert [model for model, _ in asked] == [str(pico_checkpoint), str(pico_fox_checkpoint)] * 2
     job = asked[0][1]
-    assert [len(wanted["prompts"]) for wanted in job.rounds] == [3] * 5
-    assert [len(wanted["prompts"][0]) for wanted in job.rounds] == [32, 32, 32, 64, 64]
+    assert [len(wanted["prompts"]) for wanted in job.rounds] == [3] * 6
+    assert [len(wanted["prompts"][0]) for wanted in job.rounds] == [32] * 3 + [64] * 3
     assert job.engine["max_model_len"] == 64 + 8
     assert asked[0][1].rounds == asked[1][1].rounds  # base and model get the same prompts
     assert asked[0][1].rounds != asked[2][1].rounds  # and the next turn others: none comes from a cache
