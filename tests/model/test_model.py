@@ -30,11 +30,14 @@ def fox(pico_fox):
     return pico_fox()
 
 
-@pytest.fixture(params=["short", "operator"])
+@pytest.fixture(params=["parts", "bias", "operator"])
 def path(request, monkeypatch) -> str:
-    """Both ways through the attention: SDPA with a bias for short texts on a CPU, and the operator."""
+    """The ways through the attention on a CPU: torch's kernel in parts, SDPA with a bias, and the operator."""
+    if request.param == "bias":
+        monkeypatch.setattr(scores, "divides", lambda *_: False)
     if request.param == "operator":
         monkeypatch.setattr(scores, "SHORT_SCORES", 0)
+        monkeypatch.setattr(scores, "divides", lambda *_: False)
     return request.param
 
 
@@ -380,6 +383,7 @@ def test_fixed_gates_have_nothing_to_train(pico_fox):
 @pytest.mark.parametrize("sink_tokens", [0, 1])
 def test_pruning_loses_at_most_its_share_of_the_attention(pico_fox, tokens, monkeypatch, sink_tokens):
     monkeypatch.setattr(scores, "SHORT_SCORES", 0)
+    monkeypatch.setattr(scores, "divides", lambda *_: False)
     spec = {"half_life": (0.3, 3.0), "sink_tokens": sink_tokens, "rope": "drop"}
     whole, pruned = pico_fox(**spec), pico_fox(**spec, prune=-8.0)
     seen = []

@@ -38,6 +38,7 @@ def fox(request, pico_fox):
 def path(request, monkeypatch) -> str:
     if request.param == "operator":
         monkeypatch.setattr(scores, "SHORT_SCORES", 0)
+        monkeypatch.setattr(scores, "divides", lambda *_: False)
     return request.param
 
 
