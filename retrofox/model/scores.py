@@ -34,7 +34,7 @@ def attend(
     cu_seqlens: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Takes the masked path, torch's kernel in parts, those for decoding or the operator; shapes as in `FoxMixin.attend`."""
+    """Takes the masked path, parts, kernels for decoding or the operator; shapes as in `FoxMixin.attend`."""
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
         if gates.layer is not None and gates.layer.parts:
             return _by_head(query, gates, attention_mask, options)
