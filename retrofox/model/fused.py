@@ -6,6 +6,7 @@ is false and nothing else is called. A native function is replaced only where it
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 from collections.abc import Callable
@@ -76,7 +77,11 @@ def fused_forward(forward: Callable[..., Any]) -> Callable[..., Any] | None:
 
 def turns_halves(forward: Callable[..., Any]) -> bool:
     """Whether a native forward's apply_rotary_pos_emb pairs channel p with p + D/2, found by trying it."""
-    native = forward.__globals__[ROTARY]  # type: ignore[attr-defined]
+    return _pairs_halves(forward.__globals__[ROTARY])  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _pairs_halves(native: Callable[..., Any]) -> bool:
     with torch.device("cpu"), torch.no_grad():
         generator = torch.Generator().manual_seed(0)  # its own: looking must not move the random numbers of a run
         q, k = torch.randn(1, 3, 5, 8, generator=generator).split((2, 1), 1)

@@ -51,6 +51,7 @@ REMOTE_FILES = (
     "half_lives.py",
     "lean.py",
     "masks.py",
+    "parts.py",
     "pro.py",
     "rope.py",
     "scores.py",

@@ -7,9 +7,11 @@ import pytest
 from retrofox.model import scores
 
 
-@pytest.fixture(params=["short", "operator"])
+@pytest.fixture(params=["parts", "bias", "operator"])
 def path(request, monkeypatch) -> str:
-    """Both ways through the attention: SDPA with a bias for short texts on a CPU, and the operator."""
+    """The ways through the attention on a CPU: torch's kernel in parts, SDPA with a bias, and the operator."""
+    if request.param != "parts":
+        monkeypatch.setattr(scores, "divides", lambda *_: False)
     if request.param == "operator":
         monkeypatch.setattr(scores, "SHORT_SCORES", 0)
     return request.param

@@ -1,4 +1,4 @@
-"""One token through plain layers on a CPU in fewer operations: the same logits, and only where layers are plain."""
+"""Tokens through plain layers on a CPU in fewer operations: the same logits, and only where layers are plain."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
 
 from retrofox.model import captured
 from retrofox.model.brief import brief
@@ -89,12 +89,23 @@ def test_layers_with_more_in_them_are_left_alone(pico_fox, spec):
         assert found == 0
 
 
-def test_padded_rows_windows_and_prompts_take_the_layers_own_way(pico_fox, monkeypatch):
+def test_padded_rows_documents_gradients_and_other_dtypes_take_the_layers_own_way(pico_fox, monkeypatch):
     model, ids = pico_fox(), tokens(2, 30)
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[1, :7] = 0
     ours, theirs = both(monkeypatch, model, ids, attention_mask=mask)
     assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        for call in ({"attention_mask": mask}, {"cu_seqlens": torch.tensor([0, 12, 30, 60])}):
+            expected = model(ids, **call).logits
+            with brief(model):
+                assert torch.equal(model(ids, **call).logits, expected)
+    expected = model(ids).logits
+    with brief(model):  # gradients are recorded
+        found = model(ids).logits
+        assert torch.equal(found, expected)
+        found.sum().backward()
+    model = model.to(torch.bfloat16)
     with torch.no_grad():
         expected = model(ids).logits
         with brief(model):
@@ -119,3 +130,34 @@ def test_a_cache_goes_on_from_brief_steps(pico_fox):
             torch.testing.assert_close(last, whole, atol=1e-5, rtol=1e-4)
             sums = cache.layers[0].cumulative()
             assert torch.equal(sums[0], sums[0].sort(-1, descending=True).values)
+
+
+@pytest.mark.parametrize("cuts", [(700,), (1, 40, 300), (520, 521), (2, 3)], ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("spec", PLAIN)
+def test_prompts_have_the_logits_and_the_cache_of_the_layers_own(pico_fox, spec, rows, cuts):
+    """In one call and in several, then a token more from what they left."""
+    model, ids = pico_fox(**PLAIN[spec]), tokens(rows, cuts[-1] + 1)
+    found = []
+    with torch.no_grad():
+        for run in (brief(model), contextlib.nullcontext()):
+            cache, logits = DynamicCache(config=model.config), []
+            with run:
+                for start, end in zip((0, *cuts), (*cuts, cuts[-1] + 1), strict=True):
+                    out = model(ids[:, start:end], past_key_values=cache, output_hidden_states=True)
+                    logits += [out.logits, *(x[:, :1] for x in out.hidden_states)]
+            found.append((torch.cat([x.flatten() for x in logits]), cache.layers[1]))
+    (ours, own), (theirs, expected) = found
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    for name in ("keys", "values", "sums"):
+        torch.testing.assert_close(getattr(own, name), getattr(expected, name), atol=2e-5, rtol=1e-4)
+
+
+def test_a_prompt_without_a_cache_and_with_a_static_one(pico_fox):
+    model, ids = pico_fox(), tokens(2, 50)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        with brief(model):
+            torch.testing.assert_close(model(ids, use_cache=False).logits, expected, atol=2e-5, rtol=1e-4)
+            static = StaticCache(config=model.config, max_cache_len=64)
+            torch.testing.assert_close(model(ids, past_key_values=static).logits, expected, atol=2e-5, rtol=1e-4)

@@ -1,0 +1,65 @@
+"""Forgetting Attention of whole rows by torch's flash kernel in parts, beside the operator in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fox_kernels import forgetting_attention
+
+from retrofox.model import parts
+from retrofox.model.cache import GateCache
+
+CASES = {  # rows, queries, keys, sinks, nats a token
+    "one block": (1, 100, 100, 0, 0.01),
+    "sinks": (2, 100, 100, 3, 0.01),
+    "blocks": (1, 700, 700, 1, 0.01),
+    "short blocks": (2, 300, 300, 2, 0.2),
+    "open": (1, 300, 300, 1, 0.0),
+    "a prompt's second part": (2, 290, 700, 3, 0.05),
+    "few queries": (1, 2, 400, 1, 0.5),
+    "all but one are sinks": (1, 40, 40, 39, 0.1),
+}
+
+
+def inputs(rows: int, queries: int, keys: int, nats: float) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((6, queries), (2, keys), (2, keys))
+    q, k, v = (torch.randn(rows, heads, n, 16, generator=generator) for heads, n in shapes)
+    return [q, k, v, -2 * nats * torch.rand(rows, keys, 6, generator=generator)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_agrees_with_float64(case):
+    rows, queries, keys, sink, nats = CASES[case]
+    q, k, v, log_f = inputs(rows, queries, keys, nats)
+    out = parts.by_parts(q, k, v, GateCache(None, log_f).cumulative(), None, sink)
+    wide = [x.transpose(1, 2).double() for x in (q, k, v)]
+    torch.testing.assert_close(out.double(), forgetting_attention(*wide, log_f.double(), sink=sink), atol=4e-6, rtol=0)
+    assert out.is_contiguous()
+
+
+@torch.no_grad()
+def test_gates_that_close_too_fast_and_calls_that_end_among_sinks_are_left():
+    q, k, v, log_f = inputs(1, 200, 200, 0.01)
+
+    def tried(log_f, queries=200, sink=0):
+        return parts.by_parts(q[:, :, -queries:], k, v, GateCache(None, log_f).cumulative(), None, sink)
+
+    shut = log_f.clone()
+    shut[:, 100, 0] = -1e4
+    lost = log_f.clone()
+    lost[:, 100, 0] = float("nan")
+    assert tried(log_f) is not None
+    assert tried(shut) is tried(lost) is tried(log_f, sink=200) is tried(log_f, queries=100, sink=150) is None
+
+
+def test_only_float32_in_inference():
+    q, k, v, _ = inputs(1, 8, 8, 0.01)
+    assert not parts.divides(q, k, v)
+    with torch.no_grad():
+        assert parts.divides(q, k, v)
+        assert not parts.divides(q[:, :, :1], k, v)
+        assert not parts.divides(*(x.bfloat16() for x in (q, k, v)))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not parts.divides(q, k, v)
