@@ -66,3 +66,13 @@ def test_only_float32_in_inference():
         assert not parts.divides(*(x.bfloat16() for x in (q, k, v)))
         with torch.autocast("cpu", torch.bfloat16):
             assert not parts.divides(q, k, v)
+
+
+@torch.no_grad()
+def test_open_gates_are_sdpa_bit_for_bit():
+    q, k, v, _ = inputs(2, 300, 300, 0.0)
+    log_f = torch.full((2, 300, 6), -1e-13)  # what init="open" has
+    out = parts.by_parts(q, k, v, GateCache(None, log_f).cumulative(), None, 0)
+    plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert out is not None
+    assert torch.equal(out, plain.transpose(1, 2))
