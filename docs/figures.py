@@ -177,17 +177,8 @@ def context_parallel() -> str:
             if "ratio" in row:
                 exchange = "heads traded" if row["ring"] == 1 else "ring"
                 times = [f"{row[key]:.3f}" for key in ("seconds_alone", "seconds")]
-                rows.append(
-                    [
-                        PARTS[row["kind"]],
-                        row["length"],
-                        CASES[row["case"]],
-                        exchange,
-                        gpus,
-                        *times,
-                        f"{row['ratio']:.2f}",
-                    ]
-                )
+                where = [PARTS[row["kind"]], row["length"], CASES[row["case"]], exchange, gpus]
+                rows.append([*where, *times, f"{row['ratio']:.2f}"])
     times = ["one GPU alone, seconds", "two GPUs, one row, seconds"]
     return table(["forward and backward of", "tokens", "documents", "exchange", "GPUs", *times, "ratio"], rows, left=5)
 

@@ -89,7 +89,7 @@ def test_layers_with_more_in_them_are_left_alone(pico_fox, spec):
         assert found == 0
 
 
-def test_padded_rows_documents_gradients_and_other_dtypes_take_the_layers_own_way(pico_fox, monkeypatch):
+def test_padded_rows_documents_gradients_autocast_and_other_dtypes_take_the_layers_own_way(pico_fox, monkeypatch):
     model, ids = pico_fox(), tokens(2, 30)
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[1, :7] = 0
@@ -105,6 +105,10 @@ def test_padded_rows_documents_gradients_and_other_dtypes_take_the_layers_own_wa
         found = model(ids).logits
         assert torch.equal(found, expected)
         found.sum().backward()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids).logits
+        with brief(model):
+            assert torch.equal(model(ids).logits, expected)
     model = model.to(torch.bfloat16)
     with torch.no_grad():
         expected = model(ids).logits

@@ -15,6 +15,7 @@ CASES = {  # rows, queries, keys, sinks, nats a token
     "blocks": (1, 700, 700, 1, 0.01),
     "short blocks": (2, 300, 300, 2, 0.2),
     "open": (1, 300, 300, 1, 0.0),
+    "hardly closing": (1, 300, 300, 0, 1e-4),
     "a prompt's second part": (2, 290, 700, 3, 0.05),
     "few queries": (1, 2, 400, 1, 0.5),
     "all but one are sinks": (1, 40, 40, 39, 0.1),
@@ -76,3 +77,13 @@ def test_open_gates_are_sdpa_bit_for_bit():
     plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert out is not None
     assert torch.equal(out, plain.transpose(1, 2))
+
+
+def test_gradients_autocast_and_other_dtypes_are_left():
+    q, k, v, _ = inputs(1, 20, 20, 0.0)
+    assert not parts.divides(q, k, v)  # gradients are recorded
+    with torch.no_grad():
+        assert parts.divides(q, k, v)
+        assert not parts.divides(q.bfloat16(), k.bfloat16(), v.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not parts.divides(q, k, v)
