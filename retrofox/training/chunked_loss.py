@@ -114,6 +114,34 @@ class PlainCrossEntropy:
         return loss[None], (d_hidden, d_logits.T @ (hidden.to(d_logits.dtype) * mask))
 
 
+class PlainDistillation:
+    """(1 - a) KL(p || q) + a CE of a plain head by hand, p the teacher's softmax; metrics KL and CE.
+
+    The gradient with respect to the logits is q - (1 - a) p - a onehot(target): no graph over the vocabulary.
+    """
+
+    def __init__(self, targets: torch.Tensor, teach: Callable[[slice], torch.Tensor], ce_weight: float):
+        self.targets, self.teach, self.ce_weight = targets, teach, ce_weight
+
+    def __call__(self, head: Head, hidden: torch.Tensor, part: slice, need: bool):
+        targets, a = self.targets[part], self.ce_weight
+        valid = (targets >= 0)[:, None]
+        index = targets.clamp_min(0)[:, None]
+        log_q = torch.log_softmax(hidden.to(head.weight.dtype) @ head.weight.T, -1, dtype=torch.float32)
+        log_p = torch.log_softmax(self.teach(part), -1, dtype=torch.float32)
+        cross_entropy = -(log_q.gather(1, index) * valid).sum()
+        p = log_p.exp()
+        kl = (torch.linalg.vecdot(p, log_p.sub_(log_q)) * valid[:, 0]).sum()
+        stats = torch.stack(((1 - a) * kl + a * cross_entropy, kl, cross_entropy))
+        if not need:
+            return stats, ()
+        d_logits = log_q.exp_().sub_(p, alpha=1 - a)
+        if a:
+            d_logits.scatter_add_(1, index, torch.full_like(index, -a, dtype=d_logits.dtype))
+        d_logits = d_logits.to(head.weight.dtype).mul_(valid)
+        return stats, (d_logits @ head.weight, d_logits.T @ hidden.to(d_logits.dtype))
+
+
 class AnyRows:
     """Any loss of logits, by autograd through one chunk: `loss_of(logits, rows)` gives (1 + metrics,), [0] the loss."""
 

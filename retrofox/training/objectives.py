@@ -20,6 +20,7 @@ from retrofox.training.chunked_loss import (
     AnyRows,
     Head,
     PlainCrossEntropy,
+    PlainDistillation,
     RowLoss,
     chunk_rows,
     is_plain_head,
@@ -138,6 +139,7 @@ class Distill:
         self.temperature = stage.temperature or 1.0
         self.ce_weight = stage.ce_weight or 0.0
         self.rows = max(64, chunk_rows(causal_lm(model).config.vocab_size, device) // 4)
+        self.plain = self.temperature == 1 and is_plain_head(model)
         self.kind, self.reason = "chunked", "KL needs both distributions of a row"
 
     def __call__(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,10 +153,12 @@ class Distill:
         targets = batch["targets"].flatten()
         tau = self.temperature
 
+        def teach(part: slice) -> torch.Tensor:
+            return Head(lm.config, module.weight.to(dtype), module.bias).logits(taught[part].to(dtype))
+
         def loss_of(logits: torch.Tensor, part: slice) -> torch.Tensor:
             with torch.no_grad():
-                teacher = Head(lm.config, module.weight.to(dtype), module.bias)
-                log_p = torch.log_softmax(teacher.logits(taught[part].to(dtype)).float() / tau, -1)
+                log_p = torch.log_softmax(teach(part).float() / tau, -1)
             log_q = torch.log_softmax(logits / tau, -1)
             valid = (targets[part] >= 0).float()
             kl = tau * tau * ((log_p.exp() * (log_p - log_q)).sum(-1) * valid).sum()
@@ -162,6 +166,8 @@ class Distill:
             return torch.stack(((1 - self.ce_weight) * kl + self.ce_weight * ce, kl, ce))
 
         hidden = hidden_states(model, batch).flatten(0, 1)
+        if self.plain:
+            return sum_over_rows(model, hidden, PlainDistillation(targets, teach, self.ce_weight), self.rows)
         return sum_over_rows(model, hidden, AnyRows(loss_of), self.rows)
 
 

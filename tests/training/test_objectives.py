@@ -181,13 +181,14 @@ def test_a_piece_of_logits_stays_below_its_budget(pico_fox):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_distill_is_kl_and_cross_entropy(pico_fox, batch, shared):
+@pytest.mark.parametrize("tau", [1.0, 2.0])
+def test_distill_is_kl_and_cross_entropy(pico_fox, batch, shared, tau):
     model, teacher = pico_fox(), None
     if shared:
         freeze_original(model)
     else:
         teacher = pico_fox().requires_grad_(False)
-    settings = stage("distill", temperature=2.0, ce_weight=0.25)
+    settings = stage("distill", temperature=tau, ce_weight=0.25)
     objective = Distill(model, settings, CPU, teacher)
     objective.rows = 7
     loss, metrics = objective(model, batch)
@@ -204,10 +205,10 @@ def test_distill_is_kl_and_cross_entropy(pico_fox, batch, shared):
         )
 
     with torch.no_grad(), attention_mode(model, "original"):
-        taught = torch.log_softmax(logits() / 2.0, -1)
+        taught = torch.log_softmax(logits() / tau, -1)
     z = logits()
     valid = batch["targets"] >= 0
-    kl = 4.0 * ((taught.exp() * (taught - torch.log_softmax(z / 2.0, -1))).sum(-1) * valid).sum()
+    kl = tau**2 * ((taught.exp() * (taught - torch.log_softmax(z / tau, -1))).sum(-1) * valid).sum()
     ce = F.cross_entropy(z.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
     expected = gradients(model, 0.75 * kl + 0.25 * ce)
     torch.testing.assert_close(loss, 0.75 * kl + 0.25 * ce, rtol=1e-4, atol=1e-4)
