@@ -16,11 +16,12 @@ from retrofox.config.recipe import (
     RopeScaling,
     Source,
 )
-from retrofox.config.stage import GATE_RATE_FACTOR, ROLES, Rates, Stage
+from retrofox.config.stage import GATE_RATE_FACTOR, ROLES, TAUGHT, Rates, Stage
 
 __all__ = [
     "GATE_RATE_FACTOR",
     "ROLES",
+    "TAUGHT",
     "CheckpointConfig",
     "DataConfig",
     "LogConfig",

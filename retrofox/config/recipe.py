@@ -177,8 +177,40 @@ class Recipe(Section):
                 other = "fox" if self.fox is not None else "lora"
                 raise ValueError(f"{key} is for unconverted models: remove it, or remove `{other}:`")
         for number, stage in enumerate(self.stages):
-            if stage.objective != "extend" and self.lora is not None and stage.objective == "align":
+            if self.lora is not None and stage.objective == "align":
                 raise ValueError(
                     f"stages.{number}: align trains gates and Pro parts only, lora has nothing to do there"
                 )
+        self._refuse_adapt()
         return self
+
+    def _refuse_adapt(self) -> None:
+        """Raises ValueError for adapt stages that would not train the very original that later stages learn from."""
+        adapt = [number for number, stage in enumerate(self.stages) if stage.objective == "adapt"]
+        if not adapt:
+            return
+        if self.lora is not None:
+            raise ValueError(
+                f"stages.{adapt[0]}: adapt trains the original's weights, which `lora:` freezes: remove one of the two"
+            )
+        if adapt != list(range(len(adapt))):
+            late = next(number for place, number in enumerate(adapt) if place != number)
+            raise ValueError(
+                f"stages.{late}: adapt changes the original, which stage {late - 1} has already moved away from: put "
+                "adapt before all others"
+            )
+        if len(adapt) == len(self.stages):
+            raise ValueError(
+                "adapt leaves the gates as they are: add a stage that trains them (align, distill, extend)"
+            )
+        if self.fox is not None and self.fox.init == "calibrated":
+            raise ValueError(
+                "stages.0: adapt trains the original, whose query projections fox.init: calibrated rewrites: remove "
+                "one of the two"
+            )
+        for number, stage in enumerate(self.stages):
+            if stage.teacher_logits is not None:
+                raise ValueError(
+                    f"stages.{number}: teacher_logits are those of the model before adapt: remove them, or the adapt "
+                    "stage"
+                )

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from retrofox.config.fields import MOST, Count, Place, Positive, Rate, Section, whole
 
 ROLES = ("gate_bias", "gate_weight", "pro", "attention", "rest")
+TAUGHT = ("align", "distill")
+"""Objectives that learn from the original."""
 GATE_RATE_FACTOR = 5.0
 """Rates of the new parts over `learning_rate` where the recipe names none: Adam moves a bias by about lr per step."""
 
@@ -26,7 +28,9 @@ class Rates(Section):
 class Stage(Section):
     """One stage of adaptation: its objective, its tokens, its rates."""
 
-    objective: Literal["align", "distill", "extend"]
+    objective: Literal["adapt", "align", "distill", "extend"] = Field(
+        description="adapt: the original itself learns, before all else; align, distill: from the original; extend"
+    )
     tokens: Positive = Field(description="training tokens of this stage, all devices together")
     sequence_length: Annotated[int, whole, Field(ge=2, le=MOST)]
     batch_tokens: Positive | None = Field(default=None, description="tokens per step; None = one micro-batch a device")
@@ -94,14 +98,23 @@ class Stage(Section):
         for key in ("teacher_logits", "temperature", "ce_weight"):
             if getattr(self, key) is not None and not distill:
                 raise ValueError(f"{key} belongs to objective distill, and this stage's is {self.objective}: remove it")
-        if self.teacher is not None and self.objective == "extend":
-            raise ValueError("teacher belongs to objectives align and distill, and this stage's is extend: remove it")
+        if self.teacher is not None and self.objective not in TAUGHT:
+            raise ValueError(
+                f"teacher belongs to objectives align and distill, and this stage's is {self.objective}: remove it"
+            )
         if self.teacher_logits is not None and self.teacher not in (None, "auto"):
             raise ValueError(
                 f"teacher: {self.teacher} loads the teacher, teacher_logits reads its logits: remove one of the two"
             )
         if self.decay_tokens is not None and self.schedule != "wsd":
             raise ValueError(f"decay_tokens belongs to schedule wsd, and this stage's is {self.schedule}: remove it")
+        if self.objective == "adapt":
+            for role in ("gate_bias", "gate_weight", "pro"):
+                if self.rate(role):
+                    raise ValueError(
+                        f"adapt trains the original, which has neither gates nor Pro parts: rates.{role} must be 0 or "
+                        f"left out, got {self.rate(role):g}"
+                    )
         if self.objective == "align" and self.rates.rest:
             raise ValueError(
                 f"align compares attention blocks alone: rates.rest must be 0 or left out, got {self.rates.rest:g}"
@@ -134,12 +147,12 @@ class Stage(Section):
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
-        if self.objective != "extend":
+        if self.objective in TAUGHT:
             self.teacher = self.teacher or "auto"
         if distill:
             self.temperature = 1.0 if self.temperature is None else self.temperature
             self.ce_weight = 0.0 if self.ce_weight is None else self.ce_weight
-        new = float(f"{GATE_RATE_FACTOR * self.learning_rate:.12g}")
+        new = 0.0 if self.objective == "adapt" else float(f"{GATE_RATE_FACTOR * self.learning_rate:.12g}")
         pretrained = 0.0 if self.objective == "align" else self.learning_rate
         defaults = {"gate_bias": new, "gate_weight": new, "pro": new, "attention": pretrained, "rest": pretrained}
         for role, default in defaults.items():

@@ -21,6 +21,7 @@ from retrofox.training.callbacks import Clock
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.training.loop import FoxTrainer, StageRun
+from retrofox.training.objectives import trained_form
 from retrofox.training.offline.objective import any_logits
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.stage_objective import stage_objective
@@ -77,7 +78,7 @@ def measure_steps(
             log_file=Path(folder) / "log.jsonl",
         )
         trainer = FoxTrainer(model, settings, run)
-        with repeatable(recipe.deterministic):
+        with repeatable(recipe.deterministic), trained_form(model, stage):
             trainer.train()
     speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:] or trainer.history)
     speed = speeds[len(speeds) // 2]

@@ -186,7 +186,8 @@ def _measured(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -
 
 def _measured_share(stage: Stage, adapters: bool, parameters: int) -> float:
     """Share of the peak of the nearest run in the table: the objective first, then adapters, then size."""
-    rows = [row for row in MEASURED_MFU if row[0] == stage.objective]
+    objective = "extend" if stage.objective == "adapt" else stage.objective
+    rows = [row for row in MEASURED_MFU if row[0] == objective]
     rows = [row for row in rows if row[1] == adapters] or rows
     return min(rows, key=lambda row: abs(math.log(row[2] / parameters)))[3]
 

@@ -82,7 +82,8 @@ class FoxTrainer(Trainer):
         for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
             self.add_callback(callback)
         fox = getattr(lm.config, "fox", None)
-        if stage.anneal and fox is not None and fox["rope"] == "anneal":  # last: it asks whether others want a save
+        anneals = stage.anneal and stage.objective != "adapt"
+        if anneals and fox is not None and fox["rope"] == "anneal":  # last: it asks whether others want a save
             self.add_callback(Anneal(lm, fox["annealed_tokens"], run.batch_tokens))
         if self.is_fsdp_enabled and stage.objective == "align":
             self.add_callback(KeepGathered())

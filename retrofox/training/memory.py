@@ -126,6 +126,6 @@ def _head_bytes(stage: Stage, lm: Any, rows: int, tokens: int, mixed: bool) -> f
     """Bytes of a chunk of logits and the head's gradients, where no allocator can be asked (CPUs)."""
     number = 2 if mixed else 4
     head = lm.get_output_embeddings().weight
-    plain = stage.objective == "extend" and is_plain_head(lm)
+    plain = stage.objective != "distill" and is_plain_head(lm)
     chunk = rows * lm.config.vocab_size * (number + 4 if plain else number + 4 * 4)
     return chunk + tokens * lm.config.hidden_size * number + (head.numel() * (4 + number) if head.requires_grad else 0)

@@ -23,7 +23,7 @@ from retrofox.training.chunked_loss import chunk_rows
 from retrofox.training.groups import set_trainable
 from retrofox.training.lora import add_adapters
 from retrofox.training.model import lower_frozen, set_attention
-from retrofox.training.objectives import Extend
+from retrofox.training.objectives import Extend, trained_form
 from retrofox.training.offline.objective import any_logits
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, save_memory
 from retrofox.training.stage_objective import stage_objective
@@ -134,7 +134,8 @@ def _measured(
         gc.collect()  # else garbage of an earlier copy is freed while this one is measured
         small = _small(lm, layers, recipe, stage, device)
         for index, tokens in enumerate(lengths):
-            found[layers - 1, index] = measure(small, recipe, stage, tokens, device)
+            with trained_form(small, stage):
+                found[layers - 1, index] = measure(small, recipe, stage, tokens, device)
         del small
     kept, head, backward = (found[:, :, kind] for kind in range(3))
     layer = kept[1] - kept[0]

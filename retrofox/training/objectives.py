@@ -81,7 +81,10 @@ def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 
 class Extend:
-    """Cross-entropy: L = sum_t -log p(x_{t+1} | x_{<=t}) / number of targets, over targets inside documents."""
+    """Cross-entropy: L = sum_t -log p(x_{t+1} | x_{<=t}) / number of targets, over targets inside documents.
+
+    Also adapt's, whose model is in its original's form meanwhile (`trained_form`).
+    """
 
     metrics: tuple[str, ...] = ()
 
@@ -279,4 +282,9 @@ def _adapters_off(model: Any) -> Iterator[None]:
             now.requires_grad_(trained)
 
 
-OBJECTIVES: dict[str, Any] = {"extend": Extend, "distill": Distill, "align": Align}
+def trained_form(model: Any, stage: Stage) -> contextlib.AbstractContextManager[None]:
+    """The form of a model that a stage trains, for its forward and its backward: adapt's is the original."""
+    return original_form(model) if stage.objective == "adapt" else contextlib.nullcontext()
+
+
+OBJECTIVES: dict[str, Any] = {"adapt": Extend, "extend": Extend, "distill": Distill, "align": Align}

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from retrofox.anatomy import lm_class
-from retrofox.config import Recipe, Stage
+from retrofox.config import TAUGHT, Recipe, Stage
 from retrofox.loading.configs import any_config
 from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
@@ -178,8 +178,10 @@ def _config(recipe: Recipe) -> tuple[Any, int]:
     if recipe.fox is None:
         if recipe.lora is not None:
             raise ValueError("LoRA here adapts converted models: give the recipe a `fox:` section")
-        if any(stage.objective != "extend" for stage in recipe.stages):
+        if any(stage.objective in TAUGHT for stage in recipe.stages):
             raise ValueError("align and distill compare a retrofit with its original: give `fox:` to the recipe")
+        if any(stage.objective == "adapt" for stage in recipe.stages):
+            raise ValueError("adapt trains the original of a retrofit: give `fox:` to the recipe")
         if changes_rope(recipe):
             set_rope_config(config, rope_scaling(recipe), recipe.rope_theta)
         return config, 0

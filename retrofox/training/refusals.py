@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from retrofox.anatomy import causal_lm, is_converted
-from retrofox.config import Recipe, Source, Stage
+from retrofox.config import TAUGHT, Recipe, Source, Stage
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
@@ -25,7 +25,7 @@ from retrofox.training.objectives import choose_cross_entropy
 from retrofox.training.optimizer_state import offloaded
 from retrofox.training.output import batches_of, refuse_mingling
 from retrofox.training.speed import save_memory
-from retrofox.training.teacher import named_original, needs_teacher
+from retrofox.training.teacher import changed_since_conversion, named_original, needs_teacher
 
 
 def refuse_parallelism() -> None:
@@ -150,16 +150,27 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
         model: the one that is trained, on any device.
         source: the checkpoint the run starts from; None: a conversion of the recipe's model.
     """
-    if stage.objective != "extend" and not is_converted(model):
+    if stage.objective in TAUGHT and not is_converted(model):
         raise ValueError(f"{stage.objective} compares a retrofit with its original: give `fox:` to the recipe")
+    if stage.objective == "adapt":
+        refuse_adapt(model, source)
     refuse_sharing(model, stage.sequence_length, split_of(recipe, causal_lm(model).config))
     set_trainable(model, stage, adapters=recipe.lora is not None)
     if needs_teacher(recipe, stage, model, source) and source is not None:
         named_original(source)
     save_memory(model, stage)
     refuse_saving(recipe, stage)
-    if stage.objective == "extend":
+    if stage.objective not in TAUGHT:
         choose_cross_entropy(stage.cross_entropy, model, device)
+
+
+def refuse_adapt(model: Any, source: Path | None) -> None:
+    """Raises ValueError where adapt would train anything but a retrofit's untouched original."""
+    if not is_converted(model):
+        raise ValueError("adapt trains the original of a retrofit: give `fox:` to the recipe, or take objective extend")
+    changed = None if source is None else changed_since_conversion(source)
+    if changed is not None:
+        raise ValueError(f"adapt trains the original, and {changed}: give its base model and `fox:`, or remove adapt")
 
 
 def refuse_tokenizer(tokenizer: Any, vocabulary: int) -> None:

@@ -20,7 +20,7 @@ def stage_objective(model: Any, stage: Stage, device: torch.device, teacher: Any
     Raises:
         ValueError: the model can't be its own teacher; a cross-entropy that can't run here.
     """
-    if stage.objective == "extend":
+    if stage.objective in ("adapt", "extend"):
         return Extend(model, stage, device)
     if stage.teacher_logits is not None:
         return DistillTopK(model, stage, device)

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 
 from retrofox.anatomy import causal_lm, is_new_tensor
-from retrofox.config import Recipe, Stage
+from retrofox.config import TAUGHT, Recipe, Stage
 from retrofox.conversion.convert import convert
 from retrofox.loading.base import load_base
 from retrofox.loading.device import PRECISIONS
@@ -61,12 +61,13 @@ def needs_teacher(recipe: Recipe, stage: Stage, model: Any, source: Path | None 
     Raises:
         ValueError: teacher shared, but the original is not among the trained model's weights.
     """
-    if stage.objective == "extend" or stage.teacher_logits is not None:
+    if stage.objective not in TAUGHT or stage.teacher_logits is not None:
         return False
     moved = [n for n, p in model.named_parameters() if p.requires_grad and not is_new_tensor(n) and "lora_" not in n]
     reasons = [f"this stage trains {moved[0]}: set rates.attention and rates.rest to 0"] if moved else []
     earlier = recipe.stages[: next(i for i, other in enumerate(recipe.stages) if other is stage)]
-    if recipe.lora is None and any(s.rate("attention") > 0 or s.rate("rest") > 0 for s in earlier):
+    moving = [s for s in earlier if s.objective != "adapt" and (s.rate("attention") > 0 or s.rate("rest") > 0)]
+    if recipe.lora is None and moving:
         reasons.append("an earlier stage trains pretrained tensors: set its rates.attention and rates.rest to 0")
     if source is not None:
         changed = changed_since_conversion(source)
@@ -146,7 +147,7 @@ def changed_since_conversion(source: Path) -> str | None:
         trained = note.get("recipe")
         if trained is not None and trained["lora"] is None:
             until = note.get("stage", len(trained["stages"])) + 1  # later stages have not run when this was written
-            rates = [stage["rates"] for stage in trained["stages"][:until]]
+            rates = [stage["rates"] for stage in trained["stages"][:until] if stage["objective"] != "adapt"]
             if any(rate["attention"] or rate["rest"] for rate in rates):
                 return f"training moved the pretrained tensors of {directory}"
     return None

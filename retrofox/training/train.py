@@ -35,7 +35,7 @@ from retrofox.training.groups import accumulation, count_steps, role_of, set_tra
 from retrofox.training.lock import OutputLock
 from retrofox.training.loop import FoxTrainer, StageRun
 from retrofox.training.model import build_model, resolve_source
-from retrofox.training.objectives import OBJECTIVES
+from retrofox.training.objectives import OBJECTIVES, trained_form
 from retrofox.training.offline.match import refuse_other_logits
 from retrofox.training.output import (
     batches_of,
@@ -145,6 +145,11 @@ class Run:
         """Where a stage keeps its checkpoints."""
         return stage_folder(self.out, self.recipe, number)
 
+    def original(self, number: int) -> Path:
+        """Where a stage finds the original: what the last adapt stage before it made, else the source."""
+        adapted = [n for n, stage in enumerate(self.recipe.stages[:number]) if stage.objective == "adapt"]
+        return self.folder(adapted[-1]) / "model" if adapted else self.source
+
     def before(self, number: int) -> Path:
         """The model a stage starts from."""
         return self.folder(number - 1) / "model" if number else self.source
@@ -174,8 +179,9 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
             continue
         if model is None:
             model = _model(run, number)
-        trainer = _trainer(run, number, model)
-        reports.append(_run_stage(trainer, run, number))
+        with trained_form(model, stage):
+            trainer = _trainer(run, number, model)
+            reports.append(_run_stage(trainer, run, number))
         model = trainer.release()
         last = number == len(recipe.stages) - 1
         note = {"report": reports[-1], "stage": number, "recipe": recipe.model_dump(mode="json")}
@@ -246,7 +252,7 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
     save_memory(model, stage)
     compile_parts(model, stage.compile)
-    objective = _objective(recipe, stage, model, run.source, state)
+    objective = _objective(recipe, stage, model, run.original(number), state)
     roles = sorted({role_of(name) for name in names})
     say(
         state,
@@ -275,8 +281,8 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     return FoxTrainer(model, arguments(recipe, stage, run.folder(number), steps, accumulated), stage_run)
 
 
-def _objective(recipe: Recipe, stage: Stage, model: Any, source: Path, state: Any) -> Any:
-    teacher = teacher_for(recipe, stage, model, source, state)
+def _objective(recipe: Recipe, stage: Stage, model: Any, original: Path, state: Any) -> Any:
+    teacher = teacher_for(recipe, stage, model, original, state)
     return stage_objective(model, stage, state.device, teacher)
 
 

@@ -57,7 +57,7 @@ def recipe_for(tmp_path, pico_fox, pico_tokenizer):
 def log(file: Path) -> list[tuple]:
     """(step, loss, gradient norm, half-life) of every step."""
     lines = (Path(load_recipe(file).output) / "log.jsonl").read_text().splitlines()
-    return [(v["step"], v["loss"], v["grad_norm"], v["half_life_mean"]) for v in map(json.loads, lines)]
+    return [(v["step"], v["loss"], v["grad_norm"], v.get("half_life_mean")) for v in map(json.loads, lines)]
 
 
 def evaluated(file: Path) -> list[float]:
@@ -125,6 +125,19 @@ def test_shared_rows_beside_data_parallelism_and_sharded_weights(recipe_for, run
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_an_adapted_original_teaches_over_shared_rows(recipe_for, run_recipe, mode):
+    stage = {"tokens": 512, "sequence_length": 64, "batch_tokens": 256, "learning_rate": 3e-3}
+    stages = [{**stage, "objective": objective} for objective in ("adapt", "align", "distill")]
+    whole, file = recipe_for("whole", stages=stages), recipe_for("shared", stages=stages, parallel={"context": 2})
+    train(load_recipe(whole))
+    done = run_recipe(file, processes=4, mode=mode)
+    assert done.returncode == 0, done.stderr
+    for left, right in zip(log(file), log(whole), strict=True):
+        assert left[:3] == pytest.approx(right[:3], rel=1e-3)
+
+
 @pytest.mark.parametrize(("mode", "context"), [("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)])
 def test_tiles_and_offloads_beside_data_parallelism_and_sharded_weights(recipe_for, run_recipe, mode, context):
     whole = recipe_for("whole")
