@@ -1,10 +1,11 @@
 """Gathers what training and evaluations wrote about each arm into one file, and draws it: loss beside needles.
 
     python benchmarks/retrofit_results.py collect RUNS   # RUNS/ARM/{result.json,log.jsonl,needle-easy/,eval/,tasks/...}
-    python benchmarks/retrofit_results.py draw           # benchmarks/retrofit/retrofit.svg, .png
+    python benchmarks/retrofit_results.py draw           # benchmarks/retrofit/{retrofit,distilled}.{svg,png}
 
 Arms go into benchmarks/retrofit/arms.json beside those that are there; docs/results.md draws its tables from it. A
-folder that holds evaluations without a result.json adds them to an arm that is there.
+folder that holds evaluations without a result.json adds them to an arm that is there. RUNS/untrained/{needle-easy/,
+eval/} of the base with --baseline make an arm of each baseline: "yarn:4" and so on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -26,6 +28,7 @@ from retrofox.support.plots import COLOURS, LINES, STYLE
 HERE = Path(__file__).parent
 ARMS = HERE / "retrofit" / "arms.json"
 IMAGE = HERE / "retrofit" / "retrofit"
+DISTILLED = HERE / "retrofit" / "distilled"
 KEYS = ("fox", "lora", "rope_scaling", "rope_theta", "seed", "stages")
 CURVE = 24
 """Points that are kept of a training's curve."""
@@ -109,10 +112,29 @@ def arm(folder: Path) -> dict[str, Any]:
     }
 
 
+def untrained(folder: Path, note: str) -> dict[str, Any]:
+    """An arm of each baseline that `eval` and `needle` made of the base."""
+    losses, found = read(folder / "eval" / "eval.json"), read(folder / "needle-easy" / "needle.json")
+    arms = {}
+    for key, label in losses["names"].items():
+        if key in ("model", "base"):
+            continue
+        buckets = [
+            {name: bucket[name] for name in ("from", "to", "tokens")} | bucket["loss"][key]
+            for bucket in losses["buckets"]
+        ]
+        needles = {"easy": found["models"][label]["modes"]["easy"]["by_length"]}
+        arms[key] = {"tokens": 0, "seconds": 0, "needles": needles, "loss": buckets, "note": note}
+        arms[key]["environment"] = losses["environment"]
+    return arms
+
+
 def collect(runs: Path, note: str) -> None:
     arms = read(ARMS) if ARMS.exists() else {"arms": {}}
     for folder in sorted(runs.iterdir()):
-        if (folder / "result.json").exists():
+        if folder.name == "untrained":
+            arms["arms"] |= untrained(folder, note)
+        elif (folder / "result.json").exists():
             arms["arms"][folder.name] = arm(folder) | {"note": note}
         elif folder.name in arms["arms"]:
             arms["arms"][folder.name] |= {key: found for key, found in evaluations(folder).items() if found}
@@ -161,8 +183,44 @@ def draw() -> None:
         note: dict[str, Any] = {"textcoords": "offset points", "va": "bottom", "color": "#555555", "fontsize": 9}
         right.annotate("trained length", (8192, 3), xytext=(-4, 0), ha="right", **note)
         left.legend(loc="upper left", fontsize=9)
-        for suffix in (".png", ".svg"):
-            figure.savefig(IMAGE.with_suffix(suffix), dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
+        save(figure, IMAGE)
+
+
+def save(figure: Figure, image: Path) -> None:
+    for suffix in (".png", ".svg"):
+        figure.savefig(image.with_suffix(suffix), dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
+
+
+def distilled(arm: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, KL to the teacher in nats) of an arm's distill stage, as logged: means over ten steps."""
+    number = [stage["objective"] for stage in arm["recipe"]["stages"]].index("distill")
+    rows = [row for row in arm["curve"] if row["stage"] == number]
+    return np.array([row["tokens"] for row in rows]), np.array([row["loss"] for row in rows])
+
+
+def draw_distilled() -> None:
+    """KL to the teacher over a log axis of tokens, of the arms without RoPE, each with a power law through it."""
+    arms = read(ARMS)["arms"]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        for number, name in enumerate(("fox", "fox-pro")):
+            tokens, kl = distilled(arms[name])
+            late = tokens >= 4e6
+            (power, constant), covariance = np.polyfit(np.log(tokens[late]), np.log(kl[late]), 1, cov=True)
+            more = np.array([4e6, 4 * tokens[-1]])
+            label = f"smollm2-{name}: tokens ^ {power:.2f} ± {covariance[0, 0] ** 0.5:.2f}"
+            axes.plot(tokens / 1e6, kl, color=COLOURS[number], lw=2, marker="o", ms=4, label=label)
+            axes.plot(more / 1e6, np.exp(constant) * more**power, color=COLOURS[number], lw=1, ls=(0, (4, 3)))
+            print(f"{name}: {label}; {np.exp(constant) * more[1] ** power:.3f} nats at {more[1] / 1e6:.0f}M tokens")
+        axes.set(xscale="log", yscale="log", xlabel="tokens distilled, millions", title="KL to the teacher, nats")
+        axes.yaxis.set_major_locator(FixedLocator([0.07, 0.1, 0.15, 0.2, 0.3, 0.5]))
+        axes.yaxis.set_minor_locator(NullLocator())
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        axes.legend(fontsize=9)
+        save(figure, DISTILLED)
 
 
 def main() -> None:
@@ -173,6 +231,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "draw":
         draw()
+        draw_distilled()
     elif options.runs is None:
         parser.error("collect needs the folder of runs")
     else:

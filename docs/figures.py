@@ -37,6 +37,7 @@ LINES = {
 ARMS = {
     "base": "base",
     "control": "control",
+    "control-8k": "control, 8k windows",
     "yarn": "YaRN x 4",
     "partial": "**partial**",
     "partial-seed1": "**partial**, seed 1",
@@ -44,6 +45,17 @@ ARMS = {
     "fox": "**fox**",
     "fox-pro": "fox-pro",
     "calibrated": "calibrated",
+}
+OTHERS = {
+    "base": "base",
+    "yarn:4": "base, YaRN x 4",
+    "window:4096": "base, window of 4096",
+    "streaming:4096,4": "base, StreamingLLM 4096 + 4",
+    "drope": "base, no RoPE (DroPE)",
+    "fox": "**fox**",
+    "fox-43M": "fox taught by the base, 43M",
+    "fox-pro": "**fox-pro**",
+    "fox-pro-43M": "fox-pro with both norms, taught by the base, 43M",
 }
 
 
@@ -69,6 +81,19 @@ def retrofit_loss() -> str:
         ]
         tables.append(table(["positions", *(ARMS[name] for name in measured)], rows))
     return "\n\n".join(tables)
+
+
+def retrofit_others() -> str:
+    """Baselines made of the base without training, and recipes that were given up: needles and loss by length."""
+    arms = read("retrofit/arms.json")["arms"]
+    rows = []
+    for name, label in OTHERS.items():
+        found = {row["length"]: f"{100 * row['found']:.0f}" for row in arms[name]["needles"]["easy"]}
+        loss = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in arms[name]["loss"]}
+        needles = [found[length] for length in (1024, 4096, 8192, 16384, 32768)]
+        rows.append([label, " / ".join(needles), *(loss[start] for start in (0, 4096, 8192, 24576))])
+    columns = ["arm", "easy needles at 1k / 4k / 8k / 16k / 32k", "loss at 0-512", "4k-8k", "8k-16k", "24k-32k"]
+    return table(columns, rows)
 
 
 def retrofit_recall() -> str:

@@ -1,4 +1,4 @@
-"""The three objectives of a retrofit, none of which ever holds the logits of all positions at once."""
+"""The objectives of a retrofit, none of which ever holds the logits of all positions at once."""
 
 from __future__ import annotations
 

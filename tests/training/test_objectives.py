@@ -344,7 +344,8 @@ def test_a_model_that_is_not_its_own_original_any_more_is_refused_without_a_teac
 def test_trained_weights_are_refused_as_their_own_original_but_not_before_their_stage(pico_fox, tmp_path):
     pico_fox().save_pretrained(tmp_path)
     frozen, moving = {"attention": 0.0, "rest": 0.0}, {"attention": 1e-3, "rest": 1e-3}
-    note = {"recipe": {"lora": None, "stages": [{"rates": frozen}, {"rates": moving}]}}
+    stages = [{"objective": "align", "rates": frozen}, {"objective": "extend", "rates": moving}]
+    note = {"recipe": {"lora": None, "stages": stages}}
     checkpoint.commit(tmp_path, {**note, "stage": 0})
     model = freeze_original(retrofox.load(str(tmp_path)))
     Distill(model, stage("distill"), CPU)
