@@ -59,6 +59,58 @@ OTHERS = {
 }
 
 
+def retrofit_glance() -> str:
+    """Each arm beside the control: the largest shortfalls and excesses, and what is found beyond the trained length."""
+    arms = read("retrofit/arms.json")["arms"]
+    control = arms["control"]
+    rows = []
+    for name, label in ARMS.items():
+        arm = arms[name]
+        if name == "control" or not arm["loss"]:
+            continue
+        inside = _mean(arm["loss"], 0, 8192) - _mean(control["loss"], 0, 8192)
+        rise = _mean(arm["loss"], 24576, 32768) - _mean(arm["loss"], 4096, 8192)
+        far = arm["loss_128k"]
+        rise_far = f"{_mean(far, 65536, 131072) - _mean(far, 4096, 8192):+.3f}" if far else ""
+        short = [
+            f"{min(_found(arm, length, mode) - _found(control, length, mode) for length in (1024, 4096, 8192)):+.0f}"
+            for mode in ("easy", "standard")
+        ]
+        beyond = [f"{_found(arm, length):.0f}" for length in (16384, 32768)]
+        excess = [
+            mine["loss"]["mean"] - its["loss"]["mean"]
+            for mine, its in zip(arm["recall"], control["recall"], strict=False)
+            if its["to"] <= 8192
+        ]
+        tasks = f"{_accuracy(arm) - _accuracy(control):+.1f}" if arm.get("tasks") else ""
+        recall = f"{max(excess):+.3f}" if excess else ""
+        rows.append(
+            [label, f"{inside:+.3f}", f"{rise:+.3f}", rise_far, " / ".join(short), " / ".join(beyond), recall, tasks]
+        )
+    header = [
+        "arm",
+        "loss, 0-8k",
+        "loss at 24k-32k over its own 4k-8k",
+        "64k-128k over its own 4k-8k",
+        "needles to 8k, easy / standard, at worst",
+        "easy needles at 16k / 32k",
+        "recall to 8k, at worst",
+        "short tasks",
+    ]
+    return table(header, rows)
+
+
+def _mean(buckets: Sequence[dict[str, Any]], start: int, stop: int) -> float:
+    """Mean loss over the positions from `start` to `stop`."""
+    chosen = [bucket for bucket in buckets if start <= bucket["from"] and bucket["to"] <= stop]
+    return sum(bucket["mean"] * bucket["tokens"] for bucket in chosen) / sum(bucket["tokens"] for bucket in chosen)
+
+
+def _accuracy(arm: dict[str, Any]) -> float:
+    """Mean accuracy over the short tasks, per cent."""
+    return 100 * sum(score["accuracy"] for score in arm["tasks"].values()) / len(arm["tasks"])
+
+
 def retrofit_needles() -> str:
     """Easy and standard needles found by every arm, at each length."""
     arms = read("retrofit/arms.json")["arms"]
@@ -147,9 +199,9 @@ def leaderboard() -> str:
     return table(header, rows)
 
 
-def _found(arm: dict[str, Any], length: int) -> float:
-    """Easy needles found at a length, per cent."""
-    return next(100 * row["found"] for row in arm["needles"]["easy"] if row["length"] == length)
+def _found(arm: dict[str, Any], length: int, mode: str = "easy") -> float:
+    """Needles found at a length, per cent."""
+    return next(100 * row["found"] for row in arm["needles"][mode] if row["length"] == length)
 
 
 def teacher_sizes() -> str:

@@ -132,7 +132,13 @@ def shipped_recipes() -> str:
 
 OF_RESULTS = (
     *(figures.teacher_sizes, figures.teacher_runs),
-    *(figures.retrofit_needles, figures.retrofit_loss, figures.retrofit_recall, figures.retrofit_others),
+    *(
+        figures.retrofit_glance,
+        figures.retrofit_needles,
+        figures.retrofit_loss,
+        figures.retrofit_recall,
+        figures.retrofit_others,
+    ),
     *(figures.retrofit_tasks, figures.leaderboard),
     *(figures.context_parallel, figures.fsdp),
     *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
