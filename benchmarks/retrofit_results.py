@@ -150,6 +150,9 @@ DRAWN = {
     "yarn": "control trained with YaRN, factor 4",
     "partial": "smollm2-partial",
     "fox": "smollm2-fox (no RoPE)",
+    "fox-pro": "smollm2-fox-pro (no RoPE)",
+    "streaming:4096,4": "base as StreamingLLM, 4096 + 4",
+    "yarn:4": "base with YaRN, factor 4, untrained",
 }
 
 
@@ -157,14 +160,14 @@ def draw() -> None:
     """Two panels over a log axis: loss by position, easy needles found by length of the context."""
     arms = read(ARMS)["arms"]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.0, 4.2), layout="constrained")
+        figure = Figure(figsize=(10.0, 5.0), layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
         for number, (name, label) in enumerate(DRAWN.items()):
             look: dict[str, Any] = {
                 "label": label,
-                "color": COLOURS[number],
-                "linestyle": LINES[number],
+                "color": (*COLOURS, "#888888")[number],
+                "linestyle": (*LINES, "--")[number],
                 "lw": 2,
                 "marker": "o",
                 "ms": 4,
@@ -182,7 +185,7 @@ def draw() -> None:
             axes.axvline(8192, color="#555555", lw=1, ls=(0, (4, 3)))
         note: dict[str, Any] = {"textcoords": "offset points", "va": "bottom", "color": "#555555", "fontsize": 9}
         right.annotate("trained length", (8192, 3), xytext=(-4, 0), ha="right", **note)
-        left.legend(loc="upper left", fontsize=9)
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
         save(figure, IMAGE)
 
 
