@@ -123,6 +123,14 @@ def convert(
     calibrate_steps: Annotated[
         int | None, typer.Option(help=f"Steps per layer; 0: only --init calibrated's half-lives. [default: {STEPS}]")
     ] = None,
+    calibrate_length: Annotated[
+        int | None,
+        typer.Option(
+            parser=count,
+            metavar=METAVAR,
+            help="Tokens of the windows to fit on: longer ones keep more recall, and take longer. [default: 1024]",
+        ),
+    ] = None,
     no_refit_queries: Annotated[
         bool, typer.Option("--no-refit-queries", help="Calibration leaves the query projections as they are.")
     ] = False,
@@ -164,9 +172,10 @@ def convert(
     refuse_idle(given)
     spec = FoxSpec.from_dict(given)
     files = [str(file) for file in calibrate or []]
-    if not files and (calibrate_steps is not None or no_refit_queries):
+    if not files and (calibrate_steps is not None or calibrate_length is not None or no_refit_queries):
         raise ValueError(
-            "--calibrate-steps and --no-refit-queries belong to --calibrate FILES: name files, or drop them"
+            "--calibrate-steps, --calibrate-length and --no-refit-queries belong to --calibrate FILES: name files, or "
+            "drop them"
         )
     if dry_run:
         from retrofox.conversion import artefact
@@ -193,6 +202,7 @@ def convert(
                 progress=progress,
                 calibrate=files,
                 calibrate_steps=STEPS if calibrate_steps is None else calibrate_steps,
+                calibrate_length=calibrate_length,
                 refit_queries=not no_refit_queries,
                 appearing=appearing,
             )

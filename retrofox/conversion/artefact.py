@@ -102,6 +102,7 @@ def write(
     progress: Progress | None = None,
     calibrate: Sequence[Text] = (),
     calibrate_steps: int = STEPS,
+    calibrate_length: int | None = None,
     refit_queries: bool = True,
     appearing: Appearing | None = None,
 ) -> dict[str, Any]:
@@ -113,6 +114,7 @@ def write(
         calibrate: text files to fit gates (and queries) on, see `retrofox.calibrate`; the work is kept beside `out`
             while it lasts, so an interrupted conversion goes on where it stopped.
         calibrate_steps: Adam steps per layer; 0 takes only the half-lives of init="calibrated".
+        calibrate_length: tokens of the windows to fit on; None = `retrofox.calibrate`'s own choice.
         refit_queries: whether calibration may rewrite the query projections.
         appearing: `out` in the making, as `retrofox.loading.source.begun` gives it.
 
@@ -134,7 +136,8 @@ def write(
         if appearing is None:
             appearing = stack.enter_context(Appearing(out))
         partial = appearing.partial
-        calibration, gains = _calibrated(job.place, plan, calibrate, work, calibrate_steps, refit_queries)
+        options = {"steps": calibrate_steps, "length": calibrate_length, "refit_queries": refit_queries}
+        calibration, gains = _calibrated(job.place, plan, calibrate, {"out_dir": work, **options})
         how = job.write(appearing, calibration, gains)
         appearing.wait(progress)
         report: dict[str, Any] = {
@@ -245,12 +248,11 @@ def _disk_of(out: Path) -> Iterator[None]:
 
 
 def _calibrated(
-    place: str | Path | PreTrainedModel, plan: Plan, files: Sequence[Text], work: Path, steps: int, refit: bool
+    place: str | Path | PreTrainedModel, plan: Plan, files: Sequence[Text], options: dict[str, Any]
 ) -> tuple[Calibration | None, Gains]:
-    """The outcome of `retrofox.calibrate` on `files`, and of measuring the gains of norms on them."""
+    """The outcome of `retrofox.calibrate` on `files` with its options, and of measuring the gains of norms on them."""
     if not files:
         return None, {}
-    options: dict[str, Any] = {"out_dir": work, "steps": steps, "refit_queries": refit}
     if not has_norms(plan):
         return calibrate(place, plan.spec, files, **options), {}
     # Norms come first: queries are fitted to their output. That takes the whole model at once.

@@ -531,9 +531,11 @@ def test_a_calibration_reads_what_a_recipe_trains_on(pico_checkpoint, pico_token
         FoxSpec(init="calibrated"),
         calibrate=sources,
         calibrate_steps=0,
+        calibrate_length=32,
         verify=False,
     )
     assert report["calibration"]["half_lives_tokens"]
+    assert report["calibration"]["windows"]["length_tokens"] == 32
     with pytest.raises(FileNotFoundError, match="none"):
         write(pico_checkpoint, tmp_path / "two", FoxSpec(init="calibrated"), calibrate=[f"{tmp_path}/none*.txt"])
     assert not list(tmp_path.glob("*two*"))

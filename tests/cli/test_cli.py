@@ -239,6 +239,8 @@ BAD = {
     "--layer-max-wavelength 0-99999999999=5": "layer_max_wavelength names layers [1, 2, 3, 4, 5]; the model has 0..0",
     "--calibrate-steps 5": "belong to --calibrate FILES",
     "--no-refit-queries": "belong to --calibrate FILES",
+    "--calibrate-length 2Ki": "belong to --calibrate FILES",
+    "--calibrate-length 2Kib": "2Kib",
     "--calibrate missing.txt": "no data at missing.txt",
     "--init calibrated": "--calibrate FILES",
     "--revision main": "belongs to a Hub id",
