@@ -192,7 +192,7 @@ def attend_all(w: Weights, x: torch.Tensor, cos_sin: Any, gates: GateCache) -> t
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Turns pairs (p, p + D/2) of x (B, T, heads, D) where they lie, for the first P of D/2; cos, sin (.., T, 1, P)."""
     pairs, half = cos.shape[-1], x.shape[-1] // 2
-    first, second = x[..., :pairs], x[..., half : half + pairs]
+    first, second = x.narrow(-1, 0, pairs), x.narrow(-1, half, pairs)
     rest = first * sin
     first.mul_(cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).add_(rest)
