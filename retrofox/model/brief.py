@@ -7,9 +7,9 @@ where they belong, and the queries of a kv head as rows of one product, so that 
 
 A prompt's small operations read and write memory, much of it new from the system at each, which costs more than the
 operations. In float32 it goes through the same layers with rotary embeddings written in place, and from the attention
-on some hundred rows at a time, so that what lies between two products stays in the processor's cache. Its products are
-oneDNN's, which take 0.74 to 0.98 of the time of F.linear's on an AMD processor.
-Padded rows, other layers and, for one token, other caches go through the layer's own forward.
+on some hundred rows at a time, so that what lies between two products stays in the processor's cache. Its larger
+products are oneDNN's, which take 0.74 to 0.98 of the time of F.linear's on an AMD processor.
+Padded rows and other layers go through the layer's own forward.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .lean import written_like
 
 LN_2 = 0.6931471805599453
 ROWS = 512  # a prompt's tokens that leave a layer together: 3 MB for each product of a small model's MLP
+ONE_DNN_PAYS = 1 << 23  # multiplications: 76 tokens to 192 of 576 channels; for fewer, the call takes longer
 ONE_DNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
@@ -64,6 +65,25 @@ def plain(layer: Any) -> bool:
     )
 
 
+class Weights:
+    """What a plain layer computes with, looked up once: a token costs a microsecond for each attribute of a module.
+
+    Linear layers are (weight, bias), norms (weight, epsilon), both as tensors.
+    """
+
+    def __init__(self, layer: Any):
+        attention, mlp, gate = layer.self_attn, layer.mlp, layer.self_attn.forget_gate
+        self.attention, self.act, self.fade = attention, mlp.act_fn, attention.rotary_fade
+        self.index, self.width, self.heads = attention.layer_idx, attention.head_dim, attention.num_fox_heads
+        self.scale, self.sinks = attention.scaling, attention.sink_tokens
+        linears = [getattr(attention, f"{name}_proj") for name in "qkvo"]
+        linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
+        self.q, self.k, self.v, self.o, self.gate, self.up, self.down = ((x.weight, x.bias) for x in linears)
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self.first, self.second = ((x.weight, torch.tensor(x.variance_epsilon)) for x in norms)
+        self.forget = gate.weight.float(), gate.bias.float()
+
+
 class Pass:
     """Runs tokens through plain layers; what all layers of a pass share is made once."""
 
@@ -72,7 +92,7 @@ class Pass:
 
     def layer(self, module: Any) -> Any:
         """The forward of a plain decoder layer."""
-        attention, native = module.self_attn, type(module).forward
+        w, native = Weights(module), type(module).forward
 
         def forward(
             hidden_states: torch.Tensor,
@@ -83,26 +103,26 @@ class Pass:
             position_embeddings: Any = None,
             **kwargs: Any,
         ) -> torch.Tensor:
-            cache = _room_for_one(past_key_values, attention.layer_idx, hidden_states)
+            cache = _room_for_one(past_key_values, w.index, hidden_states)
             if attention_mask is not None or kwargs or (cache is None and not _prompt(hidden_states)):
                 return native(
                     module, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
                     past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings,
                     **kwargs,
                 )  # fmt: skip
-            cos_sin = self._cos_sin(attention.rotary_fade, position_embeddings, position_ids, cache is None)
-            x = norm(module.input_layernorm, hidden_states)
+            cos_sin = self._cos_sin(w.fade, position_embeddings, position_ids, cache is None)
+            x = norm(w.first, hidden_states)
             if cache is not None:
-                attended = attend_one(attention, x, cos_sin, cache)
+                attended = attend_one(w, x, cos_sin, cache)
             else:
-                gates = GateCache(past_key_values, attention.log_f(x), x, position_ids)
-                attended = attend_all(attention, x, cos_sin, gates)
+                gates = GateCache(past_key_values, log_f(w, x), x, position_ids)
+                attended = attend_all(w, x, cos_sin, gates)
             if x.shape[0] * x.shape[1] <= ROWS:
-                return leave(module, attended, hidden_states)
+                return leave(w, attended, hidden_states)
             out = torch.empty_like(hidden_states)
             tiles = (rows.reshape(-1, rows.shape[-1]).split(ROWS) for rows in (attended, hidden_states))
             for tile, *rows in zip(out.view(-1, out.shape[-1]).split(ROWS), *tiles, strict=True):
-                tile.copy_(leave(module, *rows))
+                tile.copy_(leave(w, *rows))
             return out
 
         return forward
@@ -127,82 +147,85 @@ class Pass:
         return made[1:]
 
 
-def norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """LlamaRMSNorm: w * x / sqrt(mean(x^2) + eps), in float32; the size of a single row is a number of the host's."""
-    if x.numel() != x.shape[-1]:
-        return type(module).forward(module, x)
+def norm(weights: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """LlamaRMSNorm: w * x / sqrt(mean(x^2) + eps), in float32; in one pass for the sizes and two for the rows."""
+    weight, eps = weights
     wide = x.float()
-    row = wide.view(-1)
-    size = (torch.dot(row, row).item() / len(row) + module.variance_epsilon) ** -0.5
-    return (wide * size).to(x.dtype) * module.weight
+    scale = torch.add(eps, torch.linalg.vecdot(wide, wide)[..., None], alpha=1 / x.shape[-1]).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
 
 
-def leave(module: Any, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def leave(w: Weights, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """What a layer does after its attention, row by row: (.., H D) and what entered the layer -> (.., hidden)."""
-    last, mlp = module.self_attn.o_proj, module.mlp
-    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    x = product(last, attended).add_(x)
-    h = norm(module.post_attention_layernorm, x)
-    h = mlp.act_fn(product(gate, h)).mul_(product(up, h))
-    return product(down, h).add_(x)
+    x = product(w.o, attended).add_(x)
+    h = norm(w.second, x)
+    h = w.act(product(w.gate, h)).mul_(product(w.up, h))
+    return product(w.down, h).add_(x)
 
 
-def product(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """What the linear layer does; of several float32 rows, oneDNN's."""
-    if ONE_DNN is None or x.numel() == x.shape[-1] or x.dtype != torch.float32:
-        return F.linear(x, linear.weight, linear.bias)
-    return ONE_DNN(x, linear.weight, linear.bias, "none", [], "")
+def product(linear: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor) -> torch.Tensor:
+    """What a linear layer does; of several float32 rows, oneDNN's where it pays."""
+    small = x.numel() * linear[0].shape[0] < ONE_DNN_PAYS or x.numel() == x.shape[-1]
+    if small or ONE_DNN is None or x.dtype != torch.float32:
+        return F.linear(x, *linear)
+    return ONE_DNN(x, *linear, "none", [], "")
 
 
-def attend_all(attention: Any, x: torch.Tensor, cos_sin: Any, gates: GateCache) -> torch.Tensor:
+def log_f(w: Weights, x: torch.Tensor) -> torch.Tensor:
+    """log f (B, T, H) of a prompt, a head's in sequence in memory, as they are summed."""
+    weight, bias = w.forget
+    opened = torch.baddbmm(bias[:, None], weight.expand(x.shape[0], -1, -1), x.transpose(1, 2))
+    return F.logsigmoid(opened).transpose(1, 2)
+
+
+def attend_all(w: Weights, x: torch.Tensor, cos_sin: Any, gates: GateCache) -> torch.Tensor:
     """Forgetting Attention of a prompt or a part of one, before o_proj: x (B, T, hidden) -> (B, T, H D)."""
-    linears = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (product(p, x).unflatten(-1, (-1, attention.head_dim)) for p in linears)
+    q, k, v = (product(p, x).unflatten(-1, (-1, w.width)) for p in (w.q, w.k, w.v))
     if cos_sin is not None:
         turn(q, *cos_sin)
         turn(k, *cos_sin)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = gates.update(k, v, attention.layer_idx)
-    return attention.attend(q, k, v, None, attention.scaling, gates=gates)[0].flatten(2)
+    k, v = gates.update(k, v, w.index)
+    return w.attention.attend(q, k, v, None, w.scale, gates=gates)[0].flatten(2)
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Turns pairs (p, p + D/2) of x (B, T, heads, D) where they lie, for the first P of D/2; cos, sin (.., T, 1, P)."""
     pairs, half = cos.shape[-1], x.shape[-1] // 2
-    first, second = x[..., :pairs], x[..., half : half + pairs]
+    first, second = x.narrow(-1, 0, pairs), x.narrow(-1, half, pairs)
     rest = first * sin
     first.mul_(cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).add_(rest)
 
 
-def attend_one(attention: Any, x: torch.Tensor, cos_sin: Any, cache: GrowingLayer) -> torch.Tensor:
+def attend_one(w: Weights, x: torch.Tensor, cos_sin: Any, cache: GrowingLayer) -> torch.Tensor:
     """Forgetting Attention of one token a row, before o_proj: x (B, 1, hidden) -> (B, 1, H D); the cache grows by it.
 
     The decay is formed as in `attention._masked`: from differences of two floats.
     """
-    batch, width, heads = x.shape[0], attention.head_dim, attention.num_fox_heads
-    q, k, v = (F.linear(x, p.weight, p.bias) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    batch, width, heads = x.shape[0], w.width, w.heads
+    q, k, v = F.linear(x, *w.q), F.linear(x, *w.k), F.linear(x, *w.v)
     kv = k.shape[-1] // width
-    both = torch.cat([q.view(batch, kv, -1, width), k.view(batch, kv, 1, width)], 2)
+    group = heads // kv
+    both = torch.cat([q.view(batch, kv, group, width), k.view(batch, kv, 1, width)], 2)
     if cos_sin is not None:
         cos, sin = cos_sin
         both = torch.addcmul(both * cos, both.roll(width // 2, -1), sin)
-    gate = attention.forget_gate
-    log_f = F.logsigmoid(F.linear(x.float(), gate.weight, gate.bias)).clamp_min_(LOG_F_MIN)
-    group = both.shape[2] - 1
-    keys, values, sums = cache.append_one(both[:, :, group:], v.view(batch, kv, 1, width), log_f)
-    decay = sums.narrow(2, sums.shape[2] - 1, 1) - sums
-    bias = decay.narrow(1, 0, heads).add_(decay.narrow(1, heads, heads)).mul_(LN_2)
-    if attention.sink_tokens:
-        bias[..., : attention.sink_tokens].zero_()
+    log_f = F.logsigmoid(F.linear(x.float(), *w.forget)).clamp_min_(LOG_F_MIN)
+    query, key = both.split_with_sizes((group, 1), 2)
+    keys, values, sums = cache.append_one(key, v.view(batch, kv, 1, width), log_f)
+    decay, lost = (sums[..., -1:] - sums).chunk(2, 1)
+    bias = decay.add_(lost).mul_(LN_2)
+    if w.sinks:
+        bias[..., : w.sinks].zero_()
     bias = bias.view(batch, kv, group, -1).to(x.dtype)
-    out = F.scaled_dot_product_attention(both[:, :, :group], keys, values, attn_mask=bias, scale=attention.scaling)
+    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=w.scale)
     return out.reshape(batch, 1, heads * width)
 
 
 def _prompt(x: torch.Tensor) -> bool:
-    """Whether these are several float32 tokens a row, in plain inference on a CPU."""
-    if x.shape[1] < 2 or x.dtype != torch.float32 or x.device.type != "cpu" or type(x) is not torch.Tensor:
+    """Whether these are float32 tokens in plain inference on a CPU."""
+    if x.dtype != torch.float32 or x.device.type != "cpu" or type(x) is not torch.Tensor:
         return False
     return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling())
 

@@ -150,7 +150,7 @@ class GrowingLayer(DynamicLayer):
             self._writable = not recorded
         if not recorded:
             for room, x in zip(self._rooms, new, strict=True):
-                room[:, :, self._length : end] = x
+                room.narrow(2, self._length, end - self._length).copy_(x)
         self._show(end)
 
     def _show(self, length: int) -> None:

@@ -34,11 +34,16 @@ except ImportError:  # no fox_kernels, an older one, or no Triton
 
 def written_like(module: nn.Module, plain: type) -> bool:
     """Whether a module's forward is that of `plain`, byte for byte, and is what runs."""
-    code, same = (getattr(inspect.unwrap(x.forward), "__code__", None) for x in (type(module), plain))  # type: ignore
-    alike = code is not None and same is not None and (code.co_code, code.co_names, code.co_consts[1:]) == (
+    return _alike(type(module).forward, plain.forward) and untouched(module)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _alike(forward: Any, other: Any) -> bool:
+    """Whether two functions have the same code, without what decorates them."""
+    code, same = (getattr(inspect.unwrap(x), "__code__", None) for x in (forward, other))
+    return code is not None and same is not None and (code.co_code, code.co_names, code.co_consts[1:]) == (
         same.co_code, same.co_names, same.co_consts[1:]
     )  # fmt: skip
-    return alike and "forward" not in module.__dict__ and untouched(module)
 
 
 class Sums:

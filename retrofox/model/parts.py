@@ -3,7 +3,8 @@
 The softmax of a query ignores what is the same for all its keys, so c_i - c_j may be c_ref - c_j: a bias of the key
 alone, which the kernel reads once for all queries. c_ref is that of the first of a block of queries, which ends before
 c has fallen by MOST_DECAY, so that nothing large cancels. A block's own square, the keys before it and the sink tokens,
-which do not decay, are parts: each yields an output and its log-sum-exp, from which the whole is mixed.
+which do not decay, are parts: each yields an output and its log-sum-exp, from which the whole is mixed. A short
+prompt's decays are written out instead, one for each score: one call, and less work than mixing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 LN_2 = 0.6931471805599453
 MOST_DECAY = 16.0  # nats, which float32 holds to 1e-6
 NO_DECAY = 2.0**-24  # of a whole row, in base 2: no float32 score of 1 tells it from none
+WRITTEN_OUT = 256  # queries: at 512, writing c_i - c_j takes as long as mixing
+SHUT = 1e4  # of a whole row, in base 2: a gate of it is shut
 BLOCKS = (256, 128, 64)  # queries: the first that fits; longer ones are no faster
 FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
@@ -36,26 +39,43 @@ def by_parts(
     """Attention of the last T of S positions: query (B, H, T, D), key, value (B, Hkv, S, D) -> (B, T, H, D).
 
     c, two floats of (B, H, S) in base 2, is the running sum of log f. None where gates close too fast for the shortest
-    block, where the first of several calls ended among the sinks, and in later calls while all gates are open.
+    block (or are shut, in a short prompt), where the first of several calls ended among the sinks, and in later calls
+    while all gates are open.
     """
     length, past = query.shape[2], key.shape[2] - query.shape[2]
-    if c[0][..., -1].abs().amax() <= NO_DECAY:  # open gates: bit for bit what the base model has
+    fallen = -c[0][..., -1].amin().item()  # the most of any head
+    if fallen <= NO_DECAY:  # open gates: bit for bit what the base model has
         if past:
             return None
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).contiguous()
     alone = 0 if past else sink  # queries that see nothing but sinks
-    size = None if length <= alone or 0 < past < sink else _block(c[0][..., past + alone :])
-    if size is None:
+    if length <= alone or 0 < past < sink:
+        return None
+    short = not past and length <= WRITTEN_OUT and fallen < SHUT  # not so for NaN
+    size = None if short else _block(c[0][..., past + alone :])
+    if size is None and not short:
         return None
     group = query.shape[1] // key.shape[1]
     rows = []
     for row in range(query.shape[0]):
         q, high, low = (x[row].unflatten(0, (-1, group)) for x in (query, *c))
         k, v = (x[row, :, None].expand(-1, group, -1, -1) for x in (key, value))
-        rows.append(_one_row(q, k, v, high, low, size, scale, sink))
+        if size is None:
+            rows.append(_short_row(q, k, v, high, low, scale, sink))
+        else:
+            rows.append(_one_row(q, k, v, high, low, size, scale, sink))
     out = torch.stack(rows) if len(rows) > 1 else rows[0][None]
     return out.flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def _short_row(q: Tensor, k: Tensor, v: Tensor, high: Tensor, low: Tensor, scale: float | None, sink: int) -> Tensor:
+    """q, k, v (Hkv, G, T, D), c (Hkv, G, T) -> (Hkv, G, T, D)."""
+    decay = high[..., None] - high[..., None, :]
+    decay.add_(low[..., None]).sub_(low[..., None, :]).mul_(LN_2)
+    if sink:
+        decay[..., :sink] = 0.0
+    return FLASH(q, k, v, 0.0, True, attn_mask=decay, scale=scale)[0]
 
 
 def _one_row(

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers.models.llama import modeling_llama
 
+from retrofox.model import brief as passes
 from retrofox.model import captured
 from retrofox.model.brief import brief
 
@@ -165,3 +167,33 @@ def test_a_prompt_without_a_cache_and_with_a_static_one(pico_fox):
             torch.testing.assert_close(model(ids, use_cache=False).logits, expected, atol=2e-5, rtol=1e-4)
             static = StaticCache(config=model.config, max_cache_len=64)
             torch.testing.assert_close(model(ids, past_key_values=static).logits, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("spec", PLAIN)
+def test_a_prompt_of_one_token(pico_fox, monkeypatch, spec, rows):
+    model, ids = pico_fox(**PLAIN[spec]), tokens(rows, 1)
+    with torch.no_grad(), brief(model), monkeypatch.context() as patch:
+        for layer in model.model.layers:
+            patch.setattr(type(layer), "forward", None)  # the layers' own isn't called
+        model(ids, past_key_values=DynamicCache(config=model.config))
+    ours, theirs = both(monkeypatch, model, ids)
+    assert torch.equal(ours, theirs)
+
+
+@torch.no_grad()
+def test_products_are_those_of_linear_layers_below_and_above_what_one_dnn_pays_for():
+    linear = nn.Linear(576, 192)
+    for rows in (1, 2, 75, 76, 200):
+        x = torch.randn(1, rows, 576, generator=torch.Generator().manual_seed(rows))
+        found = passes.product((linear.weight, linear.bias), x)
+        torch.testing.assert_close(found, linear(x), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_norm_is_llamas():
+    for dtype in (torch.float32, torch.bfloat16):
+        norm = modeling_llama.LlamaRMSNorm(48, eps=1e-3).to(dtype)
+        norm.weight.normal_(generator=torch.Generator().manual_seed(1))
+        x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(2), dtype=dtype)
+        torch.testing.assert_close(passes.norm((norm.weight, torch.tensor(1e-3)), x), norm(x))

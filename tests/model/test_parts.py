@@ -17,6 +17,8 @@ CASES = {  # rows, queries, keys, sinks, nats a token
     "open": (1, 300, 300, 1, 0.0),
     "hardly closing": (1, 300, 300, 0, 1e-4),
     "a prompt's second part": (2, 290, 700, 3, 0.05),
+    "written out": (2, 256, 256, 2, 0.03),
+    "written out, closing fast": (1, 256, 256, 2, 3.0),
     "few queries": (1, 2, 400, 1, 0.5),
     "all but one are sinks": (1, 40, 40, 39, 0.1),
 }
@@ -56,6 +58,23 @@ def test_gates_that_close_too_fast_and_calls_that_end_among_sinks_are_left():
     lost[:, 100, 0] = float("nan")
     assert tried(log_f) is not None
     assert tried(shut) is tried(lost) is tried(log_f, sink=200) is tried(log_f, queries=100, sink=150) is None
+
+
+@torch.no_grad()
+def test_a_short_prompt_takes_one_call_and_a_later_part_takes_parts(monkeypatch):
+    calls, flash = [], parts.FLASH
+    monkeypatch.setattr(parts, "FLASH", lambda *args, **kwargs: calls.append(args) or flash(*args, **kwargs))
+
+    def counted(case):
+        rows, queries, keys, sink, nats = CASES[case]
+        q, k, v, log_f = inputs(rows, queries, keys, nats)
+        calls.clear()
+        assert parts.by_parts(q, k, v, GateCache(None, log_f).cumulative(), None, sink) is not None
+        return len(calls)
+
+    assert counted("written out") == 2  # rows
+    assert counted("written out, closing fast") == 1
+    assert counted("a prompt's second part") > 2
 
 
 def test_only_float32_in_inference():
