@@ -42,6 +42,7 @@ def environment() -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
+    versions["torch"] = torch.__version__  # with its build, +cpu or +cu130, which the package's metadata may leave out
     program = os.path.basename(sys.argv[0])
     command = ["python", "-m", "retrofox"] if program == "__main__.py" else [program]
     gpu = None
