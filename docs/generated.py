@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import figures
+import figures_of_retrofit
 import figures_of_use
 import typer
 from figures import table
@@ -133,13 +134,14 @@ def shipped_recipes() -> str:
 OF_RESULTS = (
     *(figures.teacher_sizes, figures.teacher_runs),
     *(
-        figures.retrofit_glance,
-        figures.retrofit_needles,
-        figures.retrofit_loss,
-        figures.retrofit_recall,
-        figures.retrofit_others,
+        figures_of_retrofit.retrofit_glance,
+        figures_of_retrofit.retrofit_needles,
+        figures_of_retrofit.retrofit_loss,
+        figures_of_retrofit.retrofit_recall,
+        figures_of_retrofit.retrofit_others,
+        figures_of_retrofit.retrofit_tasks,
+        figures_of_retrofit.leaderboard,
     ),
-    *(figures.retrofit_tasks, figures.leaderboard),
     *(figures.context_parallel, figures.fsdp),
     *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
     *(figures.kernel_table, figures.kernel_ratios, figures.corpus),

@@ -1,0 +1,177 @@
+"""Tables of the arms of the retrofit, of benchmarks/retrofit/arms.json: needles, loss, recall, tasks. See figures.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from figures import positions, read, table
+
+ARMS = {
+    "base": "base",
+    "control": "control",
+    "control-8k": "control, 8k windows",
+    "yarn": "YaRN x 4",
+    "partial": "**partial**",
+    "partial-seed1": "**partial**, seed 1",
+    "keep": "keep",
+    "fox": "**fox**",
+    "fox-pro": "fox-pro",
+    "calibrated": "calibrated",
+}
+OTHERS = {
+    "base": "base",
+    "yarn:4": "base, YaRN x 4",
+    "window:4096": "base, window of 4096",
+    "streaming:4096,4": "base, StreamingLLM 4096 + 4",
+    "drope": "base, no RoPE (DroPE)",
+    "fox": "**fox**",
+    "fox-43M": "fox taught by the base, 43M",
+    "fox-pro": "**fox-pro**",
+    "fox-pro-43M": "fox-pro with both norms, taught by the base, 43M",
+}
+
+
+def retrofit_glance() -> str:
+    """Each arm beside the control: the largest shortfalls and excesses, and what is found beyond the trained length."""
+    arms = read("retrofit/arms.json")["arms"]
+    control = arms["control"]
+    rows = []
+    for name, label in ARMS.items():
+        arm = arms[name]
+        if name == "control" or not arm["loss"]:
+            continue
+        inside = _mean(arm["loss"], 0, 8192) - _mean(control["loss"], 0, 8192)
+        rise = _mean(arm["loss"], 24576, 32768) - _mean(arm["loss"], 4096, 8192)
+        far = arm["loss_128k"]
+        rise_far = f"{_mean(far, 65536, 131072) - _mean(far, 4096, 8192):+.3f}" if far else ""
+        short = [
+            f"{min(_found(arm, length, mode) - _found(control, length, mode) for length in (1024, 4096, 8192)):+.0f}"
+            for mode in ("easy", "standard")
+        ]
+        beyond = [f"{_found(arm, length):.0f}" for length in (16384, 32768)]
+        excess = [
+            mine["loss"]["mean"] - its["loss"]["mean"]
+            for mine, its in zip(arm["recall"], control["recall"], strict=False)
+            if its["to"] <= 8192
+        ]
+        tasks = f"{_accuracy(arm) - _accuracy(control):+.1f}" if arm.get("tasks") else ""
+        recall = f"{max(excess):+.3f}" if excess else ""
+        rows.append(
+            [label, f"{inside:+.3f}", f"{rise:+.3f}", rise_far, " / ".join(short), " / ".join(beyond), recall, tasks]
+        )
+    header = [
+        "arm",
+        "loss, 0-8k",
+        "loss at 24k-32k over its own 4k-8k",
+        "64k-128k over its own 4k-8k",
+        "needles to 8k, easy / standard, at worst",
+        "easy needles at 16k / 32k",
+        "recall to 8k, at worst",
+        "short tasks",
+    ]
+    return table(header, rows)
+
+
+def _mean(buckets: Sequence[dict[str, Any]], start: int, stop: int) -> float:
+    """Mean loss over the positions from `start` to `stop`."""
+    chosen = [bucket for bucket in buckets if start <= bucket["from"] and bucket["to"] <= stop]
+    return sum(bucket["mean"] * bucket["tokens"] for bucket in chosen) / sum(bucket["tokens"] for bucket in chosen)
+
+
+def _accuracy(arm: dict[str, Any]) -> float:
+    """Mean accuracy over the short tasks, per cent."""
+    return 100 * sum(score["accuracy"] for score in arm["tasks"].values()) / len(arm["tasks"])
+
+
+def retrofit_needles() -> str:
+    """Easy and standard needles found by every arm, at each length."""
+    arms = read("retrofit/arms.json")["arms"]
+    rows = []
+    for name, label in ARMS.items():
+        for mode, found in arms[name]["needles"].items():
+            rows.append([label, mode, found[0]["prompts"], *(f"{100 * row['found']:.0f}" for row in found)])
+    return table(["arm", "mode", "prompts a length", "1k", "4k", "8k", "16k", "32k"], rows, left=2)
+
+
+def retrofit_loss() -> str:
+    """Loss by position of every arm, to 32k and, where it was measured, to 128k."""
+    arms = read("retrofit/arms.json")["arms"]
+    tables = []
+    for key in ("loss", "loss_128k"):
+        measured = {name: arms[name][key] for name in ARMS if arms[name][key]}
+        rows = [
+            [positions(buckets[0]), *(f"{bucket['mean']:.3f}" for bucket in buckets)]
+            for buckets in zip(*measured.values(), strict=True)
+        ]
+        tables.append(table(["positions", *(ARMS[name] for name in measured)], rows))
+    return "\n\n".join(tables)
+
+
+def retrofit_others() -> str:
+    """Baselines made of the base without training, and recipes that were given up: needles and loss by length."""
+    arms = read("retrofit/arms.json")["arms"]
+    rows = []
+    for name, label in OTHERS.items():
+        found = {row["length"]: f"{100 * row['found']:.0f}" for row in arms[name]["needles"]["easy"]}
+        loss = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in arms[name]["loss"]}
+        needles = [found[length] for length in (1024, 4096, 8192, 16384, 32768)]
+        rows.append([label, " / ".join(needles), *(loss[start] for start in (0, 4096, 8192, 24576))])
+    columns = ["arm", "easy needles at 1k / 4k / 8k / 16k / 32k", "loss at 0-512", "4k-8k", "8k-16k", "24k-32k"]
+    return table(columns, rows)
+
+
+def retrofit_recall() -> str:
+    """Loss on repeated words by the distance to their earlier occurrence, and what cutting that out costs."""
+    arms = read("retrofit/arms.json")["arms"]
+    measured = {name: arms[name]["recall"] for name in ARMS if arms[name]["recall"]}
+    rows = [
+        [
+            f"{octaves[0]['from']:,} to {octaves[0]['to']:,}",
+            f"{octaves[0]['tokens']:,}",
+            *(f"{octave['loss']['mean']:.3f} (+{octave['recalled']['mean']:.2f})" for octave in octaves),
+        ]
+        for octaves in zip(*measured.values(), strict=True)
+    ]
+    return table(["distance", "tokens", *(ARMS[name] for name in measured)], rows)
+
+
+def retrofit_tasks() -> str:
+    """Accuracy on short tasks of every arm that was asked, per cent, and the mean over tasks."""
+    arms = read("retrofit/arms.json")["arms"]
+    measured = {name: arms[name]["tasks"] for name in ARMS if arms[name].get("tasks")}
+    shares = {name: [100 * score["accuracy"] for score in found.values()] for name, found in measured.items()}
+    names = [task.removeprefix("local_") for task in measured["base"]]
+    rows = [[task, *(f"{share:.1f}" for share in row)] for task, *row in zip(names, *shares.values(), strict=True)]
+    means = [f"{sum(row) / len(row):.1f}" for row in shares.values()]
+    return table(["task", *(ARMS[name] for name in measured)], [*rows, ["**mean**", *means]])
+
+
+def leaderboard() -> str:
+    """Arms by tokens: whether loss at 4 times the trained length and needles at 8k are as good as they have to be."""
+    arms = read("retrofit/arms.json")["arms"]
+    wanted = _found(arms["control"], 8192)
+    rows = []
+    for name, label in sorted(ARMS.items(), key=lambda pair: arms[pair[0]]["tokens"]):
+        arm = arms[name]
+        if not arm["loss"]:
+            continue
+        loss = {bucket["from"]: bucket["mean"] for bucket in arm["loss"]}
+        rise, behind = loss[24576] - loss[4096], _found(arm, 8192) - wanted
+        reached = "yes" if rise <= 0 and behind >= -5 else "no"
+        minutes = f"{arm['seconds'] / 60:.1f}" if arm["tokens"] else ""
+        rows.append([label, f"{arm['tokens'] / 1e6:.0f}M", minutes, f"{rise:+.3f}", f"{behind:+.0f}", reached])
+    header = [
+        "arm",
+        "tokens",
+        "minutes, as run",
+        "loss at 24k-32k less at 4k-8k",
+        "needles at 8k less the control's",
+        "both",
+    ]
+    return table(header, rows)
+
+
+def _found(arm: dict[str, Any], length: int, mode: str = "easy") -> float:
+    """Needles found at a length, per cent."""
+    return next(100 * row["found"] for row in arm["needles"][mode] if row["length"] == length)
