@@ -1,4 +1,4 @@
-"""Tables of the arms of the retrofit, of benchmarks/retrofit/arms.json: needles, loss, recall, tasks. See figures.py."""
+"""Tables of the arms in benchmarks/retrofit/arms.json: needles, loss, recall, tasks. See figures.py."""
 
 from __future__ import annotations
 
