@@ -23,6 +23,15 @@ class Source(Section):
     recall: float = Field(
         default=0.0, ge=0, le=1, description="share of the documents into which made-up facts are put, each told twice"
     )
+    questions: float = Field(
+        default=0.0, ge=0, le=1, description="recall: share of the facts that are asked for where they are told again"
+    )
+
+    @model_validator(mode="after")
+    def _asked_of_something(self) -> Source:
+        if self.questions and not self.recall:
+            raise ValueError("questions ask for the facts of recall, which is 0: set recall, or leave questions out")
+        return self
 
 
 def _source(value: object) -> object:

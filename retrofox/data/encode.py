@@ -71,7 +71,9 @@ class Encoder:
             ValueError: see `_read`.
         """
         texts, names = self._read(batch)
-        return ([with_facts(text, batch.recall) for text in texts] if batch.recall else texts), names
+        if batch.recall:
+            texts = [with_facts(text, batch.recall, batch.questions) for text in texts]
+        return texts, names
 
     def _read(self, batch: Batch) -> tuple[list[str], list[str]]:
         """The texts of a batch and their names.

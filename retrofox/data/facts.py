@@ -18,18 +18,21 @@ CHARACTERS_PER_COPY = 16000
 NEAREST, FARTHEST = 300, 60_000
 """Characters between the two tellings: log-uniform between these, as far as the document reaches."""
 TELLINGS = (
-    "The {key} is kept under the name {value}.",
-    "Remember that {key} stands for {value}.",
-    "{key}: {value}.",
-    "In the ledger, {key} is entered as {value}.",
-    "Note: the value of {key} equals {value}.",
-    "According to the list, {key} belongs with {value}.",
-    "the key {key} opens {value};",
+    ("The {key} is kept under the name {value}.", "Under what name is the {key} kept?"),
+    ("Remember that {key} stands for {value}.", "What does {key} stand for?"),
+    ("{key}: {value}.", "And {key}?"),
+    ("In the ledger, {key} is entered as {value}.", "How is {key} entered in the ledger?"),
+    ("Note: the value of {key} equals {value}.", "What is the value of {key}?"),
+    ("According to the list, {key} belongs with {value}.", "With what does {key} belong, according to the list?"),
+    ("the key {key} opens {value};", "what does the key {key} open?"),
 )
+"""How a fact is told, and how it is asked for."""
+JOINTS = (" ", "\n")
+"""Between a question and the fact that answers it."""
 _WORD = re.compile(r"\b[^\W\d_]{4,9}\b")
 
 
-def with_facts(text: str, share: float = 1.0) -> str:
+def with_facts(text: str, share: float = 1.0, questions: float = 0.0) -> str:
     """The text with facts and copied passages put in, or the text itself for all but this share of documents.
 
     One fact per 4000 characters, told twice at a log-uniform distance, and one passage per 16000 characters that comes
@@ -37,6 +40,8 @@ def with_facts(text: str, share: float = 1.0) -> str:
 
     Args:
         share: of all texts, chosen by a hash of the text.
+        questions: share of the facts that are asked for where they are told again. The question names the key too, so
+            the value is found only by looking past the nearest mention of its key.
     """
     draw = random.Random(hashlib.sha256(text.encode("utf-8", "replace")).digest())
     words = sorted(set(_WORD.findall(text[:200_000])))
@@ -44,9 +49,11 @@ def with_facts(text: str, share: float = 1.0) -> str:
         return text
     pieces: list[tuple[int, str]] = []
     for _ in range(max(1, len(text) // CHARACTERS_PER_FACT)):
-        fact = f"\n{_fact(draw, words)}\n"
+        telling, question = _fact(draw, words)
         first = draw.randrange(len(text))
-        pieces += [(first, fact), (min(len(text), first + _distance(draw, len(text))), fact)]
+        second = min(len(text), first + _distance(draw, len(text)))
+        asked = f"{question}{draw.choice(JOINTS)}" if questions and draw.random() < questions else ""
+        pieces += [(first, f"\n{telling}\n"), (second, f"\n{asked}{telling}\n")]
     for _ in range(len(text) // CHARACTERS_PER_COPY):
         start, length = draw.randrange(len(text)), draw.randint(100, 500)
         again = start + length + _distance(draw, len(text))
@@ -54,13 +61,15 @@ def with_facts(text: str, share: float = 1.0) -> str:
     return _inserted(text, pieces)
 
 
-def _fact(draw: random.Random, words: list[str]) -> str:
+def _fact(draw: random.Random, words: list[str]) -> tuple[str, str]:
+    """(the fact, a question that it answers)."""
     key = " ".join(draw.choices(words, k=draw.randint(1, 2)))
     if draw.random() < 0.3:
         value = str(draw.randint(10**3, 10**9))
     else:
         value = " ".join(draw.choices(words, k=draw.randint(2, 8)))
-    return draw.choice(TELLINGS).format(key=key, value=value)
+    telling, question = draw.choice(TELLINGS)
+    return telling.format(key=key, value=value), question.format(key=key)
 
 
 def _distance(draw: random.Random, length: int) -> int:

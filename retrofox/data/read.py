@@ -27,7 +27,8 @@ class Batch:
     """Raw documents on their way to the tokenizer: `kind` is the type of the items, `size` counts source bytes.
 
     kind "text": str; "bytes": UTF-8 of one document; "json": one line holding the text in a field; "gpt2:NAME": uint16
-    tokens of that tokenizer, as bytes. `recall`: share of the documents that get made-up facts (`data.facts`).
+    tokens of that tokenizer, as bytes. `recall`: share of the documents that get made-up facts, `questions`: share of
+    these facts that are asked for (`data.facts`).
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Batch:
     names: list[str] = field(default_factory=list)
     size: int = 0
     recall: float = 0.0
+    questions: float = 0.0
 
 
 def compression(path: Path) -> str:

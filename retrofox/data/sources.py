@@ -39,6 +39,8 @@ class SourceLike(Protocol):
     def text_field(self) -> str | None: ...
     @property
     def recall(self) -> float: ...
+    @property
+    def questions(self) -> float: ...
 
 
 def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list[str]:
@@ -51,12 +53,14 @@ def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list
 @dataclass(frozen=True)
 class DataSource:
     """A source of documents: path (or "hf:...", "longcrawl64:..."), weight (share of tokens), field of the text,
-    and `recall`, the share of documents that get made-up facts (see `data.facts`)."""
+    `recall`, the share of documents that get made-up facts, and `questions`, that of the facts that are asked for (see
+    `data.facts`)."""
 
     path: str
     weight: float = 1.0
     text_field: str | None = None
     recall: float = 0.0
+    questions: float = 0.0
 
 
 def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
@@ -67,7 +71,7 @@ def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
     units = units_of(source, leave_out)
     if not source.recall:
         return units
-    told: list[Unit] = [WithFacts(unit, source.recall) for unit in units]
+    told: list[Unit] = [WithFacts(unit, source.recall, source.questions) for unit in units]
     return told
 
 

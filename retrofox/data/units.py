@@ -90,6 +90,7 @@ class WithFacts:
 
     unit: Unit
     share: float
+    questions: float = 0.0
 
     def __post_init__(self) -> None:
         self.name, self.size = self.unit.name, self.unit.size
@@ -99,10 +100,11 @@ class WithFacts:
         return getattr(self.unit, "paths", [])
 
     def identity(self, digests: Digests) -> str:
-        """The unit's own, the version of the facts, and the share."""
-        return json.dumps([self.unit.identity(digests), "facts", facts.VERSION, self.share])
+        """The unit's own, the version of the facts, the share of documents, and that of facts asked for, if any are."""
+        asked = [self.questions] if self.questions else []
+        return json.dumps([self.unit.identity(digests), "facts", facts.VERSION, self.share, *asked])
 
     def batches(self, text_field: str) -> Iterator[Batch]:
         """The unit's batches, marked: whoever reads their texts puts the facts in."""
         for batch in self.unit.batches(text_field):
-            yield replace(batch, recall=self.share)
+            yield replace(batch, recall=self.share, questions=self.questions)

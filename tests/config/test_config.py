@@ -111,6 +111,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.learning_rate=.nan", ["stages.0.learning_rate"]),
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
         ("stages.0.temperature=2", ["temperature belongs to objective distill"]),
+        ("data.train.0={path: a, questions: 0.5}", ["data.train.0", "set recall, or leave questions out"]),
         ("stages.0.ce_weight=0.5", ["ce_weight belongs to objective distill"]),
         ("stages.0.teacher_logits=here", ["teacher_logits belongs to objective distill", "stage's is extend"]),
         (

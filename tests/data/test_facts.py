@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from retrofox.data.facts import with_facts
+from retrofox.data.facts import TELLINGS, with_facts
 from retrofox.data.files import Digests
 from retrofox.data.sources import DataSource, resolve
 from retrofox.data.windows import documents
@@ -79,3 +81,40 @@ def test_a_source_with_recall_gives_other_tokens_and_another_shard(tmp_path: Pat
     assert not np.array_equal(one, other[: len(one)])
     digests = Digests()
     assert resolve(plain)[0].identity(digests) != resolve(recalled)[0].identity(digests)
+
+
+def test_a_question_names_the_key_and_comes_right_before_the_second_telling():
+    plain, asked = with_facts(TEXT), with_facts(TEXT, questions=1.0)
+    questions = [(fact, question) for fact, question in TELLINGS if question.split("{key}")[0] != "And "]
+    forms = [(re.compile(_pattern(fact)), re.compile(_pattern(question))) for fact, question in questions]
+    answered = 0
+    for fact, question in forms:
+        assert not question.search(plain)
+        for found in question.finditer(asked):
+            told_again = fact.match(asked[found.end() :].lstrip(" \n"))
+            assert told_again
+            assert told_again["key"] == found["key"]
+            assert 0 <= asked.find(told_again.group()) < found.start()
+            answered += 1
+    assert answered >= 2
+
+
+def _pattern(form: str) -> str:
+    return re.escape(form).replace(r"\{key\}", r"(?P<key>\w+(?: \w+)?)").replace(r"\{value\}", r"[\w ]+")
+
+
+def test_without_questions_facts_are_what_they_were():
+    """Recipes with `recall` alone read the documents that their figures were measured on."""
+    digest = hashlib.sha256(with_facts(TEXT).encode()).hexdigest()
+    assert digest == "3aa497e80d07af1e85674e4e5a2dfaecb60b0dd2a725f11a8d1ede81ba0d4e14"
+
+
+def test_a_share_of_the_facts_is_asked_for_and_the_shard_is_another(tmp_path: Path):
+    texts = [f"{n} {TEXT}" for n in range(40)]
+    total = sum(with_facts(text).count("belongs with") for text in texts) // 2
+    asked = sum(with_facts(text, questions=0.5).count("With what does") for text in texts)
+    assert 0.25 * total < asked < 0.75 * total
+    (tmp_path / "a.txt").write_text(TEXT)
+    digests = Digests()
+    sources = [DataSource(str(tmp_path / "a.txt"), recall=1.0, questions=share) for share in (0.0, 0.5, 1.0)]
+    assert len({resolve(source)[0].identity(digests) for source in sources}) == 3
