@@ -103,6 +103,7 @@ def arm(folder: Path) -> dict[str, Any]:
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))["recipe"]
     return {
         "recipe": {key: recipe.get(key) for key in KEYS},
+        "facts": {key: recipe["data"]["train"][0].get(key, 0.0) for key in ("recall", "questions")},
         "tokens": sum(stage["tokens"] for stage in result["stages"]),
         "seconds": result["seconds"],
         "curve": [{key: row.get(key) for key in ("stage", "tokens", "loss")} for row in kept],
@@ -208,12 +209,12 @@ def draw_distilled() -> None:
         figure = Figure(figsize=(6.4, 3.8), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        for number, name in enumerate(("fox", "fox-pro")):
+        for number, (name, what) in enumerate({"fox": "smollm2-fox", "fox-pro-88M": "smollm2-fox-pro before"}.items()):
             tokens, kl = distilled(arms[name])
             late = tokens >= 4e6
             (power, constant), covariance = np.polyfit(np.log(tokens[late]), np.log(kl[late]), 1, cov=True)
             more = np.array([4e6, 4 * tokens[-1]])
-            label = f"smollm2-{name}: tokens ^ {power:.2f} ± {covariance[0, 0] ** 0.5:.2f}"
+            label = f"{what}: tokens ^ {power:.2f} ± {covariance[0, 0] ** 0.5:.2f}"
             axes.plot(tokens / 1e6, kl, color=COLOURS[number], lw=2, marker="o", ms=4, label=label)
             axes.plot(more / 1e6, np.exp(constant) * more**power, color=COLOURS[number], lw=1, ls=(0, (4, 3)))
             print(f"{name}: {label}; {np.exp(constant) * more[1] ** power:.3f} nats at {more[1] / 1e6:.0f}M tokens")
