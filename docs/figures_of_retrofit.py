@@ -16,7 +16,7 @@ ARMS = {
     "partial-seed1": "**partial**, seed 1",
     "keep": "keep",
     "fox": "**fox**",
-    "fox-pro": "fox-pro",
+    "fox-pro": "**fox-pro**",
     "calibrated": "calibrated",
 }
 OTHERS = {
@@ -28,6 +28,7 @@ OTHERS = {
     "fox": "**fox**",
     "fox-43M": "fox taught by the base, 43M",
     "fox-pro": "**fox-pro**",
+    "fox-pro-88M": "fox-pro with the facts and windows of fox, 88M",
     "fox-pro-43M": "fox-pro with both norms, taught by the base, 43M",
 }
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from retrofox.anatomy import attentions, is_new_tensor, on_meta
-from retrofox.families import check_settings, check_supported, replaced_settings, trained_length
+from retrofox.families import check_settings, check_supported, replaced_settings, trained_length, unconverted_config
 from retrofox.loading.errors import understood
 from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
@@ -180,6 +180,19 @@ def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     if base.generation_config is not None:
         model.generation_config = base.generation_config
     return model.train(base.training)
+
+
+def unconverted(model: PreTrainedModel) -> PreTrainedModel:
+    """A converted model's pretrained tensors, shared with it, in the class that it was converted from."""
+    config = unconverted_config(model.config)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config)
+    kept = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not is_new_tensor(name)}
+    base.load_state_dict(kept, assign=True)
+    _fill_buffers(model, base)
+    base.tie_weights()
+    base.generation_config = model.generation_config
+    return base.train(model.training)
 
 
 def _fill_buffers(base: torch.nn.Module, model: torch.nn.Module) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
@@ -24,6 +23,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 
 from retrofox.anatomy import attentions, on_meta
+from retrofox.families import unconverted_config
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.serving.plugin import check
 from retrofox.serving.refusals import NATIVE, THROUGH_TRANSFORMERS
@@ -252,19 +252,11 @@ def make_class(base_type: str) -> type:
         config = vllm_config.model_config.hf_config
         given = vllm_config
         if base_type in THROUGH_TRANSFORMERS:
-            given = vllm_config.with_hf_config(base_config(config), architectures=["TransformersForCausalLM"])
+            given = vllm_config.with_hf_config(unconverted_config(config), architectures=["TransformersForCausalLM"])
         native.__init__(self, vllm_config=given, prefix=prefix)
         install(self, config, vllm_config)
 
     return type(f"Fox{SUPPORTED[base_type]}ForCausalLM", (native,), {"__init__": init, "__module__": __name__})
-
-
-def base_config(config: Any) -> Any:
-    """The config of the model that `config` was converted from."""
-    values = config.to_dict()
-    for name in ("fox", "auto_map", "transformers_weights", "model_type", "architectures"):
-        values.pop(name, None)
-    return CONFIG_MAPPING[config.model_type.removeprefix("fox_")].from_dict(values)
 
 
 def __getattr__(name: str) -> type:

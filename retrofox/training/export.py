@@ -11,8 +11,11 @@ import torch
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading.adapter import say_where_the_base_is
+from retrofox.loading.appearing import Appearing
+from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.support.files import new_file_mode, write_json
+from retrofox.surgery import unconverted
 from retrofox.training import checkpoint
 from retrofox.version import __version__
 
@@ -62,6 +65,25 @@ def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, no
             say_where_the_base_is(directory)
         checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": __version__})
     trainer.accelerator.wait_for_everyone()
+
+
+def export_original(adapted: Path, out: Path, dtype: torch.dtype, tokenizer: Any) -> None:
+    """Writes what an adapt stage trained as an ordinary, unconverted checkpoint: the control for what follows.
+
+    It appears whole or not at all; one that is there stays.
+
+    Args:
+        adapted: the model that the stage left.
+        dtype: of all tensors.
+    """
+    if out.exists():
+        return
+    with Appearing(out) as appearing:
+        unconverted(load(str(adapted), dtype=dtype)).to(dtype).save_pretrained(str(appearing.partial))
+        tokenizer.save_pretrained(str(appearing.partial))
+        for path in appearing.partial.rglob("*.safetensors"):
+            path.chmod(new_file_mode())
+        appearing.commit()
 
 
 def _tie(weights: dict[str, torch.Tensor], model: Any) -> None:

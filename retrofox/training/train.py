@@ -29,7 +29,7 @@ from retrofox.training import checkpoint
 from retrofox.training.arguments import STATE_BYTES, arguments
 from retrofox.training.callbacks import Clock
 from retrofox.training.data import PreparedTokens, StageData, prepare_tokens
-from retrofox.training.export import export
+from retrofox.training.export import export, export_original
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import accumulation, count_steps, role_of, set_trainable, stage_rows
 from retrofox.training.lock import OutputLock
@@ -174,6 +174,7 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
         finished = run.folder(number) / "model"
         if (finished / checkpoint.MARKER).is_file():
             reports.append(checkpoint.note_of(finished)["report"])
+            _leave_original(run, number)
             say(state, f"stage {number} ({stage.objective}) is complete")
             interruptions.stands = f"stage {number} is complete"
             continue
@@ -187,6 +188,7 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
         note = {"report": reports[-1], "stage": number, "recipe": recipe.model_dump(mode="json")}
         with interruptions.held():
             export(trainer, model, out / "model" if last else finished, tokenizer, note, last)
+            _leave_original(run, number)
             interruptions.stands = f"stage {number} is complete"
             if last:
                 result = _finish(out, reports, time.perf_counter() - started, state)
@@ -279,6 +281,15 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     )
     accumulated = accumulation(stage, batch_tokens, readers_of(recipe, state.num_processes))
     return FoxTrainer(model, arguments(recipe, stage, run.folder(number), steps, accumulated), stage_run)
+
+
+def _leave_original(run: Run, number: int) -> None:
+    """Beside what an adapt stage left, the same as an unconverted checkpoint: STAGE/original."""
+    if run.recipe.stages[number].objective == "adapt":
+        if run.state.is_main_process:
+            folder = run.folder(number)
+            export_original(folder / "model", folder / "original", PRECISIONS[run.recipe.precision], run.tokenizer)
+        run.state.wait_for_everyone()
 
 
 def _objective(recipe: Recipe, stage: Stage, model: Any, original: Path, state: Any) -> Any:

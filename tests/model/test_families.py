@@ -13,6 +13,7 @@ from retrofox.families import check_supported, trained_length
 from retrofox.model import captured
 from retrofox.model.attention import FoxMixin
 from retrofox.model.configuration_fox import SUPPORTED
+from retrofox.surgery import unconverted
 
 PICO = {
     "vocab_size": 96,
@@ -169,6 +170,14 @@ def test_open_gates_and_rope_kept_are_the_base(base, tokens, path):
     expected = logits(base, tokens)
     assert expected.abs().max() > 0.3
     close(logits(model, tokens), expected)
+
+
+def test_the_base_comes_out_again(base, fox, tokens, path):
+    again = unconverted(fox)
+    assert type(again) is type(base)
+    close(logits(again, tokens), logits(base, tokens))
+    differing = {key for key, value in base.config.to_dict().items() if again.config.to_dict().get(key) != value}
+    assert differing <= {"architectures", "attention_dropout"}
 
 
 def test_original_mode_is_the_base_also_packed_and_padded(base, fox, tokens, path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import retrofox
 from retrofox.anatomy import attention_mode, is_new_tensor
@@ -62,6 +62,7 @@ def test_it_trains_what_the_control_trains(values, tmp_path, checkpointing):
     found, wanted, before = logits(adapted, "original"), logits(Path(control["model"])), logits(Path(values["model"]))
     assert (wanted - before).abs().max() > 0.1
     torch.testing.assert_close(found, wanted, atol=2e-3, rtol=0)
+    torch.testing.assert_close(logits(adapted.parent / "original"), found, atol=1e-5, rtol=0)
     start = retrofox.load(tmp_path / "run" / "converted").state_dict()
     for name, value in retrofox.load(adapted).state_dict().items():
         if is_new_tensor(name):
@@ -96,6 +97,33 @@ def test_later_stages_learn_from_what_it_made(values, tmp_path, monkeypatch):
     assert torch.equal(found[3][1].state_dict()["model.norm.weight"], adapted["model.norm.weight"])
     again = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
     assert json.loads(again[-1])["loss"] == json.loads(whole[-1])["loss"]
+
+
+def test_the_original_is_left_as_an_unconverted_checkpoint(values, tmp_path, monkeypatch):
+    recipe = validate({**values, "precision": "bf16"})
+    left = tmp_path / "run" / "stage-0-adapt" / "original"
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "export_original", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe)
+    assert not left.exists()
+    assert (left.parent / "model" / "COMPLETE").is_file()
+    train(recipe)
+    assert {path.name for path in left.parent.iterdir() if not path.name.startswith("checkpoint")} == {
+        "model",
+        left.name,
+    }
+    config = json.loads((left / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["dtype"] == "bfloat16"
+    assert not {"fox", "auto_map", "transformers_weights"} & set(config)
+    assert AutoTokenizer.from_pretrained(left)("the fox").input_ids
+    _, info = AutoModelForCausalLM.from_pretrained(left, output_loading_info=True)
+    assert not any(info.values())
 
 
 def test_frozen_originals_stay_their_own_teachers(values, tmp_path):
