@@ -76,12 +76,13 @@ def main() -> None:
     parser.add_argument("--lengths", default="1Ki,4Ki,8Ki,16Ki,32Ki", help="of the needles' contexts")
     parser.add_argument("--length", type=int, default=32768, help="of the documents for the first loss")
     parser.add_argument("--longest", type=int, default=131072, help="and for the second")
-    parser.add_argument("--only", default="", help="parts to run, with commas between; all if not given")
+    parser.add_argument("--only", default="", help="parts to judge by, with commas between, or train: all if not given")
     parser.add_argument("changes", nargs="*", help="a.b=value")
     options = parser.parse_intermixed_args()
     chains, only = parts(options), {part for part in options.only.split(",") if part}
-    if unknown := only - {name for commands in chains for name in commands}:
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(n for c in chains for n in c)}")
+    known = ["train", *(name for commands in chains for name in commands)]
+    if unknown := only - set(known):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     options.folder.mkdir(parents=True, exist_ok=True)
     model = options.model or str(options.folder / "model")
     if options.recipe and not (options.folder / "result.json").exists():

@@ -64,7 +64,7 @@ def test_an_unknown_part_is_refused(arm, capsys):
     with pytest.raises(SystemExit) as ended:
         arm("--model", "base", "--only", "evil")
     assert ended.value.code == 2
-    assert "no such part: evil; there are needle-easy," in capsys.readouterr().err
+    assert "no such part: evil; there are train, needle-easy," in capsys.readouterr().err
 
 
 def test_a_failure_is_told_with_its_reason(arm):

@@ -1,0 +1,80 @@
+"""The benchmark that runs several arms: each trained in turn, judged beside the next, failures and time told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import retrofit_arms
+
+PROGRAM = """
+import json, sys, time
+from pathlib import Path
+given = sys.argv[1:]
+folder, trains = Path(given[0]), "--recipe" in given
+folder.mkdir(exist_ok=True)
+if trains and "broken.yaml" in given:
+    sys.exit("a reason")
+if not trains:
+    time.sleep(0.4)
+if trains:
+    (folder / "result.json").write_text("{}")
+with (folder.parent / "order.jsonl").open("a") as file:
+    file.write(json.dumps(["train" if trains else "judge", folder.name, given]) + "\\n")
+"""
+FILES = ["--dev", "dev.xz", "--haystack", "hay.xz"]
+
+
+@pytest.fixture
+def arms(tmp_path, monkeypatch):
+    """arms(*arguments) -> (exit code, [(what, arm, arguments)] in the order of their ends)."""
+    monkeypatch.setattr(retrofit_arms, "ARM", (sys.executable, "-c", PROGRAM))
+
+    def run(*arguments: str) -> tuple[int, list[tuple[str, str, list[str]]]]:
+        code = retrofit_arms.main([str(tmp_path), *arguments, *FILES])
+        lines = (tmp_path / "order.jsonl").read_text().splitlines() if (tmp_path / "order.jsonl").exists() else []
+        return code, [(what, arm, given) for what, arm, given in map(json.loads, lines)]
+
+    return run
+
+
+def test_arms_are_trained_in_turn_and_judged_beside_the_next(arms, tmp_path):
+    code, done = arms("a=a.yaml", "b=b.yaml", "base=models/base", "--only", "eval", "--changes", "seed=1")
+    assert code == 0
+    order = [(what, arm) for what, arm, _ in done]
+    assert order.index(("train", "b")) < order.index(("judge", "a"))
+    assert [arm for what, arm in order if what == "judge"] == ["a", "b", "base"]
+    commands = {(what, arm): given for what, arm, given in done}
+    assert commands["train", "a"][-1] == "seed=1"
+    assert commands["train", "a"][commands["train", "a"].index("--only") + 1] == "train"
+    judged = commands["judge", "a"]
+    assert judged[judged.index("--model") + 1] == str(tmp_path / "a" / "model")
+    assert judged[judged.index("--only") + 1] == "eval"
+    assert commands["judge", "base"][2] == "models/base"
+
+
+def test_a_failure_leaves_the_other_arms_alone(arms, tmp_path, capsys):
+    code, done = arms("a=broken.yaml", "b=b.yaml")
+    assert code == 1
+    assert [(what, arm) for what, arm, _ in done] == [("train", "b"), ("judge", "b")]
+    assert f"failed, see {tmp_path / 'a.train.log'}" in capsys.readouterr().out
+    assert "a reason" in (tmp_path / "a.train.log").read_text()
+
+
+def test_no_training_begins_when_the_time_is_over(arms, capsys):
+    code, done = arms("a=a.yaml", "base=models/base", "--minutes", "0")
+    assert code == 0
+    assert [(what, arm) for what, arm, _ in done] == [("judge", "base")]
+    assert "not begun: the time was over" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [["a"], ["=b.yaml"], ["a/b=c.yaml"], ["a=b.yaml", "a=c.yaml"]])
+def test_what_is_no_arm_is_refused(arms, wrong):
+    with pytest.raises(SystemExit) as ended:
+        arms(*wrong)
+    assert ended.value.code == 2
