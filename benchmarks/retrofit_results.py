@@ -101,9 +101,10 @@ def arm(folder: Path) -> dict[str, Any]:
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     kept = log[:: max(1, len(log) // CURVE)]
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))["recipe"]
+    facts = recipe["data"] | {key: share for key, share in recipe["data"]["train"][0].items() if share is not None}
     return {
         "recipe": {key: recipe.get(key) for key in KEYS},
-        "facts": {key: recipe["data"]["train"][0].get(key, 0.0) for key in ("recall", "questions")},
+        "facts": {key: facts.get(key) for key in ("recall", "questions")},
         "tokens": sum(stage["tokens"] for stage in result["stages"]),
         "seconds": result["seconds"],
         "curve": [{key: row.get(key) for key in ("stage", "tokens", "loss")} for row in kept],

@@ -20,18 +20,8 @@ class Source(Section):
         default=1.0, ge=1e-9, le=1e9, description="share of the tokens, relative to the other sources"
     )
     text_field: str | None = Field(default=None, description="field holding the text; None = data.text_field")
-    recall: float = Field(
-        default=0.0, ge=0, le=1, description="share of the documents into which made-up facts are put, each told twice"
-    )
-    questions: float = Field(
-        default=0.0, ge=0, le=1, description="recall: share of the facts that are asked for where they are told again"
-    )
-
-    @model_validator(mode="after")
-    def _asked_of_something(self) -> Source:
-        if self.questions and not self.recall:
-            raise ValueError("questions ask for the facts of recall, which is 0: set recall, or leave questions out")
-        return self
+    recall: float | None = Field(default=None, ge=0, le=1, description="None = data.recall; in `eval`, 0")
+    questions: float | None = Field(default=None, ge=0, le=1, description="None = data.questions; in `eval`, 0")
 
 
 def _source(value: object) -> object:
@@ -51,11 +41,37 @@ class DataConfig(Section):
         default=None, min_length=1, description="token shards; None = $XDG_CACHE_HOME/retrofox or ~/.cache/retrofox"
     )
     text_field: str = "text"
+    recall: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the documents to train on into which made-up facts are put, each told twice",
+    )
+    questions: float = Field(
+        default=0.0, ge=0, le=1, description="share of these facts that are asked for where they are told again"
+    )
     workers: int | None = Field(default=None, ge=1, description="tokenising processes; None = all cores")
 
+    @model_validator(mode="after")
+    def _asked_of_something(self) -> DataConfig:
+        without = [source.path for source in (*self.read_as(), *self.eval) if source.questions and not source.recall]
+        if self.questions and not any(source.recall for source in self.read_as()):
+            without.append("data")
+        if without:
+            raise ValueError(
+                f"questions ask for the facts of recall, which is 0 in {without[0]}: set recall, or leave questions out"
+            )
+        return self
+
     def read_as(self) -> list[Source]:
-        """The sources to train on, each with the field its text is in."""
-        return [source.model_copy(update={"text_field": source.text_field or self.text_field}) for source in self.train]
+        """The sources to train on, each with the field its text is in and its share of facts and questions."""
+        return [self._filled(source) for source in self.train]
+
+    def _filled(self, source: Source) -> Source:
+        recall = self.recall if source.recall is None else source.recall
+        asked = (self.questions if recall else 0.0) if source.questions is None else source.questions
+        text_field = source.text_field or self.text_field
+        return source.model_copy(update={"text_field": text_field, "recall": recall, "questions": asked})
 
     @property
     def cache_dir(self) -> Path:

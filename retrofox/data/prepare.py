@@ -33,7 +33,7 @@ def _prepare(recipe: Recipe, progress: bool) -> dict[str, Any]:
     name = recipe.data.tokenizer or recipe.model
     tokenizer = recipe_tokenizer(recipe)
     report: dict[str, Any] = {"cache": str(recipe.data.cache_dir), "tokenizer": name}
-    for part, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
+    for part, sources in (("train", recipe.data.read_as()), ("eval", recipe.data.eval)):
         report[part] = None
         if sources:
             manifest = prepare_sources(

@@ -38,9 +38,9 @@ class SourceLike(Protocol):
     @property
     def text_field(self) -> str | None: ...
     @property
-    def recall(self) -> float: ...
+    def recall(self) -> float | None: ...
     @property
-    def questions(self) -> float: ...
+    def questions(self) -> float | None: ...
 
 
 def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list[str]:
@@ -71,7 +71,7 @@ def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
     units = units_of(source, leave_out)
     if not source.recall:
         return units
-    told: list[Unit] = [WithFacts(unit, source.recall, source.questions) for unit in units]
+    told: list[Unit] = [WithFacts(unit, source.recall, source.questions or 0.0) for unit in units]
     return told
 
 

@@ -38,7 +38,7 @@ def prepare_tokens(recipe: Recipe, tokenizer: Any, state: Any) -> PreparedTokens
     """
     found = []
     with state.main_process_first():
-        for sources in (recipe.data.train, recipe.data.eval):
+        for sources in (recipe.data.read_as(), recipe.data.eval):
             found.append(
                 prepare_sources(
                     sources,

@@ -111,7 +111,8 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.learning_rate=.nan", ["stages.0.learning_rate"]),
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
         ("stages.0.temperature=2", ["temperature belongs to objective distill"]),
-        ("data.train.0={path: a, questions: 0.5}", ["data.train.0", "set recall, or leave questions out"]),
+        ("data.questions=0.5", ["which is 0 in data: set recall"]),
+        ("data.train.0={path: a, questions: 0.5}", ["which is 0 in a: set recall, or leave questions out"]),
         ("stages.0.ce_weight=0.5", ["ce_weight belongs to objective distill"]),
         ("stages.0.teacher_logits=here", ["teacher_logits belongs to objective distill", "stage's is extend"]),
         (
@@ -366,3 +367,18 @@ def test_a_value_of_no_allowed_kind_is_refused_in_one_line():
         "stages.0.gradient_checkpointing: given 'half', allowed 'none' or 'full'; or input should be a valid integer"
     )
     assert str(refused.value) == f"recipe: {wanted}"
+
+
+def test_facts_of_the_data_hold_for_every_source_that_has_no_share_of_its_own(recipe_file):
+    """So a recipe keeps them when its texts are replaced by one's own."""
+    shares = ["data.recall=0.7", "data.questions=0.5", "data.eval=[held-out/]"]
+    own = "data.train=[my-texts/, {path: plain/, recall: 0}, {path: b/, recall: 0.2, questions: 0.1}]"
+    data = load_recipe(recipe_file, [*shares, own]).data
+    assert [(s.recall, s.questions) for s in data.read_as()] == [(0.7, 0.5), (0.0, 0.0), (0.2, 0.1)]
+    assert [(s.recall, s.questions) for s in data.eval] == [(None, None)]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_keeps_its_facts_when_its_texts_are_replaced(path):
+    shipped, own = (load_recipe(path, changes).data.read_as() for changes in ([], ["data.train=[my-texts/]"]))
+    assert [(s.recall, s.questions) for s in own] == [(shipped[0].recall, shipped[0].questions)]
