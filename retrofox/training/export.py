@@ -80,7 +80,8 @@ def export_original(adapted: Path, out: Path, dtype: torch.dtype, tokenizer: Any
         return
     with Appearing(out) as appearing:
         unconverted(load(str(adapted), dtype=dtype)).to(dtype).save_pretrained(str(appearing.partial))
-        tokenizer.save_pretrained(str(appearing.partial))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(appearing.partial))
         for path in appearing.partial.rglob("*.safetensors"):
             path.chmod(new_file_mode())
         appearing.commit()
