@@ -79,7 +79,8 @@ def export_original(adapted: Path, out: Path, dtype: torch.dtype, tokenizer: Any
     if out.exists():
         return
     with Appearing(out) as appearing:
-        unconverted(load(str(adapted), dtype=dtype)).to(dtype).save_pretrained(str(appearing.partial))
+        model: Any = unconverted(load(str(adapted), dtype=dtype))
+        model.to(dtype).save_pretrained(str(appearing.partial))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(appearing.partial))
         for path in appearing.partial.rglob("*.safetensors"):
