@@ -168,7 +168,9 @@ def evaluate(
             result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
         result["names"][key] = opened.name
         if chosen:
-            losses_of = token_losses if context == 1 else shared_context.shared_losses(context, opened.model)
+            losses_of = token_losses
+            if context > 1:
+                losses_of = shared_context.shared_losses(context, opened.model, result["longest"])
             for line, values in _run(opened, key, chosen, batch, controls and key == "model", progress, losses_of):
                 result["lines"].append(line)
                 losses[line["key"]] = values

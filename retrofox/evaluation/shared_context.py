@@ -34,16 +34,27 @@ def join(context: int, **unshared: Any) -> str | None:
     return join_processes(context, "eval MODEL")
 
 
-def shared_losses(context: int, model: Any) -> Losses:
+def shared_losses(context: int, model: Any, longest: int = 1) -> Losses:
     """`anatomy.token_losses` of a converted model over documents that `context` processes share.
 
     Every process calls it with the same tokens and gets all losses.
+
+    Args:
+        longest: tokens of the longest document.
+
+    Raises:
+        ValueError: a model, or a document of so many tokens, that can't be shared.
     """
     split = degrees(context, key_value_heads(model.config))
+
+    def padded(tokens: int) -> int:
+        return -(-tokens // split.unit) * split.unit
+
+    refuse_sharing(model, padded(longest), split)
     mesh = build_mesh(split)
 
     def losses(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
-        length = -(-token_ids.shape[1] // split.unit) * split.unit
+        length = padded(token_ids.shape[1])
         refuse_sharing(model, length, split)
         return _losses(mesh, split, model, F.pad(token_ids, (0, length - token_ids.shape[1])))[
             :, : token_ids.shape[1] - 1

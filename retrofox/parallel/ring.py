@@ -50,7 +50,7 @@ def ring_attention(
         pieces = []
         for slot, chunk in enumerate(mesh.degrees.chunks_of(mesh.ring_rank)):
             begin, (skipped, cu_seqlens) = slot * plan.chunk, plan.rest(row, chunk, q.device)
-            if shared is not None and skipped:
+            if shared is not None:  # also for none of its queries: the others wait for this process's backward
                 pieces.append(shared[row : row + 1, begin : begin + skipped])
             if skipped < plan.chunk:
                 own = slice(begin + skipped, begin + plan.chunk)

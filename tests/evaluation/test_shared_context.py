@@ -9,8 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from transformers import MistralConfig, MistralForCausalLM
 
+import retrofox
 from retrofox.evaluation.evaluate import evaluate
+from retrofox.evaluation.shared_context import shared_losses
 
 
 @pytest.fixture
@@ -58,3 +61,11 @@ def test_two_processes_report_one_processs_losses(texts, pico_fox_checkpoint, tm
 def test_what_one_process_runs_alone_is_refused(texts, pico_fox_checkpoint, options, reason):
     with pytest.raises(ValueError, match=reason):
         evaluate(str(pico_fox_checkpoint), data=str(texts), length=64, context=2, progress=False, **options)
+
+
+def test_the_longest_document_is_refused_before_any_is_read():
+    sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 20}
+    model = retrofox.convert(MistralForCausalLM(MistralConfig(**sizes, **heads)), fox=retrofox.FoxSpec(rope="keep"))
+    with pytest.raises(ValueError, match=r"a sliding window of 20 tokens is smaller than the ring's pieces \(26\)"):
+        shared_losses(2, model, longest=101)  # the first document may be short

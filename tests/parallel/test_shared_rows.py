@@ -52,12 +52,12 @@ def of(found: dict[str, dict[str, float]], kind: str) -> dict[str, dict[str, flo
 
 
 def test_the_operator_is_exact_over_two_processes(two):
-    assert len(of(two, "operator")) == 24
+    assert len(of(two, "operator")) == 36
     assert {name: f["error"] for name, f in of(two, "operator").items() if not f["error"] < ROUNDING} == {}
 
 
 def test_the_operator_is_exact_over_four_processes(four):
-    assert len(of(four, "operator")) == 24
+    assert len(of(four, "operator")) == 36
     assert {name: f["error"] for name, f in of(four, "operator").items() if not f["error"] < ROUNDING} == {}
 
 

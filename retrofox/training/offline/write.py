@@ -82,7 +82,10 @@ def _folders(recipe: Recipe, stage: int | None, out: Path | None) -> dict[Path, 
     """Which stages' logits go into which directory; raises ValueError where that can't be."""
     objectives = ", ".join(s.objective for s in recipe.stages)
     if recipe.stages[0].objective == "adapt":
-        raise ValueError("this recipe's teacher is the original as its adapt stage leaves it, which is not made yet")
+        raise ValueError(
+            "this recipe's teacher is the original as its adapt stage leaves it, which is not made yet: leave "
+            "teacher_logits out, and `train` runs it beside the model"
+        )
     distill = [number for number, s in enumerate(recipe.stages) if s.objective == "distill"]
     if not distill:
         raise ValueError(f"no stage of this recipe distills (its stages: {objectives}): there is nothing to write")
