@@ -182,10 +182,16 @@ class ForgettingLayer(GrowingLayer):
         RuntimeError: `crop` to before the last time that something was dropped.
     """
 
+    takes_back = False  # whether tokens of the newest call may be taken back
+
     def __init__(self, bounds: Bounds, log_eps: float, sink: int):
         super().__init__()
         self.bounds, self.log_eps, self.sink = bounds, log_eps, sink
         self.parts: list[GrowingLayer] = []
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding calls it, for it takes back wrong guesses: from now on the newest tokens drop nothing."""
+        self.takes_back = True
 
     def _forget(self) -> None:
         super()._forget()
@@ -201,6 +207,8 @@ class ForgettingLayer(GrowingLayer):
             self.parts, self.dropped = [GrowingLayer()], [0] * key_states.shape[1]
             lost = (key_states.shape[0], log_f.shape[-1])
             self._lost = torch.full(lost, -math.inf, dtype=torch.float64, device=key_states.device)
+        if self.takes_back:
+            self._drop()
         for part, k, v, f in zip(self.parts, *split(self.parts, key_states, value_states, log_f), strict=True):
             part.update(k, v, log_f=f, head_dim=head_dim)
         self.head_dim = head_dim
@@ -219,8 +227,13 @@ class ForgettingLayer(GrowingLayer):
         """(B, Hkv, width): the last `width` channels of the newest token."""
         return torch.cat([part.keys[:, :, -1, -width:] for part in self.parts], 1)
 
-    @torch.no_grad()
     def forget(self) -> None:
+        """After a call; where its tokens may be taken back, the next call drops what has become irrelevant."""
+        if not self.takes_back:
+            self._drop()
+
+    @torch.no_grad()
+    def _drop(self) -> None:
         """Drops what has become irrelevant, where enough tokens have come since the last look."""
         if self.seen - self.looked_at < EVERY:
             return

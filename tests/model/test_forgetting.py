@@ -262,6 +262,16 @@ def test_a_text_cut_back_too_far_is_refused(pico_fox):
             forgetting.EVERY = monkeypatched
 
 
+def test_assisted_decoding_forgets_and_takes_its_guesses_back(pico_fox):
+    model = pico_fox(half_life=(1.0, 1.2), config={"initializer_range": 0.1})
+    ids = torch.randint(2, 288, (1, 20), generator=torch.Generator().manual_seed(2)).repeat(1, 4)
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    cache = model.forgetting_cache(-16.0)
+    found = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=5, **options)
+    assert torch.equal(found, model.generate(ids, use_cache=False, **options))
+    assert cache.report()["kept_share"] < 0.8
+
+
 def test_what_can_not_forget_is_refused(pico_llama, pico_fox, stir):
     with pytest.raises(ValueError, match="only a converted model"):
         ForgettingCache(pico_llama(), -10.0)
