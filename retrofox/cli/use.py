@@ -78,7 +78,9 @@ def generate(
 
 def _text_of(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"--prompt-file takes a text file; {file} can't be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from None
 

@@ -337,6 +337,12 @@ class ForgettingLayer(GrowingLayer):
         return [part._length for part in self.parts for _ in range(part.keys.shape[1])]
 
 
+def check_log_eps(log_eps: float) -> None:
+    """Raises ValueError for what is no ln of a weight below 1."""
+    if not isinstance(log_eps, (int, float)) or not -math.inf < log_eps < 0:
+        raise ValueError(f"evict is ln of the weight that may be missing, a number below 0 such as -10; got {log_eps}")
+
+
 class ForgettingCache(DynamicCache):
     """A DynamicCache of a converted model that drops keys no later query can give more than eps of its weight to.
 
@@ -351,10 +357,7 @@ class ForgettingCache(DynamicCache):
     """
 
     def __init__(self, model: Any, log_eps: float):
-        if not isinstance(log_eps, (int, float)) or not -math.inf < log_eps < 0:
-            raise ValueError(
-                f"evict is ln of the weight that may be missing, a number below 0 such as -10; got {log_eps}"
-            )
+        check_log_eps(log_eps)
         super().__init__(config=model.config)
         layers = model.get_decoder().layers
         if not all(hasattr(layer.self_attn, "num_fox_heads") for layer in layers):
