@@ -169,7 +169,7 @@ def test_a_prompt_file_that_is_no_text_is_refused(run, tmp_path):
     latin.write_bytes("caf\xe9 au lait".encode("latin1"))
     for file, message in (
         (latin, "is not UTF-8 text (invalid continuation byte at byte 3): convert it"),
-        (tmp_path / "none", "--prompt-file takes a text file; "),
+        (tmp_path / "none", "can't be read (No such file or directory): give a UTF-8 text file"),
         (tmp_path, "can't be read (Is a directory)"),
     ):
         code, out, err = run("generate", "M", "--prompt-file", file)
