@@ -370,14 +370,18 @@ class ForgettingCache(DynamicCache):
             self.layers[number] = ForgettingLayer(bounds, float(log_eps), attention.exempt_tokens)
 
     def report(self) -> dict[str, Any]:
-        """{"seen", "kept_share", "kept" (tokens of each layer's kv heads), "bytes" of keys, values and sums}."""
+        """{"seen", "kept_share", "kept" (tokens of each layer's kv heads), "bytes" of keys, values and sums}.
+
+        Layers with a sliding window don't count; where there are no others the share is 1.
+        """
         own = [layer for layer in self.layers if isinstance(layer, ForgettingLayer)]
         kept = [layer.kept() for layer in own]
         parts = [part for layer in own for part in layer.parts]
-        seen = max((layer.seen for layer in own), default=0)
+        seen = self.get_seq_length()
+        most = seen * sum(map(len, kept))
         return {
             "seen": seen,
-            "kept_share": sum(map(sum, kept)) / max(1, seen * sum(map(len, kept))),
+            "kept_share": sum(map(sum, kept)) / most if most else 1.0,
             "kept": kept,
             "bytes": sum(x.numel() * x.element_size() for part in parts for x in part._rooms),
         }
