@@ -47,7 +47,13 @@ def missing_code(directory: Path, entries: set[str]) -> list[str]:
         if not file.is_file():
             missing.append(name)
             continue
-        for node in ast.walk(ast.parse(file.read_bytes())):
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(
+                f"{file} is not Python ({first_line(error)}): save the model with save_pretrained"
+            ) from error
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.level == 1:
                 modules = [node.module] if node.module else [alias.name for alias in node.names]
                 waiting += [f"{module.partition('.')[0]}.py" for module in modules]
@@ -67,7 +73,9 @@ def check_complete(directory: Path) -> None:
     if model_type.removeprefix("fox_") not in SUPPORTED or not model_type.startswith("fox_"):
         raise ValueError(f"{directory} has model_type {model_type}: only converted models are pushed")
     FoxSpec.from_dict(values.get("fox"))
-    code = {f"{name.partition('.')[0]}.py" for name in (values.get("auto_map") or {}).values()}
+    entries = values.get("auto_map")
+    names = entries.values() if isinstance(entries, dict) else ()
+    code = {f"{name.partition('.')[0]}.py" for name in names if isinstance(name, str)}
     missing = missing_code(directory, code)
     if missing or not code:
         raise ValueError(
@@ -131,6 +139,8 @@ def push(
         check_complete(directory)
     try:
         validate_repo_id(repo)
+        if repo.count("/") != 1:  # the Hub would make user/name of a name, and look for the name alone
+            raise HFValidationError("the user or organisation is missing")
     except HFValidationError as error:
         raise ValueError(f"{repo!r} is not the name of a Hub repository (org/name): {error}") from error
     contents = _contents(directory)
@@ -183,18 +193,28 @@ def _model_card(directory: Path, offline: bool) -> tuple[str, dict[str, str]]:
 
 
 def _adapter_config(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    file = directory / "adapter_config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({first_line(error)}): save the adapter again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} holds a {type(values).__name__} where a JSON object belongs: save the adapter again")
+    return values
 
 
 def _base_on_hub(directory: Path, base: str | None) -> str:
     """The Hub id under which an adapter's converted base is found by others.
 
     Raises:
-        ValueError: the adapter names it by a path of this machine and no other name was given; weights are missing.
+        ValueError: the adapter names it by a path of this machine and no other name was given; weights are missing,
+            cut short or not finite.
     """
+    _adapter_config(directory)
     named = base or base_of(directory)
     if not (directory / "adapter_model.safetensors").is_file():
         raise ValueError(f"{directory} has an adapter_config.json and no adapter_model.safetensors: it is incomplete")
+    check_finite(directory, shards.read(directory, ["adapter_model.safetensors"]))
     if Path(named).exists() or named.count("/") != 1 or named.startswith((".", "/")):
         raise ValueError(
             f"the adapter {directory} names its base by a path of this machine, {named}: push that base first "

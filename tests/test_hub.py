@@ -16,9 +16,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import torch
 
 import retrofox
-from retrofox.hub import check_complete, push
+from retrofox.hub import _logits, check_complete, push
 from retrofox.loading.adapter import peft_is_behind
 from retrofox.loading.source import read_config
 
@@ -159,6 +160,8 @@ class Answers(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.server.large[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
         if self.server.damage:
             files[self.server.damage] += b"x"
         sha = self.server.commit(repo, files)
@@ -400,6 +403,47 @@ def test_a_failed_push_leaves_an_older_upload_as_it_was(online, converted):
     assert "DELETE /api/repos/delete" not in online.asked
 
 
+def test_weights_of_an_earlier_upload_go_when_others_come(online, converted, pico_fox_checkpoint, tmp_path):
+    """A trained model has one file, a conversion an index: transformers would go on loading the former."""
+    from huggingface_hub import snapshot_download
+
+    before = {"notes.txt": b"mine", "pytorch_model.bin": b"old", "adapter_config.json": b"{}", "model.gguf": b"other"}
+    online.commit("me/fox", before)
+    for number, directory in enumerate((pico_fox_checkpoint, converted)):
+        assert push(directory, "me/fox")["logits_equal"] is True
+        there = snapshot_download("me/fox", cache_dir=tmp_path / str(number))
+        assert torch.equal(_logits(directory), _logits(Path(there)))
+        names = set(online.at("me/fox", "main")[1])
+        weights = {file.name for file in directory.glob("model[-.]*")}
+        assert {name for name in names if name.startswith(("model-", "model."))} == {*weights, "model.gguf"}
+        assert not names & {"pytorch_model.bin", "adapter_config.json"}
+        assert "notes.txt" in names
+
+
+def test_a_repository_that_stays_empty_is_named(online, converted):
+    online.refuse = {"/commit/": 403, "/api/repos/delete": 403}
+    with pytest.raises(ValueError, match=r"nothing of it is visible.*; me/fox was made and is empty: delete it"):
+        push(converted, "me/fox")
+
+
+def test_a_card_that_the_hub_refuses_is_one_line_and_leaves_nothing(online, converted):
+    online.refuse = {"/api/validate-yaml": 400}
+    with pytest.raises(
+        ValueError, match=r"^the Hub refuses to take me/fox: Invalid metadata in README.md.*; nothing"
+    ) as e:
+        push(converted, "me/fox")
+    assert "\n" not in str(e.value)
+    assert "me/fox" not in online.repos
+
+
+def test_a_name_without_a_user_is_refused_and_deletes_nothing(online, converted):
+    before = online.commit("me/fox", {"README.md": b"older"})
+    with pytest.raises(ValueError, match=r"'fox' is not the name of a Hub repository \(org/name\): the user or org"):
+        push(converted, "fox")
+    assert online.repos == {"me/fox": {before: {"README.md": b"older"}}}
+    assert not online.asked
+
+
 def test_without_a_token_a_push_is_one_line_and_asks_nothing(launch, hub, converted, tmp_path):
     code, _, error = retrofox_command(launch, hub.url, tmp_path / "home", "push", converted, "me/fox", HF_TOKEN="")
     assert code == 2
@@ -448,6 +492,26 @@ def test_the_licence_of_the_base_is_inherited_and_checked(pico_checkpoint, tmp_p
         push(out, "me/fox", dry_run=True)
 
 
+def test_a_licence_of_another_name_is_refused_and_a_missing_link_inherited(pico_checkpoint, tmp_path):
+    (pico_checkpoint / "README.md").write_text(CARD.format("other\nlicense_name: tulip"))
+    out = tmp_path / "fox"
+    retrofox.convert(pico_checkpoint, out, verify=False)
+    card = (out / "README.md").read_text()
+    assert "license_name: tulip\n" in card
+    (out / "README.md").write_text(card.replace("license_link: https://example.org/licence\n", ""))
+    found = push(out, "me/fox", dry_run=True)["licence"]
+    assert found == {"license": "other", "license_name": "tulip", "license_link": "https://example.org/licence"}
+    (out / "README.md").write_text(card.replace("license_name: tulip", "license_name: rose"))
+    with pytest.raises(ValueError, match=r"the card says license_name: rose, its base .* says tulip"):
+        push(out, "me/fox", dry_run=True)
+
+
+def test_a_base_whose_card_is_damaged_converts_without_a_licence(pico_checkpoint, tmp_path):
+    (pico_checkpoint / "README.md").write_text("---\nlicense: [\n---\n")
+    retrofox.convert(pico_checkpoint, tmp_path / "fox", verify=False)
+    assert push(tmp_path / "fox", "me/fox", dry_run=True)["licence"] is None
+
+
 def test_a_card_without_a_licence_gets_the_bases_from_the_hub(online, converted, pico_checkpoint):
     online.commit("org/base", {**contents(pico_checkpoint), "README.md": CARD.format("apache-2.0").encode()})
     config = json.loads((converted / "config.json").read_text())
@@ -476,6 +540,22 @@ def test_recipe_and_loss_go_with_a_trained_model(online, pico_fox_checkpoint, tm
     assert "![loss over training tokens](training/loss.png)" in card
 
 
+def test_a_cut_log_and_a_recipe_of_no_run_do_not_stop_a_push(pico_fox_checkpoint, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    pico_fox_checkpoint.rename(run / "model")
+    line = json.dumps({"stage": 0, "step": 1, "tokens": 100, "loss": 3.5})
+    (run / "log.jsonl").write_text(f'{line}\n[1]\n{{"stage": 0, "tok')
+    (run / "recipe.yaml").write_text("recipe:\n  model: org/base\n")
+    assert "training/loss.csv" in push(run / "model", "me/fox", dry_run=True)["files"]
+    for other in ("model: org/base\n", "- a\n", ""):
+        (run / "recipe.yaml").write_text(other)
+        assert "training/loss.csv" not in push(run / "model", "me/fox", dry_run=True)["files"]
+    (run / "recipe.yaml").write_text("recipe: [")
+    with pytest.raises(ValueError, match=r"recipe.yaml is damaged \(while parsing"):
+        push(run / "model", "me/fox", dry_run=True)
+
+
 @pytest.fixture
 def adapter(pico_fox_checkpoint, tmp_path) -> Path:
     """A LoRA adapter of a converted pico model, as peft saves it."""
@@ -500,6 +580,16 @@ def test_an_adapter_is_pushed_with_the_name_of_its_base(online, adapter, pico_fo
     assert "library_name: peft" in card
     assert 'snapshot_download("me/adapter")' in card
     assert files["adapter_model.safetensors"] == (adapter / "adapter_model.safetensors").read_bytes()
+    whole = (adapter / "adapter_model.safetensors").read_bytes()
+    (adapter / "adapter_model.safetensors").write_bytes(whole[:-8])
+    with pytest.raises(ValueError, match="download it again"):
+        push(adapter, "me/adapter", base="me/base", dry_run=True)
+    settings = (adapter / "adapter_config.json").read_text()
+    for damaged in ("[]", "{"):
+        (adapter / "adapter_config.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"adapter_config.json (holds a list|is damaged)"):
+            push(adapter, "me/adapter", base="me/base", dry_run=True)
+    (adapter / "adapter_config.json").write_text(settings)
     with pytest.raises(ValueError, match="is no adapter"):
         push(pico_fox_checkpoint, "me/base", base="me/base", dry_run=True)
     (adapter / "adapter_model.safetensors").unlink()
@@ -574,6 +664,14 @@ def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_p
     with pytest.raises(ValueError, match=r"lacks its code \(rope.py\)"):
         check_complete(converted)
     (converted / "rope.py").write_bytes(code)
+    (converted / "rope.py").write_text("def (")
+    with pytest.raises(ValueError, match=r"rope.py is not Python"):
+        check_complete(converted)
+    (converted / "rope.py").write_bytes(code)
+    for damaged in (b"caf\xe9", b"---\nlicense: [\n---\n", b"---\n- a\n---\n"):
+        (converted / "README.md").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"README.md is damaged \(.*\): correct its metadata"):
+            check_complete(converted)
     (converted / "README.md").write_text(card.replace("- custom_code\n", ""))
     with pytest.raises(ValueError, match="lacks the tag custom_code"):
         check_complete(converted)
@@ -584,6 +682,10 @@ def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_p
     with pytest.raises(ValueError, match=r"lacks 1 of the 4 .* as model.layers.1.self_attn.forget_gate.bias"):
         check_complete(converted)
     config = json.loads((converted / "config.json").read_text())
+    for entries in ("modeling_fox", {"AutoConfig": None}, None):
+        (converted / "config.json").write_text(json.dumps({**config, "auto_map": entries}))
+        with pytest.raises(ValueError, match=r"lacks 1 of the 4|lacks its code \(auto_map\)"):
+            check_complete(converted)
     for fox in (None, [1], {"ropee": "drop"}):
         (converted / "config.json").write_text(json.dumps({**config, "fox": fox}))
         with pytest.raises(ValueError, match=r"no fox section|must be a mapping|unknown key 'ropee' in fox"):

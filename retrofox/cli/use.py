@@ -53,11 +53,12 @@ def generate(
     from retrofox.generation.generate import generate as run
     from retrofox.loading.trust import trusting_code
     from retrofox.parallel.launched import is_first
+    from retrofox.support.files import text_of
 
     with trusting_code(trust_remote_code):
         result = run(
             model,
-            [*(prompt or ()), *(() if prompt_file is None else (_text_of(prompt_file),))],
+            [*(prompt or ()), *(() if prompt_file is None else (text_of(prompt_file),))],
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,
@@ -74,13 +75,6 @@ def generate(
     if not stream and is_first():
         for text in result["texts"]:
             typer.echo(text)
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from None
 
 
 def chat(

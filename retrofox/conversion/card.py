@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from retrofox.anatomy import attentions, lm_class, on_meta
+from retrofox.loading.errors import first_line
 from retrofox.loading.source import read_config
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.serving.refusals import Settings, refusal
@@ -53,9 +55,23 @@ def _slowed(spec: FoxSpec) -> str:
 
 
 def own_card(directory: Path) -> str | None:
-    """README.md of a directory; None where there is none."""
+    """README.md of a directory; None where there is none.
+
+    Raises:
+        ValueError: it is not UTF-8 text, or its metadata can't be read.
+    """
     file = directory / "README.md"
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+        ModelCard(text, ignore_metadata_errors=False)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{file} is damaged ({first_line(error)}): correct its metadata, UTF-8 text between two lines of ---, or "
+            "delete it, and `retrofox push` writes a new one"
+        ) from error
+    return text
 
 
 def card_of(directory: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from pathlib import Path
@@ -11,16 +12,21 @@ import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from retrofox.loading.errors import first_line
+
 
 def history(directory: Path) -> tuple[str, dict[str, bytes | Path]]:
     """(a section of the card, path in the repository -> content) about a model's training.
 
     A run keeps recipe.yaml and log.jsonl beside its model; both are empty for a model of no run.
+
+    Raises:
+        ValueError: recipe.yaml is damaged.
     """
     lines, files = [], {}
     run = directory.absolute().parent
-    if (run / "recipe.yaml").is_file() and (run / "log.jsonl").is_file():
-        recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["recipe"]
+    recipe = _recipe(run / "recipe.yaml")
+    if recipe is not None and (run / "log.jsonl").is_file():
         steps = _steps(run / "log.jsonl")
         files["training/recipe.yaml"] = yaml.safe_dump(recipe, sort_keys=False).encode()
         lines += ["## Training\n", "<details><summary>recipe</summary>\n", "```yaml"]
@@ -32,12 +38,26 @@ def history(directory: Path) -> tuple[str, dict[str, bytes | Path]]:
     return "\n".join(lines), files
 
 
+def _recipe(file: Path) -> dict[str, Any] | None:
+    """The recipe of a run; None where the file is not there or is not a run's."""
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{file} is damaged ({first_line(error)}): restore it, or push a copy of the model that lies elsewhere"
+        ) from error
+    recipe = values.get("recipe") if isinstance(values, dict) else None
+    return recipe if isinstance(recipe, dict) else None
+
+
 def _steps(log: Path) -> list[dict[str, Any]]:
-    """Log lines that have a loss, tokens counted over all stages."""
+    """Log lines that have a loss, tokens counted over all stages; a last one that was cut short has none."""
     steps, done, before = [], 0, (0, 0)
-    for line in log.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
-        if "loss" not in entry or "tokens" not in entry:
+    for line in log.read_bytes().split(b"\n"):
+        entry = None
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+        if not isinstance(entry, dict) or not {"stage", "tokens", "loss"} <= entry.keys():
             continue
         if entry["stage"] != before[0]:
             done += before[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
 from huggingface_hub import ModelCard, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
@@ -17,7 +18,7 @@ def licence_in(text: str) -> dict[str, str]:
     """The licence fields of a card; none of them where it has no metadata, or damaged metadata."""
     try:
         values = ModelCard(text, ignore_metadata_errors=True).data.to_dict()
-    except ValueError:
+    except (ValueError, yaml.YAMLError):
         return {}
     return {name: str(values[name]) for name in FIELDS if values.get(name)}
 
@@ -49,10 +50,11 @@ def agreed(own: dict[str, str], base: dict[str, str], base_name: str) -> dict[st
     Raises:
         ValueError: the card names another licence than the base's card does.
     """
-    ours, theirs = own.get("license"), base.get("license")
-    if ours and theirs and ours != theirs:
-        raise ValueError(
-            f"the card says license: {ours}, its base {base_name} says {theirs}: a converted model has its base's "
-            "licence; correct README.md"
-        )
-    return own if ours else base
+    for field in ("license", "license_name"):
+        ours, theirs = own.get(field), base.get(field)
+        if ours and theirs and ours != theirs:
+            raise ValueError(
+                f"the card says {field}: {ours}, its base {base_name} says {theirs}: a converted model has its base's "
+                "licence; correct README.md"
+            )
+    return {**base, **own}

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.hf_api import RepoFile
 
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import hub_errors
 
+WEIGHTS = re.compile(r"((pytorch_|adapter_)?model)[^/]*\.(safetensors|bin)(\.index\.json)?|adapter_config\.json")
+"""Files from which a repository's weights are loaded."""
+
 
 def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, title: str) -> str:
     """Uploads files (path -> content) in one commit and compares their hashes there; returns the commit.
+
+    Weights of an earlier upload that this one does not replace are deleted in the same commit: they might be loaded.
 
     Raises:
         ValueError: there is no token, it may not write, the repository is public where a private one was asked for, or
@@ -34,7 +41,9 @@ def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, titl
                 f"{repo} is public and --private was asked for: nothing was uploaded; make it private in its settings, "
                 "or choose another name"
             )
-        commit = api.create_commit(repo, operations, commit_message=title)
+        older = set() if new else set(api.list_repo_files(repo)) - contents.keys()
+        stale = sorted(name for name in older if WEIGHTS.fullmatch(name))
+        commit = _committed(api, repo, [*operations, *map(CommitOperationDelete, stale)], title)
     with _one_line(api, repo, "it is uploaded, and not verified"):
         found = api.list_repo_tree(repo, recursive=True, revision=commit.oid)
         there = {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
@@ -44,6 +53,16 @@ def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, titl
     return commit.oid
 
 
+def _committed(api: HfApi, repo: str, operations: list[Any], title: str) -> CommitInfo:
+    try:
+        return api.create_commit(repo, operations, commit_message=title)
+    except ValueError as error:
+        if isinstance(error, hub_errors()):
+            raise
+        why = " ".join(str(error).split())[:300]  # about the card's metadata, in several lines
+        raise ValueError(f"the Hub refuses to take {repo}: {why}; nothing was uploaded") from error
+
+
 @contextlib.contextmanager
 def _one_line(api: HfApi, repo: str, state: str, delete: bool = False) -> Iterator[None]:
     """Says in one line what the Hub refused and what is there now; deletes a repository made for this upload."""
@@ -51,8 +70,10 @@ def _one_line(api: HfApi, repo: str, state: str, delete: bool = False) -> Iterat
         yield
     except BaseException as error:
         if delete:
-            with contextlib.suppress(*hub_errors()):
+            try:
                 api.delete_repo(repo, missing_ok=True)
+            except hub_errors():
+                state += f"; {repo} was made and is empty: delete it in its settings"
         refused = error.__cause__ if isinstance(error, RuntimeError) else error  # of a file in the middle of several
         if not isinstance(refused, hub_errors()):
             raise

@@ -15,11 +15,13 @@ from jinja2 import TemplateError
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from retrofox.anatomy import require_known_tokens
+from retrofox.anatomy import require_known_tokens, vocabulary_size
 from retrofox.generation import shared
 from retrofox.generation.streaming import Meter, Writer
+from retrofox.loading.errors import NO_MODEL, first_line
 from retrofox.loading.opened import Opened, open_model
-from retrofox.model.forgetting import ForgettingCache
+from retrofox.model.captured import rope_kinds
+from retrofox.model.forgetting import ForgettingCache, check_log_eps
 from retrofox.parallel.launched import is_first
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ def generate(
         ValueError: no prompt, an empty one where the tokenizer has no token to start from, or bad options.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
+    _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed, evict)
     if evict is not None and (num_beams > 1 or not use_cache):
         raise ValueError("evict drops keys from the cache of one text a row: leave out beams and no-cache")
     if context < 1:
@@ -164,7 +166,7 @@ def complete(
     """
     ends = [] if ignore_eos else end_tokens(opened)
     pad = opened.tokenizer.pad_token_id
-    if pad is None:
+    if pad is None or not 0 <= pad < vocabulary_size(opened.model):  # added to the tokenizer alone: no row has its id
         pad = ends[0] if ends else 0
     longest = max(len(ids) for ids in token_ids)
     whole = all(len(ids) == longest for ids in token_ids)
@@ -191,7 +193,7 @@ def complete(
         eos_token_id=ends or None,
         pad_token_id=pad,
         bos_token_id=opened.tokenizer.bos_token_id,
-        prefill_chunk_size=PREFILL if use_cache and whole and longest > PREFILL and _converted(opened) else None,
+        prefill_chunk_size=PREFILL if use_cache and whole and longest > PREFILL and _in_parts(opened.model) else None,
     )
     options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     with _own_defaults(opened.model), _seeded(seed, opened.device):
@@ -205,8 +207,9 @@ def complete(
     return [_until_end(row, ends) for row in output[:, longest:].tolist()]
 
 
-def _converted(opened: Opened) -> bool:
-    return str(opened.model.config.model_type).startswith("fox_")
+def _in_parts(model: Any) -> bool:
+    """Whether a long prompt is read in parts: not where rotary angles depend on the length of what is read."""
+    return model.config.model_type.startswith("fox_") and not rope_kinds(model.config) & {"dynamic", "longrope"}
 
 
 def end_tokens(opened: Opened) -> list[int]:
@@ -230,7 +233,13 @@ def end_tokens(opened: Opened) -> list[int]:
 
 
 def _check(
-    prompts: Sequence[str], max_new_tokens: int, temperature: float, top_p: float, num_beams: int, seed: int | None
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    num_beams: int,
+    seed: int | None,
+    evict: float | None,
 ) -> None:
     if not prompts:
         raise ValueError("no prompt given")
@@ -251,6 +260,8 @@ def _check(
         raise ValueError(f"seed must lie between -2^63 and 2^63 - 1, got {seed}")
     if seed is not None and temperature == 0:
         raise ValueError(f"seed {seed} has no effect on greedy decoding: give a temperature above 0 too")
+    if evict is not None:
+        check_log_eps(evict)
 
 
 def _encode(tokenizer: Any, prompt: str, chat_template: bool) -> list[int]:
@@ -316,9 +327,12 @@ def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 
 def render(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    roles = ", ".join(message["role"] for message in messages)
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(f"the chat template can't render messages of {roles}: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except (TemplateError, ValueError, LookupError, *NO_MODEL) as error:  # whatever an expression in it may raise
+        raise ValueError(f"the chat template can't render messages of {roles}: {first_line(error)}") from error
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise ValueError(f"the chat template renders messages of {roles} as an empty text: use another template")
+    return ids

@@ -46,12 +46,11 @@ class Writer:
         self.tokenizer, self.output = tokenizer, output
         self.ids: list[int] = []
         self.written = ""
-        self.several = False
+        self.head = ""
 
     def begin(self, prompts: Sequence[str] | None, count: int) -> None:
-        self.several = count > 1
-        self._write("[1] " if self.several else "")
-        self._write(prompts[0] if prompts is not None else "")
+        """Comes before the first text, and is written with it: where nothing can be generated nothing is written."""
+        self.head = ("[1] " if count > 1 else "") + (prompts[0] if prompts is not None else "")
 
     def put(self, token: int) -> None:
         self.ids.append(token)
@@ -71,5 +70,6 @@ class Writer:
         self.finish([self.tokenizer.decode(self.ids, skip_special_tokens=True)], None)
 
     def _write(self, text: str) -> None:
-        self.output.write(text)
+        self.output.write(self.head + text)
         self.output.flush()
+        self.head = ""

@@ -27,6 +27,7 @@ from .masks import first_visible
 
 DEVICES = ("cuda",)
 LEAST_TOKENS = 8  # a capture costs the host about two steps
+MOST_TOKENS = 1 << 24  # of a text: a step has room for all their ids; asking for more is asking for no limit
 KNOWN_INPUTS = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
     "tokenizer",
@@ -43,8 +44,7 @@ def reason_against(
     """Why `generate` has to take transformers' own loop, or None if a captured step serves it."""
     cache, mask, positions = (inputs.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
     other = sorted(name for name, x in inputs.items() if x is not None and name not in KNOWN_INPUTS)
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    kinds = {str(x.get("rope_type", "")) for x in (rope, *rope.values()) if isinstance(x, dict)}
+    kinds = rope_kinds(model.config)
     devices = {str(x) for x in (getattr(model, "hf_device_map", None) or {}).values()}
     reasons = {
         f"the model is on {input_ids.device.type}, a step is captured on {' and '.join(DEVICES)}": (
@@ -61,7 +61,7 @@ def reason_against(
             kinds & {"dynamic", "longrope"}
         ),
         "the prompt is given as embeddings": input_ids.dim() != 2 or input_ids.shape[1] == 0,
-        "the length of the text has no limit": stopping.max_length is None,
+        "the length of the text has no limit": stopping.max_length is None or stopping.max_length > MOST_TOKENS,
         "it is an assistant's": bool(getattr(config, "is_assistant", False)),
     }
     reason = next((why for why, holds in reasons.items() if holds), None)
@@ -79,6 +79,12 @@ def reason_against(
         if not bool((seen[:, 1:] >= seen[:, :-1]).all() & seen[:, -1].all()):
             return "the attention mask hides more than tokens before the text"
     return None
+
+
+def rope_kinds(config: Any) -> set[str]:
+    """The types of rotary scaling in a config, which may have one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return {str(x.get("rope_type", "")) for x in (rope, *rope.values()) if isinstance(x, dict)}
 
 
 def _fixable(cache: Any) -> bool:

@@ -182,10 +182,16 @@ class ForgettingLayer(GrowingLayer):
         RuntimeError: `crop` to before the last time that something was dropped.
     """
 
+    takes_back = False  # whether tokens of the newest call may be taken back
+
     def __init__(self, bounds: Bounds, log_eps: float, sink: int):
         super().__init__()
         self.bounds, self.log_eps, self.sink = bounds, log_eps, sink
         self.parts: list[GrowingLayer] = []
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding calls it, for it takes back wrong guesses: from now on the newest tokens drop nothing."""
+        self.takes_back = True
 
     def _forget(self) -> None:
         super()._forget()
@@ -201,6 +207,8 @@ class ForgettingLayer(GrowingLayer):
             self.parts, self.dropped = [GrowingLayer()], [0] * key_states.shape[1]
             lost = (key_states.shape[0], log_f.shape[-1])
             self._lost = torch.full(lost, -math.inf, dtype=torch.float64, device=key_states.device)
+        if self.takes_back:
+            self._drop()
         for part, k, v, f in zip(self.parts, *split(self.parts, key_states, value_states, log_f), strict=True):
             part.update(k, v, log_f=f, head_dim=head_dim)
         self.head_dim = head_dim
@@ -219,8 +227,13 @@ class ForgettingLayer(GrowingLayer):
         """(B, Hkv, width): the last `width` channels of the newest token."""
         return torch.cat([part.keys[:, :, -1, -width:] for part in self.parts], 1)
 
-    @torch.no_grad()
     def forget(self) -> None:
+        """After a call; where its tokens may be taken back, the next call drops what has become irrelevant."""
+        if not self.takes_back:
+            self._drop()
+
+    @torch.no_grad()
+    def _drop(self) -> None:
         """Drops what has become irrelevant, where enough tokens have come since the last look."""
         if self.seen - self.looked_at < EVERY:
             return
@@ -324,6 +337,12 @@ class ForgettingLayer(GrowingLayer):
         return [part._length for part in self.parts for _ in range(part.keys.shape[1])]
 
 
+def check_log_eps(log_eps: float) -> None:
+    """Raises ValueError for what is no ln of a weight below 1."""
+    if not isinstance(log_eps, (int, float)) or not -math.inf < log_eps < 0:
+        raise ValueError(f"evict is ln of the weight that may be missing, a number below 0 such as -10; got {log_eps}")
+
+
 class ForgettingCache(DynamicCache):
     """A DynamicCache of a converted model that drops keys no later query can give more than eps of its weight to.
 
@@ -338,10 +357,7 @@ class ForgettingCache(DynamicCache):
     """
 
     def __init__(self, model: Any, log_eps: float):
-        if not isinstance(log_eps, (int, float)) or not -math.inf < log_eps < 0:
-            raise ValueError(
-                f"evict is ln of the weight that may be missing, a number below 0 such as -10; got {log_eps}"
-            )
+        check_log_eps(log_eps)
         super().__init__(config=model.config)
         layers = model.get_decoder().layers
         if not all(hasattr(layer.self_attn, "num_fox_heads") for layer in layers):
@@ -354,14 +370,18 @@ class ForgettingCache(DynamicCache):
             self.layers[number] = ForgettingLayer(bounds, float(log_eps), attention.exempt_tokens)
 
     def report(self) -> dict[str, Any]:
-        """{"seen", "kept_share", "kept" (tokens of each layer's kv heads), "bytes" of keys, values and sums}."""
+        """{"seen", "kept_share", "kept" (tokens of each layer's kv heads), "bytes" of keys, values and sums}.
+
+        Layers with a sliding window don't count; where there are no others the share is 1.
+        """
         own = [layer for layer in self.layers if isinstance(layer, ForgettingLayer)]
         kept = [layer.kept() for layer in own]
         parts = [part for layer in own for part in layer.parts]
-        seen = max((layer.seen for layer in own), default=0)
+        seen = self.get_seq_length()
+        most = seen * sum(map(len, kept))
         return {
             "seen": seen,
-            "kept_share": sum(map(sum, kept)) / max(1, seen * sum(map(len, kept))),
+            "kept_share": sum(map(sum, kept)) / most if most else 1.0,
             "kept": kept,
             "bytes": sum(x.numel() * x.element_size() for part in parts for x in part._rooms),
         }

@@ -24,7 +24,7 @@ from retrofox.loading.converted import load
 from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.serving.engines import Engines, Job
-from retrofox.support.files import write_json
+from retrofox.support.files import text_of, write_json
 from retrofox.support.report import check_folder, environment, output_console
 
 TOLERANCE = 1e-3
@@ -81,15 +81,23 @@ def verify_serving(
         raise ValueError(f"dtype must be float32 or bfloat16, got {dtype!r}")
     if dtype == "bfloat16" and against is None:
         raise ValueError("bfloat16 is measured by the base's own difference: give --against BASE")
+    if sizes.requests < 2 or sizes.tokens < 1 or tensor_parallel < 1:
+        raise ValueError(
+            "a proof takes at least 2 requests, 1 token each and 1 rank; got "
+            f"requests {sizes.requests}, tokens {sizes.tokens}, tensor_parallel {tensor_parallel}"
+        )
     check_folder(out)
     values = read_config(directory)
     if not str(values.get("model_type")).startswith("fox_"):
         raise ValueError(f"{directory} is a plain {values.get('model_type')}, not a converted one: convert it first")
     if against is not None and Path(against).suffix == ".gguf":
         raise ValueError(f"{against}: vLLM doesn't read .gguf here; give the base as a directory or Hub id")
+    if against is not None:
+        read_config(against)
+    text = None if data is None else text_of(Path(data))
     engine = {"dtype": dtype, "enforce_eager": eager, "tensor_parallel_size": tensor_parallel, "seed": 0}
     model = load(directory, dtype=dtype).eval()
-    source = _tokens(directory, data, vocabulary_size(model))
+    source = _tokens(directory, data, text, vocabulary_size(model))
     jobs = make_jobs(source, sizes, engine, int(values["max_position_embeddings"]))
     started = time.perf_counter()
     with Engines() if engines is None else nullcontext(engines) as vllm:
@@ -123,9 +131,12 @@ def verify_serving(
 def make_jobs(source: Sequence[int], sizes: Sizes, engine: dict[str, Any], trained: int) -> list[Job]:
     """The engines and rounds of a comparison; prompts are slices of `source`."""
     draw = random.Random(0)
-    longest = min(sizes.longest, trained) - sizes.tokens
+    longest = min(sizes.longest, trained, len(source)) - sizes.tokens
     if longest < 64:
-        raise ValueError(f"prompts of {longest} tokens prove nothing: the model's length is {trained}")
+        raise ValueError(
+            f"prompts of {longest} tokens prove nothing: the model's length is {trained}, longest is {sizes.longest}, "
+            f"and {sizes.tokens} of them are generated"
+        )
 
     def slice_of(length: int) -> list[int]:
         start = draw.randrange(max(1, len(source) - length))
@@ -167,10 +178,9 @@ def make_jobs(source: Sequence[int], sizes: Sizes, engine: dict[str, Any], train
     return [first, second]
 
 
-def _tokens(directory: str | Path, data: str | Path | None, vocabulary: int) -> list[int]:
-    if data is None:
+def _tokens(directory: str | Path, data: str | Path | None, text: str | None, vocabulary: int) -> list[int]:
+    if text is None:
         return torch.randint(3, vocabulary, (32768,), generator=torch.Generator().manual_seed(0)).tolist()
-    text = Path(data).read_text(encoding="utf-8")
     ids = load_tokenizer(directory)(text, add_special_tokens=False).input_ids
     if len(ids) < 1024:
         raise ValueError(f"{data} makes {len(ids)} tokens: give a text of some thousands")

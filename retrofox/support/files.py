@@ -116,3 +116,13 @@ def why_unwritable(folder: Path) -> str | None:
     os.close(descriptor)
     os.unlink(name)
     return None
+
+
+def text_of(file: Path) -> str:
+    """The text in a file, without a byte-order mark; raises ValueError where it can't be read or is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{file} can't be read ({error.strerror}): give a UTF-8 text file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}): convert it") from None

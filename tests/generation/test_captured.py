@@ -208,12 +208,12 @@ def test_a_chat_reuses_its_cache(pico_fox, fixed_on_cpu, pico_tokenizer):
     ("options", "why"),
     [
         ({"max_new_tokens": 4}, "doesn't pay for 4"),
+        ({"max_new_tokens": 10**20, "eos_token_id": list(range(2, 288))}, "has no limit"),
         ({"use_cache": False}, "there is no cache"),
         ({"cache_implementation": "static"}, "StaticCache"),
         ({"return_dict_in_generate": True}, "more than tokens"),
         ({"attention_mask": torch.tensor([[1, 1, 0] + [1] * 17])}, "hides more"),
     ],
-    ids=str,
 )
 def test_the_reason_is_stated_where_the_step_can_not_serve(pico_fox, fixed_on_cpu, options, why):
     model = pico_fox()

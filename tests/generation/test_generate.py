@@ -156,6 +156,59 @@ def test_a_seed_without_a_draw_is_refused_before_a_model_is_looked_for(words, ru
     assert "seed 0 has no effect on greedy decoding: give a temperature above 0" in err
 
 
+@pytest.mark.parametrize("words", [["generate", "M", "the fox"], ["chat", "M"]])
+def test_an_evict_that_is_no_ln_is_refused_before_a_model_is_looked_for(words, run):
+    for value in ("0", "0.5", "nan", "-inf"):
+        code, _, err = run(*words, "--evict", value)
+        assert (code, len(err.strip().splitlines())) == (2, 1)
+        assert "a number below 0 such as -10" in err
+
+
+def test_a_prompt_file_that_is_no_text_is_refused(run, tmp_path):
+    latin = tmp_path / "latin"
+    latin.write_bytes("caf\xe9 au lait".encode("latin1"))
+    for file, message in (
+        (latin, "is not UTF-8 text (invalid continuation byte at byte 3): convert it"),
+        (tmp_path / "none", "can't be read (No such file or directory): give a UTF-8 text file"),
+        (tmp_path, "can't be read (Is a directory)"),
+    ):
+        code, out, err = run("generate", "M", "--prompt-file", file)
+        assert (code, out, len(err.strip().splitlines())) == (2, "", 1)
+        assert message in err
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(pico_fox_checkpoint, run, tmp_path):
+    outputs = []
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / encoding).write_text("the fox forgets", encoding=encoding)
+        code, out, _ = run("generate", pico_fox_checkpoint, "--prompt-file", tmp_path / encoding, "--no-stream")
+        outputs.append((code, out))
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0] == 0
+
+
+def test_a_padding_token_that_the_model_lacks_pads_a_batch(opened, pico_tokenizer):
+    alone = [run(opened, [prompt])["token_ids"][0] for prompt in PROMPTS]
+    extended = copy.deepcopy(pico_tokenizer)
+    extended.add_tokens([f"<{n}>" for n in range(288 - len(extended))])
+    extended.add_special_tokens({"pad_token": "<pad>"})
+    assert extended.pad_token_id == 288
+    other = Opened(opened.model, extended, opened.name, opened.source)
+    assert run(other, PROMPTS)["token_ids"] == alone
+
+
+def test_where_nothing_can_be_generated_nothing_is_written(pico, pico_tokenizer):
+    output = io.StringIO()
+    with pytest.raises(ValueError, match="prompts of one length"):
+        generate(pico.model, PROMPTS, tokenizer=pico_tokenizer, evict=-9.0, output=output)
+    assert output.getvalue() == ""
+
+
+def test_a_system_prompt_that_is_no_text_is_refused(opened):
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        chat(opened.model, system="be \udcff", tokenizer=opened.tokenizer, read=lambda prompt: "/exit")
+
+
 def test_a_tokenizer_of_another_model_is_refused(pico_llama, pico_tokenizer):
     with pytest.raises(ValueError, match="outside the model's vocabulary of 64: the tokenizer belongs to another"):
         generate(pico_llama(vocab_size=64), ["the fox"], tokenizer=pico_tokenizer)
@@ -207,7 +260,9 @@ def test_chat_without_a_template_is_refused(opened):
         generate(opened.model, ["a"], tokenizer=plain, chat_template=True)
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{% for m in messages %}"])
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no system role') }}", "{% for m in messages %}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}"]
+)
 def test_a_template_that_can_not_render_a_role_says_so_at_once(opened, template):
     strict = copy.deepcopy(opened.tokenizer)
     strict.chat_template = template
@@ -215,6 +270,15 @@ def test_a_template_that_can_not_render_a_role_says_so_at_once(opened, template)
         chat(opened.model, system="be brief", tokenizer=strict, read=lambda prompt: pytest.fail("asked for a message"))
     with pytest.raises(ValueError, match="the chat template can't render messages of user: "):
         generate(opened.model, ["a"], tokenizer=strict, chat_template=True)
+
+
+def test_a_template_that_renders_nothing_says_so(opened):
+    silent = copy.deepcopy(opened.tokenizer)
+    silent.chat_template = "{# nothing #}"
+    with pytest.raises(ValueError, match="renders messages of user as an empty text"):
+        generate(opened.model, ["a"], tokenizer=silent, chat_template=True)
+    with pytest.raises(ValueError, match="renders messages of user as an empty text"):
+        chat(opened.model, tokenizer=silent, read=lambda prompt: pytest.fail("asked for a message"))
 
 
 # the cache
@@ -445,3 +509,18 @@ def test_a_long_prompt_is_read_in_parts(opened, monkeypatch):
     assert run(opened, [prompt])["token_ids"] == expected
     converted = opened.model.config.model_type == "fox_llama"
     assert (max(lengths) <= 32) == converted
+
+
+def test_a_prompt_whose_angles_depend_on_its_length_is_read_whole(pico_fox, pico_tokenizer, monkeypatch):
+    from retrofox.generation import generate as module
+
+    rope = {"rope_type": "dynamic", "rope_theta": 5e3, "factor": 4.0}
+    config = {"rope_parameters": rope, "max_position_embeddings": 40}
+    model = pico_fox(rope="keep", config=config)
+    opened, prompt = open_model(model, tokenizer=pico_tokenizer), "the gate is open and the fox forgets " * 6
+    cached = run(opened, [prompt], 1)["token_ids"]
+    monkeypatch.setattr(module, "PREFILL", 32)
+    lengths: list[int] = []
+    model.register_forward_pre_hook(lambda *a: lengths.append(a[2]["input_ids"].shape[1]), with_kwargs=True)
+    assert run(opened, [prompt], 1)["token_ids"] == cached
+    assert lengths == [len(pico_tokenizer(prompt)["input_ids"])]

@@ -9,7 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DynamicCache,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import retrofox
 from retrofox.model import attention as attention_module
@@ -260,6 +268,29 @@ def test_a_text_cut_back_too_far_is_refused(pico_fox):
                 cache.crop(-1)
         finally:
             forgetting.EVERY = monkeypatched
+
+
+def test_assisted_decoding_forgets_and_takes_its_guesses_back(pico_fox):
+    model = pico_fox(half_life=(1.0, 1.2), config={"initializer_range": 0.1})
+    ids = torch.randint(2, 288, (1, 20), generator=torch.Generator().manual_seed(2)).repeat(1, 4)
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    cache = model.forgetting_cache(-16.0)
+    found = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=5, **options)
+    assert torch.equal(found, model.generate(ids, use_cache=False, **options))
+    assert cache.report()["kept_share"] < 0.8
+
+
+def test_layers_with_a_window_keep_it_and_do_not_count(stir):
+    config = MistralConfig(**PICO, sliding_window=9)
+    torch.manual_seed(0)
+    model = stir(retrofox.convert(MistralForCausalLM(config), fox=retrofox.FoxSpec(half_life=(1.0, 2.0)))).eval()
+    ids = torch.randint(2, 288, (1, 40), generator=torch.Generator().manual_seed(2))
+    cache = model.forgetting_cache(-10.0)
+    assert cache.report() == {"seen": 0, "kept_share": 1.0, "kept": [], "bytes": 0}
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(ids, use_cache=False).logits)
+    assert cache.report() == {"seen": 40, "kept_share": 1.0, "kept": [], "bytes": 0}
 
 
 def test_what_can_not_forget_is_refused(pico_llama, pico_fox, stir):

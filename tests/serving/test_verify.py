@@ -108,6 +108,28 @@ def test_what_can_not_be_compared_is_refused(pico_checkpoint, pico_fox_checkpoin
         verify_serving(pico_fox_checkpoint, dtype="float16")
     with pytest.raises(ValueError, match="prompts of 16 tokens prove nothing"):
         make_jobs(range(999), Sizes(longest=40), {}, 128)
+    with pytest.raises(ValueError, match="prompts of 6 tokens prove nothing"):
+        make_jobs(range(30), Sizes(longest=128), {}, 128)
+    for sizes, ranks in ((Sizes(requests=1), 1), (Sizes(tokens=0), 1), (Sizes(), 0)):
+        with pytest.raises(ValueError, match=r"at least 2 requests, 1 token each and 1 rank; got requests \d+"):
+            verify_serving(pico_fox_checkpoint, sizes=sizes, tensor_parallel=ranks)
+
+
+def test_a_base_or_text_that_is_not_there_is_refused_before_anything_runs(pico_fox_checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setattr(verify, "load", lambda *_, **__: pytest.fail("opened the model"))
+    with pytest.raises(FileNotFoundError, match=r"has no config.json"):
+        verify_serving(pico_fox_checkpoint, dtype="bfloat16", against=str(tmp_path))
+    with pytest.raises(ValueError, match="can't be read"):
+        verify_serving(pico_fox_checkpoint, data=tmp_path / "none")
+    (tmp_path / "latin").write_bytes(b"caf\xe9 ")
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
+        verify_serving(pico_fox_checkpoint, data=tmp_path / "latin")
+
+
+def test_prompts_are_as_long_as_their_rounds_name_says():
+    first, _ = make_jobs(range(1100), Sizes(longest=8192), {}, 8192)
+    longest = max(len(prompt) for prompt in first.rounds[2]["prompts"])
+    assert first.rounds[2]["name"] == f"prompts up to {longest}, in chunks"
 
 
 def test_the_jobs_ask_for_what_is_promised():
