@@ -248,6 +248,8 @@ def test_what_a_conversion_in_memory_can_not_honour_is_refused(pico_llama, optio
     "values",
     [
         {"max_wavelength": "100"},
+        {"rope_factor": "8"},
+        {"rope_length": [128]},
         {"log_n": "x"},
         {"log_n": True},
         {"log_n": float("nan")},
@@ -256,6 +258,7 @@ def test_what_a_conversion_in_memory_can_not_honour_is_refused(pico_llama, optio
         {"layer_max_wavelength": [1]},
         {"layer_max_wavelength": {"first": 3}},
         {"pro": None},
+        {"pro": [["k-shift"]]},
         {"prune": "x"},
         {"anneal_tokens": "10"},
         {"anneal_tokens": float("inf")},
