@@ -254,6 +254,8 @@ def test_what_a_conversion_in_memory_can_not_honour_is_refused(pico_llama, optio
         {"log_n": True},
         {"log_n": float("nan")},
         {"half_life": 5},
+        {"half_life": (1, 10**400)},
+        {"layer_max_wavelength": {0: 10**400}},
         {"half_life": ("a", "b")},
         {"layer_max_wavelength": [1]},
         {"layer_max_wavelength": {"first": 3}},

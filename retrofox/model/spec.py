@@ -135,7 +135,7 @@ class FoxSpec:
         if self.half_life is not None:
             try:
                 low, high = (float(x) for x in self.half_life)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ValueError(
                     f"half_life takes two numbers, (shortest, longest) in tokens, got {self.half_life}"
                 ) from None
@@ -291,7 +291,7 @@ def _preset(name: object) -> dict[str, Any]:
 def _numbers_by_layer(values: dict[Any, Any]) -> dict[int, float]:
     try:
         return {int(layer): float(tokens) for layer, tokens in values.items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"layer_max_wavelength takes a number of tokens per layer, got {values}") from None
 
 
