@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading import shards
-from retrofox.loading.errors import quiet_torch
+from retrofox.loading.errors import NO_MODEL, UNREADABLE_BIN, first_line, quiet_torch
 from retrofox.support.files import replacing
 from retrofox.surgery import Plan
 
@@ -144,8 +144,8 @@ def _unpickled(file: Path) -> tuple[dict[str, Any], bool]:
             f"{file} holds more than tensors ({what}) and could run code when it is opened, so it was not: convert a "
             "safetensors version of the model"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{file} can't be read ({str(error).splitlines()[0]}): download it again") from error
+    except (*UNREADABLE_BIN, *NO_MODEL, OSError) as error:
+        raise ValueError(f"{file} can't be read ({first_line(error)}): download it again") from error
     if not isinstance(state, dict) or not state:
         what = "nothing" if state == {} else f"a {type(state).__name__}"
         raise ValueError(f"{file} holds {what} where a dictionary of tensors belongs")

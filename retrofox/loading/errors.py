@@ -37,13 +37,17 @@ def quiet_torch() -> Iterator[None]:
         yield
 
 
+UNREADABLE_BIN = (ValueError, RuntimeError, LookupError, EOFError, struct.error)
+"""Errors of torch.load at a .bin file that is damaged or no pickle, beside those of `NO_MODEL`."""
+
+
 @contextmanager
 def opened_by_transformers(source: object) -> Iterator[None]:
     """Turns errors of transformers and torch in the block, about weights that make no model, into one line."""
     try:
         with makes_a_model(source):
             yield
-    except (ValueError, ImportError, RuntimeError) as error:
+    except (*UNREADABLE_BIN, ImportError) as error:
         raise ValueError(f"{source} can't be opened: {first_line(error)}") from error
 
 

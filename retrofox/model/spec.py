@@ -116,9 +116,9 @@ class FoxSpec:
             self.pro = {"all": PRO_PARTS, "none": ()}.get(self.pro) or tuple(
                 p for p in self.pro.split(",") if p != "none"
             )
-        self.pro = tuple(dict.fromkeys(self.pro))
         for part in self.pro:
             _one_of("pro", part, PRO_PARTS)
+        self.pro = tuple(dict.fromkeys(self.pro))
         if self.rope_factor is not None and not 1 <= self.rope_factor < math.inf:
             raise ValueError(
                 f"rope_factor must be a number from 1 on, times the trained length, got {self.rope_factor}"
@@ -135,7 +135,7 @@ class FoxSpec:
         if self.half_life is not None:
             try:
                 low, high = (float(x) for x in self.half_life)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ValueError(
                     f"half_life takes two numbers, (shortest, longest) in tokens, got {self.half_life}"
                 ) from None
@@ -263,8 +263,10 @@ def _refuse_idle(spec: FoxSpec) -> None:
 
 TAKES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(
-        ("max_wavelength", "anneal_tokens", "annealed_tokens", "log_n"), ((int, float), "a number of tokens")
+        ("rope_length", "max_wavelength", "anneal_tokens", "annealed_tokens", "log_n"),
+        ((int, float), "a number of tokens"),
     ),
+    "rope_factor": ((int, float), "a number, times the trained length"),
     "layer_max_wavelength": ((dict,), "a mapping of layers to tokens"),
     "half_life": ((tuple, list), "two numbers, (shortest, longest) in tokens"),
     "pro": ((str, tuple, list), "names of parts"),
@@ -289,7 +291,7 @@ def _preset(name: object) -> dict[str, Any]:
 def _numbers_by_layer(values: dict[Any, Any]) -> dict[int, float]:
     try:
         return {int(layer): float(tokens) for layer, tokens in values.items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"layer_max_wavelength takes a number of tokens per layer, got {values}") from None
 
 

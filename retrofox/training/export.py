@@ -54,9 +54,12 @@ def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, no
         model.save_pretrained(str(directory), state_dict=weights)
     trainer.check_adapter(directory)
     if trainer.args.should_save:
-        if (directory / "config.json").is_file() and dtype is not None:
+        if (directory / "config.json").is_file():
             config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-            write_json(directory / "config.json", {**config, "dtype": str(dtype).removeprefix("torch.")})
+            config["use_cache"] = True  # the Trainer turned it off for its own passes
+            if dtype is not None:
+                config["dtype"] = str(dtype).removeprefix("torch.")
+            write_json(directory / "config.json", config)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
         for path in directory.rglob("*.safetensors"):

@@ -251,6 +251,18 @@ def test_a_bin_file_that_could_run_code_is_one_line(base, converted, pico_checkp
     assert not Path("opened").exists()
 
 
+# At them torch raises EOFError, IndexError, struct.error, UnicodeDecodeError, KeyError and UnpicklingError.
+@pytest.mark.parametrize("content", [b"", b"abc", b"J", b"X\1\0\0\0\xff", b"h\x05", b"no pickle"])
+def test_a_bin_file_that_is_no_pickle_is_one_line(content, pico_checkpoint, run, tmp_path):
+    as_bin(pico_checkpoint)
+    (pico_checkpoint / "pytorch_model.bin").write_bytes(content)
+    for command in (["convert", pico_checkpoint, tmp_path / "out"], ["generate", pico_checkpoint, "a"]):
+        code, _, error = run(*command)
+        assert code == 2, command
+        assert str(pico_checkpoint) in one_line(error)
+    assert not list(tmp_path.glob("*out*"))
+
+
 def test_tensors_that_a_model_lacks_are_never_made_up(converted, pico_checkpoint, run, remote_code):
     from transformers import AutoModelForCausalLM
 

@@ -121,6 +121,8 @@ def test_the_original_is_left_as_an_unconverted_checkpoint(values, tmp_path, mon
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == "bfloat16"
     assert not {"fox", "auto_map", "transformers_weights"} & set(config)
+    for folder in (left, left.parent / "model", tmp_path / "run" / "model"):
+        assert json.loads((folder / "config.json").read_text())["use_cache"], folder
     assert AutoTokenizer.from_pretrained(left)("the fox").input_ids
     _, info = AutoModelForCausalLM.from_pretrained(left, output_loading_info=True)  # type: ignore[misc]
     assert not any(info.values())
