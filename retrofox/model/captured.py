@@ -44,6 +44,7 @@ def reason_against(
     """Why `generate` has to take transformers' own loop, or None if a captured step serves it."""
     cache, mask, positions = (inputs.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
     other = sorted(name for name, x in inputs.items() if x is not None and name not in KNOWN_INPUTS)
+    limit = MOST_TOKENS + 1 if stopping.max_length is None else stopping.max_length
     kinds = rope_kinds(model.config)
     devices = {str(x) for x in (getattr(model, "hf_device_map", None) or {}).values()}
     reasons = {
@@ -61,13 +62,13 @@ def reason_against(
             kinds & {"dynamic", "longrope"}
         ),
         "the prompt is given as embeddings": input_ids.dim() != 2 or input_ids.shape[1] == 0,
-        "the length of the text has no limit": stopping.max_length is None or stopping.max_length > MOST_TOKENS,
+        "the length of the text has no limit": limit > MOST_TOKENS,
         "it is an assistant's": bool(getattr(config, "is_assistant", False)),
     }
     reason = next((why for why, holds in reasons.items() if holds), None)
     if reason is not None:
         return reason
-    new = stopping.max_length - input_ids.shape[1]
+    new = limit - input_ids.shape[1]
     if new < LEAST_TOKENS:
         return f"a capture doesn't pay for {new} new tokens, fewer than {LEAST_TOKENS}"
     if positions is not None and positions.dim() != 2:

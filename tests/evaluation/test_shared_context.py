@@ -64,8 +64,15 @@ def test_what_one_process_runs_alone_is_refused(texts, pico_fox_checkpoint, opti
 
 
 def test_the_longest_document_is_refused_before_any_is_read():
-    sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 20}
-    model = retrofox.convert(MistralForCausalLM(MistralConfig(**sizes, **heads)), fox=retrofox.FoxSpec(rope="keep"))
+    config = MistralConfig(
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=20,
+    )
+    model = retrofox.convert(MistralForCausalLM(config), fox=retrofox.FoxSpec(rope="keep"))
     with pytest.raises(ValueError, match=r"a sliding window of 20 tokens is smaller than the ring's pieces \(26\)"):
         shared_losses(2, model, longest=101)  # the first document may be short
