@@ -16,7 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from retrofox.anatomy import vocabulary_size
 from retrofox.conversion.card import HERE, adapter_card, card_of, own_card, with_metadata
 from retrofox.conversion.history import history
-from retrofox.conversion.licence import agreed, licence_in, licence_of
+from retrofox.conversion.licence import agreed, licence_in, read_licence
 from retrofox.conversion.upload import publish
 from retrofox.loading import shards
 from retrofox.loading.adapter import base_of
@@ -121,8 +121,8 @@ def push(
         check: afterwards download it into an empty cache and compare the logits.
 
     Returns:
-        repo, files (path -> bytes), bytes, licence; unless dry_run also commit and verified, how many files were
-        compared, and logits_equal (None without `check`).
+        repo, files (path -> bytes), bytes, licence, and licence_unchecked where the base's card could not be read;
+        unless dry_run also commit and verified, how many files were compared, and logits_equal (None without `check`).
 
     Raises:
         ValueError: the checkpoint is incomplete, `repo` is not a repository name, the card contradicts the base's
@@ -147,10 +147,10 @@ def push(
     if adapter:
         values = _adapter_config(directory)
         contents["adapter_config.json"] = json.dumps({**values, "base_model_name_or_path": named}, indent=2).encode()
-        licence = {} if dry_run else licence_of(named)
+        licence, unread = ({}, None) if dry_run else read_licence(named)
         text = adapter_card(named, values, licence)
     else:
-        text, licence = _model_card(directory, dry_run)
+        text, licence, unread = _model_card(directory, dry_run)
     section, files = history(directory)
     contents |= files
     text = f"{text.rstrip()}\n{section and chr(10) + section}"
@@ -161,6 +161,7 @@ def push(
     contents["README.md"] = text.replace(HERE, repo).encode()
     sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
     found: dict[str, Any] = {"repo": repo, "files": sizes, "bytes": sum(sizes.values()), "licence": licence or None}
+    found |= {"licence_unchecked": unread} if unread else {}
     if dry_run:
         return found
     title = message or f"Upload {directory.absolute().name} with retrofox"
@@ -183,13 +184,14 @@ def _contents(directory: Path) -> dict[str, bytes | Path]:
     return contents
 
 
-def _model_card(directory: Path, offline: bool) -> tuple[str, dict[str, str]]:
-    """(the card with the base's licence in its metadata, the licence fields)."""
+def _model_card(directory: Path, offline: bool) -> tuple[str, dict[str, str], str | None]:
+    """(the card with the base's licence in its metadata, the licence fields, why the base's card was not read)."""
     text = own_card(directory) or card_of(directory)
     spec = FoxSpec.from_dict(read_config(directory).get("fox"))
-    known = licence_of(spec.base, spec.base_revision) if not offline or Path(str(spec.base)).is_dir() else {}
+    asked = not offline or Path(str(spec.base)).is_dir()
+    known, unread = read_licence(spec.base, spec.base_revision) if asked else ({}, None)
     licence = agreed(licence_in(text), known, str(spec.base))
-    return with_metadata(text, licence), licence
+    return with_metadata(text, licence), licence, unread
 
 
 def _adapter_config(directory: Path) -> dict[str, Any]:

@@ -519,7 +519,19 @@ def test_a_card_without_a_licence_gets_the_bases_from_the_hub(online, converted,
     (converted / "config.json").write_text(json.dumps(config))
     report = push(converted, "me/fox", check=False)
     assert report["licence"]["license"] == "apache-2.0"
+    assert "licence_unchecked" not in report
     assert b"license: apache-2.0" in online.at("me/fox", "main")[1]["README.md"]
+
+
+def test_a_base_whose_card_can_not_be_read_is_told(online, converted, pico_checkpoint):
+    online.commit("org/closed", {**contents(pico_checkpoint), "README.md": CARD.format("apache-2.0").encode()})
+    online.refuse = {"org/closed/resolve": 403}
+    config = json.loads((converted / "config.json").read_text())
+    config["fox"]["base"] = "org/closed"
+    (converted / "config.json").write_text(json.dumps(config))
+    report = push(converted, "me/fox", check=False)
+    assert report["licence"] is None
+    assert "the card of org/closed could not be read, so its licence is not checked: " in report["licence_unchecked"]
 
 
 def test_recipe_and_loss_go_with_a_trained_model(online, pico_fox_checkpoint, tmp_path):

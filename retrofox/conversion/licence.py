@@ -6,8 +6,9 @@ from pathlib import Path
 
 import yaml
 from huggingface_hub import ModelCard, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+from retrofox.loading.errors import first_line
 from retrofox.loading.source import hub_errors
 
 FIELDS = ("license", "license_name", "license_link")
@@ -29,19 +30,27 @@ def licence_of(source: object, revision: str | None = None) -> dict[str, str]:
     Args:
         source: a directory, a Hub id, or anything else, which has no card.
     """
+    return read_licence(source, revision)[0]
+
+
+def read_licence(source: object, revision: str | None = None) -> tuple[dict[str, str], str | None]:
+    """(`licence_of` a model, why its card could not be read: None where it was, or where there is none)."""
     if not isinstance(source, (str, Path)):
-        return {}
+        return {}, None
     directory = Path(source)
     if directory.is_dir():
         file = directory / "README.md"
-        return licence_in(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else {}
+        return licence_in(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else {}, None
     name = str(source)
     if name.count("/") != 1 or name.startswith((".", "/")) or directory.suffix == ".gguf":
-        return {}
+        return {}, None
     try:
-        return licence_in(Path(hf_hub_download(name, "README.md", revision=revision)).read_text(encoding="utf-8"))
-    except (*hub_errors(), EntryNotFoundError, ValueError):
-        return {}
+        file = Path(hf_hub_download(name, "README.md", revision=revision))
+    except (*hub_errors(), EntryNotFoundError, ValueError) as error:
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return {}, None
+        return {}, f"the card of {name} could not be read, so its licence is not checked: {first_line(error)}"
+    return licence_in(file.read_text(encoding="utf-8", errors="replace")), None
 
 
 def agreed(own: dict[str, str], base: dict[str, str], base_name: str) -> dict[str, str]:
