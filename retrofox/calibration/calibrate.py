@@ -245,10 +245,10 @@ def _values(source: LayerSource, state: State) -> dict[str, torch.Tensor]:
 
 
 def _check(fox: FoxSpec, steps: int, refit: bool, windows: int, held_out: int, length: int | None) -> None:
-    if steps < 0 or windows < 1 or held_out < 1 or (length is not None and length < 16):
-        raise ValueError(
-            f"steps must be >= 0, windows and held_out >= 1, length >= 16; got {steps}, {windows}, {held_out}, {length}"
-        )
+    least = {"steps": (steps, 0), "windows": (windows, 1), "held_out": (held_out, 1), "length": (length, 16)}
+    for name, (given, smallest) in least.items():
+        if given is not None and given < smallest:
+            raise ValueError(f"{name} of a calibration must be {smallest} or more, got {given}")
     if steps == 0 and fox.init != "calibrated":
         raise ValueError(
             "steps=0 fits nothing: give steps, or a spec with init='calibrated' to measure half-lives only"

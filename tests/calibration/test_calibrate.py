@@ -307,6 +307,15 @@ def test_nothing_to_fit_is_refused(tokens, tmp_path):
         calibrate(sharp(), SPEC, tokens, out_dir=tmp_path, held_out=9, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "least"), [("steps", -1, 0), ("windows", 0, 1), ("held_out", 0, 1), ("length", 15, 16)]
+)
+def test_a_count_that_is_too_small_is_named(tokens, tmp_path, name, given, least):
+    options: dict[str, Any] = {name: given}
+    with pytest.raises(ValueError, match=f"^{name} of a calibration must be {least} or more, got {given}$"):
+        calibrate(sharp(), SPEC, tokens, out_dir=tmp_path, progress=False, **options)
+
+
 def test_a_model_with_refitted_queries_is_not_calibrated_again(pico_checkpoint, tokens, tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"The fox forgets gate {n}. " for n in range(200)))
     options = {"fox": SPEC, "verify": False, "calibrate": [str(tmp_path / "text.txt")]}
