@@ -107,6 +107,8 @@ def arm(folder: Path) -> dict[str, Any]:
         "facts": {key: facts.get(key) for key in ("recall", "questions")},
         "tokens": sum(stage["tokens"] for stage in result["stages"]),
         "seconds": result["seconds"],
+        "tokens_per_second": [round(stage["tokens_per_second"]) for stage in result["stages"]],
+        "memory_gb": round(max(row.get("memory_gb") or 0.0 for row in log), 1),
         "curve": [{key: row.get(key) for key in ("stage", "tokens", "loss")} for row in kept],
         "half_life": {key: log[-1].get(f"half_life_{key}") for key in ("p10", "p50", "p90")},
         **evaluations(folder),
