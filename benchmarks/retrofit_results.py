@@ -153,6 +153,7 @@ DRAWN = {
     "control": "control: the same training, unconverted",
     "yarn": "control trained with YaRN, factor 4",
     "partial": "smollm2-partial",
+    "lora": "smollm2-lora",
     "fox": "smollm2-fox (no RoPE)",
     "fox-pro": "smollm2-fox-pro (no RoPE)",
     "streaming:4096,4": "base as StreamingLLM, 4096 + 4",
@@ -170,8 +171,8 @@ def draw() -> None:
         for number, (name, label) in enumerate(DRAWN.items()):
             look: dict[str, Any] = {
                 "label": label,
-                "color": (*COLOURS, "#888888")[number],
-                "linestyle": (*LINES, "--")[number],
+                "color": (*COLOURS, "#888888", "#8B6914")[number],
+                "linestyle": (*LINES, "--", "-.")[number],
                 "lw": 2,
                 "marker": "o",
                 "ms": 4,
@@ -212,7 +213,7 @@ def draw_distilled() -> None:
         figure = Figure(figsize=(6.4, 3.8), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        for number, (name, what) in enumerate({"fox": "smollm2-fox", "fox-pro-88M": "smollm2-fox-pro before"}.items()):
+        for number, (name, what) in enumerate({"fox-told": "smollm2-fox", "fox-pro-told": "smollm2-fox-pro"}.items()):
             tokens, kl = distilled(arms[name])
             late = tokens >= 4e6
             (power, constant), covariance = np.polyfit(np.log(tokens[late]), np.log(kl[late]), 1, cov=True)

@@ -13,12 +13,20 @@ ARMS = {
     "control-8k": "control, 8k windows",
     "yarn": "YaRN x 4",
     "partial": "**partial**",
-    "partial-seed1": "**partial**, seed 1",
+    "lora": "**lora**",
     "keep": "keep",
     "fox": "**fox**",
     "fox-pro": "**fox-pro**",
     "calibrated": "calibrated",
 }
+FACTS = {
+    "control, 8k windows": ("control-8k-told", "control-8k"),
+    "partial": ("partial-told", "partial-told-seed1", "partial"),
+    "fox": ("fox-told", "fox"),
+    "fox-pro": ("fox-pro-told", "fox-pro"),
+}
+"""Recipes that ran on documents with other shares of facts."""
+LENGTHS = (1024, 4096, 8192, 16384, 32768)
 OTHERS = {
     "base": "base",
     "yarn:4": "base, YaRN x 4",
@@ -28,7 +36,6 @@ OTHERS = {
     "fox": "**fox**",
     "fox-43M": "fox taught by the base, 43M",
     "fox-pro": "**fox-pro**",
-    "fox-pro-88M": "fox-pro with the facts and windows of fox, 88M",
     "fox-pro-43M": "fox-pro with both norms, taught by the base, 43M",
 }
 
@@ -48,7 +55,7 @@ def retrofit_glance() -> str:
         rise_far = f"{_mean(far, 65536, 131072) - _mean(far, 4096, 8192):+.3f}" if far else ""
         short = [
             f"{min(_found(arm, length, mode) - _found(control, length, mode) for length in (1024, 4096, 8192)):+.0f}"
-            for mode in ("easy", "standard")
+            for mode in arm["needles"]
         ]
         beyond = [f"{_found(arm, length):.0f}" for length in (16384, 32768)]
         excess = [
@@ -95,6 +102,24 @@ def retrofit_needles() -> str:
     return table(["arm", "mode", "prompts a length", "1k", "4k", "8k", "16k", "32k"], rows, left=2)
 
 
+def retrofit_facts() -> str:
+    """The same recipe on documents with few facts that are told again, and with many, half of them asked for."""
+    arms = read("retrofit/arms.json")["arms"]
+    rows = []
+    for label, names in FACTS.items():
+        for arm in (arms[name] for name in names):
+            modes = ("easy", "standard")
+            found = [" / ".join(f"{_found(arm, length, mode):.0f}" for length in LENGTHS) for mode in modes]
+            loss = [f"{_mean(arm['loss'], start, stop):.3f}" for start, stop in ((0, 8192), (24576, 32768))]
+            facts = f"{100 * arm['facts']['recall']:.0f} / {100 * arm['facts']['questions']:.0f}"
+            tasks = f"{_accuracy(arm):.1f}" if arm.get("tasks") else ""
+            rows.append([label, facts, f"{arm['tokens'] / 1e6:.0f}M", *found, *loss, tasks])
+    lengths = " / ".join(f"{length // 1024}k" for length in LENGTHS)
+    facts = "documents with facts / of these asked for, %"
+    columns = ["recipe", facts, "tokens", f"easy needles at {lengths}", "standard ones", "loss, 0-8k", "24k-32k"]
+    return table([*columns, "short tasks"], rows, left=1)
+
+
 def retrofit_loss() -> str:
     """Loss by position of every arm, to 32k and, where it was measured, to 128k."""
     arms = read("retrofit/arms.json")["arms"]
@@ -116,7 +141,7 @@ def retrofit_others() -> str:
     for name, label in OTHERS.items():
         found = {row["length"]: f"{100 * row['found']:.0f}" for row in arms[name]["needles"]["easy"]}
         loss = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in arms[name]["loss"]}
-        needles = [found[length] for length in (1024, 4096, 8192, 16384, 32768)]
+        needles = [found[length] for length in LENGTHS]
         rows.append([label, " / ".join(needles), *(loss[start] for start in (0, 4096, 8192, 24576))])
     columns = ["arm", "easy needles at 1k / 4k / 8k / 16k / 32k", "loss at 0-512", "4k-8k", "8k-16k", "24k-32k"]
     return table(columns, rows)

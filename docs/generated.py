@@ -136,6 +136,7 @@ OF_RESULTS = (
     *(
         figures_of_retrofit.retrofit_glance,
         figures_of_retrofit.retrofit_needles,
+        figures_of_retrofit.retrofit_facts,
         figures_of_retrofit.retrofit_loss,
         figures_of_retrofit.retrofit_recall,
         figures_of_retrofit.retrofit_others,
