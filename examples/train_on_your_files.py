@@ -17,7 +17,7 @@ output: {out}/run
 fox: {{preset: fox-partial}} # retrofox's defaults: slow rotary pairs stretched, a gate on every head, one sink token
 data:
   recall: 0.7 # made-up facts in 70 % of the texts, told twice: what teaches the model to look back
-  questions: 0.5 # half of them asked for the second time
+  questions: 0.5 # half of them are asked for the second time
   train: [{train}]
   eval: [{heldout}]
 stages:
@@ -45,7 +45,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=40_960, help="training tokens")
     parser.add_argument("--length", type=int, default=512, help="tokens of a training window")
     options = parser.parse_args(arguments)
-
     options.out.mkdir(parents=True, exist_ok=True)
     recipe = options.out / "recipe.yaml"
     recipe.write_text(RECIPE.format(**vars(options), batch_tokens=2 * options.length))
