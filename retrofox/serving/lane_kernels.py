@@ -4,7 +4,7 @@
 kernel. Longer ones take two: log f of a chunk of tokens is added up first, so that chunks need not wait for each other.
 """
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 from __future__ import annotations
 
 from typing import Any
@@ -29,7 +29,7 @@ def _split_off(x):
     return part, x - part
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def _log_f_kernel(
     key, log_f, sums, query_start, key_token, key_head, requests, heads,
     GROUPS: tl.constexpr, PADDED: tl.constexpr, TERMS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -75,7 +75,7 @@ def _sum_of(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def _lanes_kernel(
     query, key, value, cache, log_f, sums, query_start, seq_lens, block_table, source, source_request, scale,
     query_token, query_head, key_token, key_head, value_token, value_head,
@@ -149,7 +149,7 @@ def _lanes_kernel(
             tl.store(where, content.to(tl.bfloat16), mask=alive[:, None] & written[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "length"])
 def _gather_kernel(
     cache, pages, key, value, log_f, first, length, cache_block, cache_head, cache_token, heads,
     GROUPS: tl.constexpr, PADDED: tl.constexpr, STATE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,

@@ -6,7 +6,7 @@ import traceback
 
 from retrofox.serving import prompts, vllm_attention, vllm_run
 
-vllm_attention.StepBuilder.pays = True
+vllm_attention.StepBuilder.pays = True  # type: ignore[assignment]
 prompts.LONG = 16
 
 if __name__ == "__main__":

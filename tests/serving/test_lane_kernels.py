@@ -103,7 +103,8 @@ def gathered(groups, dim, first, length, device="cpu"):
         lanes.value(c.flatten(0, 1), torch.bfloat16).unflatten(0, (12, page)).transpose(1, 2)
     )
     pages = torch.randperm(12, device=device, dtype=torch.int32)
-    wanted = prompts.gather(lanes, *cache.chunk(2, -1), pages, first, length)
+    keys, values = cache.chunk(2, -1)
+    wanted = prompts.gather(lanes, keys, values, pages, first, length)
     found = gather(lanes, cache, pages, first, length)
     return {name: float((getattr(found, name) - getattr(wanted, name)).abs().max()) for name in wanted._fields}
 
