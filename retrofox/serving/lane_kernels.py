@@ -18,7 +18,7 @@ from retrofox.serving.prompts import Links, Rows
 
 TOKENS = 128
 """Tokens that a program adds up at once."""
-CHUNK = 1024
+CHUNK = 512
 """Tokens of one request that a program walks through."""
 
 

@@ -163,12 +163,12 @@ def test_all_kernels_compile_without_a_gpu(arch):
     wide = {"GROUPS": 8, "PADDED": 8, "TERMS": 3, "STATE": 4, "WIDTH": 160, "PAGE": 16, "LANES": 32, "DIM": 128}
     narrow = {"GROUPS": 3, "PADDED": 4, "TERMS": 3, "STATE": 4, "WIDTH": 80, "PAGE": 16, "LANES": 16, "DIM": 64}
     single = {"SINGLE": True, "BLOCK": 16} | dict.fromkeys(("source", "source_request", "log_f", "sums"))
-    several = {"SINGLE": False, "BLOCK": 128, "CHUNK": 1024}
+    several = {"SINGLE": False, "BLOCK": 128, "CHUNK": 512}
     for kernel, how in (
         (kernels._log_f_kernel, several),
         (kernels._lanes_kernel, several),
         (kernels._lanes_kernel, several | {"source": None, "source_request": None}),
-        (kernels._lanes_kernel, single | {"CHUNK": 1024}),
+        (kernels._lanes_kernel, single | {"CHUNK": 512}),
         (kernels._gather_kernel, {"BLOCK": 32}),
     ):
         for sizes in (wide, narrow):
