@@ -123,7 +123,11 @@ def split(x: torch.Tensor, terms: int, dtype: torch.dtype) -> list[torch.Tensor]
 
 
 def running_sum(
-    log_f: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor, before: torch.Tensor
+    log_f: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    before: torch.Tensor,
+    links: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """c of the tokens of a batch of requests, each going on from where its cache ends.
 
@@ -132,6 +136,10 @@ def running_sum(
     Shapes: log_f (T, Hkv, G) float64; query_start (R + 1,) int32, where each request's new tokens start; seq_lens (R,)
     int32, its tokens with the new ones; before (R, Hkv, G) float64, c of the last token in the cache (anything where
     there is none) -> (T, Hkv, G) float64.
+
+    Args:
+        links: where that last token is written in this very step, by another request (`prompts.Links`), `before` is
+            not yet its c.
     """
     sums = log_f.cumsum(0)
     starts = query_start[:-1].long().clamp_max(log_f.shape[0] - 1)
@@ -139,5 +147,13 @@ def running_sum(
     token = torch.arange(log_f.shape[0], device=log_f.device, dtype=ends.dtype)
     request = torch.searchsorted(ends, token, right=True).clamp_max(len(ends) - 1)
     continued = seq_lens[: len(ends)] > query_start[1:] - query_start[:-1]
-    before = torch.where(continued[:, None, None], before, 0.0)
-    return sums + (before - sums[starts] + log_f[starts])[request]
+    offset = torch.where(continued[:, None, None], before, 0.0)
+    if links is not None:
+        linked, writer = links[0] >= 0, links[1]
+        offset = torch.where(linked[:, None, None], sums[links[0].clamp_min(0)], offset)
+    offset = offset - sums[starts] + log_f[starts]  # c = offset of the request + sums
+    if links is not None:
+        for _ in range(len(ends).bit_length()):  # a request's writer may be linked itself
+            offset = torch.where(linked[:, None, None], offset + offset[writer], offset)
+            linked, writer = linked & linked[writer], writer[writer]
+    return sums + offset[request]

@@ -60,8 +60,9 @@ def verify_serving(
 ) -> dict[str, Any]:
     """Serves a converted checkpoint with vLLM and compares every log-probability with retrofox's.
 
-    Rounds: requests of mixed lengths at once; the same again, from the prefix cache, with other endings; prompts up to
-    the longest, in chunks; as many requests in a cache too small for them, so that vLLM preempts some.
+    Rounds: requests of mixed lengths at once; the same again, from the prefix cache, with other endings, and some that
+    share a beginning never seen before; prompts up to the longest, in chunks; as many requests in a cache too small for
+    them, so that vLLM preempts some.
 
     Args:
         against: the base. In bfloat16 the measure is how far vLLM's base is from transformers' base.
@@ -146,6 +147,8 @@ def make_jobs(source: Sequence[int], sizes: Sizes, engine: dict[str, Any], train
     mixed = [slice_of(round(8 * (short / 8) ** draw.random())) for _ in range(sizes.requests - 2)]
     mixed += [slice_of(short), slice_of(short * 3 // 4)]
     endings = [prompt[: len(prompt) * 3 // 4] + slice_of(9) for prompt in mixed[-2:]]
+    beginning = slice_of(short // 4)
+    twins = [beginning + slice_of(length) for length in (9, 5, 17)]  # in one step, which fills the pages they share
     lengths = sorted({min(longest, n) for n in (longest, longest // 2, longest // 4)})
     plenty = {
         **engine,
@@ -160,7 +163,7 @@ def make_jobs(source: Sequence[int], sizes: Sizes, engine: dict[str, Any], train
         plenty,
         [
             {"name": f"{sizes.requests} requests at once", "prompts": mixed, **of_prompt},
-            {"name": "prefix hits", "prompts": mixed + endings, "max_tokens": sizes.tokens, "of_prompt": False},
+            {"name": "prefix hits", "prompts": twins + mixed + endings, "max_tokens": sizes.tokens, "of_prompt": False},
             {"name": f"prompts up to {lengths[-1]}, in chunks", "prompts": [slice_of(n) for n in lengths], **of_prompt},
         ],
     )

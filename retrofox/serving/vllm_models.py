@@ -222,7 +222,7 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
         tables=None,
     )
     if wanted.forget_gate is not None:
-        module.attn = with_lanes(native, wanted.exempt_tokens)
+        module.attn = with_lanes(native, wanted.exempt_tokens, spec.prune)
         fox.lanes = module.attn.impl.lanes
     if wanted.rotary_fade is not None and not wanted.rotary_fade.kept:
         length = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)
