@@ -203,9 +203,9 @@ def write_lanes(
     requests = batch.query_start_loc.shape[0] - 1
     single = batch.max_query_len == 1 and links is None
     chunks = triton.cdiv(batch.max_query_len, CHUNK)
-    sizes: dict[str, int] = {
+    sizes: dict[str, Any] = {
         "GROUPS": lanes.groups, "PADDED": triton.next_power_of_2(lanes.groups), "TERMS": lanes.terms, "CHUNK": CHUNK,
-        "BLOCK": 16 if single else TOKENS,
+        "BLOCK": 16 if single else TOKENS, "num_warps": 1 if single else 4,
     }  # fmt: skip
     log_f = sums = None
     if not single:
@@ -220,7 +220,7 @@ def write_lanes(
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), batch.block_table.stride(0), requests, heads,
         STATE=lanes.state_terms, LANES=triton.next_power_of_2(lanes.width), WIDTH=width, PAGE=kv_cache.shape[2],
-        SINGLE=single, num_warps=1 if single else 4, **sizes,
+        SINGLE=single, **sizes,
     )  # fmt: skip
     return log_f
 
