@@ -55,7 +55,13 @@ def test_prompts_that_the_operator_reads_beside_decoding_requests_are_those_of_r
     """Chunks with a past, texts that begin together, prefix hits also within one step, preemption, windows."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    config: dict[str, Any] = {**WIDE, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 300}
+    config: dict[str, Any] = {
+        **WIDE,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 300,
+    }
     config |= {"intermediate_size": 64, "sliding_window": window, "initializer_range": 0.1}
     fox = retrofox.FoxSpec(**spec)
     torch.manual_seed(0)
