@@ -210,8 +210,6 @@ def find_tasks(
         ValueError: lm-eval is not installed, or a task is unknown.
     """
     require_harness()
-    if include_path is not None and not Path(include_path).is_dir():
-        raise FileNotFoundError(f"include_path is not a directory: {include_path}")
     manager, names = _manager_of(expand(tasks), include_path, {"max_seq_lengths": [length], "tokenizer": tokenizer})
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the stream that lm-eval's tasks draw from
     try:
@@ -231,12 +229,20 @@ def find_tasks(
     return Tasks(loaded["tasks"], loaded["groups"], limit)
 
 
+def check_names(tasks: Sequence[str], include_path: str | None) -> None:
+    """Raises what `find_tasks` raises for names that lm-eval does not know, and loads nothing."""
+    require_harness()
+    _manager_of(expand(tasks), include_path, {})
+
+
 def expand(tasks: Sequence[str]) -> list[str]:
     """Presets replaced by their tasks, each name once."""
     return list(dict.fromkeys(name for task in tasks for name in PRESETS.get(task, (task,))))
 
 
 def _manager_of(tasks: Sequence[str], include_path: str | None, metadata: dict[str, Any]) -> tuple[Any, list[str]]:
+    if include_path is not None and not Path(include_path).is_dir():
+        raise FileNotFoundError(f"include_path is not a directory: {include_path}")
     task_manager = import_module("lm_eval.tasks").TaskManager
     unknown = list(tasks)
     for defaults in (False, True):  # indexing all of lm-eval's own tasks takes seconds

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from retrofox.data.sources import DataSource, listed, resolve
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.baselines import base_for, parse_all
 from retrofox.evaluation.heads import head_places
+from retrofox.evaluation.lm_eval import check_names
 from retrofox.loading.converted import check_files
 from retrofox.loading.device import resolve_device, resolve_dtype
 from retrofox.loading.source import first_line, holds_converted, read_config
@@ -144,6 +146,8 @@ def _check(asked: Asked, suite: Suite) -> None:
         raise ValueError(
             "include_path, limit and task_cache_folder say how lm-eval tasks run: name tasks, or drop them"
         )
+    if suite.tasks and find_spec("lm_eval") is not None:
+        check_names(suite.tasks, asked.include_path)
     for path in asked.data:
         resolve(DataSource(path))
     tokenizer = open_tokenizer(asked.model)

@@ -162,7 +162,8 @@ def test_progress_names_the_part_its_size_and_the_time_left(made, tmp_path, monk
 def test_what_cannot_be_measured_is_named_and_tried_again(made, tmp_path, ran, monkeypatch, capsys):
     short = tmp_path / "short.txt"
     short.write_text("Ten words that all differ, so nothing here comes twice.")
-    monkeypatch.setattr("retrofox.reporting.parts.find_spec", lambda name: None)
+    for module in ("parts", "report"):
+        monkeypatch.setattr(f"retrofox.reporting.{module}.find_spec", lambda name: None)
     given = {**made["given"], "data": [str(short)], "out": str(tmp_path / "out"), "maps": [], "baselines": []}
     for _ in range(2):
         ran.clear()
@@ -176,6 +177,15 @@ def test_what_cannot_be_measured_is_named_and_tried_again(made, tmp_path, ran, m
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Not measured" in page
     assert "piqa need lm-eval, which is not installed" in page
+
+
+def test_a_task_that_nobody_knows_is_refused_before_anything_runs(made, tmp_path, ran):
+    with pytest.raises(ValueError, match=r"unknown task nope; `lm_eval ls tasks` lists"):
+        report(**made["given"] | {"out": str(tmp_path / "out"), "tasks": ["piqa", "nope"]})
+    with pytest.raises(FileNotFoundError, match="include_path is not a directory: missing"):
+        report(**made["given"] | {"out": str(tmp_path / "out"), "tasks": ["piqa"], "include_path": "missing"})
+    assert not ran
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_texts_there_are_gates_alone_and_the_page_says_so(made, tmp_path):
