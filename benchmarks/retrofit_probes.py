@@ -41,6 +41,18 @@ ARMS: dict[str, tuple[list[float] | None, str, float, float, int]] = {
     # name: (fades or None for the base itself, gate, tokens, share of documents with facts, window)
     "base": (None, "none", 0, 0, 0),
     **{f"keep {n}, no gates": ([1.0] * n + [0.0] * (PAIRS - n), "none", 0, 0, 0) for n in (28, 26, 24, 22, 20, 18, 16)},
+    **{
+        f"without pairs {first} to {last}": (
+            [0.0 if first <= pair <= last else 1.0 for pair in range(PAIRS)],
+            "none",
+            0,
+            0,
+            0,
+        )
+        for first, last in ((0, 3), (4, 7), (8, 11), (12, 15), (16, 19), (20, 23), (24, 27), (28, 31))
+    },
+    "every second pair, no gates": ([1.0, 0.0] * (PAIRS // 2), "none", 0, 0, 0),
+    "pairs 0 to 3 and 12 to 23, no gates": ([1.0] * 4 + [0.0] * 8 + [1.0] * 12 + [0.0] * 8, "none", 0, 0, 0),
     **{f"stretched {s} times": (interpolated(FREQUENCIES, TRAINED, s), "none", 0, 0, 0) for s in (4, 16)},
     "control": (None, "none", 2e6, 0.3, 8192),
     "16 kept, gates, facts": ([1.0] * 16 + [0.0] * 16, "data", 2e6, 0.3, 8192),
@@ -114,14 +126,15 @@ def judge(model: Any, tokenizer: Any, options: argparse.Namespace, device: torch
         "progress": False,
         "tokenizer": tokenizer,
     }
-    with torch.autocast(device.type, torch.bfloat16):
-        found = needle(model, None, [options.haystack], list(LENGTHS), **settings)
-        texts = [t[: EDGES[-1]] for _, t in documents([options.dev], tokenizer, EDGES[-1])][: options.documents]
+    edges = [edge for edge in EDGES if edge <= options.longest]
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        found = needle(model, None, [options.haystack], options.lengths, **settings)
+        texts = [t[: edges[-1]] for _, t in documents([options.dev], tokenizer, edges[-1])][: options.documents]
         losses = torch.stack(
             [token_losses(model, torch.from_numpy(t.astype(np.int64))[None].to(device))[0].cpu() for t in texts]
         )
     (by_mode,) = [entry["modes"]["easy"]["by_length"] for entry in found["models"].values()]
-    spans = pairwise(EDGES)
+    spans = pairwise(edges)
     return {"needles": by_mode, "loss": {f"{a}-{b}": float(losses[:, max(0, a - 1) : b - 1].mean()) for a, b in spans}}
 
 
@@ -134,12 +147,14 @@ def main() -> None:
         "--arms", nargs="*", default=list(ARMS), choices=list(ARMS), metavar="ARM", help="all by default"
     )
     parser.add_argument("--documents", type=int, default=6)
+    parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS), help="of the needles' contexts")
+    parser.add_argument("--longest", type=int, choices=EDGES[1:], default=EDGES[-1], help="tokens of a document")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, results = AutoTokenizer.from_pretrained(options.model), {}
     for name in options.arms:
         fades, gate, tokens, share, window = ARMS[name]
-        dtype = torch.float32 if tokens else torch.bfloat16
+        dtype = torch.float32 if tokens or device.type == "cpu" else torch.bfloat16
         model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
         if fades is not None:
             spec = FoxSpec(rope="keep", gate=gate, **(LONG if gate == "data" else {}))  # type: ignore[arg-type]
