@@ -1,4 +1,4 @@
-"""When one process of a group dies, the others must not wait for it for ever: they end, and one says why."""
+"""When one process of a run dies, the others must not wait for it for ever: they end, and one says why."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Watch:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        lost = self._waited_for() if isinstance(error, RuntimeError) else {}
+        broken = isinstance(error, RuntimeError) or isinstance(error and error.__cause__, RuntimeError)  # amid a save
+        lost = self._waited_for() if broken else {}
         self.done.set()
         if lost:
             time.sleep(LINGER_SECONDS)
