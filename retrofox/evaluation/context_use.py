@@ -128,7 +128,9 @@ def trends(result: dict[str, Any]) -> list[str]:
     sentences = []
     start, end = max(8, result["longest"] // 64), result["longest"]
     if all(line["slope_per_doubling"]["interval"] is None for line in result["lines"]):
-        sentences.append("one document gives no interval, so no trend of the loss is named")
+        alone = any(line["slope_per_doubling"]["slope"] is not None for line in result["lines"])
+        reach = "only one document reaches, which gives no interval" if alone else "no document reaches"
+        sentences.append(f"beyond position {start} {reach}, so no trend of the loss is named")
     for line in result["lines"]:
         octave, late = line["slope_per_doubling"], line["late_slope_per_1k"]
         if octave["interval"] is None:

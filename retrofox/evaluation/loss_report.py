@@ -133,7 +133,8 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         if to == "base" or key not in CONTROLS:
             cells = [_cell(row["difference"][name], signed=True) for row in result["buckets"]]
             whole = _cell(lines[keys.index(key)]["difference"], signed=True)
-            columns.append(("difference" if key == "model" else f"{labels[key]} - {to}", [*cells, whole, "", ""]))
+            label = "difference" if key == "model" else f"{labels[key]} - {labels[to]}"
+            columns.append((label, [*cells, whole, "", ""]))
     positions = [f"{tokens_label(row['from'])}-{tokens_label(row['to'])}" for row in result["buckets"]]
     positions += ["all", "slope per doubling", "slope per 1k, late"]
     counts = [f"{row['tokens']:,}" for row in result["buckets"]]

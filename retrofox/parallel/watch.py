@@ -1,4 +1,4 @@
-"""When one process of a group dies, the others must not wait for it for ever: they end, and one says why."""
+"""When one process of a run dies, the others must not wait for it for ever: they end, and one says why."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import torch.distributed as dist
 LOOK_SECONDS = 1.0
 GRACE_SECONDS = 10.0
 """How long a failing collective has to raise by itself; a GPU's never does."""
+LINGER_SECONDS = 2 * LOOK_SECONDS
+"""How long a process stays when it knows of a lost one: so long that all others have looked while only that one is."""
 
 
 class ProcessLost(ValueError):
@@ -25,7 +27,8 @@ class Watch:
     """Inside a `with` block, looks whether the run's other processes on this machine live.
 
     A collective that fails because one of them ended is raised again as `ProcessLost` by the first of those left, and
-    as a silent SystemExit(1) by the rest. A process that waits for ever in one (NCCL's kernels do) is ended.
+    as a silent SystemExit(1) by the rest. A process that waits for ever in one (NCCL's kernels do) is ended. Those that
+    leave for a lost one stay long enough for all to see which one it was.
 
     Args:
         stands: what is kept if a process is lost now, for the message.
@@ -34,6 +37,7 @@ class Watch:
     def __init__(self, stands: Callable[[], str]):
         self.stands = stands
         self.done = threading.Event()
+        self.first: dict[int, int] = {}
 
     def __enter__(self) -> Watch:
         found: list[Any] = [None] * dist.get_world_size()
@@ -46,16 +50,20 @@ class Watch:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        lost = self._waited_for() if isinstance(error, RuntimeError) else {}
+        broken = isinstance(error, RuntimeError) or isinstance(error and error.__cause__, RuntimeError)  # amid a save
+        lost = self._waited_for() if broken else {}
         self.done.set()
         if lost:
+            time.sleep(LINGER_SECONDS)
             if self._speaks(lost):
                 raise ProcessLost(self._message(lost)) from error
             raise SystemExit(1) from error
 
     def lost(self) -> dict[int, int]:
-        """Rank -> number of the processes that have ended."""
-        return {rank: pid for rank, (pid, started) in self.others.items() if _started(pid) != started}
+        """Rank -> number of those that had ended when this process first saw any: others leave because of them."""
+        if not self.first:
+            self.first = {rank: pid for rank, (pid, started) in self.others.items() if _started(pid) != started}
+        return self.first
 
     def _waited_for(self) -> dict[int, int]:
         """The processes lost, which may take a moment to show after their connections broke."""

@@ -48,6 +48,7 @@ def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated:
         remove_unused_columns=False,
         ddp_find_unused_parameters=False,
         log_level="error",
+        log_level_replica="error",
     )
 
 

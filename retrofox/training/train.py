@@ -20,7 +20,7 @@ from retrofox.config import Recipe, Stage
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.mesh import build_mesh
-from retrofox.parallel.settings import context_of, readers_of, split_of, take_over
+from retrofox.parallel.settings import readers_of, split_of, take_over
 from retrofox.parallel.watch import Watch
 from retrofox.support.files import write_json
 from retrofox.support.interruptions import Interruptions
@@ -71,7 +71,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     Raises:
         ValueError: the recipe can't run here, OUTPUT holds another run, the data changed, the loss diverged, a
             checkpoint could not be written.
-        ProcessLost: a process that shares rows with this one ended (the others leave with SystemExit 1).
+        ProcessLost: another process of the run ended (the rest leave with SystemExit 1).
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, the state saved.
     """
     transformers.utils.logging.disable_progress_bar()
@@ -88,8 +88,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
             return _complete(out, recipe, state)
         for refusal in preflight(recipe, state.num_processes, state.device).refusals:
             raise refusal
-        shared = context_of(recipe) > 1
-        watch = Watch(lambda: _stands(out, recipe)) if shared else contextlib.nullcontext()
+        several = state.num_processes > 1
+        watch = Watch(lambda: _stands(out, recipe)) if several else contextlib.nullcontext()
         with OutputLock(out) if state.is_main_process else contextlib.nullcontext(), watch:
             return _train(recipe, out, interruptions, state)
 

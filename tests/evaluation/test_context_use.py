@@ -56,6 +56,14 @@ def test_one_document_gets_no_word():
     assert summary["slope_per_doubling"]["trend"] is None
     [sentence] = trends({"longest": LENGTH, "lines": [{"label": "it", **summary}]})
     assert not {"flat", "falling", "rising"} & set(sentence.split())
+    assert "only one document" in sentence
+
+
+def test_documents_too_short_for_a_slope_are_not_called_one_document():
+    losses, windows = [np.zeros(8)] * 12, [Window(n, np.zeros(9, np.int64)) for n in range(12)]
+    summary = summarise({"model": losses}, windows, 9)["model"]
+    [sentence] = trends({"longest": 9, "lines": [{"label": "it", **summary}]})
+    assert sentence == "beyond position 8 no document reaches, so no trend of the loss is named"
 
 
 def test_the_interval_of_a_slope_covers_the_true_one():

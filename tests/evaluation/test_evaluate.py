@@ -223,6 +223,16 @@ def test_several_bases_share_one_table(pico_llama, tokenizer, documents, capsys)
     assert set(result["buckets"][0]["difference"]) == {"model-base", "base2-base"}
 
 
+def test_a_difference_is_named_after_both_models(on_disk, documents, tmp_path):
+    for name in ("original", "base"):  # where an adapt stage leaves the original, and what it was
+        (tmp_path / name).symlink_to(on_disk[0])
+    others = [str(tmp_path / "original"), str(tmp_path / "base")]
+    result = evaluate(on_disk[1], others, documents, 64, controls=False, progress=False)
+    console = Console(width=200, file=io.StringIO())
+    print_table(result, console)
+    assert "base - original" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_no_number_is_cut_off_on_a_narrow_terminal(pico_fox, pico_llama, tokenizer, documents, width):
     bases = [pico_llama(), pico_llama(initializer_range=0.2)]

@@ -98,7 +98,10 @@ def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(rec
     whole = recipe_for("whole")
     train(load_recipe(whole))
     file = recipe_for("two")
-    assert run_recipe(file, "SIGKILL", 3, processes=2).returncode != 0
+    killed = run_recipe(file, "SIGKILL", 3, processes=2, rank=1)
+    assert killed.returncode != 0
+    assert "error: process 1 (pid" in killed.stderr
+    assert "Traceback" not in killed.stderr, killed.stderr
     resumed = run_recipe(file, "SIGTERM", 5, processes=2)
     assert resumed.returncode == 128 + signal.SIGTERM
     assert "resumed stage 0 at step 2 of 8" in resumed.stderr

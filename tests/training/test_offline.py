@@ -189,6 +189,20 @@ def test_a_writer_goes_on_behind_the_last_whole_shard(recipe, tmp_path, monkeypa
     assert write_teacher(load_recipe(recipe))[str(folder)]["bytes"] == report["bytes"]
 
 
+def test_a_writer_whose_other_process_dies_says_so(recipe, launch):
+    program = """
+import os, signal, sys
+from retrofox.cli.app import main
+from retrofox.training.offline import run, write
+write.SHARD_TOKENS, sys.argv[:1] = 256, ["retrofox", "teacher"]
+if os.environ["RANK"] == "1": run.Running.distributions = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+main()
+"""
+    done = launch(program, recipe, processes=2)
+    told = [line for line in done.stderr.splitlines() if "rror: " in line]  # a traceback's, too
+    assert [line[:22] for line in told] == ["error: process 1 (pid "], done.stderr
+
+
 def test_a_longer_run_adds_to_the_logits_of_a_shorter_one(recipe, tmp_path):
     write_teacher(load_recipe(recipe, ["stages.0.tokens=384"]))
     first = shards(tmp_path / "logits")

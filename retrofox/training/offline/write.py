@@ -21,6 +21,7 @@ from retrofox.data.packed import PackedDataset, collate
 from retrofox.data.shards import Manifest
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.settings import readers_of
+from retrofox.parallel.watch import Watch
 from retrofox.support.counts import size
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import environment, progress_bar
@@ -61,6 +62,7 @@ def write_teacher(
     Raises:
         ValueError: no distill stage, no directory, one that holds something else, stages that differ where they share
             one, a k beyond the vocabulary, data that can't be read, a full disk.
+        ProcessLost: another process of the run ended (the rest leave with SystemExit 1).
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, whole shards kept.
     """
     state: Any = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
@@ -71,11 +73,12 @@ def write_teacher(
             raise ValueError(f"--top-k must be from 1 to the vocabulary, {original.vocabulary}; got {top_k}")
         for refusal in refused_data(recipe, original.vocabulary):
             raise refusal
-        manifest = prepare_tokens(recipe, recipe_tokenizer(recipe), state).train
-        return {
-            str(folder): _write(Job(recipe, numbers, folder, top_k, original, manifest, state))
-            for folder, numbers in folders.items()
-        }
+        with Watch(lambda: "whole shards are kept") if state.num_processes > 1 else contextlib.nullcontext():
+            manifest = prepare_tokens(recipe, recipe_tokenizer(recipe), state).train
+            return {
+                str(folder): _write(Job(recipe, numbers, folder, top_k, original, manifest, state))
+                for folder, numbers in folders.items()
+            }
 
 
 def _folders(recipe: Recipe, stage: int | None, out: Path | None) -> dict[Path, list[int]]:
