@@ -65,11 +65,12 @@ def evaluate(
     """
     from retrofox.evaluation.evaluate import evaluate as run
     from retrofox.loading.trust import trusting_code
+    from retrofox.parallel.launched import watched
 
     names = [task.strip() for task in tasks.split(",") if task.strip()]
     if tasks and not names:
         raise ValueError(f"tasks must be names with commas between, such as short or arc_easy,piqa; got {tasks!r}")
-    with trusting_code(trust_remote_code):
+    with trusting_code(trust_remote_code), watched(context, "eval MODEL", "nothing was written"):
         run(
             model,
             against=against or None,

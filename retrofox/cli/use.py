@@ -52,10 +52,10 @@ def generate(
     """Continues a prompt and streams the text."""
     from retrofox.generation.generate import generate as run
     from retrofox.loading.trust import trusting_code
-    from retrofox.parallel.launched import is_first
+    from retrofox.parallel.launched import is_first, watched
     from retrofox.support.files import text_of
 
-    with trusting_code(trust_remote_code):
+    with trusting_code(trust_remote_code), watched(context, "generate MODEL PROMPT", "no text was finished"):
         result = run(
             model,
             [*(prompt or ()), *(() if prompt_file is None else (text_of(prompt_file),))],

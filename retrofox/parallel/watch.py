@@ -31,7 +31,7 @@ class Watch:
     leave for a lost one stay long enough for all to see which one it was.
 
     Args:
-        stands: what is kept if a process is lost now, for the message.
+        stands: what is kept if a process is lost now, and what to do, for the message.
     """
 
     def __init__(self, stands: Callable[[], str]):
@@ -78,7 +78,7 @@ class Watch:
 
     def _message(self, lost: dict[int, int]) -> str:
         names = ", ".join(f"process {rank} (pid {pid})" for rank, pid in sorted(lost.items()))
-        return f"{names} ended, and the others can't go on alone: {self.stands()}; run the same command again to resume"
+        return f"{names} ended, and the others can't go on alone: {self.stands()}"
 
     def _look(self) -> None:
         while not self.done.wait(LOOK_SECONDS):

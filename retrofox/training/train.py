@@ -99,8 +99,8 @@ def _stands(out: Path, recipe: Recipe) -> str:
     for number in reversed(range(len(recipe.stages))):
         for place in reversed(checkpoint.checkpoints(stage_folder(out, recipe, number))):
             if (place / checkpoint.MARKER).is_file():
-                return f"{place} stands"
-    return "there is no checkpoint yet"
+                return f"{place} stands; run the same command again to resume"
+    return "there is no checkpoint yet; run the same command again"
 
 
 def _complete(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:

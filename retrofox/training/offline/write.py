@@ -40,6 +40,7 @@ SHARD_TOKENS = 1 << 17
 """Tokens of a shard, the unit of resuming: 21 MB with k = 64; a GPU writes one in a second, a CPU core in minutes."""
 ENTRY_BYTES = 2.6
 """Bytes of one of the k, packed, with 16-bit ids, at k = 64 (docs/teacher.md): for the estimate."""
+STANDS = "whole shards are kept; run the same command again to resume"
 
 
 def write_teacher(
@@ -73,7 +74,7 @@ def write_teacher(
             raise ValueError(f"--top-k must be from 1 to the vocabulary, {original.vocabulary}; got {top_k}")
         for refusal in refused_data(recipe, original.vocabulary):
             raise refusal
-        with Watch(lambda: "whole shards are kept") if state.num_processes > 1 else contextlib.nullcontext():
+        with Watch(lambda: STANDS) if state.num_processes > 1 else contextlib.nullcontext():
             manifest = prepare_tokens(recipe, recipe_tokenizer(recipe), state).train
             return {
                 str(folder): _write(Job(recipe, numbers, folder, top_k, original, manifest, state))
