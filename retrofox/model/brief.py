@@ -8,7 +8,8 @@ where they belong, and the queries of a kv head as rows of one product, so that 
 A prompt's small operations read and write memory, much of it new from the system at each, which costs more than the
 operations. In float32 it goes through the same layers with rotary embeddings written in place, and from the attention
 on some hundred rows at a time, so that what lies between two products stays in the processor's cache. Its larger
-products are oneDNN's, which take 0.74 to 0.98 of the time of F.linear's on an AMD processor.
+products are oneDNN's, which take 0.74 to 0.98 of the time of F.linear's on an AMD processor; on Intel's F.linear, which
+is MKL there, is the faster one.
 Padded rows and other layers go through the layer's own forward.
 """
 
@@ -30,7 +31,23 @@ from .lean import written_like
 LN_2 = 0.6931471805599453
 ROWS = 512  # a prompt's tokens that leave a layer together: 3 MB for each product of a small model's MLP
 ONE_DNN_PAYS = 1 << 23  # multiplications: 76 tokens to 192 of 576 channels; for fewer, the call takes longer
-ONE_DNN: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+
+
+def _one_dnn() -> Any:
+    """oneDNN's linear layer; None where there is none, or F.linear is faster: on Intel's processors."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            intel = "GenuineIntel" in file.read(4096)
+    except OSError:
+        intel = False
+    return (
+        None
+        if intel or not torch.backends.mkldnn.is_available()
+        else getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    )
+
+
+ONE_DNN: Any = _one_dnn()
 
 
 def plain(layer: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from typing import Any
 
 import pytest
@@ -182,7 +183,18 @@ def test_a_prompt_of_one_token(pico_fox, monkeypatch, spec, rows):
 
 
 @torch.no_grad()
-def test_products_are_those_of_linear_layers_below_and_above_what_one_dnn_pays_for():
+@pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD", None])
+def test_products_are_those_of_linear_layers_below_and_above_what_one_dnn_pays_for(monkeypatch, maker):
+    def opened(*_, **__):
+        if maker is None:
+            raise FileNotFoundError
+        return io.StringIO(f"processor\t: 0\nvendor_id\t: {maker}\n")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", opened)
+        chosen = passes._one_dnn()
+    assert (chosen is None) == (maker == "GenuineIntel" or not torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(passes, "ONE_DNN", chosen)
     linear = nn.Linear(576, 192)
     for rows in (1, 2, 75, 76, 200):
         x = torch.randn(1, rows, 576, generator=torch.Generator().manual_seed(rows))
