@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,13 @@ def arm(folder: Path) -> dict[str, Any]:
         "curve": [{key: row.get(key) for key in ("stage", "tokens", "loss")} for row in kept],
         "half_life": {key: log[-1].get(f"half_life_{key}") for key in ("p10", "p50", "p90")},
         **evaluations(folder),
-        "environment": result["environment"],
+        "environment": without_folders(result["environment"]),
     }
+
+
+def without_folders(environment: dict[str, Any]) -> dict[str, Any]:
+    """The environment, in its command of each absolute path the last part alone: where files lay says nothing."""
+    return environment | {"command": re.sub(r"/(?:[^\s/,'=\]]+/)+", "", environment["command"])}
 
 
 def untrained(folder: Path, note: str) -> dict[str, Any]:

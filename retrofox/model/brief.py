@@ -40,11 +40,9 @@ def _one_dnn() -> Any:
             intel = "GenuineIntel" in file.read(4096)
     except OSError:
         intel = False
-    return (
-        None
-        if intel or not torch.backends.mkldnn.is_available()
-        else getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    )
+    if intel or not torch.backends.mkldnn.is_available():
+        return None
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 ONE_DNN: Any = _one_dnn()
