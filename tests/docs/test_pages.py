@@ -194,6 +194,11 @@ def test_the_table_of_the_readme_is_of_the_arms_on_file(hooks):
         assert "| " + " | ".join(cells).replace("|  |", "| |").strip() in readme.replace("**", ""), name
 
 
+def test_no_file_of_figures_names_a_folder_of_the_machine_it_was_made_on():
+    for file in sorted((ROOT / "benchmarks").rglob("*.json")):
+        assert not re.search(r"[\"'=\[ ,](/tmp|/work|/home|/root)/", file.read_text(encoding="utf-8")), file
+
+
 def test_the_manifest_lists_each_document_once_with_its_digest():
     lines = (ROOT / "benchmarks" / "corpus" / "manifest.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
