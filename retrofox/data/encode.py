@@ -29,6 +29,8 @@ PROBE = "Hello  world,\n\n it's 1234 é!\tfoo_bar"
 class Encoded:
     """Tokens of a batch: `tokens` of all its documents in a row, their `lengths`, and how many texts were empty.
 
+    `names` don't tell the folders that files lie in: reports have them.
+
     `unfinished`: the last document goes on in the next batch (pieces of a long text, see `Encoder.divide`).
     """
 
@@ -117,7 +119,9 @@ class Encoder:
         """Encodes a batch; documents without any text are counted, not kept."""
         if batch.kind in PIECES:
             tokens = self._piece(batch.items[0], batch.kind)
-            return Encoded(tokens, np.array([len(tokens)]), batch.names, 0, batch.size, batch.kind != "last piece")
+            return Encoded(
+                tokens, np.array([len(tokens)]), [*map(_label, batch.names)], 0, batch.size, batch.kind != "last piece"
+            )
         texts, names = self.texts(batch)
         kept = [number for number, text in enumerate(texts) if text.strip()]
         ids = self.encode([texts[number] for number in kept])
@@ -126,7 +130,7 @@ class Encoder:
         else:
             tokens = np.empty(0, dtype=self.dtype)
         lengths = np.array([len(one) for one in ids], dtype=np.int64)
-        return Encoded(tokens, lengths, [names[number] for number in kept], len(texts) - len(kept), batch.size)
+        return Encoded(tokens, lengths, [_label(names[n]) for n in kept], len(texts) - len(kept), batch.size)
 
     def divide(self, batch: Batch) -> Iterator[Batch]:
         """The batch itself, or its long texts in pieces that together give the same tokens.
@@ -199,6 +203,11 @@ def _whole(texts: list[str]) -> list[str]:
     return [
         text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts
     ]
+
+
+def _label(name: str) -> str:
+    """a.jsonl:3 of books/a.jsonl:3."""
+    return name.rpartition("/")[2]
 
 
 def _utf8(data: bytes, name: str) -> str:

@@ -26,6 +26,7 @@ BATCH_BYTES = 1 << 20
 class Batch:
     """Raw documents on their way to the tokenizer: `kind` is the type of the items, `size` counts source bytes.
 
+    `names` say where the items are, files with their folders, for errors.
     kind "text": str; "bytes": UTF-8 of one document; "json": one line holding the text in a field; "gpt2:NAME": uint16
     tokens of that tokenizer, as bytes. `recall`: share of the documents that get made-up facts, `questions`: share of
     these facts that are asked for (`data.facts`).
@@ -147,7 +148,7 @@ def json_lines(path: Path) -> Iterator[Batch]:
             if not line.strip(b"\xef\xbb\xbf \t\r\n"):  # empty, or nothing but a byte order mark
                 continue
             batch.items.append(line)
-            batch.names.append(f"{path.name}:{number}")
+            batch.names.append(f"{path}:{number}")
             held += len(line)
             if held >= BATCH_BYTES:
                 batch.size, done, held = raw.tell() - done, raw.tell(), 0
@@ -181,7 +182,7 @@ def parquet(path: Path, text_field: str) -> Iterator[Batch]:
             size, rows, number = path.stat().st_size, max(1, table.metadata.num_rows), 0
             for chunk in table.iter_batches(batch_size=256, columns=[text_field]):
                 texts = [text or "" for text in chunk.column(0).to_pylist()]
-                names = [f"{path.name}:{number + row}" for row in range(1, len(texts) + 1)]
+                names = [f"{path}:{number + row}" for row in range(1, len(texts) + 1)]
                 number += len(texts)
                 yield Batch("text", texts, names, size * len(texts) // rows)
         except (pa.ArrowException, UnicodeDecodeError) as error:

@@ -141,6 +141,26 @@ def is_hidden(path: Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.parts)
 
 
+def read_with(folder: Path, paths: Iterable[str]) -> str | None:
+    """Which of the sources' paths, if any, is a directory in which texts of this folder would be found."""
+    inside = folder.resolve()
+    for path in paths:
+        texts = Path(path).expanduser().resolve()
+        if texts.is_dir() and inside.is_relative_to(texts) and not is_hidden(inside.relative_to(texts)):
+            return path
+    return None
+
+
+def check_results_outside(out: str | os.PathLike | None, paths: Iterable[str]) -> None:
+    """Raises ValueError where results would be written among the texts they are measured on, and read as such later."""
+    around = None if out is None else read_with(Path(out), paths)
+    if around is not None:
+        raise ValueError(
+            f"results can't go to {out}: it lies inside the data, {around}, and would be read as texts next time; name "
+            "a directory outside it"
+        )
+
+
 def _readable(files: list[Path]) -> list[Path]:
     """Those with a known suffix: a directory may hold a README or a licence beside its texts."""
     return [path for path in files if data_read.inner_suffix(path) in (*TEXT, *JSON_LINES, *PARQUET)]

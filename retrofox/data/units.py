@@ -47,7 +47,7 @@ class FileUnit:
             if form == "text":
                 with data_read.reading(path) as (_, stream):
                     waiting.items.append(stream.read())
-                waiting.names.append(path.name)
+                waiting.names.append(str(path))
                 waiting.size += path.stat().st_size
             else:
                 yield from data_read.json_lines(path) if form == "json" else data_read.parquet(path, text_field)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from retrofox.anatomy import attention_mode, token_losses
-from retrofox.data.sources import listed
+from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import Window, _require_files, choose_windows
 from retrofox.evaluation import loss_report, shared_context, task_cache
 from retrofox.evaluation.baselines import Baseline, base_for, parse_all
@@ -123,6 +123,7 @@ def evaluate(
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
+    check_results_outside(out, sources)
     check_place(device, dtype)
     contexts = short_contexts(short_context, length)
     started = time.time()

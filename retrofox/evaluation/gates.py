@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from retrofox.anatomy import attentions, inner_model
-from retrofox.data.sources import listed
+from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_heads, write_gates
 from retrofox.evaluation.heads import check_prune_eps, head_places, look
@@ -92,6 +92,7 @@ def inspect(
     if places and out is None:
         raise ValueError("maps are files: name a directory for them (--out)")
     check_folder(out)
+    check_results_outside(out, listed(data))
     if isinstance(model, (str, os.PathLike)) and not holds_converted(os.fspath(model)):
         raise _no_gates(os.fspath(model))  # before gigabytes are loaded
     if isinstance(against, (str, os.PathLike)):

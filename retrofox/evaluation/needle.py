@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from retrofox.data.sources import listed
+from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import _require_files
 from retrofox.evaluation.baselines import Baseline, base_for, parse_all
 from retrofox.evaluation.columns import columns
@@ -89,6 +89,7 @@ def needle(
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
+    check_results_outside(out, sources)
     check_place(device, dtype)
     _require_files(sources)
     if tokenizer is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from retrofox.data.sources import listed
+from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import Window, _require_files, choose_windows
 from retrofox.evaluation import recall_report
 from retrofox.evaluation.baselines import Baseline, base_for, parse_all
@@ -105,6 +105,7 @@ def recall(
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
+    check_results_outside(out, sources)
     check_place(device, dtype)
     started = time.time()
     tokenizer = tokenizer or (model.tokenizer if isinstance(model, Opened) else _tokenizer_of(model))

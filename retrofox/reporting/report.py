@@ -15,7 +15,7 @@ from rich.console import Console
 
 from retrofox.conversion.fingerprint import model_fingerprint
 from retrofox.data.files import Digests
-from retrofox.data.sources import DataSource, listed, resolve
+from retrofox.data.sources import DataSource, check_results_outside, listed, resolve
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.baselines import base_for, parse_all
 from retrofox.evaluation.heads import head_places
@@ -109,6 +109,7 @@ def report(
     _check(asked, chosen)
     folder = Path(out) if out is not None else _folder_in(asked.model)
     check_folder(folder)
+    check_results_outside(folder, asked.data)
     parts, missing = plan_parts(asked, chosen)
     if not parts:
         raise ValueError("nothing to measure: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))

@@ -17,7 +17,7 @@ import shutil
 import yaml
 
 from retrofox.config import ROLES, Recipe, dump
-from retrofox.data.sources import is_hidden
+from retrofox.data.sources import read_with
 from retrofox.parallel.settings import readers_of
 from retrofox.training import checkpoint
 from retrofox.training.groups import accumulation, tokens_per_step
@@ -118,12 +118,11 @@ def refuse_mingling(recipe: Recipe) -> None:
         )
     if model.is_dir() and run.is_relative_to(model):
         raise ValueError(f"output {out} lies inside the model, {recipe.model}: choose another `output`")
-    for source in (*recipe.data.train, *recipe.data.eval):
-        texts = Path(source.path).expanduser().resolve()
-        if texts.is_dir() and run.is_relative_to(texts) and not is_hidden(run.relative_to(texts)):
-            raise ValueError(
-                f"output {out} lies inside the data, {source.path}, and would be read as texts: choose another `output`"
-            )
+    around = read_with(out, [source.path for source in (*recipe.data.train, *recipe.data.eval)])
+    if around is not None:
+        raise ValueError(
+            f"output {out} lies inside the data, {around}, and would be read as texts: choose another `output`"
+        )
     ours = (out / "recipe.yaml").exists() or (out / "data.json").exists()
     theirs = [out / name for name in ("model", "converted") if (out / name).exists()]
     if theirs and not ours:
