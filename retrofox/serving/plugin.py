@@ -10,6 +10,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdate
 
 from retrofox.model import configuration_fox
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.serving.installed import wrong_vllm
 from retrofox.serving.refusals import NATIVE, SERVED, STATIC_ROPE, Settings, refusal
 
 
@@ -54,7 +55,7 @@ def check(vllm_config: Any) -> None:
         generates=model.runner_type == "generate",
     )
     base_type = config.model_type.removeprefix("fox_")
-    why = refusal(base_type, spec, config.num_attention_heads, config.num_key_value_heads, settings)
+    why = wrong_vllm() or refusal(base_type, spec, config.num_attention_heads, config.num_key_value_heads, settings)
     why = why or _rope_refusal(config, spec)
     if why is not None:
         raise ValueError(f"retrofox can't serve {model.model}: {why}")

@@ -7,6 +7,7 @@ greedy texts.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +25,8 @@ from retrofox.loading.converted import load
 from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.serving.engines import Engines, Job
-from retrofox.support.files import text_of, write_json
-from retrofox.support.report import check_folder, environment, output_console
+from retrofox.support.files import text_of, write_result
+from retrofox.support.report import check_file, environment, output_console
 
 TOLERANCE = 1e-3
 """Nats by which log-probabilities may differ in float32."""
@@ -87,7 +88,7 @@ def verify_serving(
             "a proof takes at least 2 requests, 1 token each and 1 rank; got "
             f"requests {sizes.requests}, tokens {sizes.tokens}, tensor_parallel {tensor_parallel}"
         )
-    check_folder(out)
+    check_file(out)
     values = read_config(directory)
     if not str(values.get("model_type")).startswith("fox_"):
         raise ValueError(f"{directory} is a plain {values.get('model_type')}, not a converted one: convert it first")
@@ -123,7 +124,7 @@ def verify_serving(
     report |= {"passed": _passed(report, dtype), "seconds": round(time.perf_counter() - started, 1)}
     report["environment"] = environment()
     if out is not None:
-        write_json(Path(out), report)
+        write_result(out, (json.dumps(report, indent=1) + "\n").encode())
     if show:
         _print(report)
     return report

