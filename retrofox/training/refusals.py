@@ -223,9 +223,10 @@ def _on_the_hub(reference: str) -> bool:
 
 
 def _refuse_source(source: Source) -> None:
-    """Raises ValueError or OSError for data that isn't there; on the Hub it isn't looked for."""
+    """Raises ValueError or OSError for data that isn't there, or is 0 bytes; on the Hub it isn't looked for."""
     if not source.path.startswith("hf:") or not _on_the_hub(source.path[3:]):
-        resolve(source)
+        if not any(unit.size for unit in resolve(source)):
+            raise ValueError(f"{source.path}: no text in it, it is empty: give texts")
     elif importlib.util.find_spec("datasets") is None:
         raise ValueError(f"{source.path} needs the package datasets: pip install 'retrofox[data]'")
 

@@ -236,6 +236,12 @@ def test_what_training_would_find_missing_is_refused(make_recipe, tmp_path, monk
     assert "tokenizer" in found[2]
     (found,) = refusals(output=str(tmp_path / "books.txt" / "run"))
     assert "can't write to" in found
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "empty.jsonl").touch()
+    for empty in ("empty.txt", "folder"):
+        (found,) = refusals(data={"train": [str(tmp_path / "books.txt"), str(tmp_path / empty)]})
+        assert found == f"{tmp_path / empty}: no text in it, it is empty: give texts"
     claim_output(tmp_path / "out", make_recipe(), SimpleNamespace(num_processes=1, is_main_process=True, **NO_WAIT))
     assert refusals(seed=1) == []
     (tmp_path / "out" / "stage-0-extend" / "checkpoint-1").mkdir(parents=True)
