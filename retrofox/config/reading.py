@@ -22,7 +22,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None
     """Reads a recipe and applies overrides such as "stages.0.tokens=20M" or "fox.sink_tokens=2".
 
     Args:
-        path: a YAML file.
+        path: a YAML file, also OUTPUT/recipe.yaml of a run, which holds its recipe and what it ran with.
         overrides: "a.b=c": c is parsed as YAML, a number in the path is an index into a list.
 
     Raises:
@@ -43,6 +43,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None
     values = read_yaml(text, str(file))
     if not isinstance(values, dict):
         raise ValueError(f"{file}: a recipe is a mapping of keys to values, got {type(values).__name__}")
+    if isinstance(values.get("recipe"), dict) and "retrofox" in values:
+        values = values["recipe"]
     for override in overrides or []:
         apply_override(values, override)
     return validate(values, str(file))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from retrofox.config import validate
+from retrofox.config import load_recipe, validate
 from retrofox.training import checkpoint
 from retrofox.training.train import train
 
@@ -65,3 +65,13 @@ def test_a_stage_starts_from_a_model_that_is_whole(recipe, capsys):
     assert "it is written anew" in capsys.readouterr().err
     assert again["stages"][1]["loss_last"] == whole["stages"][1]["loss_last"]
     assert (out / "model" / "model.safetensors").read_bytes() == weights
+
+
+def test_the_recipe_that_a_run_keeps_is_a_recipe(recipe, run, tmp_path):
+    train(recipe)
+    kept = Path(recipe.output) / "recipe.yaml"
+    assert load_recipe(kept) == recipe
+    code, _, error = run("train", kept)
+    assert code == 0
+    assert "nothing left to do" in error
+    assert load_recipe(kept, [f"output={tmp_path / 'other'}", "seed=5"]).seed == 5
