@@ -64,8 +64,8 @@ class Watch:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         broken = isinstance(error, RuntimeError) or isinstance(error and error.__cause__, RuntimeError)  # amid a save
-        lost = self._waited_for() if broken or self.leaving else {}
-        self.leaving = bool(lost)
+        self.leaving = self.leaving or broken  # a SIGTERM that comes now changes nothing
+        lost = self._waited_for() if self.leaving else {}
         self.done.set()
         if lost:
             time.sleep(LINGER_SECONDS)

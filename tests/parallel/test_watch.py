@@ -76,6 +76,29 @@ def test_a_launchers_sigterm_for_a_lost_process_names_it_and_any_other_is_answer
         assert done.returncode == 143
 
 
+AMID = """
+import os, signal
+import torch.distributed as dist
+from retrofox.parallel.watch import ProcessLost, Watch
+
+dist.init_process_group("gloo")
+try:
+    with Watch(lambda: "nothing stands") as watch:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain = watch._waited_for
+        watch._waited_for = lambda: (plain(), os.kill(os.getpid(), signal.SIGTERM))[0]
+        dist.barrier()
+except ProcessLost as error:
+    print("error:", error, flush=True)
+"""
+
+
+def test_a_sigterm_while_the_lost_one_is_looked_for_changes_nothing(launch):
+    done = launch(AMID, processes=2)
+    assert done.stdout.startswith("error: process 1 (pid"), done.stdout + done.stderr
+
+
 EARLY = """
 import os, signal, sys
 import torch.distributed as dist
