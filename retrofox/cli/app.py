@@ -127,6 +127,9 @@ def main() -> None:
     # On a CPU every process that imports peft beside bitsandbytes 0.50 would be told of a kernel on the Hub.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     _sleep_while_waiting()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # A lost first process, which holds torch's store, would have the others print a C++ stack trace each.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()
     except (ValueError, OSError) as error:

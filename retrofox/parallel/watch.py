@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -28,36 +30,64 @@ class Watch:
 
     A collective that fails because one of them ended is raised again as `ProcessLost` by the first of those left, and
     as a silent SystemExit(1) by the rest. A process that waits for ever in one (NCCL's kernels do) is ended. Those that
-    leave for a lost one stay long enough for all to see which one it was.
+    leave for a lost one stay long enough for all to see which one it was. A launcher that ends the others itself
+    (torchrun, accelerate launch: SIGTERM) gets the same answer; any other SIGTERM is for the handler there was.
 
     Args:
         stands: what is kept if a process is lost now, and what to do, for the message.
+
+    Raises:
+        ProcessLost: on entering, too, where a process ended before the others knew its number.
     """
 
     def __init__(self, stands: Callable[[], str]):
         self.stands = stands
         self.done = threading.Event()
         self.first: dict[int, int] = {}
+        self.leaving = False
 
     def __enter__(self) -> Watch:
         found: list[Any] = [None] * dist.get_world_size()
         here = _machine()
-        dist.all_gather_object(found, (here, os.getpid(), _started(os.getpid())))
+        try:
+            dist.all_gather_object(found, (here, os.getpid(), _started(os.getpid())))
+        except RuntimeError as error:
+            raise ProcessLost(f"another process ended as it started: {self.stands()}") from error
         self.rank = dist.get_rank()
         # A process of another machine, or of a container with its own numbers, can't be looked for by its number.
         self.others = {rank: who[1:] for rank, who in enumerate(found) if who[0] == here and rank != self.rank}
         threading.Thread(target=self._look, daemon=True).start()
+        self.before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGTERM, self._terminated)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         broken = isinstance(error, RuntimeError) or isinstance(error and error.__cause__, RuntimeError)  # amid a save
-        lost = self._waited_for() if broken else {}
+        self.leaving = self.leaving or broken  # a SIGTERM that comes now changes nothing
+        lost = self._waited_for() if self.leaving else {}
         self.done.set()
         if lost:
             time.sleep(LINGER_SECONDS)
+        if self.before is not None:
+            signal.signal(signal.SIGTERM, self.before)
+        if lost:
             if self._speaks(lost):
                 raise ProcessLost(self._message(lost)) from error
             raise SystemExit(1) from error
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM: leaves for a lost process, whatever is under way; without one, does what was done before."""
+        if self.leaving:
+            return
+        if self.lost():
+            self.leaving = True
+            raise SystemExit(1)
+        if callable(self.before):
+            self.before(number, frame)
+        elif self.before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def lost(self) -> dict[int, int]:
         """Rank -> number of those that had ended when this process first saw any: others leave because of them."""

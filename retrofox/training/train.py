@@ -79,7 +79,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     state: Any = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     out = Path(recipe.output)
     interruptions = Interruptions("nothing was trained yet", quiet=not state.is_main_process)
-    with interruptions, repeatable(recipe.deterministic):
+    watch = Watch(lambda: _stands(out, recipe)) if state.num_processes > 1 else contextlib.nullcontext()
+    with interruptions, repeatable(recipe.deterministic), watch:
         refuse_mingling(recipe)
         batches_of(out, recipe)
         for line in unmark_damaged(out, recipe, state):
@@ -88,9 +89,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
             return _complete(out, recipe, state)
         for refusal in preflight(recipe, state.num_processes, state.device).refusals:
             raise refusal
-        several = state.num_processes > 1
-        watch = Watch(lambda: _stands(out, recipe)) if several else contextlib.nullcontext()
-        with OutputLock(out) if state.is_main_process else contextlib.nullcontext(), watch:
+        with OutputLock(out) if state.is_main_process else contextlib.nullcontext():
             return _train(recipe, out, interruptions, state)
 
 

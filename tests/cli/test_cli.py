@@ -379,13 +379,23 @@ def test_terminals_of_another_encoding_get_a_question_mark_instead_of_an_error()
     assert (done.returncode, done.stdout) == (0, b"h? ?\n"), done.stderr
 
 
-@pytest.mark.parametrize(("own", "policy"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")])
-def test_threads_sleep_while_they_wait_unless_told_otherwise(own, policy):
-    """Spinning, two threads beside other busy processes trained at a fifth of the speed; torch reads it as it loads."""
+@pytest.mark.parametrize(
+    ("own", "name", "value"),
+    [
+        ({}, "OMP_WAIT_POLICY", "passive"),
+        ({"OMP_WAIT_POLICY": "active"}, "OMP_WAIT_POLICY", "active"),
+        ({"WORLD_SIZE": "2"}, "TORCH_CPP_LOG_LEVEL", "ERROR"),
+        ({}, "TORCH_CPP_LOG_LEVEL", None),
+    ],
+)
+def test_what_torch_reads_as_it_loads_is_set_before(own, name, value):
+    """Spinning, two threads beside other busy processes trained at a fifth of the speed; and where the process that
+    holds torch's store is lost, each of the others would print a C++ stack trace."""
     program = (
         "import os, sys\nfrom retrofox.cli import app\nsys.argv = ['retrofox', '--version']\n"
-        "try:\n    app.main()\nexcept SystemExit:\n    print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])"
+        f"try:\n    app.main()\nexcept SystemExit:\n    print('torch' in sys.modules, os.environ.get({name!r}))"
     )
-    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCH_CPP_LOG_LEVEL", "WORLD_SIZE")
+    environment = {key: value for key, value in os.environ.items() if key not in ours}
     done = subprocess.run(fresh_python(program), env={**environment, **own}, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == f"False {policy}", done.stderr
+    assert done.stdout.splitlines()[-1] == f"False {value}", done.stderr

@@ -112,6 +112,15 @@ def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(rec
     assert curve(file) == curve(whole)
 
 
+def test_a_process_killed_before_the_checks_ends_the_others_with_one_line(recipe_for, run_recipe):
+    file = recipe_for("early")
+    killed = run_recipe(file, "kill-start", processes=2, rank=1)
+    told = [line for line in killed.stderr.splitlines() if "error" in line.lower()]
+    assert len(told) == 1, killed.stderr
+    assert "error: process 1 (pid" in told[0]
+    assert not Path(load_recipe(file).output).exists()
+
+
 def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for, run_recipe):
     common = {"sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
     stages = [

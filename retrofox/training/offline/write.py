@@ -67,19 +67,20 @@ def write_teacher(
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, whole shards kept.
     """
     state: Any = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
-    with Interruptions("whole shards are kept", quiet=not state.is_main_process), repeatable(recipe.deterministic):
+    interruptions = Interruptions("whole shards are kept", quiet=not state.is_main_process)
+    watch = Watch(lambda: STANDS) if state.num_processes > 1 else contextlib.nullcontext()
+    with interruptions, repeatable(recipe.deterministic), watch:
         folders = _folders(recipe, stage, out)
         original = Original.of(recipe)
         if not 1 <= top_k <= original.vocabulary:
             raise ValueError(f"--top-k must be from 1 to the vocabulary, {original.vocabulary}; got {top_k}")
         for refusal in refused_data(recipe, original.vocabulary):
             raise refusal
-        with Watch(lambda: STANDS) if state.num_processes > 1 else contextlib.nullcontext():
-            manifest = prepare_tokens(recipe, recipe_tokenizer(recipe), state).train
-            return {
-                str(folder): _write(Job(recipe, numbers, folder, top_k, original, manifest, state))
-                for folder, numbers in folders.items()
-            }
+        manifest = prepare_tokens(recipe, recipe_tokenizer(recipe), state).train
+        return {
+            str(folder): _write(Job(recipe, numbers, folder, top_k, original, manifest, state))
+            for folder, numbers in folders.items()
+        }
 
 
 def _folders(recipe: Recipe, stage: int | None, out: Path | None) -> dict[Path, list[int]]:
