@@ -90,7 +90,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
             raise refusal
         several = state.num_processes > 1
         watch = Watch(lambda: _stands(out, recipe)) if several else contextlib.nullcontext()
-        with OutputLock(out) if state.is_main_process else contextlib.nullcontext(), watch:
+        with watch, OutputLock(out) if state.is_main_process else contextlib.nullcontext():
             return _train(recipe, out, interruptions, state)
 
 
