@@ -24,6 +24,7 @@ from retrofox.loading.added import check_added, check_finite
 from retrofox.loading.converted import load
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import hub_errors, read_config
+from retrofox.loading.tokenizers import refuse_damaged_tokenizer
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.reporting.pushed import FOLDER, report_of, with_section
 
@@ -125,12 +126,13 @@ def push(
         unless dry_run also commit and verified, how many files were compared, and logits_equal (None without `check`).
 
     Raises:
-        ValueError: the checkpoint is incomplete, `repo` is not a repository name, the card contradicts the base's
-            licence, there is no token or it may not write, the upload failed, a file or the logits differ, the report
-            is of other weights.
+        ValueError: the checkpoint or its tokenizer is incomplete, `repo` is not a repository name, the card contradicts
+            the base's licence, there is no token or it may not write, the upload failed, a file or the logits differ,
+            the report is of other weights.
     """
     directory = Path(directory)
     adapter = (directory / "adapter_config.json").is_file()
+    refuse_damaged_tokenizer(directory)
     if adapter:
         named = _base_on_hub(directory, base)
     else:

@@ -16,6 +16,7 @@ from rich.text import Text
 from retrofox.cli import adapt, measure, recipe_config, recipes, use
 from retrofox.cli.convert import convert
 from retrofox.cli.report import report
+from retrofox.support.launches import say_once
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -135,6 +136,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("RETROFOX_TRACEBACK"):
             raise
-        message = Text.assemble(("error:", "bold red"), f" {str(error) or type(error).__name__}")
-        Console(stderr=True, soft_wrap=True).print(message)
+        text = str(error) or type(error).__name__
+        message = Text.assemble(("error:", "bold red"), f" {text}")
+        say_once(text, lambda: Console(stderr=True, soft_wrap=True).print(message))
         sys.exit(2)

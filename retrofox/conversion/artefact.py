@@ -30,7 +30,7 @@ from retrofox.loading.appearing import Appearing, Progress, refuse_existing, ref
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config, base_config
 from retrofox.loading.source import check_live, check_out, fetch, recorded
-from retrofox.loading.tokenizers import tokenizer_of_live
+from retrofox.loading.tokenizers import refuse_damaged_tokenizer, tokenizer_of_live
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.files import new_file_mode
 from retrofox.support.memory import peak_bytes
@@ -72,6 +72,7 @@ def preview(
     plan = plan_for(source, spec, revision)
     values: dict[str, Any] = plan.to_dict()
     if Path(source).is_dir():
+        refuse_damaged_tokenizer(source)
         found = shards.find(Path(source))
         if not found.pickled:
             check_weights(Path(source), found.tensors, plan)
@@ -222,6 +223,7 @@ def _from_disk(source: str | Path, spec: FoxSpec, link: bool, revision: str | No
     plan = plan_for(source, spec, revision)
     directory, plan.spec.base_revision = fetch(source, revision)
     plan.config.fox["base_revision"] = plan.spec.base_revision
+    refuse_damaged_tokenizer(directory)
     found = shards.find(directory)
     if not found.pickled:
         check_weights(directory, found.tensors, plan)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from retrofox.data.facts import with_facts
+from retrofox.data.facts import lacks_words, with_facts
 from retrofox.data.longcrawl64 import decode
 from retrofox.data.read import Batch
 
@@ -32,6 +32,7 @@ class Encoded:
     `names` don't tell the folders that files lie in: reports have them.
 
     `unfinished`: the last document goes on in the next batch (pieces of a long text, see `Encoder.divide`).
+    `wordless`: documents with too few words for the made-up facts that were asked for.
     """
 
     tokens: np.ndarray
@@ -40,6 +41,7 @@ class Encoded:
     empty: int
     size: int
     unfinished: bool = False
+    wordless: int = 0
 
 
 class Encoder:
@@ -73,9 +75,10 @@ class Encoder:
             ValueError: see `_read`.
         """
         texts, names = self._read(batch)
-        if batch.recall:
-            texts = [with_facts(text, batch.recall, batch.questions) for text in texts]
-        return texts, names
+        return self._told(texts, batch), names
+
+    def _told(self, texts: list[str], batch: Batch) -> list[str]:
+        return [with_facts(text, batch.recall, batch.questions) for text in texts] if batch.recall else texts
 
     def _read(self, batch: Batch) -> tuple[list[str], list[str]]:
         """The texts of a batch and their names.
@@ -119,18 +122,22 @@ class Encoder:
         """Encodes a batch; documents without any text are counted, not kept."""
         if batch.kind in PIECES:
             tokens = self._piece(batch.items[0], batch.kind)
-            return Encoded(
-                tokens, np.array([len(tokens)]), [*map(_label, batch.names)], 0, batch.size, batch.kind != "last piece"
-            )
-        texts, names = self.texts(batch)
+            names = [*map(_label, batch.names)]
+            return Encoded(tokens, np.array([len(tokens)]), names, 0, batch.size, batch.kind != "last piece")
+        texts, names = self._read(batch)
         kept = [number for number, text in enumerate(texts) if text.strip()]
-        ids = self.encode([texts[number] for number in kept])
+        texts = [texts[number] for number in kept]
+        told = self._told(texts, batch)
+        same = [old for old, new in zip(texts, told, strict=True) if new is old]
+        wordless = sum(map(lacks_words, same)) if batch.recall else 0
+        ids = self.encode(told)
         if ids:
             tokens = np.concatenate(ids)
         else:
             tokens = np.empty(0, dtype=self.dtype)
         lengths = np.array([len(one) for one in ids], dtype=np.int64)
-        return Encoded(tokens, lengths, [_label(names[n]) for n in kept], len(texts) - len(kept), batch.size)
+        kept_names = [_label(names[number]) for number in kept]
+        return Encoded(tokens, lengths, kept_names, len(names) - len(kept), batch.size, wordless=wordless)
 
     def divide(self, batch: Batch) -> Iterator[Batch]:
         """The batch itself, or its long texts in pieces that together give the same tokens.

@@ -29,6 +29,8 @@ TELLINGS = (
 """How a fact is told, and how it is asked for."""
 JOINTS = (" ", "\n")
 """Between a question and the fact that answers it."""
+FEWEST_WORDS = 16
+"""Different words of 4 to 9 letters that a document must have: facts are made of them."""
 _WORD = re.compile(r"\b[^\W\d_]{4,9}\b")
 
 
@@ -44,8 +46,7 @@ def with_facts(text: str, share: float = 1.0, questions: float = 0.0) -> str:
             the value is found only by looking past the nearest mention of its key.
     """
     draw = random.Random(hashlib.sha256(text.encode("utf-8", "replace")).digest())
-    words = sorted(set(_WORD.findall(text[:200_000])))
-    if draw.random() >= share or len(words) < 16:
+    if draw.random() >= share or len(words := sorted(_words(text))) < FEWEST_WORDS:
         return text
     pieces: list[tuple[int, str]] = []
     for _ in range(max(1, len(text) // CHARACTERS_PER_FACT)):
@@ -59,6 +60,15 @@ def with_facts(text: str, share: float = 1.0, questions: float = 0.0) -> str:
         again = start + length + _distance(draw, len(text))
         pieces.append((min(len(text), again), "\n" + text[start : start + length] + "\n"))
     return _inserted(text, pieces)
+
+
+def lacks_words(text: str) -> bool:
+    """Whether a text has too few different words to make facts of."""
+    return len(_words(text)) < FEWEST_WORDS
+
+
+def _words(text: str) -> set[str]:
+    return set(_WORD.findall(text[:200_000]))
 
 
 def _fact(draw: random.Random, words: list[str]) -> tuple[str, str]:

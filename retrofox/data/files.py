@@ -22,7 +22,10 @@ DIGESTS = "digests.json"
 
 @dataclass(frozen=True)
 class Shard:
-    """One unit's tokens: file stem, counts and checksum."""
+    """One unit's tokens: file stem, counts and checksum.
+
+    `wordless`: documents with too few words for the facts that were asked for; shards from before it was counted say 0.
+    """
 
     key: str
     name: str
@@ -31,6 +34,7 @@ class Shard:
     empty: int
     dtype: str
     sha256: str
+    wordless: int = 0
 
     def check(self, folder: Path) -> None:
         """Raises ValueError if a file is missing or has another size than the manifest says."""

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from retrofox.data.encode import fingerprint
+from retrofox.data.facts import FEWEST_WORDS
 from retrofox.data.files import (
     DIGESTS,
     FORMAT,
@@ -161,7 +162,8 @@ def prepare_sources(
 
     Raises:
         FileNotFoundError: nothing at a source's path.
-        ValueError: a source can't be read, holds no text, or the disk is full; the text says which and what to do.
+        ValueError: a source can't be read, holds no text, none of the documents that should get made-up facts has the
+            words for them, or the disk is full; the text says which and what to do.
     """
     started = time.perf_counter()
     folder = Path(out_dir).expanduser()
@@ -204,10 +206,32 @@ def prepare_sources(
         for source in prepared:
             if not source.tokens:
                 raise ValueError(f"{source.path}: no text in it, {sum(s.empty for s in source.shards)} empty documents")
+        told = _without_facts([into for into, (source, *_) in zip(prepared, plan, strict=True) if source.recall])
+        if told and progress:
+            Console(stderr=True, soft_wrap=True, emoji=False).print(told, highlight=False, markup=False)
         manifest = Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(missing), total - len(missing))
         manifest.save()
     manifest.seconds = time.perf_counter() - started
     return manifest
+
+
+def _without_facts(sources: Sequence[PreparedSource]) -> str:
+    """How many documents of the sources that get made-up facts can take none; empty if all can.
+
+    Raises:
+        ValueError: none can.
+    """
+    documents = sum(source.documents for source in sources)
+    wordless = sum(shard.wordless for source in sources for shard in source.shards)
+    if not wordless:
+        return ""
+    few = f"fewer than {FEWEST_WORDS} different words of 4 to 9 letters"
+    if wordless == documents:
+        raise ValueError(
+            f"recall puts made-up facts into none of the {documents:,} documents of "
+            f"{', '.join(source.path for source in sources)}: each has {few}. Give longer documents, or set recall: 0"
+        )
+    return f"{wordless:,} of {documents:,} documents take no made-up facts: they have {few}"
 
 
 def _cores() -> int:

@@ -88,7 +88,7 @@ class _ShardWriter:
         self.folder, self.key, self.name, self.dtype = folder, key, name, dtype
         self.digest = hashlib.sha256()
         self.lengths: list[np.ndarray] = []
-        self.empty, self.unfinished = 0, False
+        self.empty, self.wordless, self.unfinished = 0, 0, False
 
     def __enter__(self) -> _ShardWriter:
         self.files = contextlib.ExitStack()
@@ -112,6 +112,7 @@ class _ShardWriter:
             self.lengths.append(lengths)
         self.unfinished = part.unfinished
         self.empty += part.empty
+        self.wordless += part.wordless
 
     def finish(self) -> None:
         """Moves the files into place, the note that makes them a shard last."""
@@ -122,7 +123,7 @@ class _ShardWriter:
             stream.write(ends.tobytes())
             to_disk(stream)
         counts = (len(ends) - 1, int(ends[-1]), self.empty)
-        shard = Shard(self.key, self.name, *counts, self.dtype.str, self.digest.hexdigest())
+        shard = Shard(self.key, self.name, *counts, self.dtype.str, self.digest.hexdigest(), self.wordless)
         os.replace(self.tokens, self.folder / f"{self.key}.tokens")
         os.replace(self.bounds, self.folder / f"{self.key}.bounds")
         write_note(self.folder, shard)

@@ -16,7 +16,9 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from retrofox.anatomy import require_known_tokens, vocabulary_size
+from retrofox.config.fields import MOST
 from retrofox.generation import shared
+from retrofox.generation.room import refuse_beams, refuse_room
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.errors import NO_MODEL, first_line
 from retrofox.loading.opened import Opened, open_model
@@ -83,7 +85,8 @@ def generate(
 
     Raises:
         FileNotFoundError: no such model.
-        ValueError: no prompt, an empty one where the tokenizer has no token to start from, or bad options.
+        ValueError: no prompt, an empty one where the tokenizer has no token to start from, bad options, or less memory
+            than the beams need.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed, evict)
@@ -98,6 +101,10 @@ def generate(
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     cache = None if evict is None else ForgettingCache(opened.model, evict)
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
+    if num_beams > 1:
+        refuse_beams(opened.model, len(prompts), max(map(len, token_ids)), num_beams)
+    if context > 1:
+        refuse_room(opened.model, len(prompts), max_new_tokens, context)
     writer = Writer(opened.tokenizer, output or sys.stdout) if stream else None
     if writer is not None:
         writer.begin(prompts if echo else None, len(prompts))
@@ -246,16 +253,16 @@ def _check(
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise ValueError(f"the prompt {prompt!r} is not UTF-8 text: convert it")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not 1 <= max_new_tokens <= MOST:
+        raise ValueError(f"max_new_tokens must be at least 1 and at most 10^15, got {max_new_tokens}")
     if temperature != 0 and not 1e-6 <= temperature < math.inf:  # below, logits / temperature leaves float32
         raise ValueError(f"temperature must be 0 (greedy), or at least 1e-6 and finite; got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
     if top_p < 1 and temperature == 0:
         raise ValueError(f"top_p {top_p} has no effect on greedy decoding: give a temperature above 0 too")
-    if num_beams < 1:
-        raise ValueError(f"num_beams must be at least 1, got {num_beams}")
+    if not 1 <= num_beams <= MOST:
+        raise ValueError(f"num_beams must be at least 1 and at most 10^15, got {num_beams}")
     if seed is not None and not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must lie between -2^63 and 2^63 - 1, got {seed}")
     if seed is not None and temperature == 0:

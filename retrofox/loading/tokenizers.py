@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from retrofox.config import Recipe
 from retrofox.loading.configs import any_config
-from retrofox.loading.errors import reading_gguf
+from retrofox.loading.errors import first_line, reading_gguf
 from retrofox.loading.outside import register_outside
 from retrofox.loading.source import holds_converted, read_config
 from retrofox.loading.trust import own_code, trusts_code
@@ -80,6 +80,24 @@ def read_tokenizer(source: str | Path, revision: str | None = None) -> Any:
                 "--trust-remote-code (in Python: with trusting_code())"
             ) from None
         raise Unreadable((str(error).strip() or type(error).__name__).splitlines()[0]) from None
+
+
+def refuse_damaged_tokenizer(directory: str | Path) -> None:
+    """Raises ValueError where a directory's tokenizer files are cut short, or pointers to files that were not fetched.
+
+    Those that are whole and don't open here, for they need code, a library or another version, may open elsewhere.
+    """
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"):
+        file = Path(directory) / name
+        if not file.is_file():
+            continue
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{file} is damaged, the tokenizer can't be read ({first_line(error)}): download it again, or put a "
+                "whole one there"
+            ) from None
 
 
 def _code(directory: Path) -> tuple[list[str], bool]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from retrofox.support.launches import said
+
 LOOK_SECONDS = 1.0
 GRACE_SECONDS = 10.0
 """How long a failing collective has to raise by itself; a GPU's never does."""
@@ -103,8 +105,8 @@ class Watch:
         return lost
 
     def _speaks(self, lost: dict[int, int]) -> bool:
-        """Whether this is the first process left on this machine."""
-        return all(rank > self.rank or rank in lost for rank in self.others)
+        """Whether this is the first process left on this machine, and none of the lost has said why it ended."""
+        return not said() and all(rank > self.rank or rank in lost for rank in self.others)
 
     def _message(self, lost: dict[int, int]) -> str:
         names = ", ".join(f"process {rank} (pid {pid})" for rank, pid in sorted(lost.items()))

@@ -171,7 +171,6 @@ def test_a_base_with_attention_dropout_trains_once_converted(source, tmp_path):
 
 
 BROKEN_TOKENIZERS = {
-    "cut short": ("tokenizer.json", '{"version'),
     "of another version": ("tokenizer.json", '{"version": "9", "model": {"type": "Unheard"}}'),
     "its own code": ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["tokenization_own.Own", null]}}'),
 }

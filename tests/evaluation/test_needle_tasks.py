@@ -173,6 +173,19 @@ def test_the_shortest_length_that_is_named_is_the_shortest(hay, mode):
         make_prompts(hay, [mode], [least - 1], [0.5], 3, seed=0)
 
 
+def test_of_all_modes_the_shortest_length_that_works_is_named_at_once(hay):
+    least = {}
+    for mode in MODES:
+        with pytest.raises(ValueError, match="at least") as refused:
+            make_prompts(hay, [mode], [50], [0.5], 3, seed=0)
+        least[mode] = int(str(refused.value).split()[-1])
+    each = ", ".join(f"{mode} {least[mode]}" for mode in MODES)
+    with pytest.raises(ValueError, match=re.escape(f"at least {max(least.values())} ({each})")):
+        make_prompts(hay, MODES, [50, 4000], [0.5], 3, seed=0)
+    enough = [max(least.values())]
+    assert len(make_prompts(hay, MODES, enough, [0.5], 3, seed=0)) == 3 * len(MODES)
+
+
 def test_a_haystack_of_few_words_can_set_no_word_list(pico_tokenizer):
     few = Haystack(pico_tokenizer, np.array(pico_tokenizer(SENTENCES * 200)["input_ids"], np.int32))
     with pytest.raises(ValueError, match=r"at least 20 different words .* this one has"):

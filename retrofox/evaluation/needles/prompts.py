@@ -53,23 +53,29 @@ def make_prompts(
     for the same facts, so that lengths are compared on like tasks.
 
     Raises:
-        ValueError: a length that can't hold a mode's needles and question; the smallest that can is named.
+        ValueError: a length that can't hold needles and question of some modes; the smallest that can is named.
     """
     rows = [depth for depth in depths for _ in range(trials)]
+    names = {mode: f"{seed} {mode}" for mode in modes}
+    tasks = {
+        mode: [encode_task(hay, make_task(mode, n, name)) for n in range(len(rows))]
+        for mode, name in names.items()
+        if mode != "common-words"
+    }
+    shortest = {mode: max(task.tokens for task in own) for mode, own in tasks.items()}
+    if "common-words" in names:
+        lists = [shortest_list(hay, n, names["common-words"]) for n in range(len(rows))]
+        shortest["common-words"] = len(hay.encode(QUESTION)) + max(lists)
+    _require_room({mode: len(hay.start) + shortest[mode] for mode in modes}, min(lengths))
     prompts = []
-    for mode in modes:
-        name = f"{seed} {mode}"
+    for mode, name in names.items():
         if mode == "common-words":
-            least = len(hay.start) + len(hay.encode(QUESTION))
-            _require_room(mode, lengths, [least + shortest_list(hay, n, name) for n in range(len(rows))])
             prompts += [_list_prompt(hay, length, n, len(rows), name) for length in lengths for n in range(len(rows))]
             continue
-        tasks = [encode_task(hay, make_task(mode, n, name)) for n in range(len(rows))]
-        _require_room(mode, lengths, [len(hay.start) + task.tokens for task in tasks])
         prompts += [
             _needle_prompt(hay, task, length, depth if mode in PLACED else None, n, len(rows), f"{name} {length} {n}")
             for length in lengths
-            for n, (task, depth) in enumerate(zip(tasks, rows, strict=True))
+            for n, (task, depth) in enumerate(zip(tasks[mode], rows, strict=True))
         ]
     return prompts
 
@@ -156,10 +162,12 @@ def _prompt(encoded: EncodedTask, depth: float | None, pieces: Sequence[Sequence
     return Prompt(encoded.task, len(token_ids), depth, token_ids, encoded.values)
 
 
-def _require_room(mode: str, lengths: Sequence[int], needed: Sequence[int]) -> None:
-    least = max(needed)
-    if min(lengths) < least:
+def _require_room(shortest: dict[str, int], length: int) -> None:
+    """Raises ValueError where the shortest prompts of some mode, by their tokens, are longer than `length`."""
+    short = {mode: tokens for mode, tokens in shortest.items() if tokens > length}
+    if short:
+        each = f" ({', '.join(f'{mode} {tokens}' for mode, tokens in short.items())})" if len(short) > 1 else ""
         raise ValueError(
-            f"a prompt of {min(lengths)} tokens can't hold needle and question of mode {mode}: "
-            f"the lengths must be at least {least}"
+            f"a prompt of {length} tokens can't hold needle and question of mode {', '.join(short)}: "
+            f"the lengths must be at least {max(short.values())}{each}"
         )
