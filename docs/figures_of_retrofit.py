@@ -21,6 +21,7 @@ ARMS = {
 }
 FACTS = {
     "control, 8k windows": ("control-8k-told", "control-8k"),
+    "YaRN x 4": ("yarn-told", "yarn"),
     "partial": ("partial-told", "partial-told-seed1", "partial"),
     "fox": ("fox-told", "fox"),
     "fox-pro": ("fox-pro-told", "fox-pro"),
