@@ -57,7 +57,10 @@ def memory(
     )
     again = again or plain
     # 16-bit copies of weights that the graph keeps do not grow with the tokens: they are weights, not activations.
-    copies = (layers - recomputed) * plain.layer.constant + recomputed * again.layer.constant + plain.outside.constant
+    copies = 0.0
+    if mixed:
+        copies = (layers - recomputed) * plain.layer.constant + recomputed * again.layer.constant
+        copies += plain.outside.constant
     here = recomputed - _gone(recomputed, stage, device)
     kept = [(layers - recomputed, plain.layer), (here, again.layer), (1, plain.outside)]
     activations = sum(count * curve._replace(constant=0).at(rows, tokens) for count, curve in kept)

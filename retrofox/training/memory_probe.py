@@ -21,6 +21,7 @@ from retrofox.config import Recipe, Stage
 from retrofox.loading.device import PRECISIONS
 from retrofox.training.chunked_loss import chunk_rows
 from retrofox.training.groups import set_trainable
+from retrofox.training.live_bytes import LiveBytes
 from retrofox.training.lora import add_adapters
 from retrofox.training.model import lower_frozen, set_attention
 from retrofox.training.objectives import Extend, trained_form
@@ -93,7 +94,7 @@ def probe(recipe: Recipe, stage: Stage, model: Any, recomputed: bool, device: to
     lm = causal_lm(model)
     tile = tile_of(stage, lm)
     lengths = probe_rows(device, tile, stage.sequence_length)
-    # On a CPU only what is kept counts, which no tile's length changes.
+    # On a CPU rows are too short for whole tiles; what is kept does not depend on their length.
     tiles = "none" if not tile else PROBE_ROWS["cpu"][0] // 2 if device.type == "cpu" else stage.tiled_mlp
     switches = {"gradient_checkpointing": "full" if recomputed else "none", "tiled_mlp": tiles}
     stage = stage.model_copy(update={**switches, "offload_activations": False, "offload_optimizer": False})
@@ -128,7 +129,7 @@ def _measured(
     lm: Any, recipe: Recipe, stage: Stage, lengths: tuple[int, ...], tile: int, device: torch.device
 ) -> Probe:
     """Runs the copies of one and of two layers over rows of all lengths."""
-    measure = _allocated if device.type == "cuda" else _saved
+    measure = _allocated if device.type == "cuda" else _alive
     found = np.zeros((2, len(lengths), 3))
     for layers in (1, 2):
         gc.collect()  # else garbage of an earlier copy is freed while this one is measured
@@ -145,6 +146,8 @@ def _measured(
         linear, constant = np.polyfit(at_once, head[1], 1).tolist()
         head_curve = Curve(constant, linear, 0.0)
     curves = [_fit(lengths, values) for values in (layer, kept[0] - layer, backward[1])]
+    if device.type == "cpu":  # these rows are shorter than attention's blocks: a parabola would go on growing
+        curves[2] = Curve(0.0, float(backward[1, -1]) / lengths[-1], 0.0)
     return Probe(curves[0], curves[1], head_curve, curves[2])
 
 
@@ -231,20 +234,17 @@ def _requested(device: torch.device) -> tuple[int, int]:
     return statistics["requested_bytes.all.current"], statistics["requested_bytes.all.peak"]
 
 
-def _saved(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.device) -> tuple[float, ...]:
-    """(bytes of distinct memory that autograd keeps after a forward, 0, 0); parameters do not count."""
-    own = {p.untyped_storage().data_ptr() for p in small.parameters()}
-    storages: dict[int, int] = {}
+def _alive(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.device) -> tuple[float, ...]:
+    """(bytes kept after the forward, 0, peak above them in either pass) on a CPU, whose allocator tells nothing.
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer not in own:
-            storages[pointer] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    Without gradients of parameters, which hide in short rows what each token takes, and are counted elsewhere.
+    """
+    trained = [p for p in small.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
+    with LiveBytes() as live:
         loss = _pass(small, recipe, stage, tokens, device)
-    # Counted while the graph is alive, so that no address is used twice.
-    found = sum(storages.values())
-    del loss
-    return found, 0.0, 0.0
+        kept = live.now
+        loss.backward()
+    for handle in handles:
+        handle.remove()
+    return kept, 0.0, live.peak - kept

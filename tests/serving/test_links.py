@@ -1,0 +1,62 @@
+"""When a step looks for prefixes that another request writes in it, without vLLM: its modules stand empty."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from retrofox.serving.lanes import running_sum
+
+PAGE = 4
+MODULES = ("", ".config", ".model_executor", ".model_executor.layers", ".model_executor.layers.attention", ".v1")
+MODULE = "retrofox.serving.vllm_attention"
+
+
+@pytest.fixture
+def builder(monkeypatch) -> Any:
+    for name in (*MODULES, ".v1.attention", ".v1.attention.backend"):
+        module: Any = types.ModuleType(f"vllm{name}")
+        module.get_current_vllm_config = module.Attention = module.AttentionCGSupport = None
+        monkeypatch.setitem(sys.modules, f"vllm{name}", module)
+    monkeypatch.setitem(sys.modules, MODULE, types.ModuleType(MODULE))
+    monkeypatch.delitem(sys.modules, MODULE)
+    made = object.__new__(importlib.import_module(MODULE).StepBuilder)
+    made.kv_cache_spec = SimpleNamespace(block_size=PAGE)
+    made.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
+    return made
+
+
+def step(prefilling: list[bool] | None) -> SimpleNamespace:
+    """The first request decodes the 8th token of its text; the second's prompt is these 8 and one more."""
+    table = torch.tensor([[3, 5, 0], [3, 5, 7]], dtype=torch.int32)
+    return SimpleNamespace(
+        num_reqs=2,
+        max_query_len=1,
+        query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
+        seq_lens=torch.tensor([8, 9], dtype=torch.int32),
+        block_table_tensor=table,
+        slot_mapping=torch.tensor([5 * PAGE + 3, 7 * PAGE]),
+        is_prefilling=None if prefilling is None else torch.tensor(prefilling),
+    )
+
+
+def test_a_prompt_that_ends_one_token_behind_a_page_that_is_just_filled_goes_on_from_it(builder):
+    batch = step([False, True])
+    links = builder._links(batch)
+    assert links.token.tolist() == [-1, 0]
+    assert links.request[1] == 0
+    log_f = -torch.rand(2, 1, 3, generator=torch.Generator().manual_seed(0)).double()
+    before = torch.tensor([-7.0, 0.0]).double()[:, None, None].expand(2, 1, 3)  # the second's is not written yet
+    c = running_sum(log_f, batch.query_start_loc, batch.seq_lens, before, links)
+    torch.testing.assert_close(c, torch.stack([log_f[0] - 7, log_f[0] - 7 + log_f[1]]))
+
+
+@pytest.mark.parametrize("prefilling", [[False, False], None])
+def test_a_step_that_only_decodes_looks_for_nothing(builder, prefilling):
+    assert builder._links(step(prefilling)) is None
