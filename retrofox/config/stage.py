@@ -33,6 +33,11 @@ class Stage(Section):
     )
     tokens: Positive = Field(description="training tokens of this stage, all devices together")
     sequence_length: Annotated[int, whole, Field(ge=2, le=MOST)]
+    max_position: Positive | None = Field(
+        default=None,
+        description="extend: in half of the documents positions skip ahead at a random token, to at most this, so that "
+        "RoPE learns distances beyond sequence_length; None = positions count tokens",
+    )
     batch_tokens: Positive | None = Field(default=None, description="tokens per step; None = one micro-batch a device")
     micro_batch: int = Field(default=1, ge=1, description="sequences per device and forward pass")
     learning_rate: Rate = 1e-4
@@ -98,6 +103,15 @@ class Stage(Section):
         for key in ("teacher_logits", "temperature", "ce_weight"):
             if getattr(self, key) is not None and not distill:
                 raise ValueError(f"{key} belongs to objective distill, and this stage's is {self.objective}: remove it")
+        if self.max_position is not None and self.objective != "extend":
+            raise ValueError(
+                f"max_position belongs to objective extend, and this stage's is {self.objective}: remove it"
+            )
+        if self.max_position is not None and self.max_position <= self.sequence_length:
+            raise ValueError(
+                f"max_position must exceed sequence_length ({self.sequence_length}), got {self.max_position}: give the "
+                "length that the model is to reach, or remove it"
+            )
         if self.teacher is not None and self.objective not in TAUGHT:
             raise ValueError(
                 f"teacher belongs to objectives align and distill, and this stage's is {self.objective}: remove it"

@@ -28,6 +28,8 @@ from retrofox.data.shards import Manifest, PreparedSource
 IGNORE = -100
 """Label of a position that nothing is predicted at."""
 OPEN_MAPS = 128
+SKIPPING_SHARE = 0.5
+"""Share of the segments whose positions skip ahead where `max_position` is given; the others keep near order exact."""
 
 
 class Tokens:
@@ -87,7 +89,8 @@ class PackedDataset(torch.utils.data.Dataset):
         input_ids     (T,) int64
         labels        (T,) int64, equal to input_ids (the model shifts), -100 at the first token of each segment, which
                       would be predicted across a boundary, and on padding
-        position_ids  (T,) int64, restarting at 0 at each segment
+        position_ids  (T,) int64, restarting at 0 at each segment; with `max_position` half of the segments skip
+                      ahead at a random token, see `skipping`
         doc_lengths   (segments,) int64, summing to T; the unfilled tail, if any, is the last segment (EOS, label -100)
 
     A segment is a document, or a part of one longer than T. `order` maps global sample numbers to items, such that
@@ -103,11 +106,14 @@ class PackedDataset(torch.utils.data.Dataset):
         sequence_length: int,
         weights: Sequence[float] | None = None,
         seed: int = 0,
+        max_position: int | None = None,
     ):
         manifests = [manifests] if isinstance(manifests, Manifest) else list(manifests)
         if len({manifest.tokenizer for manifest in manifests}) != 1:
             raise ValueError(f"all manifests must come from one tokenizer, got {len(manifests)} with different ones")
-        self.sequence_length, self.seed = sequence_length, seed
+        if max_position is not None and max_position <= sequence_length:
+            raise ValueError(f"max_position must exceed sequence_length ({sequence_length}), got {max_position}")
+        self.sequence_length, self.seed, self.max_position = sequence_length, seed, max_position
         self.filler = manifests[0].eos or 0
         self.tokens = [tokens for manifest in manifests for tokens in open_tokens(manifest)]
         folders = [manifest.folder for manifest in manifests for _ in manifest.sources]
@@ -143,9 +149,11 @@ class PackedDataset(torch.utils.data.Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (32 digits) of tokens, boundaries, packing, window and weights: equal means the same `order`."""
+        """sha256 (32 digits) of tokens, boundaries, packing, window, weights and max_position: equal means the same
+        items in the same `order`."""
         content = [PACKING, ORDERING, self.sequence_length, self.weights, self.filler]
         content += [tokens.source.fingerprint for tokens in self.tokens]
+        content += [] if self.max_position is None else [{"max_position": self.max_position}]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
     def state(self, consumed: int) -> dict[str, Any]:
@@ -175,10 +183,13 @@ class PackedDataset(torch.utils.data.Dataset):
         length = self.sequence_length
         ids = np.full(length, self.filler, dtype=np.int64)
         positions = np.arange(length, dtype=np.int64)
+        random = None if self.max_position is None else np.random.default_rng([self.seed, index])
         at, begins = 0, []
         for start, count in zip(packing.start[first:last].tolist(), packing.length[first:last].tolist(), strict=True):
             ids[at : at + count] = tokens.slice(start, count)
             positions[at : at + count] -= at
+            if random is not None:
+                positions[at : at + count] += skipping(count, self.max_position, random)
             begins.append(at)
             at += count
         labels = ids.copy()
@@ -196,13 +207,27 @@ class PackedDataset(torch.utils.data.Dataset):
         }
 
 
+def skipping(count: int, max_position: int, random: np.random.Generator) -> np.ndarray:
+    """What to add to positions 0 .. count - 1 of a segment, (count,) int64: 0, then one skip from a random token on.
+
+    The skip is uniform in 0 .. max_position - count, so tokens on both sides of it meet at every distance below
+    max_position, while each side keeps its own order. A share 1 - SKIPPING_SHARE of the segments has none.
+    Source: positional skip-wise training (PoSE; Zhu et al. 2023, arXiv 2309.10400), with two chunks.
+    """
+    added = np.zeros(count, dtype=np.int64)
+    if count > 1 and random.random() < SKIPPING_SHARE:
+        added[random.integers(1, count) :] = random.integers(0, max_position - count, endpoint=True)
+    return added
+
+
 def collate(batch: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stacks windows: input_ids, labels, position_ids (B, T) int64, and cu_seqlens (N + 1,) int32 over B * T tokens.
 
-    cu_seqlens (segment ends, rows included) is left out where every row is one segment: plain causal attention.
+    cu_seqlens (segment ends, rows included) is left out where every row is one segment whose positions count its
+    tokens: plain causal attention.
     """
     result = {key: torch.stack([item[key] for item in batch]) for key in ("input_ids", "labels", "position_ids")}
-    if any(len(item["doc_lengths"]) > 1 for item in batch):
+    if not bool((result["position_ids"] == torch.arange(result["position_ids"].shape[1])).all()):
         lengths = torch.cat([torch.zeros(1, dtype=torch.int64), *(item["doc_lengths"] for item in batch)])
         result["cu_seqlens"] = lengths.cumsum(0).to(torch.int32)
     return result

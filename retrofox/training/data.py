@@ -75,7 +75,9 @@ class StageData:
         self.collate: Any = collate_with_targets
         if mesh is not None:
             self.collate = functools.partial(collate_part, split=mesh.degrees, process=mesh.rank)
-        self.dataset = PackedDataset(tokens.train, stage.sequence_length, seed=recipe.seed)
+        self.dataset = PackedDataset(
+            tokens.train, stage.sequence_length, seed=recipe.seed, max_position=stage.max_position
+        )
         self.logits = None if stage.teacher_logits is None else TeacherLogits(stage.teacher_logits)
         self.last_row = last_row
         self.held_out = None if tokens.eval is None else PackedDataset(tokens.eval, stage.sequence_length)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from retrofox.anatomy import causal_lm, is_converted
+from retrofox.anatomy import attentions, causal_lm, is_converted
 from retrofox.config import TAUGHT, Recipe, Source, Stage
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
@@ -154,6 +154,8 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
         raise ValueError(f"{stage.objective} compares a retrofit with its original: give `fox:` to the recipe")
     if stage.objective == "adapt":
         refuse_adapt(model, source)
+    if stage.max_position is not None:
+        refuse_positions(model, stage.max_position)
     refuse_sharing(model, stage.sequence_length, split_of(recipe, causal_lm(model).config))
     set_trainable(model, stage, adapters=recipe.lora is not None)
     if needs_teacher(recipe, stage, model, source) and source is not None:
@@ -171,6 +173,18 @@ def refuse_adapt(model: Any, source: Path | None) -> None:
     changed = None if source is None else changed_since_conversion(source)
     if changed is not None:
         raise ValueError(f"adapt trains the original, and {changed}: give its base model and `fox:`, or remove adapt")
+
+
+def refuse_positions(model: Any, max_position: int) -> None:
+    """Raises ValueError where skipped positions would split documents, or change nothing."""
+    if not is_converted(model):
+        raise ValueError(
+            f"max_position: {max_position} would split documents of an unconverted model where positions skip: remove "
+            "it, or give `fox: {rope: keep, gate: none}`, which is the same model by this toolkit's attention"
+        )
+    rotary = [attention.rotary_fade for _, attention in attentions(model) if attention.rotary_fade is not None]
+    if all(fade.gone for fade in rotary) and causal_lm(model).config.fox["log_n"] is None:
+        raise ValueError(f"max_position: {max_position} changes nothing in a model without RoPE: remove it")
 
 
 def refuse_tokenizer(tokenizer: Any, vocabulary: int) -> None:
