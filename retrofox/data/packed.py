@@ -183,12 +183,12 @@ class PackedDataset(torch.utils.data.Dataset):
         length = self.sequence_length
         ids = np.full(length, self.filler, dtype=np.int64)
         positions = np.arange(length, dtype=np.int64)
-        random = None if self.max_position is None else np.random.default_rng([self.seed, index])
+        random = np.random.default_rng([self.seed, index])
         at, begins = 0, []
         for start, count in zip(packing.start[first:last].tolist(), packing.length[first:last].tolist(), strict=True):
             ids[at : at + count] = tokens.slice(start, count)
             positions[at : at + count] -= at
-            if random is not None:
+            if self.max_position is not None:
                 positions[at : at + count] += skipping(count, self.max_position, random)
             begins.append(at)
             at += count
