@@ -90,14 +90,15 @@ class PackedDataset(torch.utils.data.Dataset):
         labels        (T,) int64, equal to input_ids (the model shifts), -100 at the first token of each segment, which
                       would be predicted across a boundary, and on padding
         position_ids  (T,) int64, restarting at 0 at each segment; with `max_position` half of the segments skip
-                      ahead at a random token, see `skipping`
+                      ahead at a random token (`skipping`), the same one each time
         doc_lengths   (segments,) int64, summing to T; the unfilled tail, if any, is the last segment (EOS, label -100)
 
     A segment is a document, or a part of one longer than T. `order` maps global sample numbers to items, such that
     `weights` (default: those of the sources) are the shares of tokens drawn; see `data_order.Mixture`.
 
     Raises:
-        ValueError: no tokens, a weight that is not positive, shards that are missing.
+        ValueError: no tokens, a weight that is not positive, shards that are missing, a max_position that is no more
+            than sequence_length.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class PackedDataset(torch.utils.data.Dataset):
         length = self.sequence_length
         ids = np.full(length, self.filler, dtype=np.int64)
         positions = np.arange(length, dtype=np.int64)
-        random = np.random.default_rng([self.seed, index])
+        random = np.random.default_rng([self.seed % (1 << 64), index])  # as `Order`, of any seed
         at, begins = 0, []
         for start, count in zip(packing.start[first:last].tolist(), packing.length[first:last].tolist(), strict=True):
             ids[at : at + count] = tokens.slice(start, count)
