@@ -31,6 +31,7 @@ from retrofox.training.refusals import (
     refuse_optimizer,
     refuse_output,
     refuse_parallelism,
+    refuse_positions,
     refuse_precision,
     refuse_quantization,
     refuse_stage,
@@ -116,6 +117,8 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
 
 def _stage(recipe: Recipe, stage: Stage, config: Any, devices: int, device: torch.device) -> StagePreflight:
     model, source = empty(config, recipe), starts_from(recipe)
+    if stage.max_position is not None:  # here only: annealing may have left no RoPE to a stage that resumes
+        refuse_positions(model, stage.max_position)
     refuse_stage(recipe, stage, model, source, device)
     teacher = needs_teacher(recipe, stage, model, source)
     held = held_by_one(recipe, stage)

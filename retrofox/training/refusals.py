@@ -154,8 +154,6 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
         raise ValueError(f"{stage.objective} compares a retrofit with its original: give `fox:` to the recipe")
     if stage.objective == "adapt":
         refuse_adapt(model, source)
-    if stage.max_position is not None:
-        refuse_positions(model, stage.max_position)
     refuse_sharing(model, stage.sequence_length, split_of(recipe, causal_lm(model).config))
     set_trainable(model, stage, adapters=recipe.lora is not None)
     if needs_teacher(recipe, stage, model, source) and source is not None:

@@ -36,6 +36,7 @@ def everything(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
+SKIPS = ["stages.0.max_position=4096"]
 ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
 
 
@@ -51,6 +52,8 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
             "must be a multiple of sequence_length x micro_batch",
         ),
         (["stages.0.sequence_length=10M", "stages.0.tokens=10M", "stages.0.batch_tokens=10M"], "lower sequence_length"),
+        ([*SKIPS, "fox=null"], "stages.0: max_position: 4096 would split documents of an unconverted model"),
+        ([*SKIPS, "fox={rope: drop}"], "stages.0: max_position: 4096 changes nothing in a model without RoPE"),
         (["data.train=[nowhere.txt]"], "no data at nowhere.txt"),
         (["data.tokenizer=nowhere/at/all"], "nowhere/at/all"),
         (["optim=adamw_nope"], "optim: adamw_nope can't be used"),
@@ -60,10 +63,25 @@ def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, c
     loaded, before = load_recipe(recipe, changes), everything(tmp_path)
     refusals = plan(loaded)["refusals"]
     assert reason in refusals[0]
+    assert "\n" not in refusals[0]
     with pytest.raises((ValueError, FileNotFoundError)) as stopped:
         train(loaded)
     assert str(stopped.value) == refusals[0]
     assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "fox",
+    [
+        "{rope: keep, gate: none}",
+        "{rope: interpolate}",
+        "{rope: partial, max_wavelength: 40}",
+        "{rope: anneal, anneal_to: drop, anneal_tokens: 100}",
+        "{rope: drop, log_n: 64}",
+    ],
+)
+def test_positions_may_skip_where_anything_depends_on_them(recipe, fox):
+    assert plan(load_recipe(recipe, [*SKIPS, f"fox={fox}"]))["refusals"] == []
 
 
 @pytest.mark.parametrize(

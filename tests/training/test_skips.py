@@ -1,0 +1,197 @@
+"""Training where positions skip ahead (`max_position`): RoPE sees the skips, documents stay whole, runs resume."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import retrofox
+from retrofox.config import load_recipe
+from retrofox.data.packed import IGNORE
+from retrofox.training.data import collate_with_targets
+from retrofox.training.loop import FoxTrainer
+from retrofox.training.objectives import hidden_states
+from retrofox.training.train import train
+
+SKIPPING = [*range(10), *range(300, 314)]
+"""A document of 24 tokens whose positions skip ahead at the tenth."""
+STAGE = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
+
+
+@pytest.fixture
+def recipe(tmp_path, pico_fox, pico_tokenizer) -> Path:
+    """One stage of 4 steps, each with skips and a checkpoint; documents are short, so every window has several."""
+    (tmp_path / "texts").mkdir()
+    for number in range(60):
+        text = "".join(f"the fox forgets gate {i * i % 17}, " for i in range(number, number + 2 + number % 3))
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    pico_fox(rope="interpolate").save_pretrained(tmp_path / "model")
+    pico_tokenizer.save_pretrained(tmp_path / "model")
+    values = {
+        "model": str(tmp_path / "model"),
+        "output": str(tmp_path / "run"),
+        "data": {
+            "train": [str(tmp_path / "texts")],
+            "eval": [str(tmp_path / "texts")],
+            "cache": str(tmp_path / "cache"),
+            "workers": 1,
+        },
+        "stages": [{**STAGE, "max_position": 4096}],
+        "precision": "fp32",
+        "log": {"every": 1},
+        "checkpoint": {"every_steps": 1, "keep": 9},
+        "dataloader_workers": 0,
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def run(recipe: Path, *changes: str) -> dict:
+    return train(load_recipe(recipe, list(changes)))["stages"][-1]
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model" / "model.safetensors").read_bytes()
+
+
+def back_to(out: Path, stage: str, step: int) -> None:
+    """Leaves of a finished run what it had when this step of its last stage was saved."""
+    shutil.rmtree(out / "model")
+    for path in (out / stage).glob("checkpoint-*"):
+        if int(path.name.removeprefix("checkpoint-")) > step:
+            shutil.rmtree(path)
+
+
+def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(recipe, tmp_path, monkeypatch):
+    whole = run(recipe, f"output={tmp_path / 'whole'}")
+    plain = FoxTrainer.training_step
+
+    def interrupted(self, *args, **kwargs):
+        if self.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FoxTrainer, "training_step", interrupted)
+        with pytest.raises(SystemExit) as stopped:
+            run(recipe)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    resumed = run(recipe)
+    assert resumed["resumed_at"] == 3
+    assert (resumed["loss_first"], resumed["loss_last"]) == (whole["loss_first"], whole["loss_last"])
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_skips_are_trained_on_and_held_out_windows_have_none(recipe, tmp_path):
+    found = run(recipe, f"output={tmp_path / 'skips'}")
+    plain = run(recipe, "stages.0.max_position=null")
+    assert found["loss_first"] != plain["loss_first"]
+    assert found["eval_before"] == plain["eval_before"]
+    assert weights(tmp_path / "skips") != weights(tmp_path / "run")
+
+
+def test_another_max_position_is_refused_in_a_run_that_has_begun(recipe, tmp_path):
+    run(recipe)
+    back_to(tmp_path / "run", "stage-0-extend", 2)
+    for change in ("stages.0.max_position=8192", "stages.0.max_position=null"):
+        with pytest.raises(ValueError, match=r"holds another run: stages\.0\.max_position differ"):
+            run(recipe, change)
+    (tmp_path / "run" / "recipe.yaml").unlink()  # then the checkpoint itself knows its data
+    with pytest.raises(ValueError, match=r"the data under this run changed: .*checkpoint-2"):
+        run(recipe, "stages.0.max_position=8192")
+
+
+def test_a_run_begun_before_there_was_a_max_position_goes_on(recipe, tmp_path):
+    none = "stages.0.max_position=null"
+    run(recipe, none)
+    before = weights(tmp_path / "run")
+    back_to(tmp_path / "run", "stage-0-extend", 2)
+    kept = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    del kept["recipe"]["stages"][0]["max_position"]
+    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(kept))
+    assert run(recipe, none)["resumed_at"] == 2
+    assert weights(tmp_path / "run") == before
+
+
+def test_a_stage_whose_rope_an_earlier_one_annealed_away_resumes_too(recipe, tmp_path, pico_fox, pico_tokenizer):
+    pico_fox(rope="anneal", anneal_to="drop", anneal_tokens=256).save_pretrained(tmp_path / "anneal")
+    pico_tokenizer.save_pretrained(tmp_path / "anneal")
+    stages = yaml.safe_dump([STAGE, {**STAGE, "max_position": 4096}], default_flow_style=True, width=10**6).strip()
+    changes = [f"model={tmp_path / 'anneal'}", f"stages={stages}"]
+    run(recipe, *changes)
+    before = weights(tmp_path / "run")
+    back_to(tmp_path / "run", "stage-1-extend", 2)
+    assert run(recipe, *changes)["resumed_at"] == 2
+    assert weights(tmp_path / "run") == before
+
+
+def batch_of(*positions: list[int]) -> dict[str, torch.Tensor]:
+    """A batch as training makes it: each row is packed from documents, which begin where its positions are 0."""
+    random = torch.Generator().manual_seed(4)
+    rows = []
+    for row in positions:
+        starts = [place for place, position in enumerate(row) if position == 0]
+        ids = torch.randint(2, 288, (len(row),), generator=random)
+        labels = ids.clone()
+        labels[starts] = IGNORE
+        lengths = torch.tensor([*starts, len(row)]).diff()
+        rows.append({"input_ids": ids, "labels": labels, "position_ids": torch.tensor(row), "doc_lengths": lengths})
+    return collate_with_targets(rows)
+
+
+BATCHES = {
+    "one document a row": batch_of(SKIPPING, list(range(24))),
+    "packed": batch_of([*range(9), *SKIPPING], [*SKIPPING, *range(3), *range(40, 46)]),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=list(BATCHES))
+def test_skips_turn_the_rotary_pairs_and_split_no_document(pico_llama, batch):
+    """As in the base itself, told of documents by a mask over all pairs of tokens."""
+    base = pico_llama()
+    fox = retrofox.convert(pico_llama(), fox=retrofox.FoxSpec(rope="keep", gate="none")).eval()
+    document = (batch["position_ids"] == 0).long().cumsum(1)
+    seen = (document[:, :, None] == document[:, None, :]).tril()
+    mask = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[:, None]
+    with torch.no_grad():
+        positions = {"position_ids": batch["position_ids"], "attention_mask": mask}
+        wanted = base.model(input_ids=batch["input_ids"], use_cache=False, **positions).last_hidden_state
+        found = hidden_states(fox, batch)
+        counted = torch.arange(batch["input_ids"].shape[1]).expand_as(document)
+        first = torch.where(batch["position_ids"] == 0, counted, 0).cummax(1).values
+        unskipped = hidden_states(fox, {**batch, "position_ids": counted - first})
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    skipped = batch["position_ids"] != counted - first
+    assert skipped.any()
+    assert float((found - unskipped)[skipped].abs().amax(1).min()) > 1e-2
+    assert float((found - unskipped)[~skipped].abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=list(BATCHES))
+def test_a_forward_by_hand_gives_what_training_sees(pico_fox, batch):
+    model = pico_fox(rope="interpolate", pro="all", log_n=16)
+    with torch.no_grad():
+        found = hidden_states(model, batch)
+        packed = {"position_ids": batch["position_ids"], "cu_seqlens": batch["cu_seqlens"]}
+        wanted = model.model(input_ids=batch["input_ids"], use_cache=False, **packed).last_hidden_state
+        split = model.model(input_ids=batch["input_ids"], use_cache=False, position_ids=batch["position_ids"])
+    assert torch.equal(found, wanted)
+    assert not torch.allclose(found, split.last_hidden_state, atol=1e-2)
+
+
+def test_tokens_behind_a_skip_see_those_before_it(pico_fox):
+    model, batch = pico_fox(rope="interpolate"), BATCHES["packed"]
+    other = {**batch, "input_ids": batch["input_ids"].clone()}
+    other["input_ids"][0, 9 + 5] += 1 if other["input_ids"][0, 9 + 5] < 287 else -1
+    with torch.no_grad():
+        moved = (hidden_states(model, batch) - hidden_states(model, other)).abs().amax(-1)
+    assert float(moved[0, 9 + 10 :].min()) > 1e-4  # the tokens behind the skip, each of them
+    assert float(moved[0, : 9 + 5].max()) == 0
+    assert float(moved[1].max()) == 0
