@@ -35,8 +35,8 @@ class Stage(Section):
     sequence_length: Annotated[int, whole, Field(ge=2, le=MOST)]
     max_position: Positive | None = Field(
         default=None,
-        description="extend: in half of the documents positions skip ahead at a random token, to at most this, so that "
-        "RoPE learns distances beyond sequence_length; None = positions count tokens",
+        description="extend: in half of the documents positions skip ahead at a random token and stay below this, so "
+        "that RoPE learns distances beyond sequence_length; None = positions count tokens",
     )
     batch_tokens: Positive | None = Field(default=None, description="tokens per step; None = one micro-batch a device")
     micro_batch: int = Field(default=1, ge=1, description="sequences per device and forward pass")

@@ -120,6 +120,9 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
             ["teacher: copy loads the teacher, teacher_logits reads its logits: remove one of the two"],
         ),
         ("stages.0={objective: distill, tokens: 9, sequence_length: 3, cross_entropy: torch}", ["torch belongs to"]),
+        ("stages.0.max_position=64", ["max_position must exceed sequence_length (64), got 64"]),
+        ("stages.0.max_position=0", ["stages.0.max_position", "greater than 0"]),
+        ("stages.0.max_position=far", ["stages.0.max_position", "'far'"]),
         ("stages.0.decay_tokens=10", ["decay_tokens belongs to schedule wsd"]),
         ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),
         ("stages.0.gate_delay_tokens=1M", ["gate_delay_tokens must be less than tokens"]),
@@ -137,6 +140,21 @@ def test_bad_overrides_say_what_was_given_and_what_is_allowed(recipe_file, overr
         load_recipe(recipe_file, [override])
     for needle in needles:
         assert needle in str(error.value)
+
+
+@pytest.mark.parametrize("objective", ["adapt", "align", "distill"])
+def test_only_extend_takes_positions_that_skip(recipe_file, objective):
+    stage = f"stages.0={{objective: {objective}, tokens: 9, sequence_length: 3, max_position: 9}}"
+    with pytest.raises(ValueError, match=rf"max_position belongs to objective extend.*is {objective}: remove it"):
+        load_recipe(recipe_file, [stage])
+    assert load_recipe(recipe_file, [stage.replace(objective, "extend")]).stages[0].max_position == 9
+
+
+def test_positions_skip_to_a_count_with_a_suffix_and_not_unless_asked(recipe_file):
+    assert load_recipe(recipe_file).stages[0].max_position is None
+    recipe = load_recipe(recipe_file, ["stages.0.max_position=128Ki"])
+    assert recipe.stages[0].max_position == 131072
+    assert validate(yaml.safe_load(dump(recipe))) == recipe
 
 
 def test_file_is_named_in_the_error(recipe_file, tmp_path):
