@@ -27,6 +27,7 @@ from retrofox.training.stage_objective import stage_objective
 
 CPU = torch.device("cpu")
 PACKED = [0, 10, 40, 64, 67, 110, 128]  # two rows of 64: a document over several chunks, short ones, a row's end
+WHOLE = [0, 64, 128]  # each row is a document
 EDGES = [0, 20, 48, 56, 64, 112, 120, 128]  # the first process's chunks hold no document that began in another's
 PICO = {
     "vocab_size": 96,
@@ -132,12 +133,16 @@ def operator(mesh: Mesh, name: str, documents: list[int] | None) -> None:
     )
 
 
-def batch_of(length: int, documents: list[int] | None) -> dict[str, Any]:
-    """Two rows with targets, packed or whole, as `collate_with_targets` makes them."""
+def batch_of(length: int, documents: list[int] | None, skip: int = 0) -> dict[str, Any]:
+    """Two rows with targets, packed or whole, as `collate_with_targets` makes them.
+
+    `skip` is how far positions skip ahead in the middle of each document.
+    """
     random = torch.Generator().manual_seed(2)
     input_ids = torch.randint(2, 96, (2, length), generator=random)
     bounds = documents or [0, length, 2 * length]
-    positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)]).view(2, length)
+    counted = [torch.arange(b - a) for a, b in itertools.pairwise(bounds)]
+    positions = torch.cat([each + skip * (each > len(each) // 2) for each in counted]).view(2, length)
     targets = torch.full_like(input_ids, IGNORE)
     targets[:, :-1] = input_ids[:, 1:].masked_fill(positions[:, 1:] == 0, IGNORE)
     taught = torch.rand(2, length, 96, generator=random).argsort(-1)[..., :7].to(torch.int16)
@@ -162,11 +167,11 @@ def model_of(family: str, config: dict[str, Any], spec: dict[str, Any]) -> Any:
     return model.train()
 
 
-def training(meshes: list[Mesh], name: str, documents: list[int] | None) -> None:
+def training(meshes: list[Mesh], name: str, documents: list[int] | None, skip: int = 0) -> None:
     """Loss and gradients of an objective: the sum over the processes beside one process's."""
     family, config, spec, settings = MODELS[name]
     stage = Stage.model_validate({"tokens": 128, "sequence_length": 64, **settings})
-    model, batch = model_of(family, config, spec), batch_of(64, documents)
+    model, batch = model_of(family, config, spec), batch_of(64, documents, skip)
     set_trainable(model, stage)
     save_memory(model, stage)
     objective = stage_objective(model, stage, CPU)
@@ -187,11 +192,13 @@ def training(meshes: list[Mesh], name: str, documents: list[int] | None) -> None
                 dist.all_reduce(grad, group=mesh.group)
                 # A gradient that is a difference of large ones is known to the rounding of those.
                 worst = max(worst, difference(grad, wanted[key], max(float(wanted[key].abs().max()), largest / 50)))
-        kind = "one document" if documents is None else "packed"
+        kind = "one document" if documents is None else "whole" if documents is WHOLE else "packed"
+        kind += " skipping" if skip else ""
         summed = mesh.sum(torch.cat((ours.detach()[None], our_metrics)))
         tell(
             f"training {mesh.degrees.ulysses}x{mesh.degrees.ring} {name} {kind}",
             error=worst,
+            nats=float(summed[0]),
             loss=difference(summed, torch.cat((loss.detach()[None], metrics))),
             targets=part["num_targets"] if mesh.size == 1 else int(mesh.sum(torch.tensor(part["num_targets"]))),
         )
@@ -234,10 +241,12 @@ def main() -> None:
         for name in MODELS:
             for documents in (None, PACKED):
                 training(meshes, name, documents)
+        training(meshes, "pro parts, sinks, log-n", WHOLE, skip=1000)
         families(meshes[0], json.loads(sys.argv[1]))
     else:
         training(meshes, "pro parts, sinks, log-n", PACKED)
         training(meshes, "windows and caps", PACKED)
+        training(meshes, "pro parts, sinks, log-n", PACKED, skip=1000)
     dist.destroy_process_group()
 
 

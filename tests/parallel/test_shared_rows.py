@@ -63,9 +63,17 @@ def test_the_operator_is_exact_over_four_processes(four):
 
 def test_losses_and_gradients_are_one_processs(two, four):
     found = {**of(two, "training"), **of(four, "training")}
-    assert len(found) == 28
+    assert len(found) == 32
     assert {name: f for name, f in found.items() if not (f["error"] < ROUNDING and f["loss"] < ROUNDING)} == {}
     assert {f["targets"] for f in found.values()} == {126, 122}
+
+
+def test_positions_that_skip_reach_the_processes(two, four):
+    """That losses and gradients are one process's then, too, is among the figures of the test above."""
+    assert len([name for name in (*two, *four) if name.endswith("skipping")]) == 4
+    for split in ("2x2", "1x4"):
+        packed = f"training {split} pro parts, sinks, log-n packed"
+        assert abs(four[f"{packed} skipping"]["nats"] - four[packed]["nats"]) > 1
 
 
 def test_every_family_shares_rows(two):
