@@ -1,11 +1,12 @@
 """Trains several arms on one GPU, one after the other, each judged beside the training of the next.
 
     python benchmarks/retrofit_arms.py RUNS fox=smollm2-fox.yaml keep=smollm2-keep.yaml base=DIR --dev dev.jsonl.xz
-        --haystack haystack.jsonl.xz [--tasks DIR] [--minutes 60] [--changes 'data.eval=[]' ...]
+        --haystack haystack.jsonl.xz [--tasks DIR] [--minutes 60] [--into FILE] [--changes 'data.eval=[]' ...]
 
 An arm is NAME=RECIPE.yaml, or NAME=MODEL for one that is judged as it is; each goes into RUNS/NAME by retrofit_arm.py,
 which says what its parts are. One that fails leaves the others alone; what is finished is not run again. After
---minutes no further training begins. `retrofit_results.py collect RUNS` gathers them.
+--minutes no further training begins. `retrofit_results.py collect RUNS` gathers them; with --into it does so whenever
+an arm has been judged, so that one small file has all that is known when a machine is taken away.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 ARM = (sys.executable, str(Path(__file__).with_name("retrofit_arm.py")))
+COLLECT = (sys.executable, str(Path(__file__).with_name("retrofit_results.py")), "collect")
 
 
 def named(text: str) -> tuple[str, str]:
@@ -46,6 +48,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--haystack", required=True, help="essays to hide needles in")
     parser.add_argument("--tasks", help="folder of lm-eval's task files")
     parser.add_argument("--only", default="", help="parts to judge by, with commas between; all if not given")
+    parser.add_argument("--into", type=Path, help="file that gathers what is measured so far, again and again")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no training begins after these")
     parser.add_argument("--changes", nargs="*", default=[], help="to every recipe, a.b=value")
     options = parser.parse_args(given)
@@ -56,8 +59,20 @@ def main(given: list[str] | None = None) -> int:
     judged_by += ["--tasks", options.tasks] if options.tasks else []
     deadline = time.monotonic() + 60 * options.minutes
     said: dict[str, list[str]] = {}
+
+    def gather() -> None:
+        if options.into:
+            told = run(options.runs / "gathered", "collect", [*COLLECT, str(options.runs), "--into", str(options.into)])
+            if told.startswith("failed"):
+                print(f"not gathered: {told}", flush=True)
+
+    def judge(folder: Path, command: list[str]) -> str:
+        told = run(folder, "judged", command)
+        gather()
+        return told
+
     judged: dict[str, Future[str]] = {}
-    with ThreadPoolExecutor(1) as judge:  # one at a time: two would slow the training beside them too much
+    with ThreadPoolExecutor(1) as pool:  # one at a time: two would slow the training beside them too much
         for name, source in options.arms:
             folder, model = options.runs / name, source
             trains = source.endswith((".yaml", ".yml"))
@@ -73,9 +88,7 @@ def main(given: list[str] | None = None) -> int:
                     continue
                 model = str(folder / "model")
             parts = ["--only", options.only] if options.only else []
-            judged[name] = judge.submit(
-                run, folder, "judged", [*ARM, str(folder), "--model", model, *judged_by, *parts]
-            )
+            judged[name] = pool.submit(judge, folder, [*ARM, str(folder), "--model", model, *judged_by, *parts])
         for name, future in judged.items():
             said.setdefault(name, []).append(f"judged: {future.result()}")
             print(f"{name}: {said[name][-1]}", flush=True)

@@ -1,11 +1,11 @@
 """Gathers what training and evaluations wrote about each arm into one file, and draws it: loss beside needles.
 
-    python benchmarks/retrofit_results.py collect RUNS   # RUNS/ARM/{result.json,log.jsonl,needle-easy/,eval/,tasks/...}
+    python benchmarks/retrofit_results.py collect RUNS [--into FILE]   # RUNS/ARM/{result.json,log.jsonl,eval/,...}
     python benchmarks/retrofit_results.py draw           # benchmarks/retrofit/{retrofit,distilled}.{svg,png}
 
-Arms go into benchmarks/retrofit/arms.json beside those that are there; docs/results.md draws its tables from it. A
-folder that holds evaluations without a result.json adds them to an arm that is there. RUNS/untrained/{needle-easy/,
-eval/} of the base with --baseline make an arm of each baseline: "yarn:4" and so on.
+Arms go into benchmarks/retrofit/arms.json, or FILE, beside those that are there; docs/results.md draws its tables from
+it. A folder that holds evaluations without a result.json adds them to an arm that is there. RUNS/untrained/ with
+needle-easy/ and eval/ of the base with --baseline make an arm of each baseline: "yarn:4" and so on.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def untrained(folder: Path, note: str) -> dict[str, Any]:
     return arms
 
 
-def collect(runs: Path, note: str) -> None:
-    arms = read(ARMS) if ARMS.exists() else {"arms": {}}
+def collect(runs: Path, note: str, into: Path = ARMS) -> None:
+    arms = read(into) if into.exists() else {"arms": {}}
     for folder in sorted(runs.iterdir()):
         if folder.name == "untrained":
             arms["arms"] |= untrained(folder, note)
@@ -151,7 +151,7 @@ def collect(runs: Path, note: str) -> None:
         else:
             continue
         print(folder.name)
-    write_json(ARMS, arms)
+    write_json(into, arms)
 
 
 DRAWN = {
@@ -242,6 +242,7 @@ def main() -> None:
     parser.add_argument("what", choices=["collect", "draw"])
     parser.add_argument("runs", type=Path, nargs="?")
     parser.add_argument("--note", default="", help="what to know of the machine, kept beside each arm")
+    parser.add_argument("--into", type=Path, default=ARMS, help="file to collect into")
     options = parser.parse_args()
     if options.what == "draw":
         draw()
@@ -249,7 +250,7 @@ def main() -> None:
     elif options.runs is None:
         parser.error("collect needs the folder of runs")
     else:
-        collect(options.runs, options.note)
+        collect(options.runs, options.note, options.into)
 
 
 if __name__ == "__main__":
