@@ -121,6 +121,10 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ),
         ("stages.0={objective: distill, tokens: 9, sequence_length: 3, cross_entropy: torch}", ["torch belongs to"]),
         ("stages.0.decay_tokens=10", ["decay_tokens belongs to schedule wsd"]),
+        (
+            "stages.0={objective: extend, tokens: 9, sequence_length: 3, schedule: constant, min_lr_ratio: 0.1}",
+            ["constant stays at 1: remove it, got 0.1"],
+        ),
         ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),
         ("stages.0.gate_delay_tokens=1M", ["gate_delay_tokens must be less than tokens"]),
         ("stages.1.tokens=5", ["list of 1"]),
