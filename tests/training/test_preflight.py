@@ -54,6 +54,11 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         (["data.train=[nowhere.txt]"], "no data at nowhere.txt"),
         (["data.tokenizer=nowhere/at/all"], "nowhere/at/all"),
         (["optim=adamw_nope"], "optim: adamw_nope can't be used"),
+        (["optim=sgd", "stages.0.betas=[0.5, 0.9]"], "betas [0.5, 0.9] have no effect with optim sgd: remove them"),
+        (
+            ["fox={gate: fixed}", "stages.0.gate_delay_tokens=64"],
+            "gate_delay_tokens holds gates back, and this stage trains none",
+        ),
     ],
 )
 def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, changes, reason):
