@@ -113,6 +113,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.temperature=2", ["temperature belongs to objective distill"]),
         ("data.questions=0.5", ["which is 0 in data: set recall"]),
         ("data.train.0={path: a, questions: 0.5}", ["which is 0 in a: set recall, or leave questions out"]),
+        ("data.eval=[a, {path: b, weight: 3}]", ["data: eval.1.weight: ", "remove it, got 3"]),
         ("stages.0.ce_weight=0.5", ["ce_weight belongs to objective distill"]),
         ("stages.0.teacher_logits=here", ["teacher_logits belongs to objective distill", "stage's is extend"]),
         (
