@@ -88,8 +88,9 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
     for refuse in (refuse_precision, refuse_quantization, refuse_trackers, refuse_optimizer, refuse_output):
         found.collect(functools.partial(refuse, recipe))
     readers = readers_of(recipe, devices)
-    for stage in recipe.stages:
-        found.collect(lambda stage=stage: accumulation(stage, tokens_per_step(stage, readers), readers))
+    for number, stage in enumerate(recipe.stages):
+        check = functools.partial(accumulation, stage, tokens_per_step(stage, readers), readers)
+        found.collect(check, where=f"stages.{number}: ")
     try:
         found.config, found.added = _config(recipe)
         empty(found.config, recipe)

@@ -48,7 +48,7 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         (["fox=null", "stages.0.objective=align"], "give `fox:` to the recipe"),
         (
             ["stages.0.batch_tokens=192", "stages.0.micro_batch=2"],
-            "must be a multiple of sequence_length x micro_batch",
+            "stages.0: batch_tokens = 192 must be a multiple of sequence_length x micro_batch",
         ),
         (["stages.0.sequence_length=10M", "stages.0.tokens=10M", "stages.0.batch_tokens=10M"], "lower sequence_length"),
         (["data.train=[nowhere.txt]"], "no data at nowhere.txt"),
