@@ -94,8 +94,10 @@ def refuse_quantization(recipe: Recipe) -> None:
         )
 
 
-def refuse_trackers(recipe: Recipe) -> None:
-    """Raises ValueError for a tracker that is not installed."""
+def refuse_log(recipe: Recipe) -> None:
+    """Raises ValueError for a tracker that is not installed, and for heads whose weights no process holds whole."""
+    if recipe.log.heads_every is not None and (deepspeed() or weights_are_sharded()):
+        raise ValueError("log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out")
     for name in recipe.log.report_to:
         if importlib.util.find_spec(name) is None:
             raise ValueError(

@@ -71,6 +71,14 @@ def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, c
     assert everything(tmp_path) == before
 
 
+@pytest.mark.parametrize("sharding", ["FSDP", "DEEPSPEED"])
+def test_heads_of_split_weights_are_refused_beforehand(recipe, monkeypatch, sharding):
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv(f"ACCELERATE_USE_{sharding}", "true")
+    refusals = plan(load_recipe(recipe, ["log.heads_every=10"]))["refusals"]
+    assert refusals == ["log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out"]
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
