@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +12,7 @@ from retrofox.calibration.steps import STEPS
 from retrofox.cli.tokens import METAVAR, count, length
 from retrofox.model.configuration_fox import IDLE, PRESETS, FoxSpec, default_rope, idle_fields
 from retrofox.support.counts import parse_tokens
+from retrofox.support.interruptions import Interruptions
 
 NAMES = "; ".join(f"{name}: {what}" for name, (_, what) in PRESETS.items())
 
@@ -149,7 +148,6 @@ def convert(
     Weights are copied or linked, never loaded (a .gguf file is dequantised); OUT appears whole or not at all. It ends
     with a parity proof in a fresh process: gates open + RoPE kept must give the base model's logits.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a plain kill cleans up as Ctrl-C does
     given: dict[str, Any] = {
         "preset": preset,
         "rope": rope,
@@ -186,7 +184,9 @@ def convert(
         return
     from retrofox.loading.source import begun
 
-    with begun(source, out, link, wanted=not files) as appearing:  # copies while the next lines import torch
+    stands = "the layers that calibration fitted are kept" if files else "nothing was written"
+    # `begun` copies while the next lines import torch; a plain kill cleans up as Ctrl-C does.
+    with Interruptions(stands), begun(source, out, link, wanted=not files) as appearing:
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report
         from retrofox.loading.trust import trusting_code

@@ -17,7 +17,7 @@ class Source(Section):
 
     path: str = Field(min_length=1)
     weight: float = Field(
-        default=1.0, ge=1e-9, le=1e9, description="share of the tokens, relative to the other sources"
+        default=1.0, ge=1e-9, le=1e9, description="share of the tokens, relative to the other sources; in `eval`, none"
     )
     text_field: str | None = Field(default=None, description="field holding the text; None = data.text_field")
     recall: float | None = Field(default=None, ge=0, le=1, description="None = data.recall; in `eval`, 0")
@@ -51,6 +51,16 @@ class DataConfig(Section):
         default=0.0, ge=0, le=1, description="share of these facts that are asked for where they are told again"
     )
     workers: int | None = Field(default=None, ge=1, description="tokenising processes; None = all cores")
+
+    @model_validator(mode="after")
+    def _held_out_evenly(self) -> DataConfig:
+        for number, source in enumerate(self.eval):
+            if source.weight != 1.0:
+                raise ValueError(
+                    f"eval.{number}.weight: weights are for texts to train on; held-out windows come evenly from all "
+                    f"sources: remove it, got {source.weight:g}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _asked_of_something(self) -> DataConfig:

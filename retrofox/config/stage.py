@@ -122,6 +122,10 @@ class Stage(Section):
             )
         if self.decay_tokens is not None and self.schedule != "wsd":
             raise ValueError(f"decay_tokens belongs to schedule wsd, and this stage's is {self.schedule}: remove it")
+        if self.min_lr_ratio and self.schedule == "constant":
+            raise ValueError(
+                f"min_lr_ratio is where a schedule ends, and constant stays at 1: remove it, got {self.min_lr_ratio:g}"
+            )
         if self.objective == "adapt":
             for role in ("gate_bias", "gate_weight", "pro"):
                 if self.rate(role):

@@ -102,5 +102,5 @@ def copying(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        task = progress.add_task("", total=None, visible=False)  # until calibration, if there is one, has ended
+        yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)

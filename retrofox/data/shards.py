@@ -204,7 +204,8 @@ def prepare_sources(
         ]
         for source in prepared:
             if not source.tokens:
-                raise ValueError(f"{source.path}: no text in it, {sum(s.empty for s in source.shards)} empty documents")
+                empty = sum(s.empty for s in source.shards)
+                raise ValueError(f"{source.path}: no text in it (empty documents: {empty}): give texts")
         told = _without_facts([into for into, (source, *_) in zip(prepared, plan, strict=True) if source.recall])
         if told and progress:
             Console(stderr=True, soft_wrap=True, emoji=False).print(told, highlight=False, markup=False)

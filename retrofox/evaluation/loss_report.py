@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from retrofox.data.windows import Window
+from retrofox.evaluation.bootstrap import student_t
 from retrofox.evaluation.context_figure import perplexity_figure, short_context_figure
 from retrofox.evaluation.context_use import perplexities, trends
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, slope
@@ -172,8 +173,12 @@ def _print_columns(
 
 
 def verdicts(result: dict[str, Any]) -> list[str]:
-    """Plain sentences on the controls: whether opening or shuffling the gates changes the loss, and by how much."""
+    """Plain sentences on the controls: whether opening or shuffling the gates changes the loss, and by how much.
+
+    A change is named only where its 95 % interval over documents leaves out 0; one document gives none.
+    """
     sentences = []
+    documents = max((row["documents"] for row in result["buckets"]), default=0)
     for line in result["lines"]:
         if line["key"] not in CONTROLS:
             continue
@@ -190,7 +195,9 @@ def verdicts(result: dict[str, Any]) -> list[str]:
         }
         where, most = max(changes.items(), key=lambda item: abs(item[1]))
         amount = f"changes the loss by {_cell(line['difference'], signed=True)} (most at {where}: {most:+.4f})"
-        if abs(change) <= max(2 * (error or 0.0), NO_CHANGE):
+        if error is None and abs(change) > NO_CHANGE:
+            verdict = "makes no clear difference, since one document gives no interval,"
+        elif error is None or abs(change) <= max(student_t(documents - 1) * error, NO_CHANGE):
             verdict = "makes no clear difference"
         else:
             verdict = "helps" if change > 0 else "hurts"

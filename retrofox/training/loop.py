@@ -75,8 +75,6 @@ class FoxTrainer(Trainer):
         lm = causal_lm(model)
         self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps), run.mesh)
         self.heads = HeadRecorder(lm, recipe.log.heads_every, stage.sequence_length)
-        if recipe.log.heads_every is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise ValueError("log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out")
         self.window = LossWindow(len(getattr(objective, "metrics", ())), args.device)
         signals = Signals(args.world_size, self.interruptions)
         for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):

@@ -28,6 +28,7 @@ from retrofox.training.offline.match import refuse_unfit_logits
 from retrofox.training.output import complete_stages
 from retrofox.training.refusals import (
     refuse_context,
+    refuse_log,
     refuse_optimizer,
     refuse_output,
     refuse_parallelism,
@@ -35,7 +36,6 @@ from retrofox.training.refusals import (
     refuse_precision,
     refuse_quantization,
     refuse_stage,
-    refuse_trackers,
     refused_data,
     weights_are_sharded,
 )
@@ -86,11 +86,12 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
     found = Preflight()
     found.collect(refuse_parallelism)
     found.collect(lambda: refuse_context(recipe, devices))
-    for refuse in (refuse_precision, refuse_quantization, refuse_trackers, refuse_optimizer, refuse_output):
+    for refuse in (refuse_precision, refuse_quantization, refuse_log, refuse_optimizer, refuse_output):
         found.collect(functools.partial(refuse, recipe))
     readers = readers_of(recipe, devices)
-    for stage in recipe.stages:
-        found.collect(lambda stage=stage: accumulation(stage, tokens_per_step(stage, readers), readers))
+    for number, stage in enumerate(recipe.stages):
+        check = functools.partial(accumulation, stage, tokens_per_step(stage, readers), readers)
+        found.collect(check, where=f"stages.{number}: ")
     try:
         found.config, found.added = _config(recipe)
         empty(found.config, recipe)

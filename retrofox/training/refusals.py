@@ -20,7 +20,7 @@ from retrofox.data.sources import resolve
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.settings import context_of, refuse_processes, refuse_sharing, split_of
 from retrofox.support.files import nearest_existing, why_unwritable
-from retrofox.training.groups import set_trainable
+from retrofox.training.groups import role_of, set_trainable
 from retrofox.training.objectives import choose_cross_entropy
 from retrofox.training.optimizer_state import offloaded
 from retrofox.training.output import batches_of, refuse_mingling
@@ -94,8 +94,10 @@ def refuse_quantization(recipe: Recipe) -> None:
         )
 
 
-def refuse_trackers(recipe: Recipe) -> None:
-    """Raises ValueError for a tracker that is not installed."""
+def refuse_log(recipe: Recipe) -> None:
+    """Raises ValueError for a tracker that is not installed, and for heads whose weights no process holds whole."""
+    if recipe.log.heads_every is not None and (deepspeed() or weights_are_sharded()):
+        raise ValueError("log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out")
     for name in recipe.log.report_to:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -104,12 +106,27 @@ def refuse_trackers(recipe: Recipe) -> None:
 
 
 def refuse_optimizer(recipe: Recipe) -> None:
-    """Raises ValueError for an optimizer that is unknown, not installed, or makes its own parameter groups."""
-    optimizer_class(recipe.optim)
+    """Raises ValueError for an optimizer that is unknown, not installed, or makes its own parameter groups.
+
+    Also where a stage sets betas and the optimizer takes none.
+    """
+    _, options = _optimizer(recipe.optim)
+    usual = Stage.model_fields["betas"].default
+    for number, stage in enumerate(recipe.stages):
+        if stage.betas != usual and "betas" not in options:
+            raise ValueError(
+                f"stages.{number}: betas {stage.betas} have no effect with optim {recipe.optim}: remove them, or take "
+                "adamw_torch_fused"
+            )
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class of an optimizer of transformers' TrainingArguments; refuses as `refuse_optimizer` does."""
+    """The class of an optimizer of transformers' TrainingArguments; refuses one that can't be used."""
+    return _optimizer(name)[0]
+
+
+def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """An optimizer's class, and what it is called with."""
     from transformers import Trainer, TrainingArguments
     from transformers.training_args import OptimizerNames
 
@@ -126,7 +143,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
             f"optim: {name} makes its own parameter groups, so rates by role would be lost: choose another, "
             "e.g. adamw_torch_fused"
         )
-    return cls
+    return cls, options
 
 
 def refuse_saving(recipe: Recipe, stage: Stage) -> None:
@@ -155,7 +172,9 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
     if stage.objective == "adapt":
         refuse_adapt(model, source)
     refuse_sharing(model, stage.sequence_length, split_of(recipe, causal_lm(model).config))
-    set_trainable(model, stage, adapters=recipe.lora is not None)
+    trained = set_trainable(model, stage, adapters=recipe.lora is not None)
+    if stage.gate_delay_tokens and not any(role_of(name).startswith("gate") for name in trained):
+        raise ValueError("gate_delay_tokens holds gates back, and this stage trains none: remove it")
     if needs_teacher(recipe, stage, model, source) and source is not None:
         named_original(source)
     save_memory(model, stage)

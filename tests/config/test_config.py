@@ -113,6 +113,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.temperature=2", ["temperature belongs to objective distill"]),
         ("data.questions=0.5", ["which is 0 in data: set recall"]),
         ("data.train.0={path: a, questions: 0.5}", ["which is 0 in a: set recall, or leave questions out"]),
+        ("data.eval=[a, {path: b, weight: 3}]", ["data: eval.1.weight: ", "remove it, got 3"]),
         ("stages.0.ce_weight=0.5", ["ce_weight belongs to objective distill"]),
         ("stages.0.teacher_logits=here", ["teacher_logits belongs to objective distill", "stage's is extend"]),
         (
@@ -124,6 +125,10 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.max_position=0", ["stages.0.max_position", "greater than 0"]),
         ("stages.0.max_position=far", ["stages.0.max_position", "'far'"]),
         ("stages.0.decay_tokens=10", ["decay_tokens belongs to schedule wsd"]),
+        (
+            "stages.0={objective: extend, tokens: 9, sequence_length: 3, schedule: constant, min_lr_ratio: 0.1}",
+            ["constant stays at 1: remove it, got 0.1"],
+        ),
         ("stages.0.warmup_tokens=1M", ["warmup_tokens must be less than tokens"]),
         ("stages.0.gate_delay_tokens=1M", ["gate_delay_tokens must be less than tokens"]),
         ("stages.1.tokens=5", ["list of 1"]),

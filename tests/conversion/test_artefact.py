@@ -387,3 +387,17 @@ def test_a_second_calibrated_conversion_into_one_out_is_refused_before_it_calibr
 
 def test_calibrated_init_without_text_is_refused(source, tmp_path):
     refused("--calibrate FILES", source, tmp_path / "out", fox=FoxSpec(init="calibrated"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_an_interrupted_convert_says_what_is_kept(source, tmp_path, monkeypatch, run, number, calibrate):
+    monkeypatch.setattr("retrofox.conversion.artefact.write", lambda *_, **__: os.kill(os.getpid(), number))
+    (tmp_path / "text.txt").write_text("the fox forgets the gate")
+    options = ["--calibrate", tmp_path / "text.txt"] if calibrate else []
+    code, _, err = run("convert", source, tmp_path / "out", *options)
+    kept = "the layers that calibration fitted are kept" if calibrate else "nothing was written"
+    assert code == 128 + number
+    assert err.strip() == f"signal {int(number)}: {kept}: run it again to go on"
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.partial").exists()

@@ -272,10 +272,10 @@ def test_refusals_say_what_to_do(tmp_path, texts, tokenizer, prepared):
     with pytest.raises(ValueError, match=r"torn.jsonl.gz: can't be read .* damaged"):
         prepared([tmp_path / "torn.jsonl.gz"], tokenizer, out)
     (tmp_path / "blank.txt").write_text(" \n")
-    with pytest.raises(ValueError, match="no text in it, 1 empty"):
+    with pytest.raises(ValueError, match=r"no text in it \(empty documents: 1\): give texts"):
         prepared([tmp_path / "blank.txt"], tokenizer, out)
     (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf\r\n")
-    with pytest.raises(ValueError, match="no text in it, 0 empty"):
+    with pytest.raises(ValueError, match=r"no text in it \(empty documents: 0\): give texts"):
         prepared([tmp_path / "mark.jsonl"], tokenizer, out)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"can't make .*: set data.cache"):

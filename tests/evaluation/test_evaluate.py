@@ -202,9 +202,15 @@ def test_controls_are_the_surgery_modes(pico_fox, tokenizer, documents):
 def test_gates_that_do_nothing_are_said_to_do_nothing(pico_fox, tokenizer, documents):
     idle = evaluate(pico_fox(stirred=False, init="open"), None, documents, 128, tokenizer=tokenizer, progress=False)
     assert all("no clear difference" in sentence for sentence in verdicts(idle))
-    for change, error, word in ((0.3, 0.01, "gating helps"), (-0.3, 0.01, "gating hurts"), (0.3, 0.2, "no clear")):
+    for documents, change, error, word in (
+        (9, 0.3, 0.01, "gating helps"),
+        (9, -0.3, 0.01, "gating hurts"),
+        (9, 0.3, 0.2, "no clear"),
+        (2, 0.3, 0.03, "no clear"),  # 12.7 standard errors make the interval of two documents
+        (1, 0.3, None, "gating makes no clear difference, since one document gives no interval, on this text"),
+    ):
         difference = {"mean": change, "standard_error": error}
-        row = {"from": 0, "to": 128, "tokens": 5, "difference": {"open-model": difference}}
+        row = {"from": 0, "to": 128, "tokens": 5, "documents": documents, "difference": {"open-model": difference}}
         [sentence] = verdicts({"lines": [{"key": "open", "difference": difference}], "buckets": [row]})
         assert word in sentence
 

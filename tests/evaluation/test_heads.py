@@ -186,6 +186,19 @@ def test_inspect_shows_heads_before_and_after_in_one_call(pico_fox, pico_llama, 
     assert "pruning may skip" in printed
 
 
+def test_two_models_of_one_name_are_told_apart(pico_fox, pico_tokenizer, tmp_path, run):
+    for run_of in ("long", "short"):
+        pico_fox().save_pretrained(tmp_path / run_of / "small")
+        pico_tokenizer.save_pretrained(tmp_path / run_of / "small")
+    text = tmp_path / "text.txt"
+    text.write_text("the fox forgets the gate, and so on and on, " * 20)
+    models = (tmp_path / "long" / "small", "--against", tmp_path / "short" / "small")
+    code, printed, err = run("inspect", *models, "--data", text, "--length", 128, "--max-documents", 1)
+    assert code == 0, err
+    assert "small (1): " in printed
+    assert "are retrieval heads in small (1)" in printed.replace("\n", " ")
+
+
 def test_sentences_name_the_retrieval_heads_kept():
     def model(label: str, scores: list[float]) -> dict:
         heads = [

@@ -66,7 +66,7 @@ def test_several_devices_are_planned_in_one_process_and_printed_once(make_recipe
     monkeypatch.setenv("WORLD_SIZE", "2")
     report = plan(make_recipe(), show=True)
     assert len(report["refusals"]) == 1
-    assert report["refusals"][0].startswith("batch_tokens = 128 must be a multiple of sequence_length x micro_batch x")
+    assert report["refusals"][0].startswith("stages.0: batch_tokens = 128 must be a multiple of")
     assert report["devices"] == 2
     assert "2 x " in capsys.readouterr().out
     with pytest.raises(ValueError, match="WORLD_SIZE=2 in one process: measuring takes as many"):

@@ -359,6 +359,11 @@ def test_a_damaged_shard_is_named(recipe, tmp_path):
             "no stage of this recipe distills (its stages: extend)",
         ),
         (["data.train=[nowhere.txt]"], "no data at nowhere.txt"),
+        (
+            ["--out", "/proc/logits"],
+            "can't write to /proc/logits, /proc: No such file or directory; choose another --out",
+        ),
+        (["--out", __file__], f"can't write to {__file__}, {__file__}: a file; choose another --out"),
     ],
 )
 def test_the_command_says_in_one_line_what_it_can_not_write(recipe, tmp_path, run, arguments, said):

@@ -49,7 +49,7 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         (["fox=null", "stages.0.objective=align"], "give `fox:` to the recipe"),
         (
             ["stages.0.batch_tokens=192", "stages.0.micro_batch=2"],
-            "must be a multiple of sequence_length x micro_batch",
+            "stages.0: batch_tokens = 192 must be a multiple of sequence_length x micro_batch",
         ),
         (["stages.0.sequence_length=10M", "stages.0.tokens=10M", "stages.0.batch_tokens=10M"], "lower sequence_length"),
         ([*SKIPS, "fox=null"], "stages.0: max_position: 4096 would split documents of an unconverted model"),
@@ -57,6 +57,11 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         (["data.train=[nowhere.txt]"], "no data at nowhere.txt"),
         (["data.tokenizer=nowhere/at/all"], "nowhere/at/all"),
         (["optim=adamw_nope"], "optim: adamw_nope can't be used"),
+        (["optim=sgd", "stages.0.betas=[0.5, 0.9]"], "betas [0.5, 0.9] have no effect with optim sgd: remove them"),
+        (
+            ["fox={gate: fixed}", "stages.0.gate_delay_tokens=64"],
+            "gate_delay_tokens holds gates back, and this stage trains none",
+        ),
     ],
 )
 def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, changes, reason):
@@ -68,6 +73,14 @@ def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, c
         train(loaded)
     assert str(stopped.value) == refusals[0]
     assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("sharding", ["FSDP", "DEEPSPEED"])
+def test_heads_of_split_weights_are_refused_beforehand(recipe, monkeypatch, sharding):
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv(f"ACCELERATE_USE_{sharding}", "true")
+    refusals = plan(load_recipe(recipe, ["log.heads_every=10"]))["refusals"]
+    assert refusals == ["log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out"]
 
 
 @pytest.mark.parametrize(

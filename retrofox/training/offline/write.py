@@ -23,6 +23,7 @@ from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.settings import readers_of
 from retrofox.parallel.watch import Watch
 from retrofox.support.counts import size
+from retrofox.support.files import nearest_existing, why_unwritable
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import environment, progress_bar
 from retrofox.training.data import prepare_tokens
@@ -106,6 +107,10 @@ def _folders(recipe: Recipe, stage: int | None, out: Path | None) -> dict[Path, 
             )
         folders.setdefault(Path(folder), []).append(number)
     for folder, numbers in folders.items():
+        place = nearest_existing(folder)
+        reason = why_unwritable(place) if place.is_dir() else "a file"
+        if reason is not None:
+            raise ValueError(f"can't write to {folder}, {place}: {reason}; choose another --out, or teacher_logits")
         for key in ("sequence_length", "temperature"):
             values = {getattr(recipe.stages[number], key) for number in numbers}
             if len(values) > 1:
