@@ -195,11 +195,17 @@ def test_products_are_those_of_linear_layers_below_and_above_what_one_dnn_pays_f
         chosen = passes._one_dnn()
     assert (chosen is None) == (maker == "GenuineIntel" or not torch.backends.mkldnn.is_available())
     monkeypatch.setattr(passes, "ONE_DNN", chosen)
-    linear = nn.Linear(576, 192)
-    for rows in (1, 2, 75, 76, 200):
-        x = torch.randn(1, rows, 576, generator=torch.Generator().manual_seed(rows))
-        found = passes.product((linear.weight, linear.bias), x)
-        torch.testing.assert_close(found, linear(x), atol=1e-5, rtol=1e-5)
+    taken = []
+    if chosen is not None:
+        monkeypatch.setattr(passes, "ONE_DNN", lambda x, *rest: taken.append(x.shape[1]) or chosen(x, *rest))
+    for width, pays in ((192, [76, 200]), (1024, [2, 75, 76, 200])):
+        linear = nn.Linear(576, width)
+        for rows in (1, 2, 75, 76, 200):
+            x = torch.randn(1, rows, 576, generator=torch.Generator().manual_seed(rows))
+            found = passes.product((linear.weight, linear.bias), x)
+            torch.testing.assert_close(found, linear(x), atol=1e-5, rtol=1e-5)
+        assert taken == (pays if chosen is not None else [])
+        taken.clear()
 
 
 @torch.no_grad()
