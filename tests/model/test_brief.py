@@ -215,3 +215,13 @@ def test_a_norm_is_llamas():
         norm.weight.normal_(generator=torch.Generator().manual_seed(1))
         x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(2), dtype=dtype)
         torch.testing.assert_close(passes.norm((norm.weight, torch.tensor(1e-3)), x), norm(x))
+
+
+@torch.no_grad()
+def test_two_threads_may_end_at_the_same_time(pico_fox):
+    model = pico_fox()
+    with brief(model) as found:
+        for layer in model.model.layers:  # as the other's end does
+            del layer.forward
+    assert found == 2
+    assert not any("forward" in layer.__dict__ for layer in model.model.layers)
