@@ -174,7 +174,10 @@ def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     for tensor in frozen:  # assign=True makes them trainable
         tensor.requires_grad_(False)
     if wrong := unexpected + [n for n in missing if not is_new_tensor(n)]:
-        raise ValueError(f"the base model's tensors don't fit its converted class: {wrong[:5]}")
+        raise ValueError(
+            f"the tensors of this {type(base).__name__} don't fit {type(model).__name__}, such as {wrong[0]}: give the "
+            "language model with its head, as AutoModelForCausalLM opens it"
+        )
     _fill_buffers(base, model)
     model.tie_weights()
     if base.generation_config is not None:

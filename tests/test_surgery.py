@@ -181,6 +181,8 @@ def test_live_models_that_are_refused(pico_llama, pico_fox):
         retrofox.convert(adapted)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="carries a LoRA adapter"):
         retrofox.convert(model)
+    with pytest.raises(ValueError, match=r"tensors of this LlamaModel don't fit .* as AutoModelForCausalLM opens it"):
+        retrofox.convert(pico_llama().model)
     model = pico_llama()
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(ValueError, match="quantised"):

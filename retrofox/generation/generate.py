@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
@@ -203,8 +204,8 @@ def complete(
         prefill_chunk_size=PREFILL if use_cache and whole and longest > PREFILL and _in_parts(opened.model) else None,
     )
     options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
-    with _own_defaults(opened.model), _seeded(seed, opened.device):
-        output = opened.model.generate(  # type: ignore[operator]
+    with _without_defaults(opened.model) as model, _seeded(seed, opened.device):
+        output = model.generate(
             input_ids=ids.to(opened.device),
             attention_mask=mask.to(opened.device),
             generation_config=config,
@@ -311,14 +312,17 @@ def _speed(result: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _own_defaults(model: Any) -> Iterator[None]:
-    """Hides the checkpoint's sampling defaults, which transformers would mix into a config that leaves a field None."""
-    saved = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = saved
+def _without_defaults(model: Any) -> Iterator[Any]:
+    """The model, its modules shared, without the checkpoint's sampling defaults, which transformers would mix into a
+    config that leaves a field None.
+
+    The model itself keeps them: other threads may use it meanwhile.
+    """
+    bare = copy.copy(model)
+    bare.generation_config = GenerationConfig()
+    yield bare
+    if hasattr(bare, "decoded_by"):
+        model.decoded_by = bare.decoded_by
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from .brief import brief
 from .cache import GrowingLayer
 from .fixed import LEAST_ROOM, SHIFT_EVERY, Bank, Clock, FixedLayer, FixedParts
-from .lean import lean
+from .lean import ALONE, lean
 from .masks import first_visible
 
 DEVICES = ("cuda",)
@@ -459,10 +459,14 @@ class Decoding:
 
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """A stream of its own: a capture needs one, and what it launches first must have run there once."""
-    stream = _streams.setdefault(device, None) or torch.cuda.Stream(device)
-    _streams[device] = stream
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream(device).wait_stream(stream)
+    """A stream of its own: a capture needs one, and what it launches first must have run there once.
+
+    One thread at a time: what another launched there would become part of the capture.
+    """
+    with ALONE:
+        stream = _streams.setdefault(device, None) or torch.cuda.Stream(device)
+        _streams[device] = stream
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream(device).wait_stream(stream)

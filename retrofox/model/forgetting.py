@@ -362,6 +362,10 @@ class ForgettingCache(DynamicCache):
         layers = model.get_decoder().layers
         if not all(hasattr(layer.self_attn, "num_fox_heads") for layer in layers):
             raise ValueError("only a converted model has gates to forget by: convert it first, or leave evict out")
+        if all(layer.self_attn.forget_gate is None for layer in layers):
+            raise ValueError(
+                "this model was converted without gates (gate none), so nothing is forgotten: leave evict out"
+            )
         for number, layer in enumerate(layers):
             attention = layer.self_attn
             if getattr(self.layers[number], "is_sliding", False):

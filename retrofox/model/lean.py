@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,6 +107,20 @@ def gated_mlp(module: Any) -> Any:
     return forward
 
 
+ALONE = threading.RLock()
+"""Held by the one thread that changes modules or captures; others run the modules' own forwards meanwhile."""
+
+
+def for_this_thread(module: Any, forward: Any) -> Any:
+    """`forward` for the thread that asks, the module's own for others, which may be anywhere between two modules."""
+    own, thread = type(module).forward, threading.get_ident()
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if threading.get_ident() == thread else own(module, *args, **kwargs)
+
+    return chosen
+
+
 @contextlib.contextmanager
 def lean(model: Any) -> Iterator[int]:
     """Inside, plain layers of a causal model run with fewer launches; yields how many modules were found.
@@ -113,6 +128,19 @@ def lean(model: Any) -> Iterator[int]:
     A layer's residual sums go into norms only where all layers and the last norm are plain: what one leaves the next
     must take.
     """
+    with ALONE:
+        changed = _leaner(model)
+        for module, forward in changed.items():
+            module.forward = for_this_thread(module, forward)
+        try:
+            yield len(changed)
+        finally:
+            for module in changed:
+                del module.forward
+
+
+def _leaner(model: Any) -> dict[Any, Any]:
+    """Module -> its forward with fewer launches."""
     decoder = model.get_decoder()
     layers, last = list(decoder.layers), getattr(decoder, "norm", None)
     changed: dict[Any, Any] = {}
@@ -135,10 +163,4 @@ def lean(model: Any) -> Iterator[int]:
     for module in alone:
         if written_like(module, modeling_llama.LlamaRMSNorm):
             changed[module] = functools.partial(_norm, module)
-    for module, forward in changed.items():
-        module.forward = forward
-    try:
-        yield len(changed)
-    finally:
-        for module in changed:
-            del module.forward
+    return changed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -529,3 +530,20 @@ def test_a_prompt_whose_angles_depend_on_its_length_is_read_whole(pico_fox, pico
     model.register_forward_pre_hook(lambda *a: lengths.append(a[2]["input_ids"].shape[1]), with_kwargs=True)
     assert run(opened, [prompt], 1)["token_ids"] == cached
     assert lengths == [len(pico_tokenizer(prompt)["input_ids"])]
+
+
+def test_threads_leave_the_models_own_settings_as_they_were(opened, monkeypatch):
+    own, seen = opened.model.generation_config, []
+    original = type(opened.model).generate
+
+    def spied(model, *args, **kwargs):
+        seen.append((model.generation_config is own, opened.model.generation_config is own))
+        return original(model, *args, **kwargs)
+
+    monkeypatch.setattr(type(opened.model), "generate", spied)
+    expected = run(opened, PROMPTS[:1])["token_ids"]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: run(opened, PROMPTS[:1])["token_ids"], range(8)))
+    assert found == [expected] * 8
+    assert seen == [(False, True)] * 9
+    assert opened.model.generation_config is own

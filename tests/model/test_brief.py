@@ -195,11 +195,17 @@ def test_products_are_those_of_linear_layers_below_and_above_what_one_dnn_pays_f
         chosen = passes._one_dnn()
     assert (chosen is None) == (maker == "GenuineIntel" or not torch.backends.mkldnn.is_available())
     monkeypatch.setattr(passes, "ONE_DNN", chosen)
-    linear = nn.Linear(576, 192)
-    for rows in (1, 2, 75, 76, 200):
-        x = torch.randn(1, rows, 576, generator=torch.Generator().manual_seed(rows))
-        found = passes.product((linear.weight, linear.bias), x)
-        torch.testing.assert_close(found, linear(x), atol=1e-5, rtol=1e-5)
+    taken = []
+    if chosen is not None:
+        monkeypatch.setattr(passes, "ONE_DNN", lambda x, *rest: taken.append(x.shape[1]) or chosen(x, *rest))
+    for width, pays in ((192, [76, 200]), (1024, [2, 75, 76, 200])):
+        linear = nn.Linear(576, width)
+        for rows in (1, 2, 75, 76, 200):
+            x = torch.randn(1, rows, 576, generator=torch.Generator().manual_seed(rows))
+            found = passes.product((linear.weight, linear.bias), x)
+            torch.testing.assert_close(found, linear(x), atol=1e-5, rtol=1e-5)
+        assert taken == (pays if chosen is not None else [])
+        taken.clear()
 
 
 @torch.no_grad()
@@ -209,3 +215,13 @@ def test_a_norm_is_llamas():
         norm.weight.normal_(generator=torch.Generator().manual_seed(1))
         x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(2), dtype=dtype)
         torch.testing.assert_close(passes.norm((norm.weight, torch.tensor(1e-3)), x), norm(x))
+
+
+@torch.no_grad()
+def test_two_threads_may_end_at_the_same_time(pico_fox):
+    model = pico_fox()
+    with brief(model) as found:
+        for layer in model.model.layers:  # as the other's end does
+            del layer.forward
+    assert found == 2
+    assert not any("forward" in layer.__dict__ for layer in model.model.layers)

@@ -296,6 +296,8 @@ def test_layers_with_a_window_keep_it_and_do_not_count(stir):
 def test_what_can_not_forget_is_refused(pico_llama, pico_fox, stir):
     with pytest.raises(ValueError, match="only a converted model"):
         ForgettingCache(pico_llama(), -10.0)
+    with pytest.raises(ValueError, match="without gates"):
+        ForgettingCache(pico_fox(gate="none", rope="keep"), -10.0)
     for wrong in (0.0, 1.0, float("nan"), -math.inf):
         with pytest.raises(ValueError, match="below 0"):
             ForgettingCache(pico_fox(), wrong)

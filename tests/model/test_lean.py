@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -89,3 +93,34 @@ def test_a_captured_step_is_lean(pico_fox, monkeypatch):
     monkeypatch.setattr(captured, "DEVICES", ("cpu",))
     assert torch.equal(model.generate(ids, **options), expected)
     assert len(calls) == 11 * 9
+
+
+def test_another_thread_runs_the_layers_own(pico_fox):
+    """It may come between two layers, one of which left its part of the sum to the other."""
+    model = pico_fox()
+    x, ids = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1)), torch.arange(5)[None]
+
+    @torch.no_grad()
+    def run():
+        return model.model.layers[0](x, position_embeddings=model.model.rotary_emb(x, ids))
+
+    expected = run()
+    with lean.lean(model), ThreadPoolExecutor(1) as other:
+        assert not torch.equal(run(), expected)  # without what its MLP adds
+        assert torch.equal(other.submit(run).result(), expected)
+
+
+def test_threads_that_generate_at_once_give_what_each_gives_alone(pico_fox, monkeypatch):
+    monkeypatch.setattr(captured, "DEVICES", ("cpu",))
+    model = pico_fox()
+    prompts = torch.randint(2, 288, (4, 1, 9), generator=torch.Generator().manual_seed(5))
+    run = functools.partial(model.generate, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=1)
+    expected = [run(ids) for ids in prompts]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = [list(threads.map(run, prompts)) for _ in range(4)]
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(a, b) for each in found for a, b in zip(each, expected, strict=True))
