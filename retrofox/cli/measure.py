@@ -171,8 +171,12 @@ def inspect(
     prune_eps: Annotated[
         float | None, typer.Option(help="Say what pruning would skip if it may lose this share, such as 1e-4.")
     ] = None,
-    max_documents: Annotated[int, typer.Option(help="Use only the first N documents.")] = 8,
-    text_field: TextField = "text",
+    max_documents: Annotated[
+        int | None, typer.Option(help="Use only the first N documents (8 if not given); needs --data.")
+    ] = None,
+    text_field: Annotated[
+        str | None, typer.Option(help="Field of JSON or Parquet records that holds the text (text); needs --data.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -185,7 +189,12 @@ def inspect(
     from retrofox.evaluation.gates import inspect as run
     from retrofox.loading.trust import trusting_code
 
-    options: dict[str, Any] = {"length": length, "max_documents": max_documents, "text_field": text_field, "out": out}
+    of_texts = {"max_documents": max_documents, "text_field": text_field}
+    of_texts = {name: value for name, value in of_texts.items() if value is not None}
+    if of_texts and not data:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in of_texts)
+        raise ValueError(f"{named} without texts has no effect: give --data, or leave it out")
+    options: dict[str, Any] = {"length": length, "out": out, **of_texts}
     options |= {"against": against, "maps": head_map or (), "prune_eps": prune_eps}
     with trusting_code(trust_remote_code):
         run(model, data or None, **options, device=device, dtype=dtype)

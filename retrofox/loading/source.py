@@ -35,6 +35,8 @@ def read_config(path: str | Path, revision: str | None = None) -> dict[str, Any]
         FileNotFoundError: nothing there; the text names the file that was looked for.
         ValueError: config.json is not a JSON object, or has a value that no model has (see `_check_values`).
     """
+    if not str(path).strip():
+        raise ValueError("the model's name is empty: give a model directory, a Hub id or a .gguf file")
     directory = Path(path)
     if directory.is_file():
         raise FileNotFoundError(f"{directory} is a file: give a model directory, a Hub id or a .gguf file")

@@ -113,10 +113,13 @@ class FoxSpec:
         _one_of("gate", self.gate, GATE_KINDS)
         _one_of("init", self.init, GATE_INITS)
         if isinstance(self.pro, str):
-            self.pro = {"all": PRO_PARTS, "none": ()}.get(self.pro) or tuple(
-                p for p in self.pro.split(",") if p != "none"
-            )
+            whole = {"all": PRO_PARTS, "none": ()}
+            self.pro = whole[self.pro] if self.pro in whole else tuple(self.pro.split(","))
         for part in self.pro:
+            if part in ("all", "none"):
+                raise ValueError(
+                    f"pro: {part} stands alone, got {', '.join(self.pro)}: give it alone, or parts by name"
+                )
             _one_of("pro", part, PRO_PARTS)
         self.pro = tuple(dict.fromkeys(self.pro))
         if self.rope_factor is not None and not 1 <= self.rope_factor < math.inf:

@@ -267,6 +267,10 @@ def test_bad_options_exit_2_with_a_clear_text(run, source, tmp_path, arguments):
         (["eval", "missing/model/dir", "--data", "{base}/config.json"], "missing/model/dir"),
         (["generate", "missing/model/dir", "hello"], "missing/model/dir"),
         (["inspect", "missing/model/dir"], "missing/model/dir"),
+        (["convert", "", "{out}"], "the model's name is empty"),
+        (["convert", "{base}", "{out}", "--pro", "k-shift,none"], "none stands alone"),
+        (["inspect", "{base}", "--max-documents", "3"], "--max-documents without texts has no effect"),
+        (["inspect", "{base}", "--text-field", "body"], "--text-field without texts has no effect"),
     ],
 )
 def test_missing_things_exit_2(run, source, tmp_path, arguments, text):
