@@ -193,7 +193,7 @@ def evaluate(
             result["tasks"][key] = scores[key].metrics
         opened = None  # frees the weights before the next model is loaded
         _free_memory()
-    _tell_apart(result["lines"])
+    tell_apart(result["lines"])
     if not is_first():
         return result
     _report(result, losses, scores, chosen, out, started)
@@ -312,7 +312,7 @@ def _run(
         yield line, values
 
 
-def _tell_apart(lines: list[dict[str, Any]]) -> None:
+def tell_apart(lines: list[dict[str, Any]]) -> None:
     """Numbers labels that would otherwise be the same, as checkpoints of one name in two places are."""
     for line in lines:
         same = [other for other in lines if other["label"] == line["label"]]

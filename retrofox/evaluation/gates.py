@@ -15,7 +15,7 @@ import torch
 from retrofox.anatomy import attentions, inner_model
 from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import Window, choose_windows
-from retrofox.evaluation.evaluate import _tell_apart
+from retrofox.evaluation.evaluate import tell_apart
 from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_heads, write_gates
 from retrofox.evaluation.heads import check_prune_eps, head_places, look
 from retrofox.loading.opened import Opened, open_model
@@ -134,7 +134,7 @@ def inspect(
             del opened  # frees the weights before the next model is loaded
             other = open_model(against, tokenizer=tokenizer, dtype=dtype, device=device)
             result["attention"].append(look(other, images, progress, reads))
-        _tell_apart(result["attention"])
+        tell_apart(result["attention"])
     console = output_console()
     print_gates(result, console)
     if "attention" in result:

@@ -21,7 +21,7 @@ from retrofox.data.windows import Window, _require_files, choose_windows
 from retrofox.evaluation import recall_report
 from retrofox.evaluation.baselines import Baseline, base_for, parse_all
 from retrofox.evaluation.columns import columns, of_run
-from retrofox.evaluation.evaluate import _fingerprint, _listed, _tell_apart, _tokenizer_of
+from retrofox.evaluation.evaluate import _fingerprint, _listed, _tokenizer_of, tell_apart
 from retrofox.evaluation.readings import Reading, read
 from retrofox.evaluation.recall_control import Control, plan_control
 from retrofox.evaluation.repeats import UNITS, Repeats, WordStarts, find_repeats
@@ -146,7 +146,7 @@ def recall(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    _tell_apart(result["lines"])
+    tell_apart(result["lines"])
     result["octaves"] = recall_report.octaves(sums, edges)
     console = output_console()
     recall_report.print_tables(result, console)
