@@ -189,12 +189,11 @@ def inspect(
     from retrofox.evaluation.gates import inspect as run
     from retrofox.loading.trust import trusting_code
 
-    of_texts = {"max_documents": max_documents, "text_field": text_field}
-    of_texts = {name: value for name, value in of_texts.items() if value is not None}
-    if of_texts and not data:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in of_texts)
+    given = {"--max-documents": max_documents, "--text-field": text_field}
+    if not data and (named := ", ".join(name for name, value in given.items() if value is not None)):
         raise ValueError(f"{named} without texts has no effect: give --data, or leave it out")
-    options: dict[str, Any] = {"length": length, "out": out, **of_texts}
+    options: dict[str, Any] = {"length": length, "out": out, "text_field": "text" if text_field is None else text_field}
+    options["max_documents"] = 8 if max_documents is None else max_documents
     options |= {"against": against, "maps": head_map or (), "prune_eps": prune_eps}
     with trusting_code(trust_remote_code):
         run(model, data or None, **options, device=device, dtype=dtype)
