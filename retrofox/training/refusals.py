@@ -126,7 +126,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """An optimizer's class, and what it is called with."""
+    """The class of an optimizer and the options that it is given."""
     from transformers import Trainer, TrainingArguments
     from transformers.training_args import OptimizerNames
 
