@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -137,3 +138,13 @@ def test_ends_streams_and_goes_on(stir, monkeypatch):
         longer = torch.cat([text, tokens(1, 5)], 1)
         results.append([text.tolist(), model.generate(longer, past_key_values=cache, **OPTIONS).tolist()])
     assert results[0] == results[1]
+
+
+def test_threads_at_once_give_what_each_gives_alone(stir):
+    model = made(stir, SPECS["partial"])
+    prompts = [tokens(1, 64 + 32 * which).flip(1) for which in range(6)]
+    alone = [model.generate(prompt, **OPTIONS) for prompt in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda prompt: model.generate(prompt, **OPTIONS), prompts))
+    for which, (one, other) in enumerate(zip(found, alone, strict=True)):
+        assert torch.equal(one, other), which
