@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from retrofox.support.files import write_json
-from retrofox.support.plots import COLOURS, LINES, STYLE
+from retrofox.support.plots import COLOURS, STYLE
 
 HERE = Path(__file__).parent
 ARMS = HERE / "retrofit" / "arms.json"
@@ -154,17 +154,20 @@ def collect(runs: Path, note: str, into: Path = ARMS) -> None:
     write_json(into, arms)
 
 
-DRAWN = {
-    "base": "base",
-    "control": "control: the same training, unconverted",
-    "yarn": "control trained with YaRN, factor 4",
-    "partial": "smollm2-partial",
-    "lora": "smollm2-lora",
-    "fox": "smollm2-fox (no RoPE)",
-    "fox-pro": "smollm2-fox-pro (no RoPE)",
-    "streaming:4096,4": "base as StreamingLLM, 4096 + 4",
-    "yarn:4": "base with YaRN, factor 4, untrained",
+DRAWN: dict[str, tuple[str, str, Any]] = {
+    "base": ("base", "#000000", ":"),
+    "control": ("control: the same training, unconverted", "#888888", "--"),
+    "yarn": ("control trained with YaRN, factor 4", COLOURS[1], "--"),
+    "theta": ("control trained with theta 500,000", COLOURS[4], "--"),
+    "drope-trained": ("control trained without RoPE (DroPE)", "#8B6914", "--"),
+    "partial": ("smollm2-partial", COLOURS[0], "-"),
+    "lora": ("smollm2-lora", COLOURS[5], "-"),
+    "fox": ("smollm2-fox (no RoPE)", COLOURS[3], "-"),
+    "fox-pro": ("smollm2-fox-pro (no RoPE)", COLOURS[2], "-"),
+    "streaming:4096,4": ("base as StreamingLLM, 4096 + 4", "#7B3FA0", "-."),
+    "yarn:4": ("base with YaRN, factor 4, untrained", "#B0B000", "-."),
 }
+"""Label, colour and line: what this toolkit made in whole lines, other trainings in dashes."""
 
 
 def draw() -> None:
@@ -174,15 +177,8 @@ def draw() -> None:
         figure = Figure(figsize=(10.0, 5.0), layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
-        for number, (name, label) in enumerate(DRAWN.items()):
-            look: dict[str, Any] = {
-                "label": label,
-                "color": (*COLOURS, "#888888", "#8B6914")[number],
-                "linestyle": (*LINES, "--", "-.")[number],
-                "lw": 2,
-                "marker": "o",
-                "ms": 4,
-            }
+        for name, (label, colour, line) in DRAWN.items():
+            look: dict[str, Any] = {"label": label, "color": colour, "linestyle": line, "lw": 2, "marker": "o", "ms": 4}
             loss, found = arms[name]["loss"], arms[name]["needles"]["easy"]
             left.plot([bucket["to"] for bucket in loss], [bucket["mean"] for bucket in loss], **look)
             right.plot([row["length"] for row in found], [100 * row["found"] for row in found], **look)

@@ -12,7 +12,10 @@ ARMS = {
     "control": "control",
     "control-8k": "control, 8k windows",
     "yarn": "YaRN x 4",
+    "theta": "theta 500,000",
+    "drope-trained": "DroPE",
     "partial": "**partial**",
+    "partial-near": "partial, no skips",
     "lora": "**lora**",
     "keep": "keep",
     "fox": "**fox**",
@@ -22,7 +25,7 @@ ARMS = {
 FACTS = {
     "control, 8k windows": ("control-8k-told", "control-8k"),
     "YaRN x 4": ("yarn-told", "yarn"),
-    "partial": ("partial-told", "partial-told-seed1", "partial"),
+    "partial, no skips": ("partial-told", "partial-told-seed1", "partial-near"),
     "fox": ("fox-told", "fox"),
     "fox-pro": ("fox-pro-told", "fox-pro"),
 }
