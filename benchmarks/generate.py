@@ -44,6 +44,7 @@ import retrofox
 from retrofox.generation.generate import PREFILL
 from retrofox.loading.opened import open_model
 from retrofox.model import captured
+from retrofox.model.cache import CACHE
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENDERS = ("fox", "fox-loop", "base", "base-static")
@@ -138,7 +139,7 @@ def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any) -> 
     arrivals = Arrivals(cuda, new)
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     if cache is not None:
-        options["past_key_values"] = cache
+        options[CACHE] = cache
     elif contender == "base-static":
         options["cache_implementation"] = "static"
     elif contender.startswith("fox") and ids.shape[1] > PREFILL:

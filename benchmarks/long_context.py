@@ -39,7 +39,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import retrofox
 from retrofox.generation.generate import PREFILL
-from retrofox.model.cache import GateCache
+from retrofox.model.cache import CACHE, GateCache
 from retrofox.model.forgetting import ForgettingCache, ForgettingLayer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,7 +125,7 @@ def measure(built: dict[str, Any], contender: str, length: int, arguments: argpa
         torch.cuda.synchronize()
     started = time.perf_counter()
     model.generate(
-        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, streamer=arrivals, pad_token_id=0, **options
+        ids, attention_mask=torch.ones_like(ids), streamer=arrivals, pad_token_id=0, **{CACHE: cache}, **options
     )
     tokens = arrivals.times[1:]
     later = tokens[min(WARM, len(tokens) // 2) :]

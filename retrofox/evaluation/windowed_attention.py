@@ -155,7 +155,7 @@ def _turn(model: PreTrainedModel, attention: nn.Module) -> Callable[[Tensor, Ten
     extra = [] if hasattr(rotary, "inv_freq") else [layer_type]
     # Without its decorators: a dynamic RoPE takes the largest position for the length of the text.
     angles = inspect.unwrap(type(rotary).forward)
-    rotate = attention.forward.__func__.__globals__[ROTARY]  # type: ignore[union-attr]
+    rotate = inspect.unwrap(type(attention).forward).__globals__[ROTARY]
 
     def turn(query: Tensor, moved: Tensor) -> Tensor:
         wide = query.float()

@@ -23,6 +23,7 @@ from retrofox.generation.room import refuse_beams, refuse_room
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.errors import NO_MODEL, first_line
 from retrofox.loading.opened import Opened, open_model
+from retrofox.model.cache import CACHE
 from retrofox.model.captured import rope_kinds
 from retrofox.model.forgetting import ForgettingCache, check_log_eps
 from retrofox.parallel.launched import is_first
@@ -203,7 +204,7 @@ def complete(
         bos_token_id=opened.tokenizer.bos_token_id,
         prefill_chunk_size=PREFILL if use_cache and whole and longest > PREFILL and _in_parts(opened.model) else None,
     )
-    options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+    options: dict[str, Any] = {} if cache is None else {CACHE: cache}
     with _without_defaults(opened.model) as model, _seeded(seed, opened.device):
         output = model.generate(
             input_ids=ids.to(opened.device),

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache import GateCache
+from .cache import CACHE, GateCache
 from .fused import Projections, available, enterable, untouched
 from .gates import ForgetGate
 from .pro import PRO_MODULES, ProjectedAttention, add_pro
@@ -86,7 +86,8 @@ class FoxMixin(nn.Module):
         forward, cos_sin = self._rotary(position_embeddings, kwargs.get("position_ids"), hidden_states)
         projections = self._projections(forward, hidden_states, cos_sin)
         log_f = self.log_f(hidden_states) if projections is None else projections.log_f
-        gates = GateCache(past_key_values, log_f, hidden_states, kwargs.get("position_ids"))
+        cache = kwargs.pop("cache", past_key_values)
+        gates = GateCache(cache, log_f, hidden_states, kwargs.get("position_ids"))
         stand_in: Any = self
         if projections is not None:
             stand_in, forward, cos_sin = projections, self.unrotated_forward, position_embeddings
@@ -97,8 +98,8 @@ class FoxMixin(nn.Module):
             hidden_states,
             position_embeddings=cos_sin,
             attention_mask=attention_mask,
-            past_key_values=gates,
             gates=gates,
+            **{CACHE: gates},
             **kwargs,
         )
 
@@ -254,14 +255,14 @@ def _refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
             f"attn_implementation={config._attn_implementation!r} would silently ignore the forget gates; "
             'load the model with attn_implementation="fox" (the default)'
         )
+    if kwargs.get("cache") is not None and not hasattr(kwargs["cache"], "get_seq_length"):
+        raise ValueError("continuous batching (generate_batch) pages keys without the forget gates: use generate")
     if "is_causal" in kwargs:
         raise ValueError(
             "accelerate's own context parallelism (is_causal was set and the mask dropped) splits the sequence without "
             "the forget gates: `retrofox train` has one that moves them (parallel: {context: N}, or the same cp_size); "
             "elsewhere use FSDP or DDP"
         )
-    if kwargs.get("cache") is not None:
-        raise ValueError("continuous batching (generate_batch) pages keys without the forget gates: use generate")
     registered = ALL_ATTENTION_FUNCTIONS["fox"]
     if getattr(getattr(registered, "__code__", None), "co_name", None) != fox_attention.__name__:
         raise ValueError(

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from .cache import LOG_F_MIN, GateCache, GrowingLayer
+from .cache import CACHE, LOG_F_MIN, GateCache, GrowingLayer
 from .fused import turns_halves, untouched
 from .lean import written_like
 
@@ -119,19 +119,19 @@ class Pass:
             position_embeddings: Any = None,
             **kwargs: Any,
         ) -> torch.Tensor:
-            cache = _room_for_one(past_key_values, w.index, hidden_states)
+            whole = kwargs.pop("cache", past_key_values)
+            cache = _room_for_one(whole, w.index, hidden_states)
             if attention_mask is not None or kwargs or (cache is None and not _prompt(hidden_states)):
                 return native(
                     module, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
-                    past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings,
-                    **kwargs,
+                    use_cache=use_cache, position_embeddings=position_embeddings, **{CACHE: whole}, **kwargs,
                 )  # fmt: skip
             cos_sin = self._cos_sin(w.fade, position_embeddings, position_ids, cache is None)
             x = norm(w.first, hidden_states)
             if cache is not None:
                 attended = attend_one(w, x, cos_sin, cache)
             else:
-                gates = GateCache(past_key_values, log_f(w, x), x, position_ids)
+                gates = GateCache(whole, log_f(w, x), x, position_ids)
                 attended = attend_all(w, x, cos_sin, gates)
             if x.shape[0] * x.shape[1] <= ROWS:
                 return leave(w, attended, hidden_states)

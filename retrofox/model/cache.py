@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 try:
     from fox_kernels.decoding.append import append, appends
@@ -17,6 +18,8 @@ except ImportError:  # no fox_kernels, or no Triton
         return False
 
 
+CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
+"""What transformers calls a model's cache, as an argument and in what it returns: "cache" from 5.24 on."""
 LOG2_E = 1.4426950408889634
 LOG_F_MIN = -1e4  # as in the operator: exp underflows long before
 SPARE_TOKENS, SPARE_PART = 256, 16  # room for at least this many more tokens, or for a sixteenth of those there

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from .brief import brief
-from .cache import GrowingLayer
+from .cache import CACHE, GrowingLayer
 from .fixed import LEAST_ROOM, SHIFT_EVERY, Bank, Clock, FixedLayer, FixedParts
 from .lean import ALONE, lean
 from .masks import first_visible
@@ -29,7 +29,7 @@ DEVICES = ("cuda",)
 LEAST_TOKENS = 8  # a capture costs the host about two steps
 MOST_TOKENS = 1 << 24  # of a text: a step has room for all their ids; asking for more is asking for no limit
 KNOWN_INPUTS = {
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
+    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position",
     "tokenizer",
 }  # fmt: skip
 """What a step is given anew; other model inputs that aren't None keep transformers' loop."""
@@ -42,7 +42,7 @@ def reason_against(
     model: Any, input_ids: torch.Tensor, stopping: Any, config: Any, synced_gpus: bool, inputs: dict[str, Any]
 ) -> str | None:
     """Why `generate` has to take transformers' own loop, or None if a captured step serves it."""
-    cache, mask, positions = (inputs.get(name) for name in ("past_key_values", "attention_mask", "position_ids"))
+    cache, mask, positions = (inputs.get(name) for name in (CACHE, "attention_mask", "position_ids"))
     other = sorted(name for name, x in inputs.items() if x is not None and name not in KNOWN_INPUTS)
     limit = MOST_TOKENS + 1 if stopping.max_length is None else stopping.max_length
     kinds = rope_kinds(model.config)
@@ -129,7 +129,7 @@ def decode(
                 streamer=streamer,
                 **inputs,
             )
-    cache, total = inputs["past_key_values"], stopping_criteria.max_length
+    cache, total = inputs[CACHE], stopping_criteria.max_length
     cache.tokens_to_reserve = min(total, reads_for(min(total, input_ids.shape[1] + 1)))
     one = _One(stopping_criteria)
     ids = native(
@@ -416,9 +416,9 @@ class Decoding:
                 input_ids=self.tokens,
                 position_ids=self.positions,
                 attention_mask=self.no_mask,
-                past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
+                **{CACHE: self.cache},
             )
         self.logits = output.logits[:, -1].float()
         self.positions.add_(1)

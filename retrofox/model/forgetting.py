@@ -21,6 +21,7 @@ key alike: the larger holds.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -75,7 +76,8 @@ def weight_bounds(attention: Any, norm: Any) -> Bounds:
     q_proj, k_proj = (getattr(attention, name, None) for name in ("q_proj", "k_proj"))
     normed = hasattr(attention, "q_norm")
     known = attention.plain_forward or (
-        normed and getattr(type(attention).native_forward, "__code__", None) is Qwen3Attention.forward.__code__
+        normed
+        and getattr(type(attention).native_forward, "__code__", None) is inspect.unwrap(Qwen3Attention.forward).__code__
     )
     if not known:
         raise ValueError(
@@ -346,7 +348,8 @@ def check_log_eps(log_eps: float) -> None:
 class ForgettingCache(DynamicCache):
     """A DynamicCache of a converted model that drops keys no later query can give more than eps of its weight to.
 
-    Layers with a sliding window keep their windows. For generate: `past_key_values=ForgettingCache(model, -10.0)`.
+    Layers with a sliding window keep their windows. For generate: `past_key_values=ForgettingCache(model, -10.0)`, from
+    transformers 5.24 on `cache=`.
 
     Args:
         model: a converted causal model.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -106,7 +107,7 @@ def is_plain(forward: Callable[..., Any]) -> bool:
     for path in PLAIN:
         family, name = path.split(".")
         plain = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name).forward
-        same = getattr(plain, "__code__", None)
+        same = getattr(inspect.unwrap(plain), "__code__", None)
         if same is not None and (code.co_code, code.co_names) == (same.co_code, same.co_names):
             return True
     return False

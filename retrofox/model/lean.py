@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
+from .cache import CACHE
 from .fused import untouched
 from .gates import ForgetGate
 
@@ -80,7 +81,7 @@ class Sums:
         return self.normed(self.last, hidden_states, left)[1]
 
 
-ORDER = ("attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings")
+ORDER = ("attention_mask", "position_ids", CACHE, "use_cache", "position_embeddings")
 """Arguments of a decoder layer after the hidden states."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import shutil
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from . import configuration_fox
 from .attention import NEW_MODULES, FoxMixin
+from .cache import CACHE
 from .captured import decode
 from .configuration_fox import SUPPORTED, FoxSpec
 from .forgetting import ForgettingCache
@@ -227,7 +229,7 @@ _attention_classes: dict[type, type] = {}
 
 def _attention_class(native: type) -> type:
     if native not in _attention_classes:
-        forward: Any = native.forward  # type: ignore[attr-defined]
+        forward: Any = inspect.unwrap(native.forward)  # type: ignore[attr-defined]
         body = {
             "__module__": __name__,
             "native_forward": forward,
@@ -257,6 +259,7 @@ class FoxModelMixin(FoxPreTrained):
         """As the base model's forward; packed documents by restarting position_ids or by `cu_seqlens`.
 
         Args:
+            past_key_values: the cache; `cache`, as transformers calls it from 5.24 on, says the same.
             position_ids: (B, T); where they restart without an attention mask and a cache, a new document starts. None
                 = counted from each document's start where `cu_seqlens` tells it.
             cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included.
@@ -268,18 +271,19 @@ class FoxModelMixin(FoxPreTrained):
         """
         if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
             raise ValueError("Forgetting Attention never forms attention weights: output_attentions must be False")
-        cached = past_key_values is not None and past_key_values.get_seq_length() > 0
+        cache = kwargs.pop("cache", past_key_values)
+        cached = cache is not None and cache.get_seq_length() > 0
         if cu_seqlens is not None and (cached or attention_mask is not None):
             raise ValueError("cu_seqlens (packed documents) excludes attention_mask and a filled key/value cache")
         if shards is not None:
-            if attention_mask is not None or cu_seqlens is not None or past_key_values is not None or use_cache:
+            if attention_mask is not None or cu_seqlens is not None or cache is not None or use_cache:
                 raise ValueError("rows shared between processes take position_ids only: no mask, cu_seqlens or cache")
             if position_ids is None:
                 raise ValueError("rows shared between processes need position_ids, counted from each document's start")
             kwargs["shards"], use_cache = shards, False
             attention_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=position_ids.device)
         source: Any = input_ids if input_ids is not None else inputs_embeds
-        if cu_seqlens is None and attention_mask is None and position_ids is not None and past_key_values is None:
+        if cu_seqlens is None and attention_mask is None and position_ids is not None and cache is None:
             cu_seqlens = _document_starts(position_ids, source.shape[0])
         if position_ids is None and cu_seqlens is not None:
             position_ids = _positions_in_documents(cu_seqlens, *source.shape[:2])
@@ -295,9 +299,9 @@ class FoxModelMixin(FoxPreTrained):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            **{CACHE: cache},
             **kwargs,
         )
 

@@ -14,6 +14,7 @@ from retrofox.generation.chat import ChatSession
 from retrofox.generation.generate import generate
 from retrofox.loading.opened import open_model
 from retrofox.model import captured, fixed, forgetting
+from retrofox.model.cache import CACHE
 
 STEP = "the step of a captured graph, uncaptured on a CPU"
 PICO = {
@@ -173,12 +174,12 @@ def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, family):
         cache: Any = DynamicCache(config=model.config)
         text = tokens(1, 20)
         for turn in range(3):
-            text = model.generate(text, attention_mask=torch.ones_like(text), past_key_values=cache, **OPTIONS)
+            text = model.generate(text, attention_mask=torch.ones_like(text), **{CACHE: cache}, **OPTIONS)
             assert (model.decoded_by == STEP) == bool(devices)
             assert cache.get_seq_length() == text.shape[1] - 1
             text = torch.cat([text, tokens(1, 5, seed=turn)], 1)
         with torch.no_grad():
-            logits = model(text[:, cache.get_seq_length() :], past_key_values=cache).logits
+            logits = model(text[:, cache.get_seq_length() :], **{CACHE: cache}).logits
         caches.append((text, logits))
     assert torch.equal(caches[0][0], caches[1][0])
     torch.testing.assert_close(caches[0][1], caches[1][1], atol=1e-4, rtol=1e-4)
@@ -246,12 +247,12 @@ def test_an_interruption_leaves_a_cache_that_goes_on(pico_fox, fixed_on_cpu):
             pytest.fail("the text did not end")
 
     with pytest.raises(KeyboardInterrupt):
-        model.generate(ids, past_key_values=cache, streamer=Stop(), **OPTIONS)
+        model.generate(ids, **{CACHE: cache}, streamer=Stop(), **OPTIONS)
     whole = model.generate(ids, **OPTIONS)
     kept = cache.get_seq_length()
     assert 20 < kept < 30
     assert not any(isinstance(x, fixed.FixedLayer) for x in cache.layers)
-    again = model.generate(whole[:, : kept + 1], past_key_values=cache, **OPTIONS | {"max_new_tokens": 43 - kept})
+    again = model.generate(whole[:, : kept + 1], **{CACHE: cache}, **OPTIONS | {"max_new_tokens": 43 - kept})
     assert torch.equal(again, whole)
 
 
@@ -268,13 +269,13 @@ def test_a_cache_that_forgets_is_decoded_by_the_same_step(pico_fox, fixed_on_cpu
     for devices in (("cpu",), ()):
         fixed_on_cpu.setattr(captured, "DEVICES", devices)
         cache: Any = forgetting.ForgettingCache(model, -9.0)
-        text = model.generate(ids, past_key_values=cache, **OPTIONS | {"max_new_tokens": 60})
+        text = model.generate(ids, **{CACHE: cache}, **OPTIONS | {"max_new_tokens": 60})
         assert (model.decoded_by == STEP) == bool(devices)
         report = cache.report()
         assert report["seen"] == cache.get_seq_length() == 209
         assert report["kept_share"] < 0.9
         text = torch.cat([text, tokens(2, 5)], 1)
-        seen.append((model.generate(text, past_key_values=cache, **OPTIONS), report["kept"]))
+        seen.append((model.generate(text, **{CACHE: cache}, **OPTIONS), report["kept"]))
     assert torch.equal(seen[0][0], seen[1][0])
     for ours, theirs in zip(seen[0][1], seen[1][1], strict=True):  # looked at one token earlier, at most
         assert all(abs(a - b) <= 8 for a, b in zip(ours, theirs, strict=True))
@@ -303,7 +304,7 @@ def test_parts_split_between_captured_steps(pico_fox, fixed_on_cpu):
     fixed_on_cpu.setattr(fixed.FixedParts, "drop", noted)
     cache: Any = forgetting.ForgettingCache(model, -9.0)
     options = OPTIONS | {"max_new_tokens": 60}
-    text = model.generate(ids, past_key_values=cache, **options)
+    text = model.generate(ids, **{CACHE: cache}, **options)
     assert model.decoded_by == STEP
     assert (True, 2) in sizes
     assert sizes[0] == (False, 1)

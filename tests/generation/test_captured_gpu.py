@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 import retrofox
 from retrofox.model import captured
+from retrofox.model.cache import CACHE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -129,14 +130,12 @@ def test_ends_streams_and_goes_on(stir, monkeypatch):
         monkeypatch.setattr(captured, "DEVICES", devices)
         cache: Any = DynamicCache(config=model.config)
         seen = Seen()
-        text = model.generate(
-            ids, past_key_values=cache, streamer=seen, **OPTIONS | {"eos_token_id": [int(free[0, 80])]}
-        )
+        text = model.generate(ids, **{CACHE: cache}, streamer=seen, **OPTIONS | {"eos_token_id": [int(free[0, 80])]})
         assert cache.get_seq_length() == text.shape[1] - 1
         assert seen.ended
         assert seen.values == text[0].tolist()
         longer = torch.cat([text, tokens(1, 5)], 1)
-        results.append([text.tolist(), model.generate(longer, past_key_values=cache, **OPTIONS).tolist()])
+        results.append([text.tolist(), model.generate(longer, **{CACHE: cache}, **OPTIONS).tolist()])
     assert results[0] == results[1]
 
 

@@ -17,6 +17,7 @@ from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate
 from retrofox.loading.opened import Opened, open_model
 from retrofox.model import scores
+from retrofox.model.cache import CACHE
 from retrofox.model.forgetting import ForgettingCache
 
 PROMPTS = ["the fox forgets", "a", "the gate is open and the fox forgets the gate"]
@@ -293,7 +294,7 @@ def test_a_template_that_renders_nothing_says_so(opened):
 def filled(opened: Opened, ids: torch.Tensor, **options):
     cache = DynamicCache(config=opened.model.config)
     with torch.no_grad():
-        opened.model(input_ids=ids, past_key_values=cache, **options)
+        opened.model(input_ids=ids, **{CACHE: cache}, **options)
     return cache
 
 
@@ -309,7 +310,7 @@ def tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
 def after(opened: Opened, cache, ids: torch.Tensor) -> torch.Tensor:
     """Logits of the last 6 tokens of ids (B, T): the cache holds those before."""
     with torch.no_grad():
-        return opened.model(input_ids=ids[:, -6:], past_key_values=cache).logits
+        return opened.model(input_ids=ids[:, -6:], **{CACHE: cache}).logits
 
 
 def from_scratch(opened: Opened, ids: torch.Tensor) -> torch.Tensor:
@@ -363,7 +364,7 @@ def test_a_cache_is_kept_over_growth_and_modes(pico):
     contexts = [torch.no_grad, torch.inference_mode, torch.no_grad, torch.enable_grad, torch.no_grad]
     for n, (a, b) in enumerate(itertools.pairwise([0, 100, 101, 120, 121, 130, 131, 132, 390, 391, 392, 399, 400])):
         with contexts[n % len(contexts)]():
-            parts.append(pico.model(input_ids=ids[:, a:b], past_key_values=cache).logits.detach().clone())
+            parts.append(pico.model(input_ids=ids[:, a:b], **{CACHE: cache}).logits.detach().clone())
     with torch.no_grad():
         whole = pico.model(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=5e-5, rtol=5e-5)
@@ -380,10 +381,10 @@ def test_gradients_reach_through_a_cache(pico):
         model.zero_grad()
         if cached:
             cache = DynamicCache(config=model.config)
-            parts = [model(input_ids=x, past_key_values=cache).logits for x in ids.split(10, 1)]
+            parts = [model(input_ids=x, **{CACHE: cache}).logits for x in ids.split(10, 1)]
             logits = torch.cat(parts, 1)
             with torch.no_grad():  # what the backward needs is not written over
-                model(input_ids=tokens(2, 5), past_key_values=cache)
+                model(input_ids=tokens(2, 5), **{CACHE: cache})
         else:
             logits = model(input_ids=ids, use_cache=False).logits
         logits[:, 10:].square().mean().backward()
@@ -422,7 +423,7 @@ def test_a_decoding_step_copies_nothing_of_the_cache(pico_fox, monkeypatch):
             for a, b in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
                 moved.append(0)
                 with Count():
-                    model(input_ids=ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache)
+                    model(input_ids=ids[:, a:b], attention_mask=mask[:, :b], **{CACHE: cache})
     layer: Any = cache.layers[0]
     kept = 2 * 2 * sum(x.numel() * x.element_size() for x in (layer.keys, layer.values, layer.sums)) / (2 * 2100)
     assert (moved[5] - moved[2]) / 1000 < 0.3 * kept  # pico heads have 8 channels: with 64 it is 0.03
@@ -431,9 +432,9 @@ def test_a_decoding_step_copies_nothing_of_the_cache(pico_fox, monkeypatch):
 def test_a_cache_of_another_model_or_batch_is_refused(pico, pico_llama):
     ids = tokens(2, 20)
     with pytest.raises(ValueError, match="new cache"):
-        pico_llama()(input_ids=ids, past_key_values=filled(pico, ids))
+        pico_llama()(input_ids=ids, **{CACHE: filled(pico, ids)})
     foreign = DynamicCache(config=pico.model.config)
-    pico_llama()(input_ids=ids, past_key_values=foreign)
+    pico_llama()(input_ids=ids, **{CACHE: foreign})
     with pytest.raises(ValueError, match="without forget gates"):
         after(pico, foreign, ids)
     with pytest.raises(ValueError, match="batch_repeat_interleave"):

@@ -15,6 +15,7 @@ from transformers.models.llama import modeling_llama
 from retrofox.model import brief as passes
 from retrofox.model import captured
 from retrofox.model.brief import brief
+from retrofox.model.cache import CACHE
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
 PLAIN: dict[str, dict[str, Any]] = {
@@ -125,15 +126,15 @@ def test_a_cache_goes_on_from_brief_steps(pico_fox):
     with torch.no_grad():
         whole = model(ids).logits[:, -1]
         for cut in (0, 3):
-            cache = model(ids[:, :10], use_cache=True).past_key_values
+            cache = model(ids[:, :10], use_cache=True)[CACHE]
             with brief(model):
                 for n in range(10, 25):
-                    model(ids[:, n : n + 1], past_key_values=cache)
+                    model(ids[:, n : n + 1], **{CACHE: cache})
                 if cut:
                     cache.crop(-cut)
                     for n in range(25 - cut, 25):
-                        model(ids[:, n : n + 1], past_key_values=cache)
-            last = model(ids[:, 25:], past_key_values=cache).logits[:, -1]
+                        model(ids[:, n : n + 1], **{CACHE: cache})
+            last = model(ids[:, 25:], **{CACHE: cache}).logits[:, -1]
             torch.testing.assert_close(last, whole, atol=1e-5, rtol=1e-4)
             sums = cache.layers[0].cumulative()
             assert torch.equal(sums[0], sums[0].sort(-1, descending=True).values)
@@ -151,7 +152,7 @@ def test_prompts_have_the_logits_and_the_cache_of_the_layers_own(pico_fox, spec,
             cache, logits = DynamicCache(config=model.config), []
             with run:
                 for start, end in zip((0, *cuts), (*cuts, cuts[-1] + 1), strict=True):
-                    out = model(ids[:, start:end], past_key_values=cache, output_hidden_states=True)
+                    out = model(ids[:, start:end], **{CACHE: cache}, output_hidden_states=True)
                     logits += [out.logits, *(x[:, :1] for x in out.hidden_states)]
             found.append((torch.cat([x.flatten() for x in logits]), cache.layers[1]))
     (ours, own), (theirs, expected) = found
@@ -167,7 +168,7 @@ def test_a_prompt_without_a_cache_and_with_a_static_one(pico_fox):
         with brief(model):
             torch.testing.assert_close(model(ids, use_cache=False).logits, expected, atol=2e-5, rtol=1e-4)
             static = StaticCache(config=model.config, max_cache_len=64)
-            torch.testing.assert_close(model(ids, past_key_values=static).logits, expected, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(model(ids, **{CACHE: static}).logits, expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -177,7 +178,7 @@ def test_a_prompt_of_one_token(pico_fox, monkeypatch, spec, rows):
     with torch.no_grad(), brief(model), monkeypatch.context() as patch:
         for layer in model.model.layers:
             patch.setattr(type(layer), "forward", None)  # the layers' own isn't called
-        model(ids, past_key_values=DynamicCache(config=model.config))
+        model(ids, **{CACHE: DynamicCache(config=model.config)})
     ours, theirs = both(monkeypatch, model, ids)
     assert torch.equal(ours, theirs)
 

@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from retrofox.families import check_supported
+from retrofox.model.cache import CACHE
 from retrofox.model.configuration_fox import SUPPORTED
 
 
@@ -19,7 +20,7 @@ def fitting_families() -> dict[str, str]:
     """model_type -> attention class of every causal LM in the installed transformers that follows the convention.
 
     The convention: an attention whose forward takes (hidden_states, position_embeddings, attention_mask,
-    past_key_values, **kwargs), rotates with apply_rotary_pos_emb, updates the cache and passes **kwargs on to the
+    the cache, **kwargs), rotates with apply_rotary_pos_emb, updates the cache and passes **kwargs on to the
     registered attention function. Read from the source, so that hardly anything is imported. A family that fits is
     supported once it has a row in SUPPORTED and a configuration in the tests.
     """
@@ -51,9 +52,9 @@ def _follows_convention(forward: ast.FunctionDef) -> bool:
     arguments = {argument.arg for argument in forward.args.args}
     text = ast.unparse(forward)
     return (
-        {"hidden_states", "position_embeddings", "attention_mask", "past_key_values"} <= arguments
+        {"hidden_states", "position_embeddings", "attention_mask", CACHE} <= arguments
         and forward.args.kwarg is not None
-        and all(call in text for call in ("past_key_values.update(", "attention_interface(", "apply_rotary_pos_emb("))
+        and all(call in text for call in (f"{CACHE}.update(", "attention_interface(", "apply_rotary_pos_emb("))
     )
 
 

@@ -22,7 +22,7 @@ from transformers import (
 import retrofox
 from retrofox.model import attention as attention_module
 from retrofox.model import forgetting
-from retrofox.model.cache import GateCache
+from retrofox.model.cache import CACHE, GateCache
 from retrofox.model.forgetting import Bounds, ForgettingCache, ForgettingLayer, weight_bounds
 
 QUERY, KEY, HEADS, KV_HEADS, WIDTH = 3.0, 2.0, 4, 2, 8
@@ -240,8 +240,8 @@ def test_a_model_forgets_and_answers_alike(pico_fox, monkeypatch, length):
     cache = model.forgetting_cache(-16.0)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
-        parts = [model(x, past_key_values=cache).logits for x in ids[:, :length].split(30, 1)]
-        parts += [model(x, past_key_values=cache).logits for x in ids[:, length:].split(1, 1)]
+        parts = [model(x, **{CACHE: cache}).logits for x in ids[:, :length].split(30, 1)]
+        parts += [model(x, **{CACHE: cache}).logits for x in ids[:, length:].split(1, 1)]
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
     report = cache.report()
     assert report["seen"] == length + 20
@@ -257,11 +257,11 @@ def test_a_text_cut_back_too_far_is_refused(pico_fox):
     ids = torch.randint(2, 288, (1, 150), generator=torch.Generator().manual_seed(2))
     cache: Any = ForgettingCache(model, -16.0)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         monkeypatched = forgetting.EVERY
         forgetting.EVERY = 1000
         try:
-            model(ids[:, :9], past_key_values=cache)
+            model(ids[:, :9], **{CACHE: cache})
             cache.crop(-9)
             assert cache.get_seq_length() == 150
             with pytest.raises(RuntimeError, match="may need again"):
@@ -275,7 +275,7 @@ def test_assisted_decoding_forgets_and_takes_its_guesses_back(pico_fox):
     ids = torch.randint(2, 288, (1, 20), generator=torch.Generator().manual_seed(2)).repeat(1, 4)
     options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
     cache = model.forgetting_cache(-16.0)
-    found = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=5, **options)
+    found = model.generate(ids, **{CACHE: cache}, prompt_lookup_num_tokens=5, **options)
     assert torch.equal(found, model.generate(ids, use_cache=False, **options))
     assert cache.report()["kept_share"] < 0.8
 
@@ -288,7 +288,7 @@ def test_layers_with_a_window_keep_it_and_do_not_count(stir):
     cache = model.forgetting_cache(-10.0)
     assert cache.report() == {"seen": 0, "kept_share": 1.0, "kept": [], "bytes": 0}
     with torch.no_grad():
-        logits = model(ids, past_key_values=cache).logits
+        logits = model(ids, **{CACHE: cache}).logits
         torch.testing.assert_close(logits, model(ids, use_cache=False).logits)
     assert cache.report() == {"seen": 40, "kept_share": 1.0, "kept": [], "bytes": 0}
 
@@ -305,9 +305,9 @@ def test_what_can_not_forget_is_refused(pico_llama, pico_fox, stir):
     ids, mask = torch.arange(4, 40).view(2, 18), torch.ones(2, 18, dtype=torch.long)
     mask[1, :5] = 0
     with pytest.raises(ValueError, match="whole rows"), torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=ForgettingCache(model, -10.0))
+        model(ids, attention_mask=mask, **{CACHE: ForgettingCache(model, -10.0)})
     with pytest.raises(ValueError, match="inference"):
-        model.train()(ids, past_key_values=ForgettingCache(model, -10.0))
+        model.train()(ids, **{CACHE: ForgettingCache(model, -10.0)})
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="merge the adapter"):
         ForgettingCache(model, -10.0)

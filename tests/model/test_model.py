@@ -16,6 +16,7 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions, is_new_tensor
 from retrofox.model import scores
+from retrofox.model.cache import CACHE
 
 LENGTH = 24
 
@@ -170,7 +171,7 @@ def decode(model, input_ids, cache, prefill: int, **kwargs) -> torch.Tensor:
         extra = {} if mask is None else {"attention_mask": mask[:, : done + step]}
         if "position_ids" in kwargs:
             extra["position_ids"] = kwargs["position_ids"][:, done : done + step]
-        parts.append(logits(model, input_ids[:, done : done + step], past_key_values=cache, **extra))
+        parts.append(logits(model, input_ids[:, done : done + step], **{CACHE: cache}, **extra))
         done += step
     return torch.cat(parts, 1)
 
@@ -215,7 +216,7 @@ def test_the_cache_keeps_gates_exactly_in_bfloat16(pico_fox, tokens, kind):
     cache: Any = cache_of(kind, model)
     for _, module in attentions(model):
         module.forget_gate.record = True
-    logits(model, tokens, past_key_values=cache)
+    logits(model, tokens, **{CACHE: cache})
     for index, (_, module) in enumerate(attentions(model)):
         layer, log_f = cache.layers[index], module.forget_gate.last_log_f
         if kind == "dynamic":
@@ -260,9 +261,9 @@ def test_beam_search_reorders_the_gates(fox, tokens):
 
 def test_a_cropped_cache_goes_on_as_if_nothing_had_followed(fox, tokens):
     cache = DynamicCache(config=fox.config)
-    logits(fox, tokens, past_key_values=cache)
+    logits(fox, tokens, **{CACHE: cache})
     cache.crop(10 - LENGTH)
-    close(logits(fox, tokens[:, 10:], past_key_values=cache), logits(fox, tokens)[:, 10:])
+    close(logits(fox, tokens[:, 10:], **{CACHE: cache}), logits(fox, tokens)[:, 10:])
 
 
 # documents
@@ -293,9 +294,9 @@ def test_cu_seqlens_with_a_mask_or_a_filled_cache_is_refused(fox, tokens):
     with pytest.raises(ValueError, match="cu_seqlens"):
         fox(tokens, cu_seqlens=cu_seqlens, attention_mask=torch.ones_like(tokens))
     cache = DynamicCache(config=fox.config)
-    logits(fox, tokens, past_key_values=cache)
+    logits(fox, tokens, **{CACHE: cache})
     with pytest.raises(ValueError, match="cu_seqlens"):
-        fox(tokens, cu_seqlens=cu_seqlens, past_key_values=cache)
+        fox(tokens, cu_seqlens=cu_seqlens, **{CACHE: cache})
 
 
 def test_a_custom_4d_mask_is_obeyed(fox, tokens):

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from retrofox.anatomy import attention_mode
+from retrofox.model.cache import CACHE
 
 LENGTH = 24
 PARTS = ["none", "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift", "k-shift,v-shift", "all"]
@@ -39,7 +40,7 @@ def decode(model, input_ids, cache, mask: Any = None, positions: Any = None) -> 
     for step in [12, 3] + [1] * (input_ids.shape[1] - 15):
         seen = slice(done, done + step)
         extra = {} if mask is None else {"attention_mask": mask[:, : done + step], "position_ids": positions[:, seen]}
-        parts.append(logits(model, input_ids[:, seen], past_key_values=cache, **extra))
+        parts.append(logits(model, input_ids[:, seen], **{CACHE: cache}, **extra))
         done += step
     return torch.cat(parts, 1)
 
@@ -83,13 +84,13 @@ def test_documents_of_any_length_see_themselves_only(model, tokens):
 def test_caches_that_are_reordered_and_repeated_go_on_rightly(model, tokens):
     whole = logits(model, tokens, use_cache=False)
     cache: Any = DynamicCache(config=model.config)
-    logits(model, tokens[:, :10], past_key_values=cache)
+    logits(model, tokens[:, :10], **{CACHE: cache})
     cache.reorder_cache(torch.tensor([1, 0]))
-    close(logits(model, tokens.flip(0)[:, 10:], past_key_values=cache), whole.flip(0)[:, 10:])
+    close(logits(model, tokens.flip(0)[:, 10:], **{CACHE: cache}), whole.flip(0)[:, 10:])
     cache.crop(10 - LENGTH)
     cache.batch_repeat_interleave(2)
     again = tokens.flip(0).repeat_interleave(2, 0)
-    close(logits(model, again[:, 10:], past_key_values=cache), whole.flip(0).repeat_interleave(2, 0)[:, 10:])
+    close(logits(model, again[:, 10:], **{CACHE: cache}), whole.flip(0).repeat_interleave(2, 0)[:, 10:])
 
 
 def test_drafted_tokens_change_nothing(model, pico_llama, tokens):

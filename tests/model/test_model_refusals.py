@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import retrofox
 from retrofox.anatomy import attentions
 from retrofox.model.attention import fox_attention
-from retrofox.model.cache import GateCache
+from retrofox.model.cache import CACHE, GateCache
 from retrofox.model.configuration_fox import FoxSpec
 
 TOKENS = torch.arange(2, 14)[None]
@@ -123,12 +123,12 @@ def test_a_quantised_cache(fox):
     cache: Any = DynamicCache(config=fox.config)
     cache.layers = [QuantizedLayer() for _ in cache.layers]
     with pytest.raises(ValueError, match="quantised"):
-        fox(TOKENS, past_key_values=cache)
+        fox(TOKENS, **{CACHE: cache})
 
 
 def test_training_through_a_static_cache(fox):
     with pytest.raises(ValueError, match="static cache"):
-        fox(TOKENS, past_key_values=StaticCache(config=fox.config, max_cache_len=32))
+        fox(TOKENS, **{CACHE: StaticCache(config=fox.config, max_cache_len=32)})
 
 
 def test_attention_weights(fox):

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions, is_new_tensor
+from retrofox.model.cache import CACHE
 from retrofox.model.configuration_fox import PRO_PARTS
 from retrofox.model.pro import HeadNorm, OutputGate, Shift
 
@@ -181,7 +182,7 @@ def decode(model, input_ids, cache, **kwargs) -> torch.Tensor:
         extra = {k: v[:, done : done + step] for k, v in kwargs.items()}
         if "attention_mask" in kwargs:
             extra["attention_mask"] = kwargs["attention_mask"][:, : done + step]
-        parts.append(logits(model, input_ids[:, done : done + step], past_key_values=cache, **extra))
+        parts.append(logits(model, input_ids[:, done : done + step], **{CACHE: cache}, **extra))
         done += step
     return torch.cat(parts, 1)
 
@@ -222,9 +223,9 @@ def test_beam_search_and_generation_with_a_cache_equal_those_without(fox, tokens
 
 def test_a_cropped_cache_goes_on_as_if_nothing_had_followed(fox, tokens):
     cache = DynamicCache(config=fox.config)
-    logits(fox, tokens, past_key_values=cache)
+    logits(fox, tokens, **{CACHE: cache})
     cache.crop(10 - LENGTH)
-    close(logits(fox, tokens[:, 10:], past_key_values=cache), logits(fox, tokens)[:, 10:])
+    close(logits(fox, tokens[:, 10:], **{CACHE: cache}), logits(fox, tokens)[:, 10:])
 
 
 def test_nothing_is_shifted_over_a_document_boundary(fox, tokens, path):
@@ -257,10 +258,10 @@ def test_causality(fox, tokens):
 def test_an_offloaded_cache_is_refused_by_the_shifts(pico_fox, tokens):
     model = pico_fox(pro=("k-shift",))
     cache = DynamicCache(config=model.config)
-    logits(model, tokens, past_key_values=cache)
+    logits(model, tokens, **{CACHE: cache})
     cache.offloading = True
     with pytest.raises(ValueError, match="offloaded"):
-        model(tokens[:, :1], past_key_values=cache)
+        model(tokens[:, :1], **{CACHE: cache})
 
 
 # checkpoints and training

@@ -12,6 +12,7 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions
 from retrofox.model import scores
+from retrofox.model.cache import CACHE
 from retrofox.model.fused import unrotated, with_rotary
 from retrofox.model.rope import fades, interpolated
 
@@ -237,10 +238,10 @@ def test_annealing_decodes_as_it_prefills(tokens):
     model = convert(make_base("longrope"), **MODES["anneal"], log_n=8)
     whole = logits(model, tokens[:, :14])
     for cache in (None, StaticCache(config=model.config, max_cache_len=32)):
-        out = model(tokens[:, :6], past_key_values=cache, use_cache=True)
+        out = model(tokens[:, :6], **{CACHE: cache}, use_cache=True)
         parts = [out.logits]
         for i in range(6, 14):
-            out = model(tokens[:, i : i + 1], past_key_values=out.past_key_values)
+            out = model(tokens[:, i : i + 1], **{CACHE: out[CACHE]})
             parts.append(out.logits)
         close(torch.cat(parts, 1), whole)
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 import retrofox
 from retrofox.config import Recipe, Stage, validate
+from retrofox.model.cache import CACHE
 from retrofox.planning.plan import plan
 from retrofox.training import checkpoint
 from retrofox.training.callbacks import JsonLog, half_life_statistics, log_line
@@ -88,7 +89,7 @@ def test_a_run_learns_logs_and_leaves_a_loadable_model(make_recipe, capsys):
     stage = result["stages"][0]
     assert stage["eval_after"] < stage["eval_before"]
     model = retrofox.load(result["model"])
-    assert model(torch.tensor([[2, 3]])).past_key_values is not None  # a call on its own keeps the cache
+    assert model(torch.tensor([[2, 3]]))[CACHE] is not None  # a call on its own keeps the cache
     start = retrofox.load(recipe.model)
     moved = {n for (n, a), b in zip(model.named_parameters(), start.parameters(), strict=True) if not torch.equal(a, b)}
     assert any("forget_gate.weight" in name for name in moved)
