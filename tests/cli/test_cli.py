@@ -1,11 +1,13 @@
 """The command line: fast to start, clear when wrong, exit code 2 and nothing left behind."""
 
+import inspect
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+import typing
 
 import pytest
 import torch
@@ -46,6 +48,19 @@ def test_help_is_not_cut_off_on_a_narrow_terminal(run, monkeypatch):
         code, out, _ = run(command, "--help")
         assert code == 0
         assert "…" not in out, command
+
+
+def test_help_of_options_is_shown_as_it_is_written():
+    """It is read as Markdown: a pair of asterisks, of two products say, would be taken for emphasis."""
+    parameters = [
+        option
+        for command in cli.app.registered_commands
+        for parameter in inspect.signature(command.callback, eval_str=True).parameters.values()  # type: ignore
+        for option in typing.get_args(parameter.annotation)[1:]
+    ]
+    texts = [option.help or "" for option in parameters]
+    assert any("128 times with --rope interpolate" in text for text in texts)
+    assert [text for text in texts if "*" in text] == []
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(run, source, tmp_path):
