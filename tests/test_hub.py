@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 
 import retrofox
 from retrofox.hub import _logits, check_complete, push
@@ -401,6 +402,24 @@ def test_a_failed_push_leaves_an_older_upload_as_it_was(online, converted):
         push(converted, "me/fox")
     assert online.repos["me/fox"] == {before: {"README.md": b"older"}}
     assert "DELETE /api/repos/delete" not in online.asked
+
+
+def test_a_lost_answer_is_not_said_to_have_left_the_repository_as_it_was(online, converted, monkeypatch):
+    online.commit("me/fox", {"README.md": b"older"})
+    plain = HfApi.create_commit
+
+    def lost(*arguments, **options):
+        plain(*arguments, **options)
+        raise ConnectionResetError("reset by peer")
+
+    monkeypatch.setattr(HfApi, "create_commit", lost)
+    with pytest.raises(ValueError, match=r"broke off \(reset by peer\) .* in one commit, or none; push again$"):
+        push(converted, "me/fox")
+    assert "config.json" in online.at("me/fox", "main")[1]
+    online.repos.clear()
+    with pytest.raises(ValueError, match=r"reset by peer.*; nothing of it is visible"):
+        push(converted, "me/fox")
+    assert "me/fox" not in online.repos
 
 
 def test_weights_of_an_earlier_upload_go_when_others_come(online, converted, pico_fox_checkpoint, tmp_path):

@@ -43,7 +43,7 @@ def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, titl
             )
         older = set() if new else set(api.list_repo_files(repo)) - contents.keys()
         stale = sorted(name for name in older if WEIGHTS.fullmatch(name))
-        commit = _committed(api, repo, [*operations, *map(CommitOperationDelete, stale)], title)
+        commit = _committed(api, repo, [*operations, *map(CommitOperationDelete, stale)], title, new)
     with _one_line(api, repo, "it is uploaded, and not verified"):
         found = api.list_repo_tree(repo, recursive=True, revision=commit.oid)
         there = {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
@@ -53,12 +53,17 @@ def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, titl
     return commit.oid
 
 
-def _committed(api: HfApi, repo: str, operations: list[Any], title: str) -> CommitInfo:
+def _committed(api: HfApi, repo: str, operations: list[Any], title: str, new: bool) -> CommitInfo:
     try:
         return api.create_commit(repo, operations, commit_message=title)
-    except ValueError as error:
-        if isinstance(error, hub_errors()):
+    except hub_errors() as error:
+        if new or getattr(error, "response", None) is not None:
             raise
+        raise ValueError(
+            f"the connection to {constants.ENDPOINT} broke off ({first_line(error)}) before it was known whether "
+            f"{repo} has changed: all files are there in one commit, or none; push again"
+        ) from error
+    except ValueError as error:
         why = " ".join(str(error).split())[:300]  # about the card's metadata, in several lines
         raise ValueError(f"the Hub refuses to take {repo}: {why}; nothing was uploaded") from error
 
