@@ -37,9 +37,10 @@ def print_gates(result: dict[str, Any], console: Console) -> None:
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for name in ("local", "global", "dead", "saturated"):
         table.add_column(name, justify="right")
+    how = "slower" if result["fox"]["rope"] == "interpolate" else "fading"
     for layer in result["layers"]:
         heads = [h for h in result["heads"] if h["layer"] == layer["layer"]]
-        fading = f" +{layer['rotary_pairs_fading']} fading" if layer["rotary_pairs_fading"] else ""
+        fading = f" +{layer['rotary_pairs_fading']} {how}" if layer["rotary_pairs_fading"] else ""
         table.add_row(
             str(layer["layer"]),
             f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}{fading}",

@@ -230,8 +230,8 @@ def save_csv(path: str | os.PathLike, header: Sequence[str], rows: Iterable[Sequ
 def tokens_label(value: float) -> str:
     """512 -> "512", 2048 -> "2k", 1536 -> "1.5k", 1048576 -> "1M": multiples of 1024, as context lengths are named."""
     for unit, name in ((1 << 20, "M"), (1 << 10, "k")):
-        if value >= unit:
-            return f"{value / unit:.3g}{name}"
+        if value >= 0.9996 * unit:  # as good as one
+            return f"{value / unit:.0f}{name}" if value >= 100 * unit else f"{value / unit:.3g}{name}"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -98,6 +98,21 @@ def test_kept_rotary_pairs_and_sinks_are_reported(make_fox, tokenizer):
     assert result["layers"][0]["longest_wavelength"] == pytest.approx(2 * math.pi * 10000 ** (1 / 4), rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [({"rope": "interpolate"}, "slower"), ({"rope": "anneal", "anneal_to": "drop", "anneal_tokens": 100}, "fading")],
+)
+def test_stretched_pairs_are_slower_and_annealed_ones_fade(make_fox, tokenizer, capsys, monkeypatch, spec, word):
+    monkeypatch.setenv("COLUMNS", "200")
+    model = make_fox(**spec)
+    if spec["rope"] == "anneal":
+        model.set_annealed_tokens(30)
+    layers = inspect(model, tokenizer=tokenizer)["layers"]
+    assert layers[0]["rotary_pairs_fading"] > 0
+    kept, fading = layers[0]["rotary_pairs_kept"], layers[0]["rotary_pairs_fading"]
+    assert f" {kept}/4 +{fading} {word} " in capsys.readouterr().out
+
+
 def test_data_independent_and_absent_gates_are_inspected_too(make_fox, tokenizer, text):
     fixed = inspect(make_fox(gate="fixed"), text, 64, tokenizer=tokenizer, progress=False)
     assert all(head["weight_norm"] == 0 and head["logit_std"] < 1e-4 for head in fixed["heads"])

@@ -116,3 +116,5 @@ def test_token_counts_are_labelled_as_context_lengths_are_named():
     assert [tokens_label(n) for n in (1, 512, 1000, 1024, 1536, 32768, 1 << 20)] == [
         "1", "512", "1000", "1k", "1.5k", "32k", "1M"
     ]  # fmt: skip
+    # a half-life comes back from its gate with a rounding error, and 1000 to 1023 k have four digits
+    assert [tokens_label(n) for n in (1023.9, 1048575.1, 1040000.0, 3.5 * 2**20)] == ["1k", "1M", "1016k", "3.5M"]
