@@ -314,3 +314,15 @@ def test_a_damaged_converted_checkpoint_says_which_file(pico_fox_checkpoint):
     weights.unlink()
     with pytest.raises(FileNotFoundError, match="holds no weights"):
         retrofox.load(pico_fox_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"rope": "keep"}, "keep, 4 of 4 rotary pairs kept"),
+        ({"rope": "keep", "layer_max_wavelength": {0: 0.0}}, "keep, 0-4 of 4 rotary pairs kept"),
+    ],
+)
+def test_the_card_says_how_many_pairs_stay(pico_checkpoint, tmp_path, spec, said):
+    retrofox.convert(pico_checkpoint, tmp_path / "out", fox=FoxSpec(**spec), verify=False)
+    assert f"| RoPE | {said} |" in (tmp_path / "out" / "README.md").read_text()

@@ -30,7 +30,8 @@ def card(plan: Plan, report: dict[str, Any], licence: Mapping[str, Any] | None =
         licence: the base's, as `retrofox.conversion.licence.licence_of` gives it.
     """
     parity = report["parity"]
-    kept = f"{min(plan.kept_pairs)}-{max(plan.kept_pairs)}" if plan.kept_pairs else "0"
+    fewest, most = min(plan.kept_pairs, default=0), max(plan.kept_pairs, default=0)
+    kept = f"{most}" if fewest == most else f"{fewest}-{most}"
     layers = report.get("calibration", {}).get("half_lives_tokens") or [plan.half_lives]
     tokens = [x for layer in layers for x in layer]
     start = f"starting half-lives {min(tokens):.0f} to {max(tokens):.0f} tokens" if tokens else "fitted to the base"
