@@ -75,6 +75,20 @@ def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, c
     assert everything(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("fox", "refused"),
+    [("{rope: keep}", True), ("{rope: drop, log_n: 16}", False)],  # log_n alone follows each token's own position
+)
+def test_skips_that_would_change_other_documents_are_refused(
+    recipe, tmp_path, pico_llama, pico_tokenizer, fox, refused
+):
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    pico_llama(rope_parameters=parameters).save_pretrained(tmp_path / "dynamic")
+    pico_tokenizer.save_pretrained(tmp_path / "dynamic")
+    refusals = plan(load_recipe(recipe, [*SKIPS, f"model={tmp_path / 'dynamic'}", f"fox={fox}"]))["refusals"]
+    assert [("would change all documents read beside one that skips" in text) for text in refusals] == [True] * refused
+
+
 @pytest.mark.parametrize("sharding", ["FSDP", "DEEPSPEED"])
 def test_heads_of_split_weights_are_refused_beforehand(recipe, monkeypatch, sharding):
     monkeypatch.setenv("FSDP_VERSION", "2")
