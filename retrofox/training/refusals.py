@@ -17,6 +17,7 @@ from retrofox.config import TAUGHT, Recipe, Source, Stage
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
+from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.settings import context_of, refuse_processes, refuse_sharing, split_of
 from retrofox.support.files import nearest_existing, why_unwritable
@@ -193,15 +194,21 @@ def refuse_adapt(model: Any, source: Path | None) -> None:
 
 
 def refuse_positions(model: Any, max_position: int) -> None:
-    """Raises ValueError where skipped positions would split documents, or change nothing."""
+    """Raises ValueError where skipped positions would split documents, change others' RoPE, or change nothing."""
     if not is_converted(model):
         raise ValueError(
             f"max_position: {max_position} would split documents of an unconverted model where positions skip: remove "
             "it, or give `fox: {rope: keep, gate: none}`, which is the same model by this toolkit's attention"
         )
     rotary = [attention.rotary_fade for _, attention in attentions(model) if attention.rotary_fade is not None]
-    if all(fade.gone for fade in rotary) and causal_lm(model).config.fox["log_n"] is None:
+    config, turns = causal_lm(model).config, not all(fade.gone for fade in rotary)
+    if not turns and config.fox["log_n"] is None:
         raise ValueError(f"max_position: {max_position} changes nothing in a model without RoPE: remove it")
+    if turns and depends_on_length(config):
+        raise ValueError(
+            f"max_position: {max_position} would change all documents read beside one that skips: this model's RoPE "
+            "(dynamic or longrope) takes its frequencies from the largest position. Remove it, or take another type"
+        )
 
 
 def refuse_tokenizer(tokenizer: Any, vocabulary: int) -> None:
