@@ -118,7 +118,7 @@ def evaluate(
         raise ValueError(f"context is the number of processes that share a window, at least 1, got {context}")
     if context > 1:
         alone = {"against": others, "baselines": baselines, "tasks": tasks, "short_context": short_context}
-        device = shared_context.join(context, **alone, device=device)
+        device = shared_context.join(context, model, **alone, device=device)
         progress = progress and is_first()
     wanted = parse_all(baselines)
     base_for(wanted, model, others)

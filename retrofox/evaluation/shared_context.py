@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from retrofox.anatomy import LOGIT_BYTES, inner_model, logits_from_hidden, vocabulary_size
 from retrofox.data.packed import IGNORE
 from retrofox.parallel.launched import join as join_processes
+from retrofox.parallel.launched import refuse_unconverted
 from retrofox.parallel.layout import Degrees, degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.settings import key_value_heads, refuse_sharing
@@ -19,18 +20,19 @@ from retrofox.parallel.shards import Shards, cut
 Losses = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-def join(context: int, **unshared: Any) -> str | None:
+def join(context: int, model: Any, **unshared: Any) -> str | None:
     """`parallel.launched.join` for `eval`.
 
     Args:
         unshared: options of `evaluate` that run whole documents in one process; none may be given.
 
     Raises:
-        ValueError: another number of processes was launched, or such an option is given.
+        ValueError: another number of processes was launched, such an option is given, or the model is unconverted.
     """
     given = [name for name, value in unshared.items() if value]
     if given:
         raise ValueError(f"context shares documents between processes for the loss alone: leave out {', '.join(given)}")
+    refuse_unconverted(model)
     return join_processes(context, "eval MODEL")
 
 

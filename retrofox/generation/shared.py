@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +12,8 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from transformers.generation.streamers import BaseStreamer
 
 from retrofox.anatomy import inner_model, logits_from_hidden, require_known_tokens
-from retrofox.loading.source import holds_converted
 from retrofox.parallel.decoding import Reading
-from retrofox.parallel.launched import join
+from retrofox.parallel.launched import join, refuse_unconverted
 from retrofox.parallel.layout import degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.settings import key_value_heads, refuse_sharing
@@ -37,8 +35,7 @@ def join_for(context: int, model: Any, **unshared: Any) -> str | None:
             f"context shares the keys of plain decoding, greedy or sampled, between processes: leave out "
             f"{', '.join(given)}"
         )
-    if isinstance(model, (str, os.PathLike)) and not holds_converted(os.fspath(model)):
-        raise ValueError(f"context shares rows for Forgetting Attention only, and {model} is not converted: convert it")
+    refuse_unconverted(model)
     return join(context, "generate MODEL PROMPT")
 
 

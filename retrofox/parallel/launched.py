@@ -6,11 +6,19 @@ import atexit
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from retrofox.loading.source import holds_converted
 from retrofox.parallel.watch import Watch
+
+
+def refuse_unconverted(model: Any) -> None:
+    """Raises ValueError for the name of a model without gates, whose context can't be shared; loads nothing."""
+    if isinstance(model, (str, os.PathLike)) and not holds_converted(os.fspath(model)):
+        raise ValueError(f"context shares rows for Forgetting Attention only, and {model} is not converted: convert it")
 
 
 def join(context: int, command: str) -> str | None:

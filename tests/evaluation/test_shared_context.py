@@ -99,6 +99,12 @@ def test_what_one_process_runs_alone_is_refused(texts, pico_fox_checkpoint, opti
         evaluate(str(pico_fox_checkpoint), data=str(texts), length=64, context=2, progress=False, **options)
 
 
+def test_an_unconverted_model_is_refused_before_loading(texts, pico_checkpoint, monkeypatch):
+    monkeypatch.setattr("retrofox.evaluation.evaluate.open_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match=r"is not converted: convert it"):
+        evaluate(str(pico_checkpoint), data=str(texts), length=64, context=2, progress=False)
+
+
 def test_the_longest_document_is_refused_before_any_is_read():
     config = MistralConfig(
         vocab_size=96,
