@@ -78,8 +78,8 @@ def convert(
         tuple[str, str] | None,
         typer.Option(
             metavar="MIN MAX",
-            help="Shortest and longest half-life of the heads, in tokens. [default, of the trained length: length/2 "
-            "length*128 with --rope interpolate, else length/32 length*8]",
+            help="Shortest and longest half-life of the heads, in tokens. [default, of the trained length: 1/2 and "
+            "128 times with --rope interpolate, else 1/32 and 8 times]",
         ),
     ] = None,
     t_min: Annotated[
