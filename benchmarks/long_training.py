@@ -49,6 +49,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SPEC = retrofox.FoxSpec(rope="partial", max_wavelength=2048.0, half_life=(256.0, 65536.0))
 LENGTHS = {"llama-3.1-8b-lora": [65536, 262144], "llama-3.2-1b": [65536, 524288], "pico": [64, 256]}
+WARM = 8192
+"""Tokens of the step that warms up a row which is not the shape's first."""
 GUESS = 0.3
 """Share of the GPU's peak with which the first row's time is guessed."""
 
@@ -141,20 +143,23 @@ class Bench:
         if self.model is None:
             self.model = build(shape, options.layers, device)
         set_trainable(self.model, stage, adapters=recipe.lora is not None)
-        steps = 2 if first and not options.once else 1  # the shape's first row loads the kernels
+        # the step before the timed one loads kernels and makes the optimizer's state; the shape's first row has a whole one
+        steps, warm_length = (1, None) if options.once else (2, None if first else WARM)
         flops = flops_per_token(self.model, stage)
         speed = self.flops_per_second or (GUESS * (peak_flops(device) or 1e11))
-        estimate = steps * 1.15 * flops * stage.sequence_length / speed
+        estimate = (steps if first else 1) * 1.15 * flops * stage.sequence_length / speed
         if estimate > self.left():
             return {"why_not": f"would take about {estimate:.0f} s, {self.left():.0f} s are left"}
         if device.type == "cuda" and stage.offload_activations:
             pin_ahead(int(1e9 * cpu_gb))
         before = reset_peak(device)
-        run = measure_steps(recipe, stage, self.model, device, steps=steps, documents=1, before=before)
+        run = measure_steps(
+            recipe, stage, self.model, device, steps=steps, documents=1, before=before, warm_length=warm_length
+        )
         self.flops_per_second = flops * run["tokens_per_second"]
         return {
             "steps": steps,
-            "warm": steps > 1 or not first,
+            "warm": steps > 1,
             "seconds_per_step": round(run["seconds_per_step"], 3),
             "tokens_per_second": round(run["tokens_per_second"], 1),
             "flops_per_token": flops,

@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import long_training
 
+from retrofox.planning import measure
+
 
 def test_options(capsys):
     options = long_training.arguments([])
@@ -50,6 +52,21 @@ def test_a_tiny_row(tmp_path, capsys):
     assert row["flops_per_second"] == pytest.approx(row["flops_per_token"] * row["tokens_per_second"], rel=0.01)
     assert row["planned_gb"] >= 0
     assert "pico                    1       24" in capsys.readouterr().out
+
+
+def test_a_later_row_warms_up_with_a_short_step(monkeypatch):
+    lengths, batches = [], measure.random_batches
+
+    def noted(stage, vocabulary, documents):
+        for batch in batches(stage, vocabulary, documents):
+            lengths.append(batch["input_ids"].shape[1])
+            yield batch
+
+    monkeypatch.setattr(measure, "random_batches", noted)
+    monkeypatch.setattr(long_training, "WARM", 8)
+    result = long_training.main(["--shapes", "pico", "--lengths", "16", "32", "--layers", "1"])
+    assert [(row["steps"], row["warm"]) for row in result["rows"]] == [(2, True), (2, True)]
+    assert lengths == [16, 16, 8, 32]
 
 
 def test_what_does_not_run_is_in_the_table(monkeypatch, tmp_path, capsys):

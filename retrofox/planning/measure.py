@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -37,14 +38,18 @@ def measure_steps(
     steps: int = 3,
     documents: int = 2,
     before: float = 0.0,
+    warm_length: int | None = None,
 ) -> dict[str, Any]:
     """Trains `model` for a few steps of a stage through the Trainer itself; the first warms up, unless it is the only.
+
+    The optimizer makes its state at the end of the first step: the peak of one step alone may lack it.
 
     Args:
         model: with requires_grad set as the stage trains it.
         teacher: the original, where the stage needs it as a second model.
         documents: in every row; 1 lets unconverted models run without a mask.
         before: bytes that `reset_peak` found in use before the model was made: no part of a CPU run's peak.
+        warm_length: tokens of the first step's rows, where whole ones would take too long to warm up with.
 
     Returns:
         tokens_per_second (median, of all processes), seconds_per_step, peak_memory_gb, mfu (None where the device's
@@ -61,16 +66,25 @@ def measure_steps(
         teacher = teacher.to(device, PRECISIONS[recipe.precision]).requires_grad_(False).eval()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     batch_tokens = tokens_per_step(stage, world)
+    micro_batches = accumulation(stage, batch_tokens, world)
+
+    def batches(_: int) -> Iterator[dict[str, Any]]:
+        vocabulary = causal_lm(model).config.vocab_size
+        if warm_length is not None:
+            short = stage.model_copy(update={"sequence_length": min(warm_length, stage.sequence_length)})
+            yield from itertools.islice(random_batches(short, vocabulary, documents), micro_batches)
+        yield from random_batches(stage, vocabulary, documents)
+
     clock = Clock(batch_tokens, flops_per_token(model, stage), peak_flops(device), device)
     with tempfile.TemporaryDirectory() as folder:
-        settings = arguments(recipe, stage, Path(folder), steps, accumulation(stage, batch_tokens, world))
+        settings = arguments(recipe, stage, Path(folder), steps, micro_batches)
         settings.save_strategy = type(settings.save_strategy)("no")
         run = StageRun(
             recipe=recipe,
             stage=stage.model_copy(update={"spike_factor": 0.0}),
             number=0,
             objective=stage_objective(model, stage, device, teacher),
-            batches=lambda first: random_batches(stage, causal_lm(model).config.vocab_size, documents),
+            batches=batches,
             data_state=lambda consumed: {},
             first_row=0,
             batch_tokens=batch_tokens,
