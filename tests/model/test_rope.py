@@ -1,5 +1,6 @@
 """The rotary dial: which pairs stay, fade and go, under every kind of RoPE, layer by layer and step by step."""
 
+import inspect
 import math
 from typing import Any
 
@@ -257,7 +258,7 @@ def test_log_n_scales_the_logits_beyond_the_trained_length(tokens):
     factor = (torch.arange(1, 25).log() / math.log(8)).clamp_min(1.0)
     q, k, v = (p(hidden).unflatten(-1, (-1, 16)).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     cos, sin = base.model.rotary_emb(hidden, position_ids)
-    rotate = type(layer).forward.__globals__["apply_rotary_pos_emb"]
+    rotate = inspect.unwrap(type(layer).forward).__globals__["apply_rotary_pos_emb"]
     q, k = rotate(q * factor[:, None], k, cos, sin)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     expected = layer.o_proj(expected.transpose(1, 2).flatten(2))
@@ -279,7 +280,7 @@ def test_a_dropped_rotary_is_skipped_not_multiplied_by_one(tokens):
     finally:
         names["apply_rotary_pos_emb"] = real
     assert len(calls) == 2
-    native = type(base.model.layers[0].self_attn).forward
+    native = inspect.unwrap(type(base.model.layers[0].self_attn).forward)
     assert native.__globals__["apply_rotary_pos_emb"] is not real, "the base's own module is left alone"
     q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 1, 3, 16)
     assert real(q, k, None, None) == (q, k)
