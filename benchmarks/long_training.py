@@ -143,7 +143,7 @@ class Bench:
         if self.model is None:
             self.model = build(shape, options.layers, device)
         set_trainable(self.model, stage, adapters=recipe.lora is not None)
-        # a step before the timed one loads kernels and makes the optimizer's state: a whole one in the shape's first row
+        # a step before the timed one loads kernels and makes the optimizer's state; a whole one in the first row
         steps, warm_length = (1, None) if options.once else (2, None if first else WARM)
         flops = flops_per_token(self.model, stage)
         speed = self.flops_per_second or (GUESS * (peak_flops(device) or 1e11))
