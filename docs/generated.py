@@ -1,12 +1,17 @@
 """The generated parts of the pages: commands, recipe fields, families and recipes, and the tables of figures.py.
 
-Each function returns Markdown; a page names it in `<!-- generated: name -->`.
+    python docs/generated.py      # writes them into the pages, so that they can be read without the site
+
+Each function returns Markdown; a page names it in `<!-- generated: name -->`, and has it from there to `<!-- end -->`.
+Commands and recipe fields stay out of the pages: libraries word them, and `--help` has them. The site makes all anew.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import figures
@@ -18,6 +23,27 @@ from figures import table
 from retrofox.cli.app import app
 from retrofox.config import schema
 from retrofox.model.configuration_fox import PRESETS, SUPPORTED, FoxSpec
+
+MARK = re.compile(r"<!-- generated: ([a-z_]+) -->(?:\n\n(?:(?!<!--).)*?<!-- end -->)?", re.S)
+
+
+def fill_in(markdown: str) -> str:
+    """A page with its generated parts in place of their marks.
+
+    Raises:
+        ValueError: a part that isn't known.
+    """
+    return MARK.sub(lambda mark: part(mark[1]), markdown)
+
+
+def written(markdown: str) -> str:
+    """A page with its generated parts behind their marks, but for those of the site alone."""
+
+    def block(mark: re.Match[str]) -> str:
+        start = f"<!-- generated: {mark[1]} -->"
+        return start if PARTS.get(mark[1]) in OF_THE_SITE else f"{start}\n\n{part(mark[1])}\n\n<!-- end -->"
+
+    return MARK.sub(block, markdown)
 
 
 def part(name: str) -> str:
@@ -153,3 +179,9 @@ PARTS: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (commands, recipe_fields, families, presets, shipped_recipes, *OF_RESULTS)
 }
+OF_THE_SITE = (commands, recipe_fields)
+
+if __name__ == "__main__":
+    for page in sorted(Path(__file__).parent.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(written(text), encoding="utf-8")

@@ -1,6 +1,7 @@
 """mkdocs hook: fills in the generated parts of the pages, and lets pages link to files outside docs/.
 
-`<!-- generated: families -->` in a page is replaced by what `families()` in generated.py returns. A link that leaves
+What stands between `<!-- generated: families -->` and `<!-- end -->` in a page is what `families()` in generated.py
+returned when the page was written; the site has it as it is now. A link that leaves
 docs/, such as `../benchmarks/kernels.png`, works in the repository as it is; in the site an image is copied, and any
 other file is linked where the repository is hosted.
 """
@@ -16,7 +17,6 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 REPOSITORY = "https://github.com/retrofox/retrofox/blob/main"
-MARK = re.compile(r"<!-- generated: ([a-z_]+) -->")
 OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)((?:#[^)\s]*)?)\)")
 IMAGES = (".png", ".svg")
 
@@ -31,16 +31,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fills in generated parts and turns links that leave docs/ into ones that work in the site."""
-    return OUTSIDE.sub(_linked, fill_in(markdown))
-
-
-def fill_in(markdown: str) -> str:
-    """A page with its generated parts in place.
-
-    Raises:
-        ValueError: a part that generated.py doesn't know.
-    """
-    return MARK.sub(lambda mark: generated.part(mark[1]), markdown)
+    return OUTSIDE.sub(_linked, generated.fill_in(markdown))
 
 
 def _linked(link: re.Match[str]) -> str:

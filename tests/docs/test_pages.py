@@ -64,7 +64,7 @@ def test_every_relative_link_resolves(page, hooks):
         target = page if not path else page.parent / path
         assert target.exists(), link
         if anchor and not anchor.startswith(("retrofox.", "fox_kernels.")):  # mkdocstrings makes those; mkdocs checks
-            assert anchor in anchors(hooks.fill_in(target.read_text(encoding="utf-8"))), link
+            assert anchor in anchors(hooks.generated.fill_in(target.read_text(encoding="utf-8"))), link
 
 
 def test_readme_is_short_and_has_the_two_commands_and_the_recall():
@@ -109,12 +109,20 @@ def test_every_recipe_field_and_family_is_on_its_page(hooks):
 
 
 def test_every_generated_part_is_used_and_an_unknown_one_is_refused(hooks):
-    used = {name for page in PAGES for name in hooks.MARK.findall(page.read_text(encoding="utf-8"))}
+    used = {name for page in PAGES for name in hooks.generated.MARK.findall(page.read_text(encoding="utf-8"))}
     assert used == set(hooks.generated.PARTS)
     for name in used:
         assert "|" in hooks.generated.part(name)
     with pytest.raises(ValueError, match="no generated part 'famlies'"):
-        hooks.fill_in("<!-- generated: famlies -->")
+        hooks.generated.fill_in("<!-- generated: famlies -->")
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_generated_parts_in_a_page_are_those_of_today(page, hooks):
+    text = page.read_text(encoding="utf-8")
+    assert hooks.generated.written(text) == text, "run python docs/generated.py"
+    assert hooks.generated.written(hooks.generated.MARK.sub(r"<!-- generated: \1 -->", text)) == text
+    assert "<!-- end -->" not in hooks.generated.fill_in(text)
 
 
 def test_links_that_leave_the_folder_work_in_the_site(hooks):
