@@ -28,8 +28,10 @@ from retrofox.loading.tokenizers import refuse_damaged_tokenizer
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.reporting.pushed import FOLDER, report_of, with_section
 
-LEFT_AT_HOME = (".pt", ".pth", ".bin", ".gguf", ".partial", ".lock", ".tmp")
+LEFT_AT_HOME = (".pt", ".pth", ".bin", ".pkl", ".pyc", ".gguf", ".partial", ".lock", ".tmp")
 """Endings of files that are not pushed: optimizer states, other formats, work in progress."""
+OF_TRAINING = ("checkpoint-", "__pycache__", "events.out.tfevents.")
+"""How names of a training's folders and files begin that are not pushed."""
 PROBE_TOKENS = 64
 
 
@@ -181,9 +183,14 @@ def _contents(directory: Path) -> dict[str, bytes | Path]:
         name = file.relative_to(directory)
         if name.parts[0] == FOLDER:
             continue  # what of it goes along is added by `push`
-        if file.is_file() and not name.name.endswith(LEFT_AT_HOME) and not any(part[0] == "." for part in name.parts):
+        if file.is_file() and not name.name.endswith(LEFT_AT_HOME) and not any(map(_stays, name.parts)):
             contents[name.as_posix()] = file
     return contents
+
+
+def _stays(part: str) -> bool:
+    """Whether nothing is pushed that has such a name, or lies in a folder that has it."""
+    return part.startswith((".", *OF_TRAINING))
 
 
 def _model_card(directory: Path, offline: bool) -> tuple[str, dict[str, str], str | None]:

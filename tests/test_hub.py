@@ -654,6 +654,21 @@ def test_a_dry_push_contacts_nothing(converted, monkeypatch):
     assert "model-retrofox.safetensors" in report["files"]
 
 
+def test_what_a_training_leaves_beside_a_model_stays_at_home(converted):
+    wanted = set(push(converted, "me/fox", dry_run=True)["files"])
+    for name in (
+        "checkpoint-5/model.safetensors",
+        "checkpoint-5/trainer_state.json",
+        "__pycache__/modeling_fox.cpython-311.pyc",
+        "runs/events.out.tfevents.1.host",
+        "scaler.pkl",
+        ".cache/x.json",
+    ):
+        (converted / name).parent.mkdir(parents=True, exist_ok=True)
+        (converted / name).write_bytes(b"at home")
+    assert set(push(converted, "me/fox", dry_run=True)["files"]) == wanted
+
+
 def test_a_push_that_no_hub_answers_says_so(converted, monkeypatch):
     from huggingface_hub import constants
 
