@@ -2,9 +2,11 @@
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --out benchmarks/context_parallel.json
 
-Random weights of Llama-3.2-1B's shape. `step`: forward and backward of the whole model (bfloat16, full gradient
-checkpointing, gradients summed over the GPUs), every GPU alone with a row and then all of them with one row between
-them: ratio = seconds alone / (GPUs x seconds shared), 1 being ideal. `attention`: one layer's operator, forward and
+Random weights; Llama-3.1-8B's shape is rank-16 adapters and gates on a frozen bfloat16 base. `step`: forward and
+backward of the whole model (bfloat16, full gradient checkpointing, gradients summed over the GPUs), every GPU alone
+with a row and then all of them with one row between them: ratio = seconds alone / (GPUs x seconds shared), 1 being
+ideal; with --context N, N GPUs share a row, the others have rows of their own, and the ratio's GPUs are a row's.
+`attention`: one layer's operator, forward and
 backward, with heads traded and as a ring. Cases: dense (gates open), packed (documents of an eighth of a row on
 average), gates (half-lives from 16 tokens to a row over the heads, pruning at ln eps = -10). overlap: the share of the
 exchange's own time that computing hides. error: root mean square beside float64, over that of one GPU's kernel.
@@ -28,13 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from model_shapes import LLAMA_1B
+from model_shapes import LLAMA_1B, LLAMA_8B, SMOLLM2
 from provenance import provenance
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofox
-from retrofox.config import Stage
+from retrofox.config import LoraConfig, Stage
 from retrofox.data.packed import IGNORE
 from retrofox.model.attention import attend_locally
 from retrofox.parallel.layout import Degrees, degrees
@@ -42,20 +44,21 @@ from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.messages import KeyRing
 from retrofox.parallel.shards import Rows, Shards, cut
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
+from retrofox.training.lora import add_adapters
 from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.speed import fuse_norms, lower_precision_stream, recompute
 
+PICO: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 16,
+}  # fmt: skip
+ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": LLAMA_1B | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
-    "pico": {
-        "vocab_size": 256,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-    },
+    "llama-3.2-1b": LLAMA_1B | ROPE,
+    "llama-3.1-8b-lora": LLAMA_8B | ROPE,
+    "smollm2": SMOLLM2 | {"head_dim": 64},
+    "pico": PICO,
+    "pico-lora": PICO,
 }
 CASES = ("dense", "packed", "gates")
 PUBLISHED = {"dense": 0.902, "packed": 0.759}
@@ -69,6 +72,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace):
         self.options, self.shape = options, SHAPES[options.shape]
         self.world = dist.get_world_size()
+        self.context = options.context or self.world
         self.cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
@@ -304,15 +308,26 @@ def batch_of(bench: Bench, case: str, length: int) -> dict[str, Any]:
 
 def model_of(bench: Bench, case: str, length: int) -> Any:
     """A converted model of the shape, its gates as the case has them."""
-    config = LlamaConfig(**bench.shape, max_position_embeddings=length)
+    config = LlamaConfig(**{**bench.shape, "max_position_embeddings": length})
+    adapted = bench.options.shape.endswith("lora")
     torch.manual_seed(0)
-    with bench.device:
-        base = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.bfloat16 if adapted and bench.cuda else torch.float32)
+    try:
+        with bench.device:
+            base = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
     spec = retrofox.FoxSpec(rope="keep", init="open")
     if case == "gates":
         spec = retrofox.FoxSpec(rope="keep", half_life=(16.0, float(length)), prune=PRUNE)
     model = retrofox.convert(base, fox=spec).to(bench.device).train()
     model.config.use_cache = False
+    if adapted:
+        model: Any = add_adapters(model, LoraConfig(rank=16), bench.options.shape)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        model.to(bench.device)
     if bench.cuda:
         lower_precision_stream(model, torch.bfloat16)
         fuse_norms(model)
@@ -321,8 +336,8 @@ def model_of(bench: Bench, case: str, length: int) -> Any:
 
 
 def step_row(bench: Bench, case: str, length: int) -> dict[str, Any]:
-    """Forward and backward of the model over a shared row beside a whole row on each GPU."""
-    split = degrees(bench.world, bench.shape["num_key_value_heads"])
+    """Forward and backward of the model over shared rows, one a group, beside a whole row on each GPU."""
+    split = degrees(bench.context, bench.shape["num_key_value_heads"])
     mesh, model = bench.mesh(split), model_of(bench, case, length)
     stage = Stage.model_validate({"objective": "extend", "tokens": length, "sequence_length": length})
     step = Step(model, OBJECTIVES["extend"](model, stage, bench.device), bench.cuda)
@@ -340,7 +355,7 @@ def step_row(bench: Bench, case: str, length: int) -> dict[str, Any]:
     parallel = DistributedDataParallel(step, device_ids=[bench.device.index] if bench.cuda else None)
     mesh.traffic.reset()
     run(parallel, ready)
-    sent = dict(mesh.traffic.bytes)
+    sent = {"bytes": dict(mesh.traffic.bytes), "hops": mesh.traffic.hops, "hops_saved": mesh.traffic.hops_saved}
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = bench.seconds(lambda: run(parallel, ready), warm=False)
@@ -353,10 +368,11 @@ def step_row(bench: Bench, case: str, length: int) -> dict[str, Any]:
         "ring": split.ring,
         "seconds_alone": seconds_alone,
         "seconds": seconds,
-        "tokens_per_second_and_gpu": length / seconds / bench.world,
-        "ratio": seconds_alone / (bench.world * seconds) if known else None,
+        "groups": mesh.readers,
+        "tokens_per_second_and_gpu": length / seconds / bench.context,
+        "ratio": seconds_alone / (bench.context * seconds) if known else None,
         "published_ratio_of_ring_flash_attention": PUBLISHED.get(case),
-        "bytes": sent,
+        **sent,
         "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if bench.cuda else None,
     }
 
@@ -396,7 +412,7 @@ def accelerate_row(bench: Bench, length: int) -> dict[str, Any]:
         accelerator = Accelerator(
             mixed_precision="bf16", parallelism_config=ParallelismConfig(cp_size=bench.world), fsdp_plugin=plugin
         )
-        config = LlamaConfig(**bench.shape, max_position_embeddings=length)
+        config = LlamaConfig(**{**bench.shape, "max_position_embeddings": length})
         with bench.device:
             base = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
         base.forward = MethodType(forward, base)  # called as a whole: FSDP2's root must run first
@@ -433,6 +449,7 @@ def main() -> None:
     parser.add_argument("--cases", choices=CASES, nargs="+", default=list(CASES))
     parser.add_argument("--parts", choices=("attention", "error", "step", "accelerate"), nargs="+",
                         default=["error", "attention", "step", "accelerate"])  # fmt: skip
+    parser.add_argument("--context", type=int, help="GPUs that share a row in steps; default: all")
     parser.add_argument("--error-length", type=int, default=4096)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--ring", action="store_true", help="also the ring, at the first length")
@@ -441,9 +458,19 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
+    world = dist.get_world_size()
+    if options.context is not None and (options.context < 2 or world % options.context):
+        parser.error(f"--context must be 2 or more and divide the {world} processes, got {options.context}")
     bench, started = Bench(options), time.perf_counter()
     device = torch.cuda.get_device_name() if bench.cuda else "cpu"
-    result: dict[str, Any] = {**provenance(), "gpus": bench.world, "device": device, "shape": options.shape, "rows": []}
+    result: dict[str, Any] = {
+        **provenance(),
+        "gpus": bench.world,
+        "context": bench.context,
+        "device": device,
+        "shape": options.shape,
+        "rows": [],
+    }
     best = degrees(bench.world, bench.shape["num_key_value_heads"])
     ring = Degrees(1, bench.world)
 
