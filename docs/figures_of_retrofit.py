@@ -21,6 +21,9 @@ ARMS = {
     "fox": "**fox**",
     "fox-pro": "**fox-pro**",
     "calibrated": "calibrated",
+    "yarn:4": "base, YaRN x 4",
+    "window:4096": "base, window of 4096",
+    "streaming:4096,4": "base, StreamingLLM",
 }
 FACTS = {
     "control, 8k windows": ("control-8k-told", "control-8k"),
@@ -55,7 +58,7 @@ def retrofit_glance() -> str:
             continue
         inside = _mean(arm["loss"], 0, 8192) - _mean(control["loss"], 0, 8192)
         rise = _mean(arm["loss"], 24576, 32768) - _mean(arm["loss"], 4096, 8192)
-        far = arm["loss_128k"]
+        far = arm.get("loss_128k")
         rise_far = f"{_mean(far, 65536, 131072) - _mean(far, 4096, 8192):+.3f}" if far else ""
         short = [
             f"{min(_found(arm, length, mode) - _found(control, length, mode) for length in (1024, 4096, 8192)):+.0f}"
@@ -64,7 +67,7 @@ def retrofit_glance() -> str:
         beyond = [f"{_found(arm, length):.0f}" for length in (16384, 32768)]
         excess = [
             mine["loss"]["mean"] - its["loss"]["mean"]
-            for mine, its in zip(arm["recall"], control["recall"], strict=False)
+            for mine, its in zip(arm.get("recall") or [], control["recall"], strict=False)
             if its["to"] <= 8192
         ]
         tasks = f"{_accuracy(arm) - _accuracy(control):+.1f}" if arm.get("tasks") else ""
@@ -129,12 +132,10 @@ def retrofit_loss() -> str:
     arms = read("retrofit/arms.json")["arms"]
     tables = []
     for key in ("loss", "loss_128k"):
-        measured = {name: arms[name][key] for name in ARMS if arms[name][key]}
-        rows = [
-            [positions(buckets[0]), *(f"{bucket['mean']:.3f}" for bucket in buckets)]
-            for buckets in zip(*measured.values(), strict=True)
-        ]
-        tables.append(table(["positions", *(ARMS[name] for name in measured)], rows))
+        measured = {label: arms[name][key] for name, label in ARMS.items() if arms[name].get(key)}
+        columns = [positions(bucket) for bucket in next(iter(measured.values()))]
+        rows = [[label, *(f"{bucket['mean']:.3f}" for bucket in buckets)] for label, buckets in measured.items()]
+        tables.append(table(["arm", *columns], rows))
     return "\n\n".join(tables)
 
 
@@ -154,27 +155,27 @@ def retrofit_others() -> str:
 def retrofit_recall() -> str:
     """Loss on repeated words by the distance to their earlier occurrence, and what cutting that out costs."""
     arms = read("retrofit/arms.json")["arms"]
-    measured = {name: arms[name]["recall"] for name in ARMS if arms[name]["recall"]}
+    measured = {label: arms[name]["recall"] for name, label in ARMS.items() if arms[name].get("recall")}
+    octaves = next(iter(measured.values()))
+    columns = [f"{octave['from']:,} to {octave['to']:,}" for octave in octaves]
     rows = [
-        [
-            f"{octaves[0]['from']:,} to {octaves[0]['to']:,}",
-            f"{octaves[0]['tokens']:,}",
-            *(f"{octave['loss']['mean']:.3f} (+{octave['recalled']['mean']:.2f})" for octave in octaves),
-        ]
-        for octaves in zip(*measured.values(), strict=True)
+        [label, *(f"{octave['loss']['mean']:.3f} ({octave['recalled']['mean']:+.2f})" for octave in found)]
+        for label, found in measured.items()
     ]
-    return table(["distance", "tokens", *(ARMS[name] for name in measured)], rows)
+    rows.append(["tokens", *(f"{octave['tokens']:,}" for octave in octaves)])
+    return table(["arm", *columns], rows)
 
 
 def retrofit_tasks() -> str:
     """Accuracy on short tasks of every arm that was asked, per cent, and the mean over tasks."""
     arms = read("retrofit/arms.json")["arms"]
-    measured = {name: arms[name]["tasks"] for name in ARMS if arms[name].get("tasks")}
-    shares = {name: [100 * score["accuracy"] for score in found.values()] for name, found in measured.items()}
-    names = [task.removeprefix("local_") for task in measured["base"]]
-    rows = [[task, *(f"{share:.1f}" for share in row)] for task, *row in zip(names, *shares.values(), strict=True)]
-    means = [f"{sum(row) / len(row):.1f}" for row in shares.values()]
-    return table(["task", *(ARMS[name] for name in measured)], [*rows, ["**mean**", *means]])
+    measured = {label: arms[name]["tasks"] for name, label in ARMS.items() if arms[name].get("tasks")}
+    names = [task.removeprefix("local_") for task in next(iter(measured.values()))]
+    rows = []
+    for label, found in measured.items():
+        shares = [100 * score["accuracy"] for score in found.values()]
+        rows.append([label, f"**{sum(shares) / len(shares):.1f}**", *(f"{share:.1f}" for share in shares)])
+    return table(["arm", "**mean**", *names], rows)
 
 
 def leaderboard() -> str:
