@@ -49,6 +49,11 @@ def unconverted_config(config: Any) -> Any:
     return CONFIG_MAPPING[config.model_type.removeprefix("fox_")].from_dict(values)
 
 
+def has_softcap(config: Any) -> bool:
+    """Whether a base model caps its attention logits: transformers before 5.23 drops the cap in sdpa, its default."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
+
+
 def trained_length(config: Any) -> int:
     """The length in tokens that a base model was trained to: before any RoPE scaling stretched it.
 

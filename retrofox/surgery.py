@@ -14,7 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from retrofox.anatomy import attentions, is_new_tensor, on_meta
-from retrofox.families import check_settings, check_supported, replaced_settings, trained_length, unconverted_config
+from retrofox.families import (
+    check_settings,
+    check_supported,
+    has_softcap,
+    replaced_settings,
+    trained_length,
+    unconverted_config,
+)
 from retrofox.loading.errors import understood
 from retrofox.model import configuration_fox, modeling_fox
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
@@ -194,6 +201,8 @@ def unconverted(model: PreTrainedModel) -> PreTrainedModel:
     base.load_state_dict(kept, assign=True)
     _fill_buffers(model, base)
     base.tie_weights()
+    if has_softcap(config):
+        base.set_attn_implementation("eager")
     base.generation_config = model.generation_config
     return base.train(model.training)
 

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from retrofox.anatomy import attention_mode, attentions
 from retrofox.data.fixed_text import fixed_tokens
-from retrofox.loading.base import has_softcap, load_base
+from retrofox.families import has_softcap
+from retrofox.loading.base import load_base
 from retrofox.loading.converted import load
 from retrofox.loading.tokenizers import checkpoint_tokenizer
 from retrofox.support import processes

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from retrofox.families import has_softcap
 from retrofox.loading.errors import opened_by_transformers, reading_gguf
 from retrofox.loading.outside import register_outside
 from retrofox.loading.shards import find
@@ -77,8 +78,3 @@ def refuse_missing(source: object, missing: Iterable[str]) -> None:
             f"{source} lacks {len(lost)} of its model's tensors, such as {lost[0]}: it would run with random numbers "
             "in their place; download it again, or save the whole model with its head"
         )
-
-
-def has_softcap(config: Any) -> bool:
-    """Whether a base model caps its attention logits: transformers before 5.23 drops the cap in sdpa, its default."""
-    return getattr(config, "attn_logit_softcapping", None) is not None
