@@ -248,6 +248,12 @@ def _say_slow_once() -> None:
         logger.warning("fox_kernels is not installed: Forgetting Attention takes its slow path (retrofox brings it)")
 
 
+def refuse_paged(cache: Any) -> None:
+    """Raises ValueError for the cache of continuous batching, which is no Cache."""
+    if cache is not None and not hasattr(cache, "get_seq_length"):
+        raise ValueError("continuous batching (generate_batch) pages keys without the forget gates: use generate")
+
+
 def _refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for everything that would run this layer with an attention that has no gates."""
     if config._attn_implementation != "fox":
@@ -255,8 +261,7 @@ def _refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
             f"attn_implementation={config._attn_implementation!r} would silently ignore the forget gates; "
             'load the model with attn_implementation="fox" (the default)'
         )
-    if kwargs.get("cache") is not None and not hasattr(kwargs["cache"], "get_seq_length"):
-        raise ValueError("continuous batching (generate_batch) pages keys without the forget gates: use generate")
+    refuse_paged(kwargs.get("cache"))
     if "is_causal" in kwargs:
         raise ValueError(
             "accelerate's own context parallelism (is_causal was set and the mask dropped) splits the sequence without "

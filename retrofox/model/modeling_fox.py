@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from . import configuration_fox
-from .attention import NEW_MODULES, FoxMixin
+from .attention import NEW_MODULES, FoxMixin, refuse_paged
 from .cache import CACHE
 from .captured import decode
 from .configuration_fox import SUPPORTED, FoxSpec
@@ -100,6 +100,10 @@ class FoxPreTrained:
         model, loaded = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         _check_added(model, loaded["missing_keys"])
         return (model, loaded) if told else model
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Raises ValueError: continuous batching has a cache without gates."""
+        refuse_paged(object())
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention not in (None, "fox"):
@@ -272,6 +276,7 @@ class FoxModelMixin(FoxPreTrained):
         if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
             raise ValueError("Forgetting Attention never forms attention weights: output_attentions must be False")
         cache = kwargs.pop("cache", past_key_values)
+        refuse_paged(cache)
         cached = cache is not None and cache.get_seq_length() > 0
         if cu_seqlens is not None and (cached or attention_mask is not None):
             raise ValueError("cu_seqlens (packed documents) excludes attention_mask and a filled key/value cache")
