@@ -248,10 +248,13 @@ def _say_slow_once() -> None:
         logger.warning("fox_kernels is not installed: Forgetting Attention takes its slow path (retrofox brings it)")
 
 
+PAGED = "continuous batching (generate_batch) pages keys without the forget gates: use generate"
+
+
 def refuse_paged(cache: Any) -> None:
     """Raises ValueError for the cache of continuous batching, which is no Cache."""
     if cache is not None and not hasattr(cache, "get_seq_length"):
-        raise ValueError("continuous batching (generate_batch) pages keys without the forget gates: use generate")
+        raise ValueError(PAGED)
 
 
 def _refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:

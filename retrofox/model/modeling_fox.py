@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from . import configuration_fox
-from .attention import NEW_MODULES, FoxMixin, refuse_paged
+from .attention import NEW_MODULES, PAGED, FoxMixin, refuse_paged
 from .cache import CACHE
 from .captured import decode
 from .configuration_fox import SUPPORTED, FoxSpec
@@ -103,7 +103,7 @@ class FoxPreTrained:
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Raises ValueError: continuous batching has a cache without gates."""
-        refuse_paged(object())
+        raise ValueError(PAGED)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention not in (None, "fox"):
