@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from model_shapes import LLAMA_1B, LLAMA_8B, SMOLLM2
+from model_shapes import LLAMA_1B, LLAMA_8B, SMOLLM2, with_adapters
 from provenance import provenance
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofox
-from retrofox.config import LoraConfig, Stage
+from retrofox.config import Stage
 from retrofox.data.packed import IGNORE
 from retrofox.model.attention import attend_locally
 from retrofox.parallel.layout import Degrees, degrees
@@ -44,7 +44,6 @@ from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.messages import KeyRing
 from retrofox.parallel.shards import Rows, Shards, cut
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
-from retrofox.training.lora import add_adapters
 from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.speed import fuse_norms, lower_precision_stream, recompute
 
@@ -56,7 +55,7 @@ ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta"
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": LLAMA_1B | ROPE,
     "llama-3.1-8b-lora": LLAMA_8B | ROPE,
-    "smollm2": SMOLLM2 | {"head_dim": 64},
+    "smollm2": {key: value for key, value in SMOLLM2.items() if key != "max_position_embeddings"} | {"head_dim": 64},
     "pico": PICO,
     "pico-lora": PICO,
 }
@@ -308,7 +307,7 @@ def batch_of(bench: Bench, case: str, length: int) -> dict[str, Any]:
 
 def model_of(bench: Bench, case: str, length: int) -> Any:
     """A converted model of the shape, its gates as the case has them."""
-    config = LlamaConfig(**{**bench.shape, "max_position_embeddings": length})
+    config = LlamaConfig(**bench.shape, max_position_embeddings=length)
     adapted = bench.options.shape.endswith("lora")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if adapted and bench.cuda else torch.float32)
@@ -323,11 +322,7 @@ def model_of(bench: Bench, case: str, length: int) -> Any:
     model = retrofox.convert(base, fox=spec).to(bench.device).train()
     model.config.use_cache = False
     if adapted:
-        model: Any = add_adapters(model, LoraConfig(rank=16), bench.options.shape)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-        model.to(bench.device)
+        model = with_adapters(model, bench.options.shape).to(bench.device)
     if bench.cuda:
         lower_precision_stream(model, torch.bfloat16)
         fuse_norms(model)
@@ -412,7 +407,7 @@ def accelerate_row(bench: Bench, length: int) -> dict[str, Any]:
         accelerator = Accelerator(
             mixed_precision="bf16", parallelism_config=ParallelismConfig(cp_size=bench.world), fsdp_plugin=plugin
         )
-        config = LlamaConfig(**{**bench.shape, "max_position_embeddings": length})
+        config = LlamaConfig(**bench.shape, max_position_embeddings=length)
         with bench.device:
             base = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
         base.forward = MethodType(forward, base)  # called as a whole: FSDP2's root must run first

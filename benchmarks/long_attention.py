@@ -92,8 +92,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
         per_square = None  # seconds for a token squared
         for length in options.lengths:
             left = options.budget - (time.perf_counter() - started)
-            wanted = (per_square or 0.0) * length**2
-            if per_square is not None and wanted > left:
+            if per_square is not None and (wanted := per_square * length**2) > left:
                 why = f"would take about {wanted:.0f} s, {left:.0f} s are left"
                 found: dict[str, Any] = {"heads": list(heads), "length": length, "why_not": why}
             else:

@@ -22,18 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_shapes import LLAMA_1B, LLAMA_8B
+from model_shapes import LLAMA_1B, LLAMA_8B, with_adapters
 from provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofox
-from retrofox.config import LoraConfig, Recipe, validate
+from retrofox.config import Recipe, validate
 from retrofox.planning.measure import measure_steps
 from retrofox.support.memory import reset_peak
 from retrofox.surgery import make_plan
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import set_trainable
-from retrofox.training.lora import add_adapters
 from retrofox.training.memory import cpu_memory, memory
 from retrofox.training.offload import pin_ahead
 from retrofox.training.preflight import built
@@ -93,10 +92,7 @@ def build(shape: str, layers: int | None, device: torch.device) -> Any:
     finally:
         torch.set_default_dtype(before)
     if adapted:
-        model = add_adapters(model, LoraConfig(rank=16), shape)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+        model = with_adapters(model, shape)
     return model.to(device)
 
 

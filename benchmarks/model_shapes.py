@@ -1,8 +1,11 @@
-"""Shapes of the models that the benchmarks build with random weights, as arguments of transformers' configs."""
+"""Shapes of the models that the benchmarks build with random weights, as arguments of transformers' configs, and adapters."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from retrofox.config import LoraConfig
+from retrofox.training.lora import add_adapters
 
 SMOLLM2: dict[str, Any] = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -20,3 +23,12 @@ LLAMA_8B: dict[str, Any] = {
 PICO: dict[str, Any] = SMOLLM2 | {"vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
                                   "num_attention_heads": 6}  # fmt: skip
 """SmolLM2's, tiny: to try a script."""
+
+
+def with_adapters(model: Any, name: str) -> Any:
+    """A converted model under rank-16 adapters; what trains is float32, the frozen base keeps its dtype."""
+    model = add_adapters(model, LoraConfig(rank=16), name)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model

@@ -1,7 +1,7 @@
 """mkdocs hook: fills in the generated parts of the pages, and lets pages link to files outside docs/.
 
-What stands between `<!-- generated: families -->` and `<!-- end -->` in a page is what `families()` in generated.py
-returned when the page was written; the site has it as it is now. A link that leaves
+A page holds between `<!-- generated: families -->` and `<!-- end -->` the text of `families()` in generated.py. The
+site doesn't take it from the page: it calls the function again. A link that leaves
 docs/, such as `../benchmarks/kernels.png`, works in the repository as it is; in the site an image is copied, and any
 other file is linked where the repository is hosted.
 """
