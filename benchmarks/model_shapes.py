@@ -1,4 +1,4 @@
-"""Shapes of the models that the benchmarks build with random weights, as arguments of transformers' configs, and adapters."""
+"""Shapes of the models that the benchmarks build with random weights, for transformers' configs, and adapters."""
 
 from __future__ import annotations
 
