@@ -9,6 +9,7 @@ A float64 reference of that size does not fit, so a large problem is compared wi
 import pytest
 import torch
 from cases import gates, laid_out
+from fox_kernels import deterministic as deterministically
 from fox_kernels import forgetting_attention
 from fox_kernels.common import cumsum
 from fox_kernels.hopper import forward as hopper_forward
@@ -111,3 +112,30 @@ def test_cumulative_gates_of_a_million_tokens():
     hi, lo = cumsum.cumulative(log_f)
     exact = log_f.double().transpose(1, 2).cumsum(-1) / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
     assert (hi.double() + lo.double() - exact).abs().max() <= 1e-12 * exact.abs().max()
+
+
+@pytest.mark.skipif(bool(NO_GLUON), reason=str(NO_GLUON))
+@pytest.mark.parametrize(("H", "Hkv", "D", "deterministic"), [(4, 1, 64, True), (6, 3, 128, True), (4, 1, 64, False)])
+def test_walks_that_begin_in_rounds_give_the_same_gradients(H, Hkv, D, deterministic, monkeypatch):
+    """Bit for bit where dq is summed in order; 131072 tokens and some, so that the last round is not full."""
+    from fox_kernels.hopper import backward
+
+    torch.manual_seed(0)
+    T = backward.LONG + 200
+    q, do = (torch.randn(1, T, H, D, device="cuda", dtype=BF16) for _ in range(2))
+    k, v = (torch.randn(1, T, Hkv, D, device="cuda", dtype=BF16) for _ in range(2))
+    inputs = [x.requires_grad_() for x in (q, k, v, gates("open", 1, T, H, device="cuda"))]
+
+    def gradients(long: int) -> tuple[torch.Tensor, ...]:
+        monkeypatch.setattr(backward, "LONG", long)
+        backward._plans.clear()
+        with deterministically(deterministic):
+            o = forgetting_attention(*inputs, backend="gluon")
+            return torch.autograd.grad(o, inputs, do)
+
+    rounds, as_they_come = gradients(backward.LONG), gradients(1 << 30)
+    for name, a, b in zip(("dq", "dk", "dv", "dlog_f"), rounds, as_they_come, strict=True):
+        if deterministic:
+            assert torch.equal(a, b), name
+        else:
+            assert (a - b).float().norm() <= 1e-3 * b.float().norm(), name

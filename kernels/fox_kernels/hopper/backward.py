@@ -43,6 +43,10 @@ SEARCHED = 8  # key tiles a program of the search for their last query tiles
 EXACT_SUMS = True
 # 24 registers spill in these two, but 32 leave one consumer 232, which then spills in its loop: 412 against 372
 # TFLOP/s at 2 x 8192, D = 64, unordered; at D = 128, of half as many queries, 32 are better: 515 against 504, GQA
+# Walks of long rows begin in rounds, a tile for each multiprocessor, two heads at a time: else they drift apart, and
+# q, do and dq no longer come from the L2 cache. Not with bounds of any kind, which make walks unequal (kernels/LOG.md)
+LONG = 1 << 17  # keys
+LONG_HEADS = 2
 CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 128: Cut(64, 2, 1, 8, 2, 240, 32)}
 
 
@@ -91,6 +95,7 @@ def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: b
         blocks_of(k, 64, D, True), blocks_of(v, 64, D, True),
     ]  # fmt: skip
     heads = min(H // Hkv, cut.heads)
+    long = S >= LONG and not (started or pruned)
     bias_by_mma = (
         heads == 1 and cut.queries == 128 and sink == 0
     )  # more heads take the shared memory that its parts need
@@ -98,6 +103,7 @@ def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: b
     constants = (
         started, pruned, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
         cut.registers, cut.copier_registers, cut.generations, EXACT_SUMS, bias_by_mma, first,
+        processors(q.device) if long else 0,
     )  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
     zero = not deterministic or started
@@ -111,7 +117,7 @@ def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: b
         first,
         tuple(x is not y for x, y in zip(given, (q, k, v, do), strict=True)),
         (num_n, tiles, rows),
-        heads_together(8 * T * D * (H // Hkv), deterministic),
+        LONG_HEADS if long else heads_together(8 * T * D * (H // Hkv), deterministic),
     )
 
 
@@ -151,7 +157,7 @@ def launch_backward(
     dc = torch.empty(B, H, S, dtype=torch.float32, device=device)
     sums = torch.empty(B * H * rows, D, dtype=torch.float32, device=device)
     delta, row_sum = torch.empty(2, B, H, rows, dtype=torch.float32, device=device).unbind()
-    ticket = torch.empty(B * H * tiles + 1, dtype=torch.int32, device=device)  # the last one counts key tiles
+    ticket = torch.empty(B * H * tiles + 2, dtype=torch.int32, device=device)  # then: key tiles begun, copied
     if starts is None:
         starts = edges(B, S, cu_seqlens, seq_start, window, device)
     start, end = (None, None) if starts is None else starts.unbind()
@@ -170,7 +176,7 @@ def launch_backward(
     ))  # fmt: skip
     lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options) if plan.first else delta
     plan.main((q, k, v, do, sums, dk, dv), (
-        c_hi, c_lo, lse2, delta, dc, row_sum, ticket, ticket[-1:], ticket if start is None else start,
+        c_hi, c_lo, lse2, delta, dc, row_sum, ticket, ticket[-2:], ticket if start is None else start,
         ticket if end is None else end, tile_hi, tile_lo, lost, float(scale), T, rows, S, H, H // Hkv, num_n, B * Hkv,
         plan.group,
     ))  # fmt: skip

@@ -315,7 +315,7 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
                  BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
                  DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr, COPIER_REGISTERS: gl.constexpr,
                  GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
-                 HAS_LOST: gl.constexpr):  # fmt: skip
+                 HAS_LOST: gl.constexpr, PER_ROUND: gl.constexpr):  # fmt: skip
     """dk, dv of every key tile, their shares of a float32 dq, and both sums of dS."""
     dtype: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -382,7 +382,8 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
                      HAS_START, SINK, D, BM, NB, NKV, HEADS, GENERATIONS, EXACT_SUMS, BIAS_BY_MMA, HAS_LOST)),
         (producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s,
                     qdo_s, row_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars, sm_scale, T, T_PAD, S, H,
-                    KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NB, NKV, HEADS, BIAS_BY_MMA)),
+                    KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NB, NKV, HEADS, BIAS_BY_MMA,
+                    PER_ROUND)),
         (writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s,
                   info_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NKV,
                   HEADS, DETERMINISTIC, EXACT_SUMS)),

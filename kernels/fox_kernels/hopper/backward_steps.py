@@ -11,8 +11,8 @@ def prepare_kernel(
     o_ptr, do_ptr, residual_ptr, dlse2_ptr, delta_ptr, dq_ptr, row_sum_ptr, ticket_ptr, so_b, so_t, so_h, sd_b, sd_t,
     sd_h, sl_b, sl_h, sl_t, T, H, rows, tickets, D: tl.constexpr, BM: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """delta_i = do_i . (o_i + its rounding error) - dL/dlse_i; zeros for the row sums of dS, the tickets, the counter
-    behind them and, with ZERO, dq."""
+    """delta_i = do_i . (o_i + its rounding error) - dL/dlse_i; zeros for the row sums of dS, the tickets, both
+    counters behind them and, with ZERO, dq."""
     tiles = rows // BM
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles written are still in the L2 cache
     bh = (index // tiles).to(tl.int64)
@@ -39,6 +39,7 @@ def prepare_kernel(
         tl.store(ticket_ptr + tl.program_id(0), 0)
     if tl.program_id(0) == 0:
         tl.store(ticket_ptr + tickets, 0)
+        tl.store(ticket_ptr + tickets + 1, 0)
 
 
 @triton.jit(do_not_specialize=["T", "S", "H", "rows"])
