@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -305,6 +306,27 @@ def test_recipes_for_large_models_state_what_their_shape_plans(name):
     assert set(found.kept_pairs) < set(range(1, found.pairs))
 
 
+def test_a_recipe_for_a_large_model_states_the_memory_that_is_planned_today(pico_tokenizer, tmp_path, monkeypatch):
+    """The smallest of them, since probes of the others take ten times as long."""
+    SHAPES["llama-3.2-1b"].save_pretrained(tmp_path)
+    pico_tokenizer.save_pretrained(tmp_path)
+    for key, value in {"WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
+        monkeypatch.setenv(key, value)
+    for place in ("retrofox.training.preflight", "retrofox.planning.plan"):
+        monkeypatch.setattr(f"{place}.device_memory", lambda device: 1e12)
+    path = RECIPES / "llama-3.2-1b.yaml"
+    report = plan(load_recipe(path, [f"model={tmp_path}", f"output={tmp_path}/out"]))
+    planned = {part: size for part, size in report["stages"][0]["memory_gb"].items() if part not in EXTRA}
+    text = path.read_text()
+    stated = {part: float(size) for part, size in re.findall(f"({'|'.join(planned)}) ([0-9.]+)", text)}
+    assert stated == pytest.approx(planned, abs=0.06)
+    (whole,) = re.findall("a GPU holds ([0-9.]+) GB", text)
+    assert float(whole) == pytest.approx(sum(planned.values()), abs=0.06)
+    assert f"disk {report['disk_gb']['total']:.0f} GB at most" in text
+
+
+EXTRA = ("teacher", "workspace")
+"""There is no teacher in these recipes, and a GPU's workspace is not that of a CPU."""
 SMALL_SHAPES = {
     "SmolLM2-135M": (49152, 576, 1536, 30, 9, 3, True),
     "Llama-3.2-1B": (128256, 2048, 8192, 16, 32, 8, True),
