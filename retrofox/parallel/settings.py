@@ -13,10 +13,35 @@ from retrofox.parallel.shards import check_length
 
 PREFIX = "PARALLELISM_CONFIG_"
 """Of the environment variables by which accelerate launches processes with a ParallelismConfig."""
+USED = "ACCELERATE_USE_PARALLELISM_CONFIG"
+"""The environment variable that makes accelerate read them."""
 
 
 def _accelerate(size: str) -> int:
     return int(os.environ.get(f"{PREFIX}{size}_SIZE", "1"))
+
+
+def shards_weights() -> bool:
+    """Whether accelerate launched this process to split weights, gradients or optimizer: FSDP or DeepSpeed."""
+    return any(os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" for name in ("FSDP", "DEEPSPEED"))
+
+
+def refuse_dimensions(processes: int) -> None:
+    """Raises ValueError for a ParallelismConfig of accelerate that it would refuse itself, after the conversion."""
+    if _accelerate("TP") > 1:
+        raise ValueError(
+            f"tensor parallelism ({PREFIX}TP_SIZE={_accelerate('TP')}) does not split the forget gates: leave tp_size "
+            "out; FSDP2 splits weights, `parallel: {context: N}` rows"
+        )
+    replicated, context = _accelerate("DP_REPLICATE"), _accelerate("CP")
+    kept = os.environ.get(USED, "false").lower() == "true" and shards_weights()
+    kept = kept and (replicated > 1 or context == 1)  # the others `take_over` drops
+    product = replicated * _accelerate("DP_SHARD") * context
+    if kept and product != processes:
+        raise ValueError(
+            f"accelerate's dp_replicate_size x dp_shard_size x cp_size is {product}, and there are {processes} "
+            "processes: launch as many, or change the sizes"
+        )
 
 
 def context_of(recipe: Recipe) -> int:
@@ -42,19 +67,21 @@ def take_over(recipe: Recipe) -> None:
     """Takes the context dimension out of accelerate's ParallelismConfig, so that only we act on it.
 
     Accelerate's own context parallelism replaces torch's attention and knows no gates. What shards weights sees
-    dp_shard x cp processes, as in torch: the dimensions of data and context make one.
+    dp_shard x cp processes, as in torch: the dimensions of data and context make one. DDP needs no dimensions.
 
     Raises:
         ValueError: the recipe's `parallel.context` says otherwise.
     """
     context = context_of(recipe)
+    if USED in os.environ and not shards_weights():
+        os.environ[USED] = "false"
     if _accelerate("CP") == 1:
         return
     os.environ[f"{PREFIX}DP_SHARD_SIZE"] = str(_accelerate("DP_SHARD") * context)
     os.environ[f"{PREFIX}CP_SIZE"] = "1"
     recipe.parallel = recipe.parallel.model_copy(update={"context": context})
-    if _accelerate("DP_REPLICATE") == 1 and _accelerate("TP") == 1:
-        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"  # one dimension is what accelerate does without it
+    if _accelerate("DP_REPLICATE") == 1:
+        os.environ[USED] = "false"  # one dimension is what accelerate does without it
 
 
 def split_of(recipe: Recipe, config: Any) -> Degrees:

@@ -19,7 +19,7 @@ from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.loading.tokenizers import recipe_tokenizer
-from retrofox.parallel.settings import context_of, refuse_processes, refuse_sharing, split_of
+from retrofox.parallel.settings import context_of, refuse_dimensions, refuse_processes, refuse_sharing, split_of
 from retrofox.support.files import nearest_existing, why_unwritable
 from retrofox.training.groups import role_of, set_trainable
 from retrofox.training.objectives import choose_cross_entropy
@@ -52,6 +52,7 @@ def refuse_parallelism() -> None:
 def refuse_context(recipe: Recipe, processes: int) -> None:
     """Raises ValueError where these processes can't share rows as the recipe asks, whatever the model."""
     refuse_processes(recipe, processes)
+    refuse_dimensions(processes)
     if deepspeed() and context_of(recipe) > 1:
         raise ValueError("parallel.context runs with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config")
 

@@ -126,7 +126,6 @@ def test_shared_rows_beside_data_parallelism_and_sharded_weights(recipe_for, run
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_an_adapted_original_teaches_over_shared_rows(recipe_for, run_recipe, mode):
     stage = {"tokens": 512, "sequence_length": 64, "batch_tokens": 256, "learning_rate": 3e-3}
@@ -204,6 +203,26 @@ def test_two_sizes_that_differ_are_refused(recipe_for, monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
     with pytest.raises(ValueError, match=r"parallel\.context is 2 and accelerate's cp_size"):
         train(load_recipe(recipe_for("two", parallel={"context": 2})))
+
+
+@pytest.mark.slow
+def test_accelerates_replicas_beside_its_context_are_data_parallelism(recipe_for, run_recipe):
+    whole, file = recipe_for("whole"), recipe_for("shared")
+    train(load_recipe(whole))
+    done = run_recipe(file, processes=4, **CP_OF_ACCELERATE, PARALLELISM_CONFIG_DP_REPLICATE_SIZE="2")
+    assert done.returncode == 0, done.stderr
+    for left, right in zip(log(file), log(whole), strict=True):
+        assert left[:3] == pytest.approx(right[:3], rel=1e-4)
+
+
+def test_sizes_that_make_another_number_of_processes_are_refused_beforehand(recipe_for, monkeypatch):
+    sizes = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    for name, value in {**CP_OF_ACCELERATE, **sizes}.items():
+        monkeypatch.setenv(name, value)
+    recipe = load_recipe(recipe_for("sizes"))
+    found = {n: [str(e) for e in preflight(recipe, n, torch.device("cpu")).refusals] for n in (4, 8)}
+    assert found[4] == []
+    assert any("dp_shard_size x cp_size is 4, and there are 8 processes" in text for text in found[8]), found
 
 
 def test_a_part_of_a_row_takes_a_part_of_its_memory(recipe_for):

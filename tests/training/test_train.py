@@ -397,6 +397,7 @@ def test_json_log_drops_what_will_be_run_again(tmp_path):
     ("variable", "value", "match"),
     [
         ("PARALLELISM_CONFIG_SP_SIZE", "2", "sequence parallelism"),
+        ("PARALLELISM_CONFIG_TP_SIZE", "2", "tensor parallelism"),
         ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_back"),
     ],
 )
