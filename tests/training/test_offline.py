@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -187,6 +188,22 @@ def test_a_writer_goes_on_behind_the_last_whole_shard(recipe, tmp_path, monkeypa
     assert note["written"]["windows"] == 12
     monkeypatch.setattr(write_module.Original, "load", None)  # nothing is left to run it for
     assert write_teacher(load_recipe(recipe))[str(folder)]["bytes"] == report["bytes"]
+
+
+def test_a_disk_that_fills_up_is_told_of_in_one_line(recipe, tmp_path, run):
+    write_teacher(load_recipe(recipe), out=tmp_path / "whole")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, before[1]))  # bytes of a file: the note has room, no shard has
+    try:
+        code, out, err = run("teacher", recipe)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (code, out) == (2, "")
+    assert f"error: teacher logits can't be written to {tmp_path / 'logits'}: " in err
+    assert "Free space there and run it again: whole shards are kept" in err
+    assert [file.name for file in (tmp_path / "logits").iterdir()] == ["teacher.json"]
+    write_teacher(load_recipe(recipe))
+    assert shards(tmp_path / "logits") == shards(tmp_path / "whole")
 
 
 def test_a_writer_whose_other_process_dies_says_so(recipe, launch):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 
 from retrofox.config import Recipe, Stage
 from retrofox.data.files import sweep
@@ -196,10 +197,10 @@ def _write(job: Job) -> dict[str, Any]:
         started = time.perf_counter()
         if missing:
             if state.is_main_process:
-                job.record.save(job.folder)
+                with _disk_errors(job.folder):
+                    job.record.save(job.folder)
             mine = missing[state.process_index :: state.num_processes]
-            with _disk_errors(job.folder):
-                _write_shards(job, {number: shards[number] for number in mine})
+            _write_shards(job, {number: shards[number] for number in mine})
         state.wait_for_everyone()
         report = _report(job, len(shards), tokens, time.perf_counter() - started)
     state.wait_for_everyone()
@@ -223,7 +224,8 @@ def _write_shards(job: Job, shards: dict[int, np.ndarray]) -> None:
                 packed += [pool.submit(pack, *window) for window in zip(ids, codes, strict=True)]
                 bar.advance(task, len(batch["input_ids"]) * length)
             blobs = [part.result() for part in packed]
-            write_shard(shard_file(job.folder, number), windows, blobs, left)
+            with _disk_errors(job.folder):
+                write_shard(shard_file(job.folder, number), windows, blobs, left)
 
 
 def _report(job: Job, count: int, tokens: int, seconds: float) -> dict[str, Any]:
@@ -242,7 +244,8 @@ def _report(job: Job, count: int, tokens: int, seconds: float) -> dict[str, Any]
         "environment": environment(),
     }
     if job.state.is_main_process and tokens:
-        job.record.save(job.folder, report)
+        with _disk_errors(job.folder):
+            job.record.save(job.folder, report)
     return report
 
 
@@ -251,8 +254,9 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     """Turns the error of a failed write into one line; whole shards stay."""
     try:
         yield
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"teacher logits can't be written to {folder}: {error.strerror or error}. Free space there and run it "
+            f"teacher logits can't be written to {folder}: {reason}. Free space there and run it "
             "again: whole shards are kept"
         ) from error
