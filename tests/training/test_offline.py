@@ -392,6 +392,15 @@ def test_the_command_says_in_one_line_what_it_can_not_write(recipe, tmp_path, ru
     assert not (tmp_path / "logits").exists()
 
 
+@pytest.mark.parametrize("values", [{"top_k": "64"}, {"sequence_length": None}, {"written": 3, "data": 7}])
+def test_a_note_with_values_of_another_kind_is_damaged(recipe, tmp_path, values):
+    write_teacher(load_recipe(recipe))
+    note = tmp_path / "logits" / "teacher.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), **values}))
+    with pytest.raises(ValueError, match=r"teacher\.json is damaged, or of another version \((top_k|sequence|data)"):
+        train(load_recipe(recipe))
+
+
 def test_stages_of_one_length_share_a_directory_and_others_may_not(recipe, tmp_path):
     text = yaml.safe_load(recipe.read_text())
     first = text["stages"][0]

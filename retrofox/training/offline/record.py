@@ -50,6 +50,14 @@ class Record:
         write_json(folder / NOTE, {"format": FORMAT, **asdict(self), "written": written})
 
 
+KINDS = {
+    **dict.fromkeys(("model", "fingerprint", "precision", "tokenizer", "data"), str),
+    **dict.fromkeys(("seed", "sequence_length", "top_k", "vocabulary", "shard_windows"), int),
+    "temperature": (int, float),
+}
+"""What the values of a record are; a revision may be missing."""
+
+
 def read_record(folder: Path) -> Record:
     """The record of a directory.
 
@@ -64,7 +72,11 @@ def read_record(folder: Path) -> Record:
         if values.pop("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
         values.pop("written")
-        return Record(**values)
+        record = Record(**values)
+        for key, kind in KINDS.items():
+            if not isinstance(getattr(record, key), kind):
+                raise ValueError(f"{key}: {getattr(record, key)!r}")
+        return record
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} is damaged, or of another version ({error}): delete {folder} and {REWRITE}"
