@@ -77,10 +77,10 @@ CASES = {"dense": "one, gates open", "packed": "several", "gates": "one, short g
 
 
 def context_parallel() -> str:
-    """Time of rows shared by two GPUs beside whole rows on one, from context_parallel.json (H100s) and -h200.json."""
+    """Time of rows shared by two GPUs beside whole rows on one, from context_parallel.json (H100s), -h200 and -long."""
     rows = []
-    for gpus, name in (("H100", "context_parallel.json"), ("H200", "context_parallel-h200.json")):
-        for row in read(name)["rows"]:
+    for gpus, name in (("H100", ""), ("H200", "-h200"), ("H100", "-long")):
+        for row in read(f"context_parallel{name}.json")["rows"]:
             if "ratio" in row:
                 exchange = "heads traded" if row["ring"] == 1 else "ring"
                 times = [f"{row[key]:.3f}" for key in ("seconds_alone", "seconds")]

@@ -266,15 +266,15 @@ def test_walks_of_long_rows_begin_in_rounds_unless_anything_bounds_them(monkeypa
     from fox_kernels.hopper import backward
 
     monkeypatch.setattr(backward, "processors", lambda device: 132)
-    q = torch.empty(1, backward.LONG, 4, 64, dtype=torch.bfloat16)
-    k = q[:, :, :2]
+    q = torch.empty(1, 2 * backward.LONG, 5, 64, dtype=torch.bfloat16)
 
-    def rounds_and_group(length: int, started: bool = False, prune: float | None = None) -> tuple[int, int]:
+    def rounds_and_group(length: int, heads: int = 5, started: bool = False, prune: float | None = None):
         options = Options(0.125, None, 0, None, prune)
-        queries, keys = q[:, :length], k[:, :length]
+        queries, keys = q[:, :length], q[:, :length, :heads]
         plan = backward.plan_backward(queries, keys, keys, queries, started, options, True, backward.CUTS[64])
         return plan.main.constants[-1], plan.group
 
-    assert rounds_and_group(backward.LONG) == (132, 2)
+    assert rounds_and_group(backward.LONG) == rounds_and_group(2 * backward.LONG, heads=1) == (132, 4)
+    assert rounds_and_group(backward.LONG, heads=1) == (0, 16)
     for bounded in (rounds_and_group(backward.LONG, started=True), rounds_and_group(backward.LONG, prune=1e-3)):
         assert bounded == rounds_and_group(backward.LONG - 128) == (0, 16)

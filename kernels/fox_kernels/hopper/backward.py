@@ -43,10 +43,10 @@ SEARCHED = 8  # key tiles a program of the search for their last query tiles
 EXACT_SUMS = True
 # 24 registers spill in these two, but 32 leave one consumer 232, which then spills in its loop: 412 against 372
 # TFLOP/s at 2 x 8192, D = 64, unordered; at D = 128, of half as many queries, 32 are better: 515 against 504, GQA
-# Walks of long rows begin in rounds, a tile for each multiprocessor, two heads at a time: else they drift apart, and
+# Walks of long rows begin in rounds, a tile for each multiprocessor, four heads at a time: else they drift apart, and
 # q, do and dq no longer come from the L2 cache. Not with bounds of any kind, which make walks unequal (kernels/LOG.md)
-LONG = 1 << 17  # keys
-LONG_HEADS = 2
+LONG = 1 << 17  # keys; twice as many where no more than four heads walk anyway
+LONG_HEADS = 4
 CUTS = {64: Cut(128, 2, 2, 4, 1, 240, 24), 128: Cut(64, 2, 1, 8, 2, 240, 32)}
 
 
@@ -95,7 +95,7 @@ def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: b
         blocks_of(k, 64, D, True), blocks_of(v, 64, D, True),
     ]  # fmt: skip
     heads = min(H // Hkv, cut.heads)
-    long = S >= LONG and not (started or pruned)
+    long = (LONG if B * Hkv > LONG_HEADS else 2 * LONG) <= S and not (started or pruned)
     bias_by_mma = (
         heads == 1 and cut.queries == 128 and sink == 0
     )  # more heads take the shared memory that its parts need
