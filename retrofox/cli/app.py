@@ -16,7 +16,7 @@ from rich.text import Text
 from retrofox.cli import adapt, measure, recipe_config, recipes, use
 from retrofox.cli.convert import convert
 from retrofox.cli.report import report
-from retrofox.support.launches import say_once
+from retrofox.support.launches import processes, say_once
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -128,10 +128,10 @@ def main() -> None:
     # On a CPU every process that imports peft beside bitsandbytes 0.50 would be told of a kernel on the Hub.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     _sleep_while_waiting()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # A lost first process, which holds torch's store, would have the others print a C++ stack trace each.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
+        if processes() > 1:
+            # A lost first process, which holds torch's store, would have the others print a C++ stack trace each.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         app()
     except (ValueError, OSError) as error:
         if os.environ.get("RETROFOX_TRACEBACK"):

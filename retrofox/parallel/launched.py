@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from retrofox.loading.source import holds_converted
 from retrofox.parallel.watch import Watch
+from retrofox.support.launches import processes
 
 
 def refuse_unconverted(model: Any) -> None:
@@ -30,7 +31,7 @@ def join(context: int, command: str) -> str | None:
     Raises:
         ValueError: another number of processes was launched.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    launched = processes()
     if launched != context:
         raise ValueError(
             f"context: {context} processes share a document, and {launched} were launched: torchrun --nproc-per-node "
@@ -51,7 +52,7 @@ def watched(context: int, command: str, stands: str) -> Iterator[None]:
 
     Where not as many were launched it does nothing: `join` will refuse that.
     """
-    if context < 2 or int(os.environ.get("WORLD_SIZE", "1")) != context:
+    if context < 2 or processes() != context:
         yield
         return
     join(context, command)

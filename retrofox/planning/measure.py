@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.data.packed import IGNORE
 from retrofox.loading.device import PRECISIONS
+from retrofox.support.launches import processes
 from retrofox.support.memory import peak_bytes
 from retrofox.training.arguments import arguments
 from retrofox.training.callbacks import Clock
@@ -64,7 +64,7 @@ def measure_steps(
     compile_parts(model, stage.compile)
     if teacher is not None:
         teacher = teacher.to(device, PRECISIONS[recipe.precision]).requires_grad_(False).eval()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = processes()
     batch_tokens = tokens_per_step(stage, world)
     micro_batches = accumulation(stage, batch_tokens, world)
 

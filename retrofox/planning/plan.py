@@ -17,6 +17,7 @@ from retrofox.parallel.settings import readers_of
 from retrofox.planning.measure import measure_steps
 from retrofox.planning.report import print_plan
 from retrofox.support.counts import size
+from retrofox.support.launches import processes
 from retrofox.support.memory import reset_peak
 from retrofox.training.arguments import STATE_BYTES
 from retrofox.training.flops import flops_per_token, peak_flops
@@ -67,7 +68,7 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
         FileNotFoundError: no such model.
         ValueError: measuring on several devices takes one process per device.
     """
-    devices, out = int(os.environ.get("WORLD_SIZE", "1")), Path(recipe.output)
+    devices, out = processes(), Path(recipe.output)
     show = show and os.environ.get("RANK", "0") == "0"
     if measure and devices > 1 and "RANK" not in os.environ:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What processes that torchrun launched together say once."""
+"""How many processes were launched together, and what those of torchrun say once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 PREFIX = "retrofox-said-"
+
+
+def processes() -> int:
+    """How many processes were launched together: WORLD_SIZE, which torchrun sets, and a person before `plan`.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    given = os.environ.get("WORLD_SIZE") or "1"
+    if not given.strip().isdecimal() or int(given) < 1:
+        raise ValueError(f"WORLD_SIZE is the number of processes, a whole number from 1 on, and it is {given!r}")
+    return int(given)
 
 
 def folder() -> Path | None:

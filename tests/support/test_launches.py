@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from retrofox.support.interruptions import Interruptions
-from retrofox.support.launches import say_once
+from retrofox.support.launches import processes, say_once
 from retrofox.training.lock import OutputLock
 
 SAYING = """
@@ -96,3 +96,13 @@ def test_a_signal_after_a_refusal_says_nothing_more(monkeypatch, tmp_path, capsy
             os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does where another process has failed
         assert capsys.readouterr().err == line
         say_once("a reason", lambda: None)
+
+
+@pytest.mark.parametrize("given", ["two", "1.5", "0", "-2"])
+def test_a_number_of_processes_that_is_none_is_refused_in_one_line(monkeypatch, run, given):
+    monkeypatch.setenv("WORLD_SIZE", given)
+    code, out, err = run("plan", "nowhere.yaml")
+    assert (code, out) == (2, "")
+    assert err == f"error: WORLD_SIZE is the number of processes, a whole number from 1 on, and it is '{given}'\n"
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert processes() == 1
