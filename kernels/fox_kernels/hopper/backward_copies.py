@@ -48,7 +48,7 @@ def _begin_together(index, num_tiles, COPIED, PER_ROUND: gl.constexpr):
     """Count the tile before as copied, then hold this one back until all those of earlier rounds are.
 
     Else the walks of long rows drift apart, until q, do and dq no longer come from the L2 cache: at 262144 tokens,
-    8 heads of 64 shared by 4 each, 536 GB from memory instead of 86. PER_ROUND 0: no rounds.
+    16 query heads of 64 on 4 key/value heads, 536 GB from memory instead of 86. PER_ROUND 0: no rounds.
     """
     if PER_ROUND > 0:
         gl.atomic_add(COPIED, 1, sem="relaxed")
