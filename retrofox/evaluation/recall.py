@@ -101,7 +101,7 @@ def recall(
         ValueError: bad options, no text or none that repeats itself, another tokenizer in `against`.
     """
     sources, others = listed(data), _listed(against)
-    _check(length, sources, ngram, unit, control, batch, max_documents, min_tokens)
+    _check(length, sources, ngram, unit, control, seed, batch, max_documents, min_tokens)
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
     check_folder(out)
@@ -218,6 +218,7 @@ def _check(
     ngram: int,
     unit: str,
     control: int,
+    seed: int,
     batch: int,
     max_documents: int | None,
     min_tokens: int,
@@ -234,6 +235,8 @@ def _check(
         raise ValueError(f"ngram must be at least 2, got {ngram}")
     if control < 0:
         raise ValueError(f"control must be a number of tokens, or 0 for none; got {control}")
+    if seed < 0:
+        raise ValueError(f"seed must be 0 or more, got {seed}")
     for name, value in {"batch": batch, "max_documents": max_documents}.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

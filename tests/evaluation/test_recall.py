@@ -247,6 +247,7 @@ def test_refusals(copier, words, texts, tmp_path, run):
         ({"ngram": 1}, "ngram must be at least 2"),
         ({"unit": "letters"}, "unit must be one of words, tokens"),
         ({"control": -1}, "control must be a number of tokens"),
+        ({"seed": -1}, "seed must be 0 or more, got -1"),
         ({"batch": 0}, "batch must be at least 1"),
         ({"min_tokens": 1}, "min_tokens must lie between 2 and the length"),
         ({"min_tokens": 701, "length": 700}, "min_tokens must lie between 2 and the length"),
