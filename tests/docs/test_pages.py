@@ -191,7 +191,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
 def test_the_table_of_the_readme_is_of_the_arms_on_file(hooks):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     arms = hooks.generated.figures.read("retrofit/arms.json")["arms"]
-    for name in ("base", "control", "yarn", "partial", "lora", "fox", "fox-pro"):
+    for name in ("base", "control", "yarn", "theta", "drope-trained", "partial", "lora", "fox", "fox-pro"):
         losses = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in arms[name]["loss"]}
         modes = arms[name]["needles"]
         found = [" / ".join(f"{100 * row['found']:.0f}" for row in modes[mode]) for mode in ("easy", "standard")]
@@ -200,6 +200,20 @@ def test_the_table_of_the_readme_is_of_the_arms_on_file(hooks):
         last = [f"{far[-1]['mean']:.3f}" if far else "", f"{sum(scores) / len(scores):.1f}" if scores else ""]
         cells = [*found, losses[4096], losses[24576], *last]
         assert "| " + " | ".join(cells).replace("|  |", "| |").strip() in readme.replace("**", ""), name
+
+
+def test_bold_needles_of_the_readme_are_more_than_any_controls(hooks):
+    """Their 95 % interval lies above those of the controls; where no cell is bold, it does not."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    arms = hooks.generated.figures.read("retrofit/arms.json")["arms"]
+    controls = ("base", "control", "yarn", "theta", "drope-trained")
+    for name in ("partial", "lora", "fox", "fox-pro"):
+        (row,) = (line for line in readme.splitlines() if line.startswith(f"| **`smollm2-{name}`**,"))
+        for mode, cell in zip(("easy", "standard"), row.split(" | ")[1:3], strict=True):
+            for number, shown in enumerate(cell.split(" / ")):
+                low = arms[name]["needles"][mode][number]["interval"][0]
+                high = max(arms[control]["needles"][mode][number]["interval"][1] for control in controls)
+                assert shown.startswith("**") == (low > high), (name, mode, shown)
 
 
 def test_no_file_of_figures_names_a_folder_of_the_machine_it_was_made_on():
