@@ -156,7 +156,7 @@ def collect(runs: Path, note: str, into: Path = ARMS) -> None:
 
 DRAWN: dict[str, tuple[str, str, Any]] = {
     "base": ("base", "#000000", ":"),
-    "control": ("control: the same training, unconverted", "#888888", "--"),
+    "control": ("control: unconverted, fewer facts", "#888888", "--"),
     "yarn": ("control trained with YaRN, factor 4", COLOURS[1], "--"),
     "theta": ("control trained with theta 500,000", COLOURS[4], "--"),
     "drope-trained": ("control trained without RoPE (DroPE)", "#8B6914", "--"),
