@@ -1,8 +1,7 @@
 """Which requests of a step are read by retrofox's operator instead of the engine's attention, and how.
 
-Lanes make heads wider, and the engine's kernels pay for that in every product. Long pieces of text are therefore read
-by `forgetting_attention` over the heads' own channels: the new keys where a text begins in this step, else rows copied
-out of the text's pages. What decodes, and short pieces, stay with the engine.
+Long pieces of text are read by `forgetting_attention` over the heads' own channels: the new keys where a text begins
+in this step, else rows copied out of the text's pages. What decodes, and short pieces, attend to the pages.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from fox_kernels import forgetting_attention
 
 from retrofox.serving.lanes import Lanes
 
-LONG = 256
-"""New tokens of a request from which the operator reads them: below, copying the past costs what narrow heads save."""
+LONG = 32
+"""New tokens of a request from which the operator reads them; fewer attend one by one, each to all of the past."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,12 @@ def plan(starts: list[int], lengths: list[int], least: int) -> tuple[int, list[R
         else:
             readings.append(Reading(number, (begin, end), past))
     return kept, readings
+
+
+def owners(starts: list[int]) -> torch.Tensor:
+    """(tokens,) int32: the request of each new token, from where each request's begin and where the last one's end."""
+    counts = torch.tensor(starts).diff()
+    return torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), counts)
 
 
 def placed(reading: Reading, query_start: torch.Tensor) -> Reading:

@@ -1,19 +1,21 @@
-"""vLLM's attention with lanes: any of three backends, told what to put into keys, queries and values and when.
+"""vLLM's attention with gates: any of three backends, told what to put into keys, queries and values and when.
 
-The model gives keys whose lanes hold log f. Where vLLM calls a backend to attend, log f becomes c, going on from the
-cache; queries, keys and values get their lanes, and keys and values are written. The backend's own kernels do the rest,
-but for long pieces of text: on a GPU those are read by `forgetting_attention` (`prompts.py`).
+Two ways. On a GPU in bfloat16 (`PagedImpl`) our own kernels keep c in the cache beside keys and values, and attend:
+`paged_kernels.py` to what decodes, `forgetting_attention` to long pieces of text (`prompts.py`). Elsewhere
+(`LanesImpl`) queries, keys and values get lanes, and the backend's own kernels do the rest. The model gives keys with
+log f beside them; only where vLLM calls a backend is it known where in its text a token stands, and log f becomes c.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from retrofox.serving import prompts
@@ -21,9 +23,9 @@ from retrofox.serving.lanes import Lanes, plan_lanes, running_sum
 from retrofox.serving.prompts import Links, Reading
 
 try:
-    from retrofox.serving import lane_kernels
+    from retrofox.serving import paged_kernels
 except ImportError:  # without Triton there is no GPU to use it on
-    lane_kernels: Any = None
+    paged_kernels: Any = None
 
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 """Backends whose cache is known to be (blocks, kv heads, tokens, key and value), or on a CPU keys before values."""
@@ -31,8 +33,8 @@ PLAIN_ISA = ("vec", "vec16")
 """Kinds of the CPU backend that keep values as rows; others pack them."""
 
 
-def with_lanes(native: Attention, exempt_tokens: int, prune: float | None) -> Attention:
-    """A vLLM attention like `native`, under its name, of heads that have room for lanes.
+def with_gates(native: Attention, exempt_tokens: int, prune: float | None) -> Attention:
+    """A vLLM attention like `native`, under its name, of heads that have room for c; its `impl.room` says how.
 
     Raises:
         ValueError: no backend that is known here takes heads of that width.
@@ -44,24 +46,31 @@ def with_lanes(native: Attention, exempt_tokens: int, prune: float | None) -> At
             f"the attention backend {chosen.get_name()} keeps its cache in a way that the gates don't know: add "
             "--attention-backend FLASH_ATTN or TRITON_ATTN"
         )
-    dtype = native.kv_cache_torch_dtype
-    lanes = plan_lanes(native.num_heads // native.num_kv_heads, native.head_size, dtype, chosen.supports_head_size)
+    dtype, groups = native.kv_cache_torch_dtype, native.num_heads // native.num_kv_heads
     softcap = getattr(native.impl, "logits_soft_cap", None) or None
+    room: Any = None
+    if paged_kernels is not None and current_platform.is_cuda() and dtype == torch.bfloat16:
+        room = paged_kernels.Paged(groups, native.head_size)
+        paged = chosen.supports_head_size(native.head_size + room.extra)
+    else:
+        paged = False
+    if not paged:
+        room = plan_lanes(groups, native.head_size, dtype, chosen.supports_head_size)
     context: Any = config.compilation_config.static_forward_context
     del context[native.layer_name]
     made = Attention(
         native.num_heads,
-        lanes.width + native.head_size,
+        native.head_size + (room.extra if paged else room.width),
         native.impl.scale,  # type: ignore[attr-defined]
         num_kv_heads=native.num_kv_heads,
         cache_config=config.cache_config,
         logits_soft_cap=softcap,
         per_layer_sliding_window=native.sliding_window,
         prefix=native.layer_name,
-        attn_backend=_backend(chosen, softcap is not None),
+        attn_backend=_backend(chosen, paged, softcap is not None),
     )
     impl: Any = made.impl
-    impl.lanes = lanes
+    impl.room = room
     impl.options = {
         "scale": impl.scale,
         "window": native.sliding_window,
@@ -72,16 +81,26 @@ def with_lanes(native: Attention, exempt_tokens: int, prune: float | None) -> At
     return made
 
 
+def attend(attention: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What `attention(query, key, value)` does, without a say in their shapes: (T, H, D) like `query`."""
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    torch.ops.vllm.unified_attention_with_output(query, key, value, output, _encode_layer_name(attention.layer_name))
+    return output
+
+
 @functools.cache
-def _backend(native: Any, softcap: bool) -> Any:
-    """The backend with an implementation that knows lanes; no CUDA graph holds what `forgetting_attention` reads."""
+def _backend(native: Any, paged: bool, softcap: bool) -> Any:
+    """The backend with an implementation that knows c; no CUDA graph holds what `forgetting_attention` reads."""
     impl, builder = native.get_impl_cls(), native.get_builder_cls()
-    fox = type(f"Fox{impl.__name__}", (FoxImpl, impl), {"__module__": __name__})
-    most = AttentionCGSupport.NEVER if softcap else AttentionCGSupport.UNIFORM_BATCH
+    way = PagedImpl if paged else LanesImpl
+    fox = type(f"{way.__name__}{impl.__name__}", (way, impl), {"__module__": __name__})
+    every = softcap and not paged  # `forgetting_attention` reads every request
+    most = AttentionCGSupport.NEVER if every else AttentionCGSupport.UNIFORM_BATCH
     changes: dict[str, Any] = {
         "_cudagraph_support": min(most, builder._cudagraph_support, key=lambda support: support.value),
         "supports_update_block_table": False,  # `Step` knows the table too
-        "softcap": softcap,
+        "paged": paged,
+        "every": every,
         "__module__": __name__,
     }
     made = type(f"Fox{builder.__name__}", (StepBuilder, builder), changes)
@@ -91,25 +110,28 @@ def _backend(native: Any, softcap: bool) -> Any:
         "forward_includes_kv_cache_update": True,
         "__module__": __name__,
     }
-    return type(f"Fox{native.__name__}{'Softcap' if softcap else ''}", (native,), body)
+    return type(f"{way.__name__}{native.__name__}{'Softcap' if every else ''}", (native,), body)
 
 
 class Step(NamedTuple):
     """What a batch's metadata has besides the backend's own, as its attribute `fox`.
 
-    links: None where no request goes on from another's new token; readings: calls of `forgetting_attention`; rest:
-    metadata of the requests that the backend attends to where there are readings, None where it has none left.
+    links: None where no request goes on from another's new token; readings: calls of `forgetting_attention`; tokens:
+    how many new tokens stand before those of the readings; owner: (tokens,) int32 on the device, the request of each,
+    None where every request has one.
     """
 
     links: Links | None
     readings: list[Reading]
-    rest: Any
+    tokens: int
+    owner: torch.Tensor | None
 
 
 class StepBuilder:
     """Mixin of a backend's metadata builder, which runs once a step for all layers of a kind."""
 
-    softcap: ClassVar[bool]
+    paged: ClassVar[bool]
+    every: ClassVar[bool]
     kv_cache_spec: Any
     vllm_config: Any
     device: torch.device
@@ -126,31 +148,28 @@ class StepBuilder:
             self.softmax_segm_output = scratch.new_empty((*scratch.shape[:-1], width))
 
     @property
-    def pays(self) -> bool:
-        """Whether `forgetting_attention` reads long pieces faster than the backend: on a GPU, in bfloat16."""
-        return self.device.type == "cuda" and self.kv_cache_spec.dtype == torch.bfloat16
-
-    @property
     def least(self) -> int | None:
         """New tokens of a request from which `forgetting_attention` reads them; None: the backend reads all."""
-        if self.softcap or getattr(self, "isa", PLAIN_ISA[0]) not in PLAIN_ISA:
-            return 1
-        return prompts.LONG if self.pays else None
+        if self.paged:
+            return prompts.LONG
+        return 1 if self.every or getattr(self, "isa", PLAIN_ISA[0]) not in PLAIN_ISA else None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """The backend's metadata of the batch, with a `Step`."""
-        common, least, native = common_attn_metadata, self.least, super().build  # type: ignore[misc]
+        common, least = common_attn_metadata, self.least
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         readings: list[Reading] = []
-        kept = common.num_reqs
+        kept, owner = common.num_reqs, None
         if least is not None and common.max_query_len >= least:
             lengths = common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
-            starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
             kept, readings = prompts.plan(starts, lengths[: common.num_reqs].tolist(), least)
-        made = native(common_prefix_len, common, fast_build or bool(readings))
-        rest = native(common_prefix_len, _first_requests(common, kept), fast_build) if readings and kept else None
-        made.fox = Step(
-            self._links(common), [prompts.placed(reading, common.query_start_loc) for reading in readings], rest
-        )
+        tokens = starts[kept]
+        if self.paged and common.max_query_len > 1 and tokens > kept:
+            owner = prompts.owners(starts[: kept + 1]).to(self.device, non_blocking=True)
+        fast = fast_build or self.paged or bool(readings)  # plans for the backend's kernels are not needed then
+        made = super().build(common_prefix_len, common, fast)  # type: ignore[misc]
+        placed = [prompts.placed(reading, common.query_start_loc) for reading in readings]
+        made.fox = Step(self._links(common), placed, tokens, owner)
         return made
 
     def _links(self, common: Any) -> Links | None:
@@ -173,36 +192,52 @@ class StepBuilder:
         )
 
 
-def _first_requests(common: Any, count: int) -> Any:
-    """A batch's description cut to its first requests, from the one that vLLM's builders take."""
-    starts = common.query_start_loc_cpu[: count + 1]
-    tokens = int(starts[-1])
-    cut = {
-        name: None if getattr(common, name) is None else getattr(common, name)[:count]
-        for name in ("seq_lens", "seq_lens_cpu_upper_bound", "is_prefilling", "block_table_tensor")
-    }
-    return dataclasses.replace(
-        common,
-        query_start_loc=common.query_start_loc[: count + 1],
-        query_start_loc_cpu=starts,
-        num_reqs=count,
-        num_actual_tokens=tokens,
-        max_query_len=int(starts.diff().max()),
-        slot_mapping=common.slot_mapping[:tokens],
-        _num_computed_tokens_cache=None,
-        _token_to_req_indices_cache=None,
-        **cut,
-    )
+class PagedImpl:
+    """Mixin of a backend's implementation that attends by our own kernels; T tokens, H heads on Hkv, D channels."""
+
+    room: Any  # paged_kernels.Paged
+    options: dict[str, Any]  # of `forgetting_attention`
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Writes keys (T, Hkv, carried + D), of `Paged.key`, values and c, then attends; query, output (T, H, D)."""
+        batch, room = attn_metadata, self.room
+        if batch is None:
+            return output.zero_()
+        links, readings, tokens, owner = batch.fox
+        log_f = paged_kernels.write(room, key, value, kv_cache, batch, links)
+        if tokens:
+            paged_kernels.attend(room, query[:tokens], kv_cache, batch, output[:tokens], self.options, owner)
+        for reading in readings:
+            new = reading.new
+            if reading.past:
+                first = prompts.first_seen(reading.past, self.options["window"])
+                length = reading.past + new.stop - new.start
+                rows = paged_kernels.gather(room, kv_cache, batch.block_table[reading.request], first, length)
+            else:  # the operator repeats calls cheaply where addresses are multiples of 16 bytes
+                rows = prompts.Rows(key[new, :, room.carried :], value[new], log_f[new].clone())
+            output[new] = prompts.read(query[new], rows, reading.cu_seqlens, self.options)
+        return output
 
 
-class FoxImpl:
-    """Mixin of a backend's implementation; shapes T tokens, Hkv kv heads, G query heads of each, `width` lanes.
+class LanesImpl:
+    """Mixin of a backend's implementation with lanes; T tokens, Hkv kv heads, G query heads of each, `width` lanes.
 
     Where logits are soft-capped (Gemma 2) the decay stands outside the cap and no product of vectors can carry it:
     there every request, decoding ones too, is read by `forgetting_attention`.
     """
 
-    lanes: Lanes
+    room: Lanes
     options: dict[str, Any]  # of `forgetting_attention`
     scale: float
 
@@ -218,22 +253,22 @@ class FoxImpl:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Writes lanes, keys and values, then attends: by the backend's kernels, `forgetting_attention`, or both."""
-        batch, native, width = attn_metadata, super().forward, self.lanes.width  # type: ignore[misc]
+        """Writes lanes, keys and values, then attends: by the backend's kernels or by `forgetting_attention`."""
+        batch, native, width = attn_metadata, super().forward, self.room.width  # type: ignore[misc]
         if batch is None:
             return output.zero_()
         query, key, value, log_f = self._written(layer, query, key, value, kv_cache, batch)
-        _, readings, rest = batch.fox
+        readings = batch.fox.readings  # of all requests, or none
         if not readings:
             return native(layer, query, key, value, kv_cache, batch, output, *args, **kwargs)
-        if rest is not None:
-            native(layer, query, key, value, kv_cache, rest, output, *args, **kwargs)
         for reading in readings:
             new = reading.new
             if reading.past:
-                rows = self._gathered(layer, kv_cache, batch, reading)
-            else:  # the operator repeats calls cheaply where addresses are multiples of 16 bytes
-                rows = prompts.Rows(key[new, :, width:], value[new, :, width:], log_f[new].clone())
+                first = prompts.first_seen(reading.past, self.options["window"])
+                where = batch.block_table[reading.request], first, reading.past + new.stop - new.start
+                rows = prompts.gather(self.room, *self._caches(layer, kv_cache), *where)
+            else:
+                rows = prompts.Rows(key[new, :, width:], value[new, :, width:], log_f[new])
             output[new, :, width:] = prompts.read(query[new, :, width:], rows, reading.cu_seqlens, self.options)
         return output
 
@@ -247,12 +282,8 @@ class FoxImpl:
         batch: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key, value with their lanes, log f (T, H) float32; keys and values are in the cache too."""
-        lanes, width, links = self.lanes, self.lanes.width, batch.fox.links
+        lanes, width, links = self.room, self.room.width, batch.fox.links
         write = super().do_kv_cache_update  # type: ignore[misc]
-        if self._fuses(layer, query):
-            log_f = lane_kernels.write_lanes(lanes, query, key, value, kv_cache, batch, self.scale, links)
-            write(layer, key, value, kv_cache, batch.slot_mapping)
-            return query, key, value, log_f
         log_f, flag = lanes.outgoing(key[..., :width])
         before = lanes.state(self._values_before(layer, kv_cache, batch))
         c = running_sum(log_f, batch.query_start_loc, batch.seq_lens, before, links)
@@ -265,24 +296,6 @@ class FoxImpl:
         else:
             write(layer, key, value, kv_cache, batch.slot_mapping)
         return query, key, value, log_f.flatten(1).float()
-
-    def _gathered(self, layer: Any, kv_cache: torch.Tensor, batch: Any, reading: Reading) -> prompts.Rows:
-        """What a request's first new token and those after it see of its text, out of the cache."""
-        first = prompts.first_seen(reading.past, self.options["window"])
-        where = batch.block_table[reading.request], first, reading.past + reading.new.stop - reading.new.start
-        if lane_kernels is not None and kv_cache.is_cuda and kv_cache.dtype == torch.bfloat16:
-            return lane_kernels.gather(self.lanes, kv_cache, *where)
-        return prompts.gather(self.lanes, *self._caches(layer, kv_cache), *where)
-
-    def _fuses(self, layer: Any, states: torch.Tensor) -> bool:
-        """Whether lanes are made in place by kernels: on a GPU, in bfloat16."""
-        return (
-            lane_kernels is not None
-            and states.is_cuda
-            and states.dtype == torch.bfloat16
-            and states.stride(-1) == 1
-            and not self._by_rows(layer)
-        )
 
     def _by_rows(self, layer: Any) -> bool:
         """Whether this layer keeps its cache by itself: softcap, or a CPU backend that packs values."""

@@ -25,9 +25,10 @@ from vllm.model_executor.utils import set_weight_attrs
 from retrofox.anatomy import attentions, on_meta
 from retrofox.families import unconverted_config
 from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.serving.lanes import Lanes
 from retrofox.serving.plugin import check
 from retrofox.serving.refusals import NATIVE, THROUGH_TRANSFORMERS
-from retrofox.serving.vllm_attention import with_lanes
+from retrofox.serving.vllm_attention import attend, paged_kernels, with_gates
 from retrofox.serving.vllm_rotary import Unturned, faded
 
 
@@ -124,7 +125,7 @@ class Normed:
 
 
 class Attend:
-    """Forgetting Attention in the place of a vLLM attention: adds lanes, takes them off, norms and gates the output."""
+    """Forgetting Attention in the place of a vLLM attention: log f goes in with keys; norms and gates the output."""
 
     def __init__(self, module: Any, hidden_states: torch.Tensor, positions: torch.Tensor):
         self.module, self.hidden_states, self.positions = module, hidden_states, positions
@@ -137,15 +138,18 @@ class Attend:
         if fox.log_n is not None:
             factor = (torch.log(self.positions.float() + 1) / math.log(fox.log_n)).clamp_min(1.0)
             query = query * factor[:, None, None].to(query.dtype)
-        if fox.lanes is None:
+        if fox.room is None:
             output = attention(query.flatten(1), key.flatten(1), value.flatten(1)).view(-1, heads, dim)
         else:
-            log_f = self._log_f().unflatten(-1, (kv_heads, -1))
-            lanes = fox.lanes.incoming(log_f, self.positions >= fox.exempt_tokens, key.dtype)
-            query, value = (F.pad(x, (fox.lanes.width, 0)) for x in (query, value))
-            key = torch.cat([lanes, key], -1)
-            output = attention(query.flatten(1), key.flatten(1), value.flatten(1))
-            output = output.view(-1, heads, fox.lanes.width + dim)[..., fox.lanes.width :]
+            log_f, decays = self._log_f().unflatten(-1, (kv_heads, -1)), self.positions >= fox.exempt_tokens
+            if isinstance(fox.room, Lanes):
+                width = fox.room.width
+                key = torch.cat([fox.room.incoming(log_f, decays, key.dtype), key], -1)
+                query, value = (F.pad(x, (width, 0)) for x in (query, value))
+                output = attention(query.flatten(1), key.flatten(1), value.flatten(1))
+                output = output.view(-1, heads, width + dim)[..., width:]
+            else:
+                output = attend(attention, query, fox.room.key(key, log_f, decays), value)
         if module.output_norm is not None:
             output = _head_norm(output.flatten(1), module.output_norm).view(output.shape)
         if module.output_gate is not None:
@@ -160,6 +164,8 @@ class Attend:
         gate = self.module.forget_gate
         if not hasattr(gate, "weight"):
             return F.logsigmoid(gate.bias).expand(self.hidden_states.shape[0], -1)
+        if not isinstance(self.module.fox.room, Lanes):  # one kernel in place of three
+            return paged_kernels.log_f_of(self.hidden_states, gate.weight, gate.bias)
         return F.logsigmoid(F.linear(self.hidden_states.float(), gate.weight, gate.bias))
 
 
@@ -218,12 +224,12 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
         head_dim=native.head_size,
         log_n=spec.log_n,
         exempt_tokens=wanted.exempt_tokens,
-        lanes=None,
+        room=None,
         tables=None,
     )
     if wanted.forget_gate is not None:
-        module.attn = with_lanes(native, wanted.exempt_tokens, spec.prune)
-        fox.lanes = module.attn.impl.lanes
+        module.attn = with_gates(native, wanted.exempt_tokens, spec.prune)
+        fox.room = module.attn.impl.room  # type: ignore[attr-defined]
     if wanted.rotary_fade is not None and not wanted.rotary_fade.kept:
         length = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)
         rotary = getattr(module, "rotary_emb", None)

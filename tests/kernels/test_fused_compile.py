@@ -37,6 +37,7 @@ KERNELS = {
     "rotary": (rotary.rotary_kernel, {"INVERSE": False, "HALF": 32, "BLOCK": 32}),
     "rotary inverse, D = 128": (rotary.rotary_kernel, {"INVERSE": True, "HALF": 64, "BLOCK": 16}),
     **{f"gate, {H} heads": (gate.gate_kernel, gate.forward_tile(H)) for H in (9, 64)},
+    **{f"gate of few rows, {H} heads": (gate.gate_kernel, gate.forward_tile(H, 64)) for H in (9, 64)},
     **{f"gate backward, {H} heads": (gate.gate_backward_kernel, gate.backward_tile(H)) for H in (9, 64)},
     "turn": (entry.turn_kernel, {"HALF": 32, "BLOCK": 32}),
     "pack": (entry.pack_kernel, {"HALF": 32, "HEADS": 16, "BLOCK": 32}),

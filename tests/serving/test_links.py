@@ -14,15 +14,19 @@ import torch
 from retrofox.serving.lanes import running_sum
 
 PAGE = 4
-MODULES = ("", ".config", ".model_executor", ".model_executor.layers", ".model_executor.layers.attention", ".v1")
+MODULES = (
+    "", ".config", ".model_executor", ".model_executor.layers", ".model_executor.layers.attention", ".platforms",
+    ".utils", ".utils.torch_utils", ".v1", ".v1.attention", ".v1.attention.backend",
+)  # fmt: skip
 MODULE = "retrofox.serving.vllm_attention"
 
 
 @pytest.fixture
 def builder(monkeypatch) -> Any:
-    for name in (*MODULES, ".v1.attention", ".v1.attention.backend"):
+    for name in MODULES:
         module: Any = types.ModuleType(f"vllm{name}")
-        module.get_current_vllm_config = module.Attention = module.AttentionCGSupport = None
+        module.get_current_vllm_config = module.Attention = module.AttentionCGSupport = module.current_platform = None
+        module._encode_layer_name = str
         monkeypatch.setitem(sys.modules, f"vllm{name}", module)
     monkeypatch.setitem(sys.modules, MODULE, types.ModuleType(MODULE))
     monkeypatch.delitem(sys.modules, MODULE)

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import retrofox
-from retrofox.serving.engines import Engines
-from retrofox.serving.verify import Sizes, verify_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 # What `vllm serve` runs; the `vllm` command of the build for CPUs looks for a distribution named vllm and stops.
@@ -31,44 +28,6 @@ def served(tmp_path_factory, pico_llama, stir, pico_tokenizer) -> Path:
     model.save_pretrained(out)
     pico_tokenizer.save_pretrained(out)
     return out
-
-
-@pytest.fixture(scope="module")
-def reading_engines():
-    """vLLM in a process that reads prompts on a CPU as a GPU reads long ones."""
-    with Engines(program=(sys.executable, str(Path(__file__).parent / "read_by_operator.py"))) as engines:
-        yield engines
-
-
-@pytest.mark.parametrize(
-    ("window", "spec"),
-    [
-        (None, {"half_life": (5.0, 500.0), "sink_tokens": 1}),
-        (None, {"half_life": (5.0, 500.0), "sink_tokens": 5, "rope": "drop", "prune": -20.0}),
-        (100, {"half_life": (5.0, 500.0)}),
-    ],
-    ids=["a sink", "five sinks, prune", "window"],
-)
-def test_prompts_that_the_operator_reads_beside_decoding_requests_are_those_of_retrofox(
-    reading_engines, tmp_path, stir, window, spec
-):
-    """Chunks with a past, texts that begin together, prefix hits also within one step, preemption, windows."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config: dict[str, Any] = {
-        **WIDE,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-        "vocab_size": 300,
-    }
-    config |= {"intermediate_size": 64, "sliding_window": window, "initializer_range": 0.1}
-    fox = retrofox.FoxSpec(**spec)
-    torch.manual_seed(0)
-    stir(retrofox.convert(MistralForCausalLM(MistralConfig(**config)), fox=fox)).save_pretrained(tmp_path / "fox")
-    sizes = Sizes(requests=8, longest=1024, tokens=8)
-    report = verify_serving(tmp_path / "fox", sizes=sizes, engines=reading_engines, eager=True, show=False)
-    assert all(report["passed"].values()), json.dumps(report["rounds"])
 
 
 CONFIGURE = """

@@ -1,0 +1,417 @@
+"""Forgetting Attention over an engine's pages on a GPU: new tokens are written with c beside them, then attended to.
+
+A row of the cache is one token of one kv head, D the head's channels, G its query heads:
+
+    D channels of the key, D of the value, then G float32 numbers hi and G float32 numbers lo, hi + lo = c
+
+with c the running sum of log f that `lanes.py` explains. So a row is 8 or 16 channels longer for key and value each
+than without gates, and whatever moves or drops pages takes c along. Logits are scale * q_i . k_j + (c_i - c_j).
+
+A step whose requests have one new token each, as a CUDA graph holds it, takes one kernel to write and two to attend
+(one where the keys are not split); it needs no value on the host.
+"""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from fox_kernels.layer.gate import gate_operator
+
+from retrofox.serving.lanes import split
+from retrofox.serving.prompts import Links, Rows
+
+TERMS = 3
+"""bfloat16 numbers whose sum is a float32 log f, exactly: so it travels in front of its token's key."""
+TOKENS = 128
+"""Tokens that a program adds up at once."""
+CHUNK = 512
+"""Tokens of one request that a program walks through."""
+PROGRAMS = 1056
+"""Programs that fill a GPU with attention: keys are split until there are as many, or `MOST_PARTS` parts."""
+MOST_PARTS = 64
+KEYS, WARPS, STAGES = 64, 4, 3
+"""Keys that a program of attention reads at once (half as many of heads wider than 128), its warps, and its stages."""
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Paged:
+    """The rows of a layer's cache; see the module.
+
+    Args:
+        groups: query heads per kv head, G.
+        dim: channels of a head, D.
+    """
+
+    groups: int
+    dim: int
+
+    @property
+    def extra(self) -> int:
+        """Channels that a head is longer by: half of what c takes, in steps of 8 as kernels want them."""
+        return -(-2 * self.groups // 8) * 8
+
+    @property
+    def carried(self) -> int:
+        """Channels of log f in front of a key on its way to `write`, in steps of 16: the key's own stay aligned."""
+        return -(-TERMS * self.groups // 16) * 16
+
+    def key(self, key: torch.Tensor, log_f: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+        """Keys with log f in front of them, as `write` takes them.
+
+        Shapes: key (T, Hkv, D) bfloat16; log_f (T, Hkv, G) float32; decays (T,) bool, False for sinks ->
+        (T, Hkv, carried + D) bfloat16.
+        """
+        log_f = torch.where(decays[:, None, None], log_f, 0.0)
+        terms = torch.cat(split(log_f, TERMS, key.dtype), -1).to(key.dtype)
+        return torch.cat([torch.nn.functional.pad(terms, (0, self.carried - terms.shape[-1])), key], -1)
+
+
+def log_f_of(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """log sigmoid(W x + b) (T, H) float32 of hidden states (T, K), as `retrofox.model.gates.ForgetGate` in a kernel."""
+    return gate_operator(hidden_states, weight, bias)[0]
+
+
+@triton.jit(do_not_specialize=["requests"])
+def _log_f_kernel(
+    key, log_f, sums, query_start, key_token, key_head, requests, heads,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One request, kv head and chunk: log f from before its keys into log_f, their sum into sums."""
+    request, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_start + request).to(tl.int64) + chunk * CHUNK
+    end = tl.minimum(tl.load(query_start + request + 1).to(tl.int64), start + CHUNK)
+    g = tl.arange(0, PADDED)
+    inside = g < GROUPS
+    total = tl.zeros((PADDED,), tl.float64)
+    for first in range(start, end, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        real = (token < end)[:, None] & inside[None, :]
+        gate = _arrived(key + token[:, None] * key_token + head * key_head + g[None, :], real, GROUPS)
+        tl.store(log_f + (token[:, None] * heads + head) * GROUPS + g[None, :], gate, mask=real)
+        total += tl.sum(gate.to(tl.float64), 0)
+    tl.store(sums + ((chunk * requests + request) * heads + head) * GROUPS + g, total, mask=inside & (start < end))
+
+
+@triton.jit
+def _arrived(keys, real, GROUPS: tl.constexpr):
+    """log f float32 of three bfloat16 terms, GROUPS apart."""
+    gate = tl.load(keys, mask=real, other=0.0).to(tl.float32)
+    gate += tl.load(keys + GROUPS, mask=real, other=0.0).to(tl.float32)
+    return gate + tl.load(keys + 2 * GROUPS, mask=real, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sum_of(
+    log_f, sums, request, first, stop, requests, head, heads,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum (PADDED,) float64 of log f of a request's tokens from its first new one up to `stop`."""
+    g = tl.arange(0, PADDED)
+    inside = g < GROUPS
+    total = tl.zeros((PADDED,), tl.float64)
+    whole = (stop - first) // CHUNK
+    for some in range(0, whole, 16):
+        chunk = some + tl.arange(0, 16)
+        where = sums + ((chunk[:, None] * requests + request) * heads + head) * GROUPS + g[None, :]
+        total += tl.sum(tl.load(where, mask=(chunk < whole)[:, None] & inside[None, :], other=0.0), 0)
+    for start in range(first + whole * CHUNK, stop, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        where = log_f + (token[:, None] * heads + head) * GROUPS + g[None, :]
+        found = tl.load(where, mask=(token < stop)[:, None] & inside[None, :], other=0.0)
+        total += tl.sum(found.to(tl.float64), 0)
+    return total
+
+
+@triton.jit(do_not_specialize=["requests"])
+def _write_kernel(
+    key, value, cache, floats, log_f, sums, slots, query_start, seq_lens, block_table, source, source_request,
+    key_token, key_head, value_token, value_head, cache_block, cache_head, cache_token, table_row, requests, heads,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr, CARRIED: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """One request, kv head and chunk of its new tokens: keys, values and c into their rows. SINGLE: one token each."""
+    request, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(query_start + request).to(tl.int64)
+    end = tl.load(query_start + request + 1).to(tl.int64)
+    start = begin + chunk * CHUNK
+    if start >= end:
+        return
+    g = tl.arange(0, PADDED)
+    inside = g < GROUPS
+    before = tl.zeros((PADDED,), tl.float64)
+    writer, first = request.to(tl.int64), begin  # of the request whose cached token c goes on from
+    if not SINGLE:
+        before += _sum_of(log_f, sums, writer, begin, start, requests, head, heads, GROUPS, PADDED, CHUNK, BLOCK)
+    if source is not None:
+        at = tl.load(source + writer).to(tl.int64)
+        while at >= 0:  # written in this step, by another request
+            writer = tl.load(source_request + writer).to(tl.int64)
+            first = tl.load(query_start + writer).to(tl.int64)
+            before += _sum_of(log_f, sums, writer, first, at + 1, requests, head, heads, GROUPS, PADDED, CHUNK, BLOCK)
+            at = tl.load(source + writer).to(tl.int64)
+    new = tl.load(query_start + writer + 1).to(tl.int64) - first
+    past = tl.load(seq_lens + writer).to(tl.int64) - new
+    last = tl.maximum(past - 1, 0)
+    page = tl.load(block_table + writer * table_row + last // PAGE, mask=past > 0, other=0).to(tl.int64)
+    row = floats + (page * cache_block + head * cache_head + (last % PAGE) * cache_token) // 2 + DIM
+    known = inside & (past > 0)
+    before += tl.load(row + g, mask=known, other=0.0).to(tl.float64)
+    before += tl.load(row + GROUPS + g, mask=known, other=0.0).to(tl.float64)
+    channel = tl.arange(0, CHANNELS)
+    for some in range(start, tl.minimum(end, start + CHUNK), BLOCK):
+        token = some + tl.arange(0, BLOCK)
+        alive = token < end
+        real = alive[:, None] & inside[None, :]
+        if SINGLE:
+            arrived = key + token[:, None] * key_token + head * key_head + g[None, :]
+            gate = _arrived(arrived, real, GROUPS).to(tl.float64)
+            c = before[None, :] + gate
+        else:
+            gate = tl.load(log_f + (token[:, None] * heads + head) * GROUPS + g[None, :], mask=real, other=0.0)
+            gate = gate.to(tl.float64)
+            c = before[None, :] + tl.cumsum(gate, 0)
+            before += tl.sum(gate, 0)
+        slot = tl.load(slots + token, mask=alive, other=-1).to(tl.int64)
+        to = slot // PAGE * cache_block + head * cache_head + slot % PAGE * cache_token
+        placed = alive & (slot >= 0)
+        whole = placed[:, None] & (channel < DIM)[None, :]
+        keys = key + token[:, None] * key_token + head * key_head + CARRIED + channel[None, :]
+        tl.store(cache + to[:, None] + channel[None, :], tl.load(keys, mask=whole, other=0.0), mask=whole)
+        values = value + token[:, None] * value_token + head * value_head + channel[None, :]
+        tl.store(cache + to[:, None] + DIM + channel[None, :], tl.load(values, mask=whole, other=0.0), mask=whole)
+        kept = placed[:, None] & inside[None, :]
+        high = c.to(tl.float32)
+        floats_to = floats + (to // 2)[:, None] + DIM + g[None, :]
+        tl.store(floats_to, high, mask=kept)
+        tl.store(floats_to + GROUPS, (c - high.to(tl.float64)).to(tl.float32), mask=kept)
+
+
+@triton.jit
+def _attend_kernel(
+    query, cache, floats, output, parts, weights, query_start, seq_lens, block_table, owner,
+    scale, softcap, query_token, query_head, output_token, output_head,
+    cache_block, cache_head, cache_token, table_row, heads,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """One token, kv head and part of its keys: all query heads of the group attend."""
+    part, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request = token
+    if owner is not None:
+        request = tl.load(owner + token)
+    stop = tl.load(query_start + request + 1)
+    length = tl.where(token < stop, tl.load(seq_lens + request) - (stop - 1 - token), 0)  # 0: padding
+    low = length * 0
+    if WINDOW > 0:
+        low = tl.maximum(length - WINDOW, 0)
+    first = low // BLOCK
+    blocks = tl.cdiv(length, BLOCK) - first
+    mine = tl.cdiv(blocks, PARTS)
+    begin = first + part * mine
+    end = tl.minimum(begin + mine, first + blocks)
+    g, channel, step = tl.arange(0, ROWS), tl.arange(0, CHANNELS), tl.arange(0, BLOCK)
+    inside = g < GROUPS
+    whole = channel < DIM
+    queries = query + token.to(tl.int64) * query_token + (head * GROUPS + g)[:, None] * query_head + channel[None, :]
+    q = tl.load(queries, mask=inside[:, None] & whole[None, :], other=0.0)
+    table = block_table + request.to(tl.int64) * table_row
+    last = tl.maximum(length - 1, 0)
+    its_page = tl.load(table + last // PAGE, mask=length > 0, other=0).to(tl.int64)
+    own = floats + (its_page * cache_block + head * cache_head + (last % PAGE) * cache_token) // 2 + DIM
+    own_high = tl.load(own + g, mask=inside, other=0.0)
+    own_low = tl.load(own + GROUPS + g, mask=inside, other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    made = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for block in range(begin, end):
+        at = block * BLOCK + step
+        seen = (at >= low) & (at < length)
+        page = tl.load(table + at // PAGE, mask=at < length, other=0).to(tl.int64)
+        row = page * cache_block + head * cache_head + (at % PAGE) * cache_token
+        k = tl.load(cache + row[None, :] + channel[:, None], mask=seen[None, :] & whole[:, None], other=0.0)
+        v = tl.load(cache + row[:, None] + DIM + channel[None, :], mask=seen[:, None] & whole[None, :], other=0.0)
+        known = inside[:, None] & seen[None, :]
+        c = floats + (row // 2)[None, :] + DIM + g[:, None]
+        decay = own_high[:, None] - tl.load(c, mask=known, other=0.0)
+        decay += own_low[:, None] - tl.load(c + GROUPS, mask=known, other=0.0)
+        if SINK > 0:
+            decay = tl.where((at < SINK)[None, :], 0.0, decay)
+        logits = tl.dot(q, k) * scale
+        if CAP:
+            logits = softcap * (1.0 - 2.0 / (tl.exp2(2.0 * logits / softcap * 1.4426950408889634) + 1.0))
+        logits = tl.where(known, (logits + decay) * 1.4426950408889634, float("-inf"))
+        above = tl.maximum(top, tl.max(logits, 1))
+        base = tl.where(above == float("-inf"), 0.0, above)
+        p = tl.exp2(logits - base[:, None])
+        old = tl.exp2(top - base)
+        total = total * old + tl.sum(p, 1)
+        made = tl.dot(p.to(v.dtype), v, made * old[:, None])
+        top = above
+    safe = tl.where(total == 0, 1.0, total)
+    made = made / safe[:, None]
+    if PARTS == 1:
+        to = output + token.to(tl.int64) * output_token + (head * GROUPS + g)[:, None] * output_head + channel[None, :]
+        tl.store(to, made.to(output.dtype.element_ty), mask=inside[:, None] & whole[None, :])
+    else:
+        to = ((token.to(tl.int64) * heads + head) * GROUPS + g) * PARTS + part
+        tl.store(parts + to[:, None] * CHANNELS + channel[None, :], made, mask=inside[:, None])
+        tl.store(weights + to, tl.where(total == 0, float("-inf"), top + tl.log2(safe)), mask=inside)
+
+
+@triton.jit
+def _merge_kernel(
+    parts, weights, output, output_token, output_head, query_heads,
+    DIM: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One token and query head: its parts, each weighed by the exponents that it added up."""
+    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part, channel = tl.arange(0, PARTS), tl.arange(0, CHANNELS)
+    row = (token * query_heads + head) * PARTS + part
+    weight = tl.load(weights + row)
+    made = tl.load(parts + row[:, None] * CHANNELS + channel[None, :])
+    top = tl.max(weight, 0)
+    weight = tl.exp2(weight - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight, 0)
+    made = tl.sum(made * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    to = output + token * output_token + head * output_head + channel
+    tl.store(to, made.to(output.dtype.element_ty), mask=channel < DIM)
+
+
+@triton.jit(do_not_specialize=["first", "length"])
+def _gather_kernel(
+    cache, floats, pages, key, value, log_f, first, length, cache_block, cache_head, cache_token, heads,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK cached tokens of one kv head: their keys and values, and log f as c's differences."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    real = token < length
+    at = first + token
+    page = tl.load(pages + at // PAGE, mask=real, other=0).to(tl.int64)
+    row = page * cache_block + head * cache_head + (at % PAGE) * cache_token
+    at = tl.maximum(at - 1, first)
+    page = tl.load(pages + at // PAGE, mask=real, other=0).to(tl.int64)
+    before = page * cache_block + head * cache_head + (at % PAGE) * cache_token
+    channel = tl.arange(0, CHANNELS)
+    inside = real[:, None] & (channel < DIM)[None, :]
+    to = (token.to(tl.int64) * heads + head)[:, None]
+    found = tl.load(cache + row[:, None] + channel[None, :], mask=inside, other=0.0)
+    tl.store(key + to * DIM + channel[None, :], found, mask=inside)
+    found = tl.load(cache + row[:, None] + DIM + channel[None, :], mask=inside, other=0.0)
+    tl.store(value + to * DIM + channel[None, :], found, mask=inside)
+    g = tl.arange(0, PADDED)
+    inside = real[:, None] & (g < GROUPS)[None, :]
+    here = floats + (row // 2)[:, None] + DIM + g[None, :]
+    there = floats + (before // 2)[:, None] + DIM + g[None, :]
+    fall = tl.load(here, mask=inside, other=0.0).to(tl.float64) - tl.load(there, mask=inside, other=0.0).to(tl.float64)
+    fall += tl.load(here + GROUPS, mask=inside, other=0.0).to(tl.float64)
+    fall -= tl.load(there + GROUPS, mask=inside, other=0.0).to(tl.float64)
+    tl.store(log_f + to * GROUPS + g[None, :], tl.minimum(fall, 0.0).to(tl.float32), mask=inside)
+
+
+def _of_cache(kv_cache: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of a cache's pages, heads and tokens."""
+    return kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2)
+
+
+def write(
+    paged: Paged, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, batch: Any, links: Links | None
+) -> torch.Tensor | None:
+    """Writes new tokens into their rows, c going on from the cache; returns log f.
+
+    Shapes: key (T, Hkv, carried + D), of `Paged.key`, value (T, Hkv, D) bfloat16, of unit last stride; kv_cache
+    (blocks, Hkv, tokens, 2 (D + extra)) bfloat16; batch has query_start_loc (R + 1,), seq_lens (R,), block_table
+    (R, pages) int32, slot_mapping (T,) int64, negative for padding, and max_query_len -> log f (T, H) float32, of
+    tokens of no request anything, or None where max_query_len is 1 and nothing was added up.
+    """
+    tokens, heads = value.shape[:2]
+    requests = batch.query_start_loc.shape[0] - 1
+    single = batch.max_query_len == 1 and links is None
+    chunks = triton.cdiv(batch.max_query_len, CHUNK)
+    sizes: dict[str, Any] = {
+        "GROUPS": paged.groups, "PADDED": triton.next_power_of_2(paged.groups), "CHUNK": CHUNK,
+        "BLOCK": 1 if single else TOKENS, "num_warps": 1 if single else 4,
+    }  # fmt: skip
+    log_f = sums = None
+    if not single:
+        log_f = torch.empty(tokens, heads * paged.groups, dtype=torch.float32, device=key.device)
+        sums = torch.empty(chunks, requests, heads, paged.groups, dtype=torch.float64, device=key.device)
+        _log_f_kernel[(requests, heads, chunks)](
+            key, log_f, sums, batch.query_start_loc, key.stride(0), key.stride(1), requests, heads, **sizes
+        )
+    _write_kernel[(requests, heads, chunks)](
+        key, value, kv_cache, kv_cache.view(torch.float32), log_f, sums, batch.slot_mapping, batch.query_start_loc,
+        batch.seq_lens, batch.block_table, None if links is None else links.token,
+        None if links is None else links.request, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        *_of_cache(kv_cache), batch.block_table.stride(0), requests, heads,
+        CARRIED=paged.carried, DIM=paged.dim, CHANNELS=triton.next_power_of_2(paged.dim), PAGE=kv_cache.shape[2],
+        SINGLE=single, **sizes,
+    )  # fmt: skip
+    return log_f
+
+
+def attend(
+    paged: Paged,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: Any,
+    output: torch.Tensor,
+    options: dict[str, Any],
+    owner: torch.Tensor | None = None,
+) -> None:
+    """Forgetting Attention of tokens over the rows of their texts, which are written, into `output`.
+
+    Every key in the window is read, whatever `prune` says. A token of a request that has none (padding) gets zeros.
+
+    Args:
+        query: (T, H, D) bfloat16, of unit last stride, as `output` (T, H, D).
+        kv_cache: as in `write`.
+        batch: query_start_loc, seq_lens, block_table of `write`.
+        options: scale, window, sink and softcap of `fox_kernels.forgetting_attention`.
+        owner: (T,) int32, the request of each token; None where the number of both is the same.
+    """
+    tokens, query_heads, dim = query.shape
+    heads = query_heads // paged.groups
+    wanted = triton.cdiv(PROGRAMS, max(tokens * heads, 1))
+    parts = min(triton.next_power_of_2(wanted), MOST_PARTS)
+    channels = triton.next_power_of_2(dim)
+    made = weights = output
+    if parts > 1:
+        made = torch.empty(tokens, query_heads, parts, channels, dtype=torch.float32, device=query.device)
+        weights = torch.empty(tokens, query_heads, parts, dtype=torch.float32, device=query.device)
+    softcap = options["softcap"]
+    _attend_kernel[(parts, heads, tokens)](
+        query, kv_cache, kv_cache.view(torch.float32), output, made, weights, batch.query_start_loc, batch.seq_lens,
+        batch.block_table, owner, float(options["scale"]), float(softcap or 0.0), query.stride(0), query.stride(1),
+        output.stride(0), output.stride(1), *_of_cache(kv_cache), batch.block_table.stride(0), heads,
+        GROUPS=paged.groups, ROWS=16, DIM=dim, CHANNELS=channels, PAGE=kv_cache.shape[2],
+        BLOCK=KEYS if channels <= 128 else KEYS // 2, PARTS=parts, WINDOW=options["window"] or 0,
+        SINK=options["sink"], CAP=softcap is not None, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    if parts > 1:
+        _merge_kernel[(query_heads, tokens)](
+            made, weights, output, output.stride(0), output.stride(1), query_heads,
+            DIM=dim, CHANNELS=channels, PARTS=parts, num_warps=1 if parts <= 16 else 4,
+        )  # fmt: skip
+
+
+def gather(paged: Paged, kv_cache: torch.Tensor, pages: torch.Tensor, first: int, length: int) -> Rows:
+    """Tokens `first` to `length` of a text out of its pages (pages,) int32; log f of the first is 0."""
+    _, heads, page, _ = kv_cache.shape
+    made = kv_cache.new_empty(2, length - first, heads, paged.dim)
+    log_f = torch.empty(length - first, heads * paged.groups, dtype=torch.float32, device=kv_cache.device)
+    channels = triton.next_power_of_2(paged.dim)
+    block = 4096 // channels
+    _gather_kernel[(triton.cdiv(length - first, block), heads)](
+        kv_cache, kv_cache.view(torch.float32), pages, made[0], made[1], log_f, first, length - first,
+        *_of_cache(kv_cache), heads, GROUPS=paged.groups, PADDED=triton.next_power_of_2(paged.groups),
+        DIM=paged.dim, CHANNELS=channels, PAGE=page, BLOCK=block,
+    )  # fmt: skip
+    return Rows(made[0], made[1], log_f)

@@ -1,0 +1,267 @@
+"""The kernels over pages against float64: in Triton's interpreter, and on a GPU by `pytest -m gpu`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from fox_kernels import reference
+
+from retrofox.serving.lanes import running_sum
+from retrofox.serving.prompts import Links, owners
+
+SHAPES = {
+    "decoding, 3 heads a group": {"new": [1, 1, 1], "past": [40, 0, 17], "groups": 3},
+    "chunks": {"new": [5, 300, 1, 33], "past": [0, 64, 31, 32], "groups": 4},
+    "8 heads a group": {"new": [20, 1], "past": [7, 90], "groups": 8},
+    "one head a group, padded": {"new": [3, 0, 2], "past": [10, 0, 0], "groups": 1, "padding": 4},
+    "steep": {"new": [600], "past": [100], "groups": 2, "size": 8.0},
+    "longer than a program's": {"new": [1, 1200], "past": [9, 33], "groups": 3},
+    # the second goes on from the first one's token 9, the third from the second one's last, the fourth from itself
+    "prefixes of the same step": {
+        "new": [40, 8, 3, 2], "past": [70, 80, 96, 5], "groups": 3, "token": [-1, 9, 47, -1], "writer": [0, 0, 1, 0]
+    },
+}  # fmt: skip
+
+
+HEADS, PAGE, SCALE = 2, 16, 0.125
+
+
+class Texts:
+    """Requests whose past lies in pages of a cache, with new tokens to write: everything in float64, too."""
+
+    def __init__(self, new, past, groups, dim=64, padding=0, size=0.1, device="cpu", token=None, writer=None, sink=0,
+                 dtype=torch.bfloat16):  # fmt: skip
+        from retrofox.serving.paged_kernels import Paged
+
+        torch.manual_seed(0)
+        self.paged, self.groups, self.dim, self.device = Paged(groups, dim), groups, dim, device
+        tokens, pages = sum(new) + padding, 12
+        self.past, self.new = past, new
+        longest = max(-(-(a + b) // PAGE) for a, b in zip(past, new, strict=True))
+        blocks = len(new) * longest + 1
+        self.table = torch.full((len(new), max(longest, pages)), 0, dtype=torch.int32)
+        order = 1 + torch.randperm(blocks - 1)
+        for request in range(len(new)):
+            self.table[request, :longest] = order[request * longest : (request + 1) * longest]
+        rows = torch.randn(blocks, PAGE, HEADS, 2 * (dim + self.paged.extra)).to(dtype)
+        self.cache = rows.to(device).transpose(1, 2)  # heads beside each other in memory, as vLLM lays them out
+        log_f = -torch.rand(tokens, HEADS, groups) * size
+        decays = torch.ones(tokens, dtype=torch.bool)
+        begin = [0, *torch.tensor(new).cumsum(0).tolist()]
+        for request, length in enumerate(past):
+            decays[begin[request] : begin[request] + max(sink - length, 0)] = False
+        self.log_f = torch.where(decays[:, None, None], log_f, 0.0)
+        self.key, self.value = (torch.randn(tokens, HEADS, dim).to(dtype) for _ in range(2))
+        self.c_past = [-torch.rand(length, HEADS, groups).double().cumsum(0) * size for length in past]
+        for request, length in enumerate(past):
+            self.c_past[request][:sink] = 0.0
+            for t in range(length):
+                self._row(request, t)[1][:] = torch.cat(self._two(self.c_past[request][t]), -1).to(device)
+        last = [c[-1] if len(c) else torch.zeros(HEADS, groups).double() for c in self.c_past]
+        self.links = None if token is None else Links(torch.tensor(token), torch.tensor(writer))
+        self.start, self.lengths = (
+            torch.tensor(begin).int(), (torch.tensor(new) + torch.tensor(past)).int()
+        )  # fmt: skip
+        self.c = running_sum(self.log_f.double(), self.start, self.lengths, torch.stack(last), self.links)
+        slots = [
+            int(self.table[request, t // PAGE]) * PAGE + t % PAGE
+            for request, (a, b) in enumerate(zip(past, new, strict=True))
+            for t in range(a, a + b)
+        ]
+        self.batch = SimpleNamespace(
+            query_start_loc=self.start.to(device),
+            seq_lens=self.lengths.to(device),
+            block_table=self.table.to(device),
+            slot_mapping=torch.tensor([*slots, *[-1] * padding]).to(device),
+            max_query_len=max(new),
+        )
+
+    @staticmethod
+    def _two(c):
+        high = c.float()
+        return high, (c - high).float()
+
+    def _row(self, request, t):
+        """(the bfloat16 numbers, c's float32 numbers (HEADS, 2 G)) of a token's rows, views."""
+        page = int(self.table[request, t // PAGE])
+        row = self.cache[page, :, t % PAGE]
+        floats = self.cache.view(torch.float32)[page, :, t % PAGE]
+        return row, floats[:, self.dim : self.dim + 2 * self.groups]
+
+    def write(self):
+        from retrofox.serving.paged_kernels import write
+
+        decays = torch.ones(len(self.key), dtype=torch.bool)
+        key = self.paged.key(self.key, self.log_f, decays).to(self.device)
+        links = None if self.links is None else Links(*(x.to(self.device) for x in self.links))
+        return write(self.paged, key, self.value.to(self.device), self.cache, self.batch, links)
+
+    def text(self, request):
+        """Keys, values (S, HEADS, D) and c (S, HEADS, G) float64 of a request: its pages' and its new tokens'."""
+        begin, end = self.start[request : request + 2].tolist()
+        old = [self._row(request, t)[0].cpu() for t in range(self.past[request])]
+        old = torch.stack(old) if old else torch.zeros(0, HEADS, 2 * (self.dim + self.paged.extra))
+        key = torch.cat([old[..., : self.dim], self.key[begin:end]])
+        value = torch.cat([old[..., self.dim : 2 * self.dim], self.value[begin:end]])
+        return key.double(), value.double(), torch.cat([self.c_past[request], self.c[begin:end]])
+
+
+def written(**shape):
+    """Largest differences of what `write` leaves in the pages, and of the log f that it returns."""
+    texts = Texts(**shape)
+    found = texts.write()
+    assert (found is None) == (max(texts.new) == 1 and texts.links is None)
+    errors = {"rows": 0.0, "c": 0.0, "log_f": 0.0, "largest": float(texts.c.abs().max())}
+    if found is not None:
+        real = slice(0, sum(texts.new))
+        errors["log_f"] = float((found.cpu() - texts.log_f.flatten(1))[real].abs().max())
+    for request, (length, new) in enumerate(zip(texts.past, texts.new, strict=True)):
+        begin = int(texts.start[request])
+        for i in range(new):
+            row, floats = (x.cpu() for x in texts._row(request, length + i))
+            wanted = torch.cat([texts.key[begin + i], texts.value[begin + i]], -1)
+            errors["rows"] = max(errors["rows"], float((row[:, : 2 * texts.dim] - wanted).abs().max()))
+            c = floats[:, : texts.groups].double() + floats[:, texts.groups :].double()
+            errors["c"] = max(errors["c"], float((c - texts.c[begin + i]).abs().max()))
+    return errors
+
+
+def attended(window=None, sink=0, softcap=None, programs=None, **shape):
+    """Largest difference of the output from float64, and what padding got."""
+    from retrofox.serving import paged_kernels
+
+    dtype = torch.bfloat16 if shape["device"] == "cuda" else torch.float16  # the interpreter has no product of bfloat16
+    texts = Texts(sink=sink, dtype=dtype, **shape)
+    texts.write()
+    tokens, padding = sum(texts.new), len(texts.key) - sum(texts.new)
+    query = torch.randn(tokens + padding, HEADS * texts.groups, texts.dim).to(dtype)
+    output = torch.full_like(query, 7.0).to(texts.device)
+    options = {"scale": SCALE, "window": window, "sink": sink, "softcap": softcap, "prune": None}
+    single = max(texts.new) == 1
+    batch = texts.batch
+    if single and padding:  # as a CUDA graph has it: requests without a token, whose pages nobody may read
+        batch = SimpleNamespace(**vars(batch))
+        more = batch.query_start_loc[-1:].expand(padding)
+        batch.query_start_loc = torch.cat([batch.query_start_loc, more])
+        batch.seq_lens = torch.cat([batch.seq_lens, more * 0])
+        batch.block_table = torch.cat([batch.block_table, batch.block_table[:1].expand(padding, -1) * 0 - 1])
+    taken = tokens + padding if single else tokens
+    owner = None if single else owners(texts.start.tolist()).to(texts.device)
+    before = paged_kernels.PROGRAMS
+    paged_kernels.PROGRAMS = programs or before
+    try:
+        paged_kernels.attend(
+            texts.paged, query[:taken].to(texts.device), texts.cache, batch, output[:taken], options, owner
+        )
+    finally:
+        paged_kernels.PROGRAMS = before
+    output, error = output.cpu(), 0.0
+    for request, length in enumerate(texts.past):
+        begin, end = texts.start[request : request + 2].tolist()
+        key, value, c = texts.text(request)
+        log_f = torch.diff(c, dim=0, prepend=c[:1]).flatten(1)
+        q = torch.zeros(len(key), HEADS * texts.groups, texts.dim).double()
+        q[length:] = query[begin:end].double()
+        exact = reference.forgetting_attention(
+            q[None], key[None], value[None], log_f[None], scale=SCALE, window=window, sink=sink, softcap=softcap
+        )
+        assert isinstance(exact, torch.Tensor)
+        error = max(error, float((output[begin:end].double() - exact[0, length:]).abs().max()))
+    rest = output[tokens:taken]
+    return {"error": error, "padding": float(rest.abs().max()) if len(rest) else 0.0}
+
+
+ATTENDED = {
+    "decoding": {"new": [1, 1, 1], "past": [40, 0, 177], "groups": 3},
+    "one part, padded": {"new": [1, 1], "past": [140, 33], "groups": 3, "programs": 1, "padding": 2},
+    "many parts": {"new": [1, 1], "past": [600, 5], "groups": 4, "programs": 64, "padding": 1},
+    "short pieces": {"new": [1, 3, 5], "past": [60, 0, 131], "groups": 3, "programs": 8},
+    "sinks": {"new": [1, 4, 2], "past": [200, 0, 1], "groups": 2, "sink": 3, "size": 1.0},
+    "a window": {"new": [1, 1, 3], "past": [300, 10, 90], "groups": 2, "window": 50},
+    "softcap": {"new": [1, 2], "past": [70, 80], "groups": 2, "softcap": 5.0},
+    "one head a group, 80 channels": {"new": [1, 1], "past": [70, 9], "groups": 1, "dim": 80},
+    "8 heads a group, 128 channels": {"new": [1, 2], "past": [66, 20], "groups": 8, "dim": 128},
+}
+
+
+PAST = {"groups of 3": (3, 64, 0, 77), "8 heads, wide": (8, 128, 0, 40), "from the middle": (4, 64, 37, 150)}
+
+
+def gathered(groups, dim, first, length, device="cpu"):
+    """Largest differences of keys, values and log f from those in the pages."""
+    from retrofox.serving.paged_kernels import gather
+
+    texts = Texts([1], [length], groups, dim, device=device)
+    found = gather(texts.paged, texts.cache, texts.batch.block_table[0], first, length)
+    key, value, c = (x[first:length] for x in texts.text(0))
+    log_f = torch.diff(c, dim=0, prepend=c[:1]).flatten(1)
+    wanted = {"key": key, "value": value, "log_f": log_f}
+    return {name: float((getattr(found, name).cpu().double() - wanted[name]).abs().max()) for name in wanted}
+
+
+def everything(device="cpu"):
+    return {
+        "write": {name: written(**shape, device=device) for name, shape in SHAPES.items()},
+        "attend": {name: attended(**shape, device=device) for name, shape in ATTENDED.items()},
+        "gather": {name: gathered(*shape, device=device) for name, shape in PAST.items()},
+    }
+
+
+def check_written(found):
+    assert found["rows"] == found["log_f"] == 0.0
+    assert found["c"] <= 1e-7 * max(1.0, found["largest"])
+
+
+def check_attended(found):
+    assert found["error"] <= 0.02  # outputs of size 3 in bfloat16
+    assert found["padding"] == 0.0
+
+
+def check_gathered(found):
+    assert found["key"] == found["value"] == 0.0
+    assert found["log_f"] <= 1e-7
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """`everything`, from this file run as a program with Triton's interpreter on."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    runner = Path(__file__).parents[1] / "kernels" / "interpreted.py"
+    done = subprocess.run([sys.executable, str(runner), __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_new_tokens_are_in_their_rows_with_c_in_the_interpreter(interpreted, name):
+    check_written(interpreted["write"][name])
+
+
+@pytest.mark.parametrize("name", ATTENDED)
+def test_tokens_attend_to_their_pages_in_the_interpreter(interpreted, name):
+    check_attended(interpreted["attend"][name])
+
+
+@pytest.mark.parametrize("name", PAST)
+def test_the_kernel_copies_a_past_in_the_interpreter(interpreted, name):
+    check_gathered(interpreted["gather"][name])
+
+
+@pytest.mark.gpu
+def test_the_kernels_write_attend_and_copy_on_a_gpu():
+    found = everything("cuda")
+    for kind, check in (("write", check_written), ("attend", check_attended), ("gather", check_gathered)):
+        for differences in found[kind].values():
+            check(differences)
+
+
+if __name__ == "__main__":
+    print(json.dumps(everything()))
