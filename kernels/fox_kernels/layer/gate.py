@@ -89,7 +89,7 @@ def forward_tile(H: int, N: int | None = None) -> dict[str, int]:
     """
     heads = max(16, power_of_2(H))
     if N is not None and N <= FEW and heads <= 64:
-        return {"HEADS": heads, "BM": 16, "BK": 128 if heads == 16 else 64, "num_warps": 4, "num_stages": 2}
+        return {"HEADS": heads, "BM": 16, "BK": 64, "num_warps": 4, "num_stages": 3}
     if heads == 16:
         return {"HEADS": heads, "BM": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
     return {"HEADS": heads, "BM": 32, "BK": 32, "num_warps": 8, "num_stages": 2}
