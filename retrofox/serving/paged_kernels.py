@@ -26,7 +26,7 @@ from retrofox.serving.lanes import split
 from retrofox.serving.prompts import Links, Rows
 
 TERMS = 3
-"""bfloat16 numbers whose sum is a float32 log f, exactly: so it travels in front of its token's key."""
+"""Numbers whose sum is a float32 log f, exactly, in bfloat16 too: so it travels in front of its token's key."""
 TOKENS = 128
 """Tokens that a program adds up at once."""
 CHUNK = 512
@@ -35,8 +35,7 @@ PROGRAMS = 1056
 """Programs that fill a GPU with attention: keys are split until there are as many, or `MOST_PARTS` parts."""
 MOST_PARTS = 64
 KEYS, WARPS, STAGES = 64, 4, 3
-"""Keys that a program of attention reads at once (half as many of heads wider than 128), its warps, and its stages."""
-LOG2_E = 1.4426950408889634
+"""Keys that a program of attention reads at once, half as many of heads of over 256 bytes; its warps and stages."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,22 @@ class Paged:
     Args:
         groups: query heads per kv head, G.
         dim: channels of a head, D.
+        dtype: bfloat16 or float32, the cache's.
     """
 
     groups: int
     dim: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def per_float(self) -> int:
+        """Numbers of the cache that take the room of a float32 one."""
+        return 4 // self.dtype.itemsize
 
     @property
     def extra(self) -> int:
         """Channels that a head is longer by: half of what c takes, in steps of 8 as kernels want them."""
-        return -(-2 * self.groups // 8) * 8
+        return -(-self.groups * self.per_float // 8) * 8
 
     @property
     def carried(self) -> int:
@@ -64,8 +70,8 @@ class Paged:
     def key(self, key: torch.Tensor, log_f: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
         """Keys with log f in front of them, as `write` takes them.
 
-        Shapes: key (T, Hkv, D) bfloat16; log_f (T, Hkv, G) float32; decays (T,) bool, False for sinks ->
-        (T, Hkv, carried + D) bfloat16.
+        Shapes: key (T, Hkv, D); log_f (T, Hkv, G) float32; decays (T,) bool, False for sinks ->
+        (T, Hkv, carried + D) in the key's dtype.
         """
         log_f = torch.where(decays[:, None, None], log_f, 0.0)
         terms = torch.cat(split(log_f, TERMS, key.dtype), -1).to(key.dtype)
@@ -95,12 +101,16 @@ def _log_f_kernel(
         gate = _arrived(key + token[:, None] * key_token + head * key_head + g[None, :], real, GROUPS)
         tl.store(log_f + (token[:, None] * heads + head) * GROUPS + g[None, :], gate, mask=real)
         total += tl.sum(gate.to(tl.float64), 0)
-    tl.store(sums + ((chunk * requests + request) * heads + head) * GROUPS + g, total, mask=inside & (start < end))
+    tl.store(
+        sums + ((chunk * requests + request) * heads + head) * GROUPS + g,
+        total,
+        mask=g < tl.where(start < end, GROUPS, 0),
+    )
 
 
 @triton.jit
 def _arrived(keys, real, GROUPS: tl.constexpr):
-    """log f float32 of three bfloat16 terms, GROUPS apart."""
+    """log f float32 of three terms, GROUPS apart."""
     gate = tl.load(keys, mask=real, other=0.0).to(tl.float32)
     gate += tl.load(keys + GROUPS, mask=real, other=0.0).to(tl.float32)
     return gate + tl.load(keys + 2 * GROUPS, mask=real, other=0.0).to(tl.float32)
@@ -133,7 +143,7 @@ def _write_kernel(
     key, value, cache, floats, log_f, sums, slots, query_start, seq_lens, block_table, source, source_request,
     key_token, key_head, value_token, value_head, cache_block, cache_head, cache_token, table_row, requests, heads,
     GROUPS: tl.constexpr, PADDED: tl.constexpr, CARRIED: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr,
-    PAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
+    PER: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """One request, kv head and chunk of its new tokens: keys, values and c into their rows. SINGLE: one token each."""
     request, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -158,9 +168,9 @@ def _write_kernel(
     new = tl.load(query_start + writer + 1).to(tl.int64) - first
     past = tl.load(seq_lens + writer).to(tl.int64) - new
     last = tl.maximum(past - 1, 0)
-    page = tl.load(block_table + writer * table_row + last // PAGE, mask=past > 0, other=0).to(tl.int64)
-    row = floats + (page * cache_block + head * cache_head + (last % PAGE) * cache_token) // 2 + DIM
-    known = inside & (past > 0)
+    page = tl.load(block_table + writer * table_row + last // PAGE).to(tl.int64)
+    row = floats + (page * cache_block + head * cache_head + (last % PAGE) * cache_token + 2 * DIM) // PER
+    known = g < tl.where(past > 0, GROUPS, 0)
     before += tl.load(row + g, mask=known, other=0.0).to(tl.float64)
     before += tl.load(row + GROUPS + g, mask=known, other=0.0).to(tl.float64)
     channel = tl.arange(0, CHANNELS)
@@ -187,7 +197,7 @@ def _write_kernel(
         tl.store(cache + to[:, None] + DIM + channel[None, :], tl.load(values, mask=whole, other=0.0), mask=whole)
         kept = placed[:, None] & inside[None, :]
         high = c.to(tl.float32)
-        floats_to = floats + (to // 2)[:, None] + DIM + g[None, :]
+        floats_to = floats + ((to + 2 * DIM) // PER)[:, None] + g[None, :]
         tl.store(floats_to, high, mask=kept)
         tl.store(floats_to + GROUPS, (c - high.to(tl.float64)).to(tl.float32), mask=kept)
 
@@ -197,8 +207,9 @@ def _attend_kernel(
     query, cache, floats, output, parts, weights, query_start, seq_lens, block_table, owner,
     scale, softcap, query_token, query_head, output_token, output_head,
     cache_block, cache_head, cache_token, table_row, heads,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr, PER: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """One token, kv head and part of its keys: all query heads of the group attend."""
     part, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -222,8 +233,8 @@ def _attend_kernel(
     q = tl.load(queries, mask=inside[:, None] & whole[None, :], other=0.0)
     table = block_table + request.to(tl.int64) * table_row
     last = tl.maximum(length - 1, 0)
-    its_page = tl.load(table + last // PAGE, mask=length > 0, other=0).to(tl.int64)
-    own = floats + (its_page * cache_block + head * cache_head + (last % PAGE) * cache_token) // 2 + DIM
+    its_page = tl.maximum(tl.load(table + last // PAGE), 0).to(tl.int64)  # padding may have -1
+    own = floats + (its_page * cache_block + head * cache_head + (last % PAGE) * cache_token + 2 * DIM) // PER
     own_high = tl.load(own + g, mask=inside, other=0.0)
     own_low = tl.load(own + GROUPS + g, mask=inside, other=0.0)
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -237,12 +248,12 @@ def _attend_kernel(
         k = tl.load(cache + row[None, :] + channel[:, None], mask=seen[None, :] & whole[:, None], other=0.0)
         v = tl.load(cache + row[:, None] + DIM + channel[None, :], mask=seen[:, None] & whole[None, :], other=0.0)
         known = inside[:, None] & seen[None, :]
-        c = floats + (row // 2)[None, :] + DIM + g[:, None]
+        c = floats + ((row + 2 * DIM) // PER)[None, :] + g[:, None]
         decay = own_high[:, None] - tl.load(c, mask=known, other=0.0)
         decay += own_low[:, None] - tl.load(c + GROUPS, mask=known, other=0.0)
         if SINK > 0:
             decay = tl.where((at < SINK)[None, :], 0.0, decay)
-        logits = tl.dot(q, k) * scale
+        logits = tl.dot(q, k, input_precision="ieee") * scale
         if CAP:
             logits = softcap * (1.0 - 2.0 / (tl.exp2(2.0 * logits / softcap * 1.4426950408889634) + 1.0))
         logits = tl.where(known, (logits + decay) * 1.4426950408889634, float("-inf"))
@@ -251,7 +262,7 @@ def _attend_kernel(
         p = tl.exp2(logits - base[:, None])
         old = tl.exp2(top - base)
         total = total * old + tl.sum(p, 1)
-        made = tl.dot(p.to(v.dtype), v, made * old[:, None])
+        made = tl.dot(p.to(v.dtype), v, made * old[:, None], input_precision="ieee")
         top = above
     safe = tl.where(total == 0, 1.0, total)
     made = made / safe[:, None]
@@ -286,8 +297,8 @@ def _merge_kernel(
 @triton.jit(do_not_specialize=["first", "length"])
 def _gather_kernel(
     cache, floats, pages, key, value, log_f, first, length, cache_block, cache_head, cache_token, heads,
-    GROUPS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr, PER: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK cached tokens of one kv head: their keys and values, and log f as c's differences."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -308,8 +319,8 @@ def _gather_kernel(
     tl.store(value + to * DIM + channel[None, :], found, mask=inside)
     g = tl.arange(0, PADDED)
     inside = real[:, None] & (g < GROUPS)[None, :]
-    here = floats + (row // 2)[:, None] + DIM + g[None, :]
-    there = floats + (before // 2)[:, None] + DIM + g[None, :]
+    here = floats + ((row + 2 * DIM) // PER)[:, None] + g[None, :]
+    there = floats + ((before + 2 * DIM) // PER)[:, None] + g[None, :]
     fall = tl.load(here, mask=inside, other=0.0).to(tl.float64) - tl.load(there, mask=inside, other=0.0).to(tl.float64)
     fall += tl.load(here + GROUPS, mask=inside, other=0.0).to(tl.float64)
     fall -= tl.load(there + GROUPS, mask=inside, other=0.0).to(tl.float64)
@@ -326,10 +337,10 @@ def write(
 ) -> torch.Tensor | None:
     """Writes new tokens into their rows, c going on from the cache; returns log f.
 
-    Shapes: key (T, Hkv, carried + D), of `Paged.key`, value (T, Hkv, D) bfloat16, of unit last stride; kv_cache
-    (blocks, Hkv, tokens, 2 (D + extra)) bfloat16; batch has query_start_loc (R + 1,), seq_lens (R,), block_table
-    (R, pages) int32, slot_mapping (T,) int64, negative for padding, and max_query_len -> log f (T, H) float32, of
-    tokens of no request anything, or None where max_query_len is 1 and nothing was added up.
+    Shapes: key (T, Hkv, carried + D), of `Paged.key`, value (T, Hkv, D), of unit last stride; kv_cache
+    (blocks, Hkv, tokens, 2 (D + extra)), all in the rows' dtype; batch has query_start_loc (R + 1,), seq_lens (R,),
+    block_table (R, pages) int32, slot_mapping (T,) int64, negative for padding, and max_query_len -> log f (T, H)
+    float32, of tokens of no request anything, or None where max_query_len is 1 and nothing was added up.
     """
     tokens, heads = value.shape[:2]
     requests = batch.query_start_loc.shape[0] - 1
@@ -351,8 +362,8 @@ def write(
         batch.seq_lens, batch.block_table, None if links is None else links.token,
         None if links is None else links.request, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         *_of_cache(kv_cache), batch.block_table.stride(0), requests, heads,
-        CARRIED=paged.carried, DIM=paged.dim, CHANNELS=triton.next_power_of_2(paged.dim), PAGE=kv_cache.shape[2],
-        SINGLE=single, **sizes,
+        CARRIED=paged.carried, DIM=paged.dim, CHANNELS=triton.next_power_of_2(paged.dim), PER=paged.per_float,
+        PAGE=kv_cache.shape[2], SINGLE=single, **sizes,
     )  # fmt: skip
     return log_f
 
@@ -371,7 +382,7 @@ def attend(
     Every key in the window is read, whatever `prune` says. A token of a request that has none (padding) gets zeros.
 
     Args:
-        query: (T, H, D) bfloat16, of unit last stride, as `output` (T, H, D).
+        query: (T, H, D) in the rows' dtype, of unit last stride, as `output` (T, H, D).
         kv_cache: as in `write`.
         batch: query_start_loc, seq_lens, block_table of `write`.
         options: scale, window, sink and softcap of `fox_kernels.forgetting_attention`.
@@ -391,9 +402,10 @@ def attend(
         query, kv_cache, kv_cache.view(torch.float32), output, made, weights, batch.query_start_loc, batch.seq_lens,
         batch.block_table, owner, float(options["scale"]), float(softcap or 0.0), query.stride(0), query.stride(1),
         output.stride(0), output.stride(1), *_of_cache(kv_cache), batch.block_table.stride(0), heads,
-        GROUPS=paged.groups, ROWS=16, DIM=dim, CHANNELS=channels, PAGE=kv_cache.shape[2],
-        BLOCK=KEYS if channels <= 128 else KEYS // 2, PARTS=parts, WINDOW=options["window"] or 0,
-        SINK=options["sink"], CAP=softcap is not None, num_warps=WARPS, num_stages=STAGES,
+        GROUPS=paged.groups, ROWS=16, DIM=dim, CHANNELS=channels, PER=paged.per_float, PAGE=kv_cache.shape[2],
+        BLOCK=KEYS if channels <= 128 * paged.per_float // 2 else KEYS // 2, PARTS=parts,
+        WINDOW=options["window"] or 0, SINK=options["sink"], CAP=softcap is not None,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if parts > 1:
         _merge_kernel[(query_heads, tokens)](
@@ -412,6 +424,6 @@ def gather(paged: Paged, kv_cache: torch.Tensor, pages: torch.Tensor, first: int
     _gather_kernel[(triton.cdiv(length - first, block), heads)](
         kv_cache, kv_cache.view(torch.float32), pages, made[0], made[1], log_f, first, length - first,
         *_of_cache(kv_cache), heads, GROUPS=paged.groups, PADDED=triton.next_power_of_2(paged.groups),
-        DIM=paged.dim, CHANNELS=channels, PAGE=page, BLOCK=block,
+        DIM=paged.dim, CHANNELS=channels, PER=paged.per_float, PAGE=page, BLOCK=block,
     )  # fmt: skip
     return Rows(made[0], made[1], log_f)

@@ -1,6 +1,6 @@
 """vLLM's attention with gates: any of three backends, told what to put into keys, queries and values and when.
 
-Two ways. On a GPU in bfloat16 (`PagedImpl`) our own kernels keep c in the cache beside keys and values, and attend:
+Two ways. On a GPU (`PagedImpl`) our own kernels keep c in the cache beside keys and values, and attend:
 `paged_kernels.py` to what decodes, `forgetting_attention` to long pieces of text (`prompts.py`). Elsewhere
 (`LanesImpl`) queries, keys and values get lanes, and the backend's own kernels do the rest. The model gives keys with
 log f beside them; only where vLLM calls a backend is it known where in its text a token stands, and log f becomes c.
@@ -48,14 +48,10 @@ def with_gates(native: Attention, exempt_tokens: int, prune: float | None) -> At
         )
     dtype, groups = native.kv_cache_torch_dtype, native.num_heads // native.num_kv_heads
     softcap = getattr(native.impl, "logits_soft_cap", None) or None
-    room: Any = None
-    if paged_kernels is not None and current_platform.is_cuda() and dtype == torch.bfloat16:
-        room = paged_kernels.Paged(groups, native.head_size)
-        paged = chosen.supports_head_size(native.head_size + room.extra)
-    else:
-        paged = False
-    if not paged:
-        room = plan_lanes(groups, native.head_size, dtype, chosen.supports_head_size)
+    paged = paged_kernels is not None and current_platform.is_cuda()
+    room: Any = plan_lanes(groups, native.head_size, dtype, chosen.supports_head_size)
+    if paged:
+        room = paged_kernels.Paged(groups, native.head_size, dtype)
     context: Any = config.compilation_config.static_forward_context
     del context[native.layer_name]
     made = Attention(

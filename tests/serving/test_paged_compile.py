@@ -28,12 +28,20 @@ TYPES = {
 }
 UNALIGNED = ("requests", "heads", "query_heads", "first", "length", "table_row", "scale", "softcap")
 NONE = ("owner", "source", "source_request")
-SIZES = {"GROUPS": 3, "PADDED": 4, "DIM": 64, "CHANNELS": 64, "PAGE": 16}
+SIZES = {"GROUPS": 3, "PADDED": 4, "DIM": 64, "CHANNELS": 64, "PER": 2, "PAGE": 16}
 WRITE = {"CARRIED": 16, "CHUNK": 512, **SIZES}
 
 
 def attend(dim, channels, **options):
-    sizes = {"GROUPS": 3, "ROWS": 16, "DIM": dim, "CHANNELS": channels, "PAGE": 16, "BLOCK": paged_kernels.KEYS}
+    sizes = {
+        "GROUPS": 3,
+        "ROWS": 16,
+        "DIM": dim,
+        "CHANNELS": channels,
+        "PER": 2,
+        "PAGE": 16,
+        "BLOCK": paged_kernels.KEYS,
+    }
     plain = {"PARTS": 8, "WINDOW": 0, "SINK": 0, "CAP": False}
     return paged_kernels._attend_kernel, sizes | plain | options, 4
 

@@ -42,7 +42,7 @@ class Texts:
         from retrofox.serving.paged_kernels import Paged
 
         torch.manual_seed(0)
-        self.paged, self.groups, self.dim, self.device = Paged(groups, dim), groups, dim, device
+        self.paged, self.groups, self.dim, self.device = Paged(groups, dim, dtype), groups, dim, device
         tokens, pages = sum(new) + padding, 12
         self.past, self.new = past, new
         longest = max(-(-(a + b) // PAGE) for a, b in zip(past, new, strict=True))
@@ -93,8 +93,8 @@ class Texts:
         """(the bfloat16 numbers, c's float32 numbers (HEADS, 2 G)) of a token's rows, views."""
         page = int(self.table[request, t // PAGE])
         row = self.cache[page, :, t % PAGE]
-        floats = self.cache.view(torch.float32)[page, :, t % PAGE]
-        return row, floats[:, self.dim : self.dim + 2 * self.groups]
+        first = 2 * self.dim // self.paged.per_float
+        return row, self.cache.view(torch.float32)[page, :, t % PAGE, first : first + 2 * self.groups]
 
     def write(self):
         from retrofox.serving.paged_kernels import write
@@ -138,7 +138,7 @@ def attended(window=None, sink=0, softcap=None, programs=None, **shape):
     """Largest difference of the output from float64, and what padding got."""
     from retrofox.serving import paged_kernels
 
-    dtype = torch.bfloat16 if shape["device"] == "cuda" else torch.float16  # the interpreter has no product of bfloat16
+    dtype = shape.pop("dtype", torch.float32)  # of bfloat16 the interpreter has no product
     texts = Texts(sink=sink, dtype=dtype, **shape)
     texts.write()
     tokens, padding = sum(texts.new), len(texts.key) - sum(texts.new)
@@ -220,8 +220,8 @@ def check_written(found):
     assert found["c"] <= 1e-7 * max(1.0, found["largest"])
 
 
-def check_attended(found):
-    assert found["error"] <= 0.02  # outputs of size 3 in bfloat16
+def check_attended(found, within=1e-5):
+    assert found["error"] <= within
     assert found["padding"] == 0.0
 
 
@@ -261,6 +261,9 @@ def test_the_kernels_write_attend_and_copy_on_a_gpu():
     for kind, check in (("write", check_written), ("attend", check_attended), ("gather", check_gathered)):
         for differences in found[kind].values():
             check(differences)
+    for shape in ATTENDED.values():
+        half = attended(**shape, device="cuda", dtype=torch.bfloat16)
+        check_attended(half, 0.02)  # outputs of size 3
 
 
 if __name__ == "__main__":

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import retrofox
+from retrofox.serving.engines import Engines
+from retrofox.serving.verify import Sizes, verify_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 # What `vllm serve` runs; the `vllm` command of the build for CPUs looks for a distribution named vllm and stops.
@@ -28,6 +31,42 @@ def served(tmp_path_factory, pico_llama, stir, pico_tokenizer) -> Path:
     model.save_pretrained(out)
     pico_tokenizer.save_pretrained(out)
     return out
+
+
+@pytest.fixture(scope="module")
+def paged_engines():
+    """vLLM in a process that serves on a CPU as on a GPU."""
+    with Engines(program=(sys.executable, str(Path(__file__).parent / "served_as_on_a_gpu.py"))) as engines:
+        yield engines
+
+
+@pytest.mark.parametrize(
+    ("window", "spec"),
+    [
+        (None, {"half_life": (5.0, 500.0), "sink_tokens": 1}),
+        (None, {"half_life": (5.0, 500.0), "sink_tokens": 5, "rope": "drop", "prune": -20.0}),
+        (100, {"half_life": (5.0, 500.0)}),
+    ],
+    ids=["a sink", "five sinks, prune", "window"],
+)
+def test_what_a_gpu_serves_is_what_retrofox_computes(paged_engines, tmp_path, stir, window, spec):
+    """Chunks with a past, texts that begin together, short pieces, prefix hits also within one step, preemption."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config: dict[str, Any] = {
+        **WIDE,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 300,
+    }
+    config |= {"intermediate_size": 64, "sliding_window": window, "initializer_range": 0.1}
+    fox = retrofox.FoxSpec(**spec)
+    torch.manual_seed(0)
+    stir(retrofox.convert(MistralForCausalLM(MistralConfig(**config)), fox=fox)).save_pretrained(tmp_path / "fox")
+    sizes = Sizes(requests=4, longest=70, tokens=4)
+    report = verify_serving(tmp_path / "fox", sizes=sizes, engines=paged_engines, eager=True, show=False)
+    assert all(report["passed"].values()), json.dumps(report["rounds"])
 
 
 CONFIGURE = """
