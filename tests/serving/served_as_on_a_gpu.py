@@ -1,4 +1,4 @@
-"""vLLM engines as `retrofox.serving.vllm_run` makes them, on a CPU in the way of a GPU: kernels over pages, interpreted."""
+"""vLLM engines as `retrofox.serving.vllm_run` makes them, on a CPU in the way of a GPU: our kernels, interpreted."""
 
 import os
 import sys
