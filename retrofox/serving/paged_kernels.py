@@ -34,7 +34,7 @@ CHUNK = 512
 PROGRAMS = 1056
 """Programs that fill a GPU with attention: keys are split until there are as many, or `MOST_PARTS` parts."""
 MOST_PARTS = 64
-KEYS, WARPS, STAGES = 64, 4, 3
+KEYS, WARPS, STAGES = 64, 2, 3
 """Keys that a program of attention reads at once, half as many of heads of over 256 bytes; its warps and stages."""
 
 

@@ -64,7 +64,7 @@ def test_what_a_gpu_serves_is_what_retrofox_computes(paged_engines, tmp_path, st
     fox = retrofox.FoxSpec(**spec)
     torch.manual_seed(0)
     stir(retrofox.convert(MistralForCausalLM(MistralConfig(**config)), fox=fox)).save_pretrained(tmp_path / "fox")
-    sizes = Sizes(requests=4, longest=70, tokens=4)
+    sizes = Sizes(requests=4, longest=120, tokens=4)
     report = verify_serving(tmp_path / "fox", sizes=sizes, engines=paged_engines, eager=True, show=False)
     assert all(report["passed"].values()), json.dumps(report["rounds"])
 
