@@ -10,6 +10,7 @@ from figures import positions, read, table
 ARMS = {
     "base": "base",
     "control": "control",
+    "control-asked": "control, facts asked for",
     "control-8k": "control, 8k windows",
     "yarn": "YaRN x 4",
     "theta": "theta 500,000",
@@ -28,6 +29,7 @@ ARMS = {
     "streaming:4096,4": "base, StreamingLLM",
 }
 FACTS = {
+    "control": ("control", "control-asked"),
     "control, 8k windows": ("control-8k-told", "control-8k"),
     "YaRN x 4": ("yarn-told", "yarn"),
     "partial, no skips": ("partial-told", "partial-told-seed1", "partial-near"),

@@ -32,6 +32,9 @@ def serving() -> str:
     return f"{table(header, rows)}\n\nDifferences of log-probabilities in nats; float32 unless said. {where}."
 
 
+SHIPPED_TILE = "64 keys, 2 warps, 3 stages, 1056 programs"
+
+
 def vllm_throughput() -> str:
     """Tokens a second under vLLM beside the base, the slowest and fastest round, from vllm-throughput.json."""
     rows = []
@@ -39,7 +42,23 @@ def vllm_throughput() -> str:
         rounds = [[round_["tokens_per_second"] for round_ in row["rounds"][name]] for name in ("base", "retrofit")]
         ranges = [f"{min(speeds):,.0f} to {max(speeds):,.0f}" for speeds in rounds]
         rows.append([f"{row['length']:,}", *ranges, f"{row['ratio']:.2f}"])
-    return table(["prompt", "base, two rounds", "retrofit, two rounds", "ratio of the medians"], rows)
+    return table(["prompt", "base, slowest to fastest round", "retrofit", "ratio of the medians"], rows)
+
+
+def paged_attention() -> str:
+    """Microseconds of a decoding step's attention beside FlashAttention 3's, from paged-attention.json."""
+    rows = []
+    for row in read("paged-attention.json")["rows"]:
+        heads, kv_heads, dim = row["shape"].split(",")
+        times = row["microseconds"]
+        flash, ours = times["FlashAttention 3"], times["ours"]
+        if "tiles" in row:  # timed before its own tile was chosen among these
+            ours = row["tiles"][SHIPPED_TILE]
+        lanes = next(time for name, time in times.items() if name.endswith("lanes"))
+        shape = f"{heads} on {kv_heads} of {dim}"
+        rows.append([shape, f"{row['length']:,}", *(f"{x:.0f}" for x in (flash, lanes, ours)), f"{ours / flash:.2f}"])
+    header = ["heads", "tokens", "FlashAttention 3, no gates", "the same with lanes", "retrofox", "of no gates"]
+    return table(header, rows)
 
 
 def decoding() -> str:

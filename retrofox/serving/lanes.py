@@ -1,5 +1,7 @@
 """Extra lanes of keys, queries and values that carry the running sum of log f through an attention that knows no gates.
 
+vLLM on a CPU is served so; on a GPU `paged_kernels.py` attends.
+
 A paged attention computes softmax_j(scale * q_i . k_j) v_j. With c_t = sum_{l <= t} log f_l the logits of Forgetting
 Attention, scale * q_i . k_j + (c_i - c_j), are such a product too, of longer vectors. Each kv head serves G query
 heads; a number x is held by n lanes in the cache's dtype whose sum is x (`split`):

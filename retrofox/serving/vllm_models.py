@@ -1,7 +1,7 @@
 """vLLM model classes of converted models, made on first use: vLLM's own class of the base, its attention given gates.
 
 `Fox<Family>ForCausalLM` builds vLLM's model as for the base and then changes every attention: rotary pairs turn by the
-spec's fades, keys get lanes, and the added modules (gates, norms) are there for their weights.
+spec's fades, keys take log f along, and the added modules (gates, norms) are there for their weights.
 """
 
 from __future__ import annotations

@@ -57,14 +57,14 @@ def test_what_a_gpu_serves_is_what_retrofox_computes(paged_engines, tmp_path, st
         **WIDE,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "vocab_size": 300,
     }
     config |= {"intermediate_size": 64, "sliding_window": window, "initializer_range": 0.1}
     fox = retrofox.FoxSpec(**spec)
     torch.manual_seed(0)
     stir(retrofox.convert(MistralForCausalLM(MistralConfig(**config)), fox=fox)).save_pretrained(tmp_path / "fox")
-    sizes = Sizes(requests=4, longest=120, tokens=4)
+    sizes = Sizes(requests=4, longest=300, tokens=4)
     report = verify_serving(tmp_path / "fox", sizes=sizes, engines=paged_engines, eager=True, show=False)
     assert all(report["passed"].values()), json.dumps(report["rounds"])
 
