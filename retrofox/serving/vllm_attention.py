@@ -9,6 +9,7 @@ log f beside them; only where vLLM calls a backend is it known where in its text
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -48,9 +49,10 @@ def with_gates(native: Attention, exempt_tokens: int, prune: float | None) -> At
         )
     dtype, groups = native.kv_cache_torch_dtype, native.num_heads // native.num_kv_heads
     softcap = getattr(native.impl, "logits_soft_cap", None) or None
+    room: Any = plan_lanes(groups, native.head_size, dtype, chosen.supports_head_size)  # refuses other dtypes, too
     paged = paged_kernels is not None and current_platform.is_cuda()
-    room: Any = plan_lanes(groups, native.head_size, dtype, chosen.supports_head_size)
     if paged:
+        assert paged_kernels is not None
         room = paged_kernels.Paged(groups, native.head_size, dtype)
     context: Any = config.compilation_config.static_forward_context
     del context[native.layer_name]
@@ -160,7 +162,7 @@ class StepBuilder:
             lengths = common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
             kept, readings = prompts.plan(starts, lengths[: common.num_reqs].tolist(), least)
         tokens = starts[kept]
-        if self.paged and common.max_query_len > 1 and tokens > kept:
+        if self.paged and any(end - begin > 1 for begin, end in pairwise(starts[: kept + 1])):
             owner = prompts.owners(starts[: kept + 1]).to(self.device, non_blocking=True)
         fast = fast_build or self.paged or bool(readings)  # plans for the backend's kernels are not needed then
         made = super().build(common_prefix_len, common, fast)  # type: ignore[misc]

@@ -107,12 +107,22 @@ def serve() -> dict:
         owners = None if step.owner is None else step.owner.tolist()
         readings[name] = [step.tokens, owners, [[reading.past, len(reading.edges) - 1] for reading in step.readings]]
     assert done == list(TEXTS)
+    starts = torch.tensor([0, 3, 4, 4, 4, 4, 4]).int()  # requests without tokens behind them, as padding has it
+    step = build(
+        0,
+        SimpleNamespace(
+            num_reqs=6, query_start_loc=starts, query_start_loc_cpu=starts,
+            seq_lens=torch.tensor([3, 9, 0, 0, 0, 0]).int(), seq_lens_cpu_upper_bound=None, block_table_tensor=torch.zeros(6, 2).int(), slot_mapping=torch.arange(4),
+            max_query_len=3, is_prefilling=None,
+        ),
+    ).fox  # fmt: skip
+    padded = [step.tokens, step.owner.tolist()]
     errors = []
     for number, made in enumerate(outputs):
         q, k, v, log_f = (x[number].double()[None] for x in (queries, keys, values, gates))
         exact = reference.forgetting_attention(q, k, v, log_f.flatten(2), scale=SCALE, sink=1)[0]
         errors.append(float((torch.cat(made) - exact).abs().max()))
-    return {"readings": readings, "errors": errors}
+    return {"readings": readings, "errors": errors, "padded": padded}
 
 
 def test_steps_of_all_kinds_give_forgetting_attention():
@@ -127,6 +137,7 @@ def test_steps_of_all_kinds_give_forgetting_attention():
         "all decode": [4, None, []],
         "chunks and a short piece": [4, [0, 0, 0, 0], [[41, 1], [32, 1], [5, 1]]],
     }
+    assert found["padded"] == [4, [0, 0, 0, 1]]
     assert max(found["errors"]) < 2**-6  # outputs up to 3 in float16
 
 
