@@ -111,9 +111,9 @@ def serve() -> dict:
     step = build(
         0,
         SimpleNamespace(
-            num_reqs=6, query_start_loc=starts, query_start_loc_cpu=starts,
-            seq_lens=torch.tensor([3, 9, 0, 0, 0, 0]).int(), seq_lens_cpu_upper_bound=None, block_table_tensor=torch.zeros(6, 2).int(), slot_mapping=torch.arange(4),
-            max_query_len=3, is_prefilling=None,
+            num_reqs=6, query_start_loc=starts, query_start_loc_cpu=starts, max_query_len=3, is_prefilling=None,
+            seq_lens=torch.tensor([3, 9, 0, 0, 0, 0]).int(), seq_lens_cpu_upper_bound=None,
+            block_table_tensor=torch.zeros(6, 2).int(), slot_mapping=torch.arange(4),
         ),
     ).fox  # fmt: skip
     padded = [step.tokens, step.owner.tolist()]
