@@ -1,15 +1,18 @@
-"""Where a model's time goes under vLLM: seconds of a round without and with decoding, and the GPU's time by kernel.
+"""Where a model's time goes under vLLM: seconds of a round without and with decoding, by kernel and by function.
 
     python benchmarks/vllm_profile.py MODEL [--lengths 2048,32768] [--requests 64] [--out profile.json]
 
 Runs base or converted models, in this process. Log-probabilities are not asked for, so rounds are shorter than those of
-`vllm_throughput.py`. Prints the kernels that take longest, writes all as JSON.
+`vllm_throughput.py`. Prints the kernels that take longest, writes them all as JSON, and the host's functions that take
+longest while prompts are read.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import os
+import pstats
 import random
 import time
 from pathlib import Path
@@ -30,6 +33,7 @@ from retrofox.support.files import write_json
 DECODED = 128
 PROFILED = 33
 SHOWN = 20
+HOST_FUNCTIONS = 60
 
 
 def kernels(found: Any) -> list[dict[str, Any]]:
@@ -40,6 +44,16 @@ def kernels(found: Any) -> list[dict[str, Any]]:
         if event.self_device_time_total and str(event.device_type).endswith("CUDA")
     ]
     return sorted(rows, key=lambda row: -row["microseconds"])
+
+
+def functions(watched: cProfile.Profile) -> list[dict[str, Any]]:
+    """Python functions by the time they themselves took, longest first; this slows the host down."""
+    found: dict[tuple[str, int, str], Any] = pstats.Stats(watched).stats  # type: ignore[attr-defined]
+    rows = [
+        {"function": f"{Path(file).name}:{line} {name}", "seconds": own, "with_callees": whole, "calls": calls}
+        for (file, line, name), (_, calls, own, whole, _) in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["seconds"])[:HOST_FUNCTIONS]
 
 
 def main() -> None:
@@ -81,6 +95,9 @@ def main() -> None:
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             row["profiled_seconds"] = seconds(length, PROFILED)
         row["kernels"] = kernels(found)
+        watched = cProfile.Profile()
+        row["watched_seconds"] = watched.runcall(seconds, length, 1)
+        row["functions"] = functions(watched)
         row["gpu_seconds"] = sum(kernel["microseconds"] for kernel in row["kernels"]) / 1e6
         rows.append(row)
         table = Table("kernel", "microseconds", "calls", title=f"{length} tokens: {row['seconds']} s")
