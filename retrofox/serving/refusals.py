@@ -52,7 +52,7 @@ def refusal(base_type: str, spec: FoxSpec, heads: int, kv_heads: int, settings: 
     dtype = settings.dtype.removeprefix("torch.")
     if settings.cache_dtype not in ("auto", dtype):
         return (
-            f"a {settings.cache_dtype} cache would round the gates' lanes away: leave --kv-cache-dtype at auto "
+            f"a {settings.cache_dtype} cache would round the gates' sums away: leave --kv-cache-dtype at auto "
             f"(the model's {dtype})"
         )
     ranks = settings.tensor_parallel

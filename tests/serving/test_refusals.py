@@ -7,7 +7,7 @@ from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.serving.refusals import SERVED, Settings, refusal
 
 CASES = {
-    "fp8 cache": ({"cache_dtype": "fp8"}, "a fp8 cache would round the gates' lanes away"),
+    "fp8 cache": ({"cache_dtype": "fp8"}, "a fp8 cache would round the gates' sums away"),
     "fp8 cache of another kind": ({"cache_dtype": "fp8_e5m2"}, "leave --kv-cache-dtype at auto"),
     "a cache of another dtype": ({"dtype": "float32", "cache_dtype": "bfloat16"}, "a bfloat16 cache would round"),
     "float16": ({"dtype": "float16"}, "add --dtype bfloat16"),

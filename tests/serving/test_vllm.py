@@ -81,7 +81,7 @@ for name, (model, options) in json.load(sys.stdin).items():
     print("SAID", json.dumps([name, said]), flush=True)
 """
 REFUSED = {
-    "fp8 cache": ({"kv_cache_dtype": "fp8"}, "a fp8 cache would round the gates' lanes away"),
+    "fp8 cache": ({"kv_cache_dtype": "fp8"}, "a fp8 cache would round the gates' sums away"),
     "float16": ({"dtype": "float16"}, "add --dtype bfloat16"),
     "adapters": ({"enable_lora": True}, "`retrofox merge` them first"),
     "ranks": ({"tensor_parallel_size": 3}, "heads"),  # vLLM's own line comes first
