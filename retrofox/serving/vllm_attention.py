@@ -80,7 +80,7 @@ def with_gates(native: Attention, exempt_tokens: int, prune: float | None) -> At
 
 
 def attend(attention: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What `attention(query, key, value)` does, without a say in their shapes: (T, H, D) like `query`."""
+    """`attention(query, key, value)` for tensors of other shapes than its own heads': (T, H, D) like `query`."""
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     torch.ops.vllm.unified_attention_with_output(query, key, value, output, _encode_layer_name(attention.layer_name))
     return output
