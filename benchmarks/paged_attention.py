@@ -56,8 +56,8 @@ def microseconds(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def step_of(requests: int, length: int, heads: int, kv_heads: int, dim: int) -> tuple[dict[str, Any], Any]:
-    """Ways to attend, by name, and what ours needs to write a token."""
+def step_of(requests: int, length: int, heads: int, kv_heads: int, dim: int) -> dict[str, Callable[[], Any]]:
+    """What is timed, by name: ways to attend, and ours to write a token."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     torch.manual_seed(0)
@@ -102,7 +102,7 @@ def step_of(requests: int, length: int, heads: int, kv_heads: int, dim: int) -> 
         f"the same, {lanes} lanes": flash(dim + lanes),
         "ours": lambda: paged_kernels.attend(room, query, own, batch, output, options),
         "ours, writing": lambda: paged_kernels.write(room, key, value, own, batch, None),
-    }, room
+    }
 
 
 def tuned(ours: Callable[[], Any]) -> dict[str, float]:
@@ -133,7 +133,7 @@ def main() -> None:
     table = Table("heads", "tokens", "way", "microseconds", "of FlashAttention 3's")
     for shape in options.shapes.split(";"):
         for length in map(int, options.lengths.split(",")):
-            ways, _ = step_of(options.requests, length, *map(int, shape.split(",")))
+            ways = step_of(options.requests, length, *map(int, shape.split(",")))
             found = microseconds({name: captured(way) for name, way in ways.items()})
             row: dict[str, Any] = {"shape": shape, "length": length, "microseconds": found}
             for name, took in found.items():
