@@ -90,9 +90,8 @@ def step_of(requests: int, length: int, heads: int, kv_heads: int, dim: int) -> 
 
     own = cache(dim + room.extra)
     own.view(torch.float32)[..., dim : dim + 2 * room.groups] = 0.0
-    key = torch.randn(requests, kv_heads, room.carried + dim, device="cuda", dtype=torch.bfloat16)
-    key[..., : room.carried] = 0
-    value = torch.randn(requests, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+    key, value = (torch.randn(requests, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    log_f = torch.zeros(requests, heads, device="cuda")
     query = torch.randn(requests, heads, dim, device="cuda", dtype=torch.bfloat16)
     output = torch.empty_like(query)
     options = {"scale": dim**-0.5, "window": None, "sink": 1, "softcap": None}
@@ -101,7 +100,7 @@ def step_of(requests: int, length: int, heads: int, kv_heads: int, dim: int) -> 
         "FlashAttention 3": flash(dim),
         f"the same, {lanes} lanes": flash(dim + lanes),
         "ours": lambda: paged_kernels.attend(room, query, own, batch, output, options),
-        "ours, writing": lambda: paged_kernels.write(room, key, value, own, batch, None),
+        "ours, writing": lambda: paged_kernels.write(room, key, value, log_f, own, batch, None),
     }
 
 

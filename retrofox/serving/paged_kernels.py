@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from fox_kernels.layer.gate import gate_operator
+from fox_kernels.decoding.lean import gate_rows
+from fox_kernels.host.launch import cdiv, launch, power_of_2
+from fox_kernels.layer.gate import gate_and_logit
 
-from retrofox.serving.lanes import split
 from retrofox.serving.prompts import Links, Rows
 
-TERMS = 3
-"""Numbers whose sum is a float32 log f, exactly, in bfloat16 too: so it travels in front of its token's key."""
+FEW = 128
+"""Rows up to which a gate takes a program for each row and head."""
 TOKENS = 128
 """Tokens that a program adds up at once."""
 CHUNK = 512
@@ -62,45 +63,30 @@ class Paged:
         """Channels that a head is longer by: half of what c takes, in steps of 8 as kernels want them."""
         return -(-self.groups * self.per_float // 8) * 8
 
-    @property
-    def carried(self) -> int:
-        """Channels of log f in front of a key on its way to `write`, in steps of 16: the key's own stay aligned."""
-        return -(-TERMS * self.groups // 16) * 16
-
-    def key(self, key: torch.Tensor, log_f: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
-        """Keys with log f in front of them, as `write` takes them.
-
-        Shapes: key (T, Hkv, D); log_f (T, Hkv, G) float32; decays (T,) bool, False for sinks ->
-        (T, Hkv, carried + D) in the key's dtype.
-        """
-        log_f = torch.where(decays[:, None, None], log_f, 0.0)
-        terms = torch.cat(split(log_f, TERMS, key.dtype), -1).to(key.dtype)
-        return torch.cat([torch.nn.functional.pad(terms, (0, self.carried - terms.shape[-1])), key], -1)
-
 
 def log_f_of(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """log sigmoid(W x + b) (T, H) float32 of hidden states (T, K), as `retrofox.model.gates.ForgetGate` in a kernel."""
-    return gate_operator(hidden_states, weight, bias)[0]
+    if 0 < hidden_states.shape[0] <= FEW:
+        return gate_rows(hidden_states.contiguous(), weight, bias)
+    return gate_and_logit(hidden_states, weight, bias)[0]
 
 
 @triton.jit(do_not_specialize=["requests"])
-def _log_f_kernel(
-    key, log_f, sums, query_start, key_token, key_head, requests, heads,
+def _sums_kernel(
+    log_f, sums, query_start, log_f_token, requests, heads,
     GROUPS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One request, kv head and chunk: log f from before its keys into log_f, their sum into sums."""
+    """One request, kv head and chunk: the sum of its log f."""
     request, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start + request).to(tl.int64) + chunk * CHUNK
     end = tl.minimum(tl.load(query_start + request + 1).to(tl.int64), start + CHUNK)
     g = tl.arange(0, PADDED)
-    inside = g < GROUPS
     total = tl.zeros((PADDED,), tl.float64)
     for first in range(start, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
-        real = (token < end)[:, None] & inside[None, :]
-        gate = _arrived(key + token[:, None] * key_token + head * key_head + g[None, :], real, GROUPS)
-        tl.store(log_f + (token[:, None] * heads + head) * GROUPS + g[None, :], gate, mask=real)
-        total += tl.sum(gate.to(tl.float64), 0)
+        where = log_f + token[:, None] * log_f_token + head * GROUPS + g[None, :]
+        found = tl.load(where, mask=(token < end)[:, None] & (g < GROUPS)[None, :], other=0.0)
+        total += tl.sum(found.to(tl.float64), 0)
     tl.store(
         sums + ((chunk * requests + request) * heads + head) * GROUPS + g,
         total,
@@ -109,16 +95,8 @@ def _log_f_kernel(
 
 
 @triton.jit
-def _arrived(keys, real, GROUPS: tl.constexpr):
-    """log f float32 of three terms, GROUPS apart."""
-    gate = tl.load(keys, mask=real, other=0.0).to(tl.float32)
-    gate += tl.load(keys + GROUPS, mask=real, other=0.0).to(tl.float32)
-    return gate + tl.load(keys + 2 * GROUPS, mask=real, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _sum_of(
-    log_f, sums, request, first, stop, requests, head, heads,
+    log_f, sums, request, first, stop, log_f_token, requests, head, heads,
     GROUPS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum (PADDED,) float64 of log f of a request's tokens from its first new one up to `stop`."""
@@ -132,7 +110,7 @@ def _sum_of(
         total += tl.sum(tl.load(where, mask=(chunk < whole)[:, None] & inside[None, :], other=0.0), 0)
     for start in range(first + whole * CHUNK, stop, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        where = log_f + (token[:, None] * heads + head) * GROUPS + g[None, :]
+        where = log_f + token[:, None] * log_f_token + head * GROUPS + g[None, :]
         found = tl.load(where, mask=(token < stop)[:, None] & inside[None, :], other=0.0)
         total += tl.sum(found.to(tl.float64), 0)
     return total
@@ -140,10 +118,11 @@ def _sum_of(
 
 @triton.jit(do_not_specialize=["requests"])
 def _write_kernel(
-    key, value, cache, floats, log_f, sums, slots, query_start, seq_lens, block_table, source, source_request,
-    key_token, key_head, value_token, value_head, cache_block, cache_head, cache_token, table_row, requests, heads,
-    GROUPS: tl.constexpr, PADDED: tl.constexpr, CARRIED: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr,
-    PER: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SINGLE: tl.constexpr,
+    key, value, log_f, cache, floats, sums, slots, query_start, seq_lens, block_table, source, source_request,
+    key_token, key_head, value_token, value_head, log_f_token, cache_block, cache_head, cache_token, table_row,
+    requests, heads,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, PER: tl.constexpr, PAGE: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """One request, kv head and chunk of its new tokens: keys, values and c into their rows. SINGLE: one token each."""
     request, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -157,13 +136,17 @@ def _write_kernel(
     before = tl.zeros((PADDED,), tl.float64)
     writer, first = request.to(tl.int64), begin  # of the request whose cached token c goes on from
     if not SINGLE:
-        before += _sum_of(log_f, sums, writer, begin, start, requests, head, heads, GROUPS, PADDED, CHUNK, BLOCK)
+        before += _sum_of(
+            log_f, sums, writer, begin, start, log_f_token, requests, head, heads, GROUPS, PADDED, CHUNK, BLOCK
+        )
     if source is not None:
         at = tl.load(source + writer).to(tl.int64)
         while at >= 0:  # written in this step, by another request
             writer = tl.load(source_request + writer).to(tl.int64)
             first = tl.load(query_start + writer).to(tl.int64)
-            before += _sum_of(log_f, sums, writer, first, at + 1, requests, head, heads, GROUPS, PADDED, CHUNK, BLOCK)
+            before += _sum_of(
+                log_f, sums, writer, first, at + 1, log_f_token, requests, head, heads, GROUPS, PADDED, CHUNK, BLOCK
+            )
             at = tl.load(source + writer).to(tl.int64)
     new = tl.load(query_start + writer + 1).to(tl.int64) - first
     past = tl.load(seq_lens + writer).to(tl.int64) - new
@@ -178,20 +161,18 @@ def _write_kernel(
         token = some + tl.arange(0, BLOCK)
         alive = token < end
         real = alive[:, None] & inside[None, :]
+        gate = tl.load(log_f + token[:, None] * log_f_token + head * GROUPS + g[None, :], mask=real, other=0.0)
+        gate = gate.to(tl.float64)
         if SINGLE:
-            arrived = key + token[:, None] * key_token + head * key_head + g[None, :]
-            gate = _arrived(arrived, real, GROUPS).to(tl.float64)
             c = before[None, :] + gate
         else:
-            gate = tl.load(log_f + (token[:, None] * heads + head) * GROUPS + g[None, :], mask=real, other=0.0)
-            gate = gate.to(tl.float64)
             c = before[None, :] + tl.cumsum(gate, 0)
             before += tl.sum(gate, 0)
         slot = tl.load(slots + token, mask=alive, other=-1).to(tl.int64)
         to = slot // PAGE * cache_block + head * cache_head + slot % PAGE * cache_token
         placed = alive & (slot >= 0)
         whole = placed[:, None] & (channel < DIM)[None, :]
-        keys = key + token[:, None] * key_token + head * key_head + CARRIED + channel[None, :]
+        keys = key + token[:, None] * key_token + head * key_head + channel[None, :]
         tl.store(cache + to[:, None] + channel[None, :], tl.load(keys, mask=whole, other=0.0), mask=whole)
         values = value + token[:, None] * value_token + head * value_head + channel[None, :]
         tl.store(cache + to[:, None] + DIM + channel[None, :], tl.load(values, mask=whole, other=0.0), mask=whole)
@@ -333,39 +314,39 @@ def _of_cache(kv_cache: torch.Tensor) -> tuple[int, int, int]:
 
 
 def write(
-    paged: Paged, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, batch: Any, links: Links | None
-) -> torch.Tensor | None:
-    """Writes new tokens into their rows, c going on from the cache; returns log f.
+    paged: Paged,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_f: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: Any,
+    links: Links | None,
+) -> None:
+    """Writes new tokens into their rows, c going on from the cache.
 
-    Shapes: key (T, Hkv, carried + D), of `Paged.key`, value (T, Hkv, D), of unit last stride; kv_cache
-    (blocks, Hkv, tokens, 2 (D + extra)), all in the rows' dtype; batch has query_start_loc (R + 1,), seq_lens (R,),
-    block_table (R, pages) int32, slot_mapping (T,) int64, negative for padding, and max_query_len -> log f (T, H)
-    float32, of tokens of no request anything, or None where max_query_len is 1 and nothing was added up.
+    Shapes: key, value (T, Hkv, D) in the rows' dtype, log_f (T, H) float32, each of unit last stride; kv_cache
+    (blocks, Hkv, tokens, 2 (D + extra)); batch has query_start_loc (R + 1,), seq_lens (R,), block_table (R, pages)
+    int32, slot_mapping (T,) int64, negative for padding, and max_query_len.
     """
-    tokens, heads = value.shape[:2]
-    requests = batch.query_start_loc.shape[0] - 1
+    heads, requests = value.shape[1], batch.query_start_loc.shape[0] - 1
     single = batch.max_query_len == 1 and links is None
-    chunks = triton.cdiv(batch.max_query_len, CHUNK)
-    sizes: dict[str, Any] = {
-        "GROUPS": paged.groups, "PADDED": triton.next_power_of_2(paged.groups), "CHUNK": CHUNK,
-        "BLOCK": 1 if single else TOKENS, "num_warps": 1 if single else 4,
-    }  # fmt: skip
-    log_f = sums = None
+    chunks = cdiv(batch.max_query_len, CHUNK)
+    grid = (requests, heads, chunks)
+    warps = 1 if single else 4
+    sizes = (paged.groups, power_of_2(paged.groups), CHUNK, 1 if single else TOKENS)
+    sums = None
     if not single:
-        log_f = torch.empty(tokens, heads * paged.groups, dtype=torch.float32, device=key.device)
         sums = torch.empty(chunks, requests, heads, paged.groups, dtype=torch.float64, device=key.device)
-        _log_f_kernel[(requests, heads, chunks)](
-            key, log_f, sums, batch.query_start_loc, key.stride(0), key.stride(1), requests, heads, **sizes
-        )
-    _write_kernel[(requests, heads, chunks)](
-        key, value, kv_cache, kv_cache.view(torch.float32), log_f, sums, batch.slot_mapping, batch.query_start_loc,
-        batch.seq_lens, batch.block_table, None if links is None else links.token,
-        None if links is None else links.request, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        *_of_cache(kv_cache), batch.block_table.stride(0), requests, heads,
-        CARRIED=paged.carried, DIM=paged.dim, CHANNELS=triton.next_power_of_2(paged.dim), PER=paged.per_float,
-        PAGE=kv_cache.shape[2], SINGLE=single, **sizes,
+        summed = (log_f, sums, batch.query_start_loc, log_f.stride(0), requests, heads)
+        launch(_sums_kernel, grid, summed, sizes, warps=warps)
+    source, source_request = (None, None) if links is None else links
+    arguments = (
+        key, value, log_f, kv_cache, kv_cache.view(torch.float32), sums, batch.slot_mapping, batch.query_start_loc,
+        batch.seq_lens, batch.block_table, source, source_request, key.stride(0), key.stride(1), value.stride(0),
+        value.stride(1), log_f.stride(0), *_of_cache(kv_cache), batch.block_table.stride(0), requests, heads,
     )  # fmt: skip
-    return log_f
+    row = (paged.dim, power_of_2(paged.dim), paged.per_float, kv_cache.shape[2], single)
+    launch(_write_kernel, grid, arguments, sizes + row, warps=warps)
 
 
 def attend(
@@ -390,28 +371,25 @@ def attend(
     """
     tokens, query_heads, dim = query.shape
     heads = query_heads // paged.groups
-    wanted = triton.cdiv(PROGRAMS, max(tokens * heads, 1))
-    parts = min(triton.next_power_of_2(wanted), MOST_PARTS)
-    channels = triton.next_power_of_2(dim)
+    parts = min(power_of_2(cdiv(PROGRAMS, max(tokens * heads, 1))), MOST_PARTS)
+    channels = power_of_2(dim)
     made = weights = output
     if parts > 1:
         made = torch.empty(tokens, query_heads, parts, channels, dtype=torch.float32, device=query.device)
         weights = torch.empty(tokens, query_heads, parts, dtype=torch.float32, device=query.device)
     softcap = options["softcap"]
-    _attend_kernel[(parts, heads, tokens)](
+    arguments = (
         query, kv_cache, kv_cache.view(torch.float32), output, made, weights, batch.query_start_loc, batch.seq_lens,
         batch.block_table, owner, float(options["scale"]), float(softcap or 0.0), query.stride(0), query.stride(1),
         output.stride(0), output.stride(1), *_of_cache(kv_cache), batch.block_table.stride(0), heads,
-        GROUPS=paged.groups, ROWS=16, DIM=dim, CHANNELS=channels, PER=paged.per_float, PAGE=kv_cache.shape[2],
-        BLOCK=KEYS if channels <= 128 * paged.per_float // 2 else KEYS // 2, PARTS=parts,
-        WINDOW=options["window"] or 0, SINK=options["sink"], CAP=softcap is not None,
-        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
+    keys = KEYS if channels <= 128 * paged.per_float // 2 else KEYS // 2
+    row = (paged.groups, 16, dim, channels, paged.per_float, kv_cache.shape[2])
+    constants = (*row, keys, parts, options["window"] or 0, options["sink"], softcap is not None)
+    launch(_attend_kernel, (parts, heads, tokens), arguments, constants, warps=WARPS, stages=STAGES)
     if parts > 1:
-        _merge_kernel[(query_heads, tokens)](
-            made, weights, output, output.stride(0), output.stride(1), query_heads,
-            DIM=dim, CHANNELS=channels, PARTS=parts, num_warps=1 if parts <= 16 else 4,
-        )  # fmt: skip
+        arguments = (made, weights, output, output.stride(0), output.stride(1), query_heads)
+        launch(_merge_kernel, (query_heads, tokens), arguments, (dim, channels, parts), warps=1 if parts <= 16 else 4)
 
 
 def gather(paged: Paged, kv_cache: torch.Tensor, pages: torch.Tensor, first: int, length: int) -> Rows:
@@ -419,11 +397,12 @@ def gather(paged: Paged, kv_cache: torch.Tensor, pages: torch.Tensor, first: int
     _, heads, page, _ = kv_cache.shape
     made = kv_cache.new_empty(2, length - first, heads, paged.dim)
     log_f = torch.empty(length - first, heads * paged.groups, dtype=torch.float32, device=kv_cache.device)
-    channels = triton.next_power_of_2(paged.dim)
+    channels = power_of_2(paged.dim)
     block = 4096 // channels
-    _gather_kernel[(triton.cdiv(length - first, block), heads)](
+    arguments = (
         kv_cache, kv_cache.view(torch.float32), pages, made[0], made[1], log_f, first, length - first,
-        *_of_cache(kv_cache), heads, GROUPS=paged.groups, PADDED=triton.next_power_of_2(paged.groups),
-        DIM=paged.dim, CHANNELS=channels, PER=paged.per_float, PAGE=page, BLOCK=block,
+        *_of_cache(kv_cache), heads,
     )  # fmt: skip
+    row = (paged.groups, power_of_2(paged.groups), paged.dim, channels, paged.per_float, page, block)
+    launch(_gather_kernel, (cdiv(length - first, block), heads), arguments, row)
     return Rows(made[0], made[1], log_f)

@@ -1,9 +1,10 @@
 """vLLM's attention with gates: any of three backends, told what to put into keys, queries and values and when.
 
 Two ways. On a GPU (`PagedImpl`) our own kernels keep c in the cache beside keys and values, and attend:
-`paged_kernels.py` to what decodes, `forgetting_attention` to long pieces of text (`prompts.py`). Elsewhere
-(`LanesImpl`) queries, keys and values get lanes, and the backend's own kernels do the rest. The model gives keys with
-log f beside them; only where vLLM calls a backend is it known where in its text a token stands, and log f becomes c.
+`paged_kernels.py` to what decodes, `forgetting_attention` to long pieces of text (`prompts.py`); log f comes beside the
+keys, as a tensor of its own. Elsewhere (`LanesImpl`) queries, keys and values get lanes, those of keys with log f in
+them, and the backend's own kernels do the rest. Only where vLLM calls a backend is it known where in its text a token
+stands, and log f becomes c.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import _encode_layer_name
+from vllm.utils.torch_utils import _encode_layer_name, direct_register_custom_op
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from retrofox.serving import prompts
@@ -79,11 +80,35 @@ def with_gates(native: Attention, exempt_tokens: int, prune: float | None) -> At
     return made
 
 
-def attend(attention: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`attention(query, key, value)` for tensors of other shapes than its own heads': (T, H, D) like `query`."""
+def attend(
+    attention: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_f: torch.Tensor
+) -> torch.Tensor:
+    """Forgetting Attention (T, H, D) of an attention that `with_gates` made for a GPU.
+
+    Shapes: query (T, H, D), key, value (T, Hkv, D), of other widths than the attention's own heads; log_f (T, H)
+    float32. It travels as vLLM's `output_scale`, a float32 tensor for backends that quantize their outputs.
+    """
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    torch.ops.vllm.unified_attention_with_output(query, key, value, output, _encode_layer_name(attention.layer_name))
+    name = _encode_layer_name(attention.layer_name)
+    torch.ops.vllm.unified_attention_with_output(query, key, value, output, name, log_f)
     return output
+
+
+def log_f_of(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """`paged_kernels.log_f_of`, opaque to torch.compile; by vLLM's registration, which costs a call little."""
+    return torch.ops.retrofox.log_f_of(hidden_states, weight, bias)
+
+
+def _log_f_of(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return paged_kernels.log_f_of(hidden_states, weight, bias)
+
+
+def _log_f_like(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return hidden_states.new_empty(hidden_states.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+_operators = torch.library.Library("retrofox", "FRAGMENT")
+direct_register_custom_op("log_f_of", _log_f_of, fake_impl=_log_f_like, target_lib=_operators)
 
 
 @functools.cache
@@ -205,15 +230,20 @@ class PagedImpl:
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Writes keys (T, Hkv, carried + D), of `Paged.key`, values and c, then attends; query, output (T, H, D)."""
-        batch, room = attn_metadata, self.room
+        """Writes keys, values (T, Hkv, D) and c, then attends; query, output (T, H, D).
+
+        output_scale: log f (T, H) float32, see `attend`.
+        """
+        batch, room, log_f = attn_metadata, self.room, output_scale
         if batch is None:
             return output.zero_()
         links, readings, tokens, owner = batch.fox
-        log_f = paged_kernels.write(room, key, value, kv_cache, batch, links)
+        assert log_f is not None
+        paged_kernels.write(room, key, value, log_f, kv_cache, batch, links)
         if tokens:
             paged_kernels.attend(room, query[:tokens], kv_cache, batch, output[:tokens], self.options, owner)
         for reading in readings:
@@ -222,10 +252,15 @@ class PagedImpl:
                 first = prompts.first_seen(reading.past, self.options["window"])
                 length = reading.past + new.stop - new.start
                 rows = paged_kernels.gather(room, kv_cache, batch.block_table[reading.request], first, length)
-            else:  # the operator repeats calls cheaply where addresses are multiples of 16 bytes
-                rows = prompts.Rows(key[new, :, room.carried :], value[new], log_f[new].clone())
+            else:
+                rows = prompts.Rows(key[new], value[new], _aligned(log_f[new]))
             output[new] = prompts.read(query[new], rows, reading.cu_seqlens, self.options)
         return output
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x at an address of a multiple of 16 bytes: the operator repeats such calls cheaply."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 class LanesImpl:

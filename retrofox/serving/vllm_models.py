@@ -28,7 +28,7 @@ from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.serving.lanes import Lanes
 from retrofox.serving.plugin import check
 from retrofox.serving.refusals import NATIVE, THROUGH_TRANSFORMERS
-from retrofox.serving.vllm_attention import attend, paged_kernels, with_gates
+from retrofox.serving.vllm_attention import attend, log_f_of, with_gates
 from retrofox.serving.vllm_rotary import Unturned, faded
 
 
@@ -141,15 +141,15 @@ class Attend:
         if fox.room is None:
             output = attention(query.flatten(1), key.flatten(1), value.flatten(1)).view(-1, heads, dim)
         else:
-            log_f, decays = self._log_f().unflatten(-1, (kv_heads, -1)), self.positions >= fox.exempt_tokens
+            log_f = self._log_f()
             if isinstance(fox.room, Lanes):
-                width = fox.room.width
-                key = torch.cat([fox.room.incoming(log_f, decays, key.dtype), key], -1)
+                width, decays = fox.room.width, self.positions >= fox.exempt_tokens
+                key = torch.cat([fox.room.incoming(log_f.unflatten(-1, (kv_heads, -1)), decays, key.dtype), key], -1)
                 query, value = (F.pad(x, (width, 0)) for x in (query, value))
                 output = attention(query.flatten(1), key.flatten(1), value.flatten(1))
                 output = output.view(-1, heads, width + dim)[..., width:]
             else:
-                output = attend(attention, query, fox.room.key(key, log_f, decays), value)
+                output = attend(attention, query, key, value, log_f)
         if module.output_norm is not None:
             output = _head_norm(output.flatten(1), module.output_norm).view(output.shape)
         if module.output_gate is not None:
@@ -165,7 +165,7 @@ class Attend:
         if not hasattr(gate, "weight"):
             return F.logsigmoid(gate.bias).expand(self.hidden_states.shape[0], -1)
         if not isinstance(self.module.fox.room, Lanes):  # one kernel in place of three
-            return paged_kernels.log_f_of(self.hidden_states, gate.weight, gate.bias)
+            return log_f_of(self.hidden_states, gate.weight, gate.bias)
         return F.logsigmoid(F.linear(self.hidden_states.float(), gate.weight, gate.bias))
 
 

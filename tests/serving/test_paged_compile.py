@@ -26,10 +26,10 @@ TYPES = {
     **dict.fromkeys(("scale", "softcap"), "fp32"),
     "sums": "*fp64",
 }
-UNALIGNED = ("requests", "heads", "query_heads", "first", "length", "table_row", "scale", "softcap")
+UNALIGNED = ("requests", "heads", "query_heads", "first", "length", "table_row", "log_f_token", "scale", "softcap")
 NONE = ("owner", "source", "source_request")
 SIZES = {"GROUPS": 3, "PADDED": 4, "DIM": 64, "CHANNELS": 64, "PER": 2, "PAGE": 16}
-WRITE = {"CARRIED": 16, "CHUNK": 512, **SIZES}
+WRITE = {"CHUNK": 512, **SIZES}
 
 
 def attend(dim, channels, **options):
@@ -47,7 +47,7 @@ def attend(dim, channels, **options):
 
 
 KERNELS = {
-    "log f": (paged_kernels._log_f_kernel, {"GROUPS": 3, "PADDED": 4, "CHUNK": 512, "BLOCK": 128}, 4),
+    "sums": (paged_kernels._sums_kernel, {"GROUPS": 3, "PADDED": 4, "CHUNK": 512, "BLOCK": 128}, 4),
     "write a token": (paged_kernels._write_kernel, WRITE | {"BLOCK": 1, "SINGLE": True}, 1),
     "write": (paged_kernels._write_kernel, WRITE | {"BLOCK": 128, "SINGLE": False}, 4),
     "attend, 64": attend(64, 64),

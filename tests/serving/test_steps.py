@@ -48,6 +48,7 @@ def serve() -> dict:
         for made in ("get_current_vllm_config", "Attention", "AttentionCGSupport", "current_platform"):
             setattr(module, made, None)
         module._encode_layer_name = str
+        module.direct_register_custom_op = lambda *_, **__: None
         sys.modules[f"vllm{name}"] = module
     from retrofox.serving import paged_kernels, prompts, vllm_attention
 
@@ -80,9 +81,7 @@ def serve() -> dict:
         def batched(of, order=order, spans=spans):
             return torch.cat([of[text][span.start : span.stop] for text, span in zip(order, spans, strict=True)])
 
-        decays = torch.cat([torch.tensor(span) >= 1 for span in spans])
-        key = impl.room.key(batched(keys), batched(gates), decays)
-        query, value = batched(queries), batched(values)
+        query, key, value, log_f = (batched(of) for of in (queries, keys, values, gates))
         lengths = torch.tensor([span.stop for span in spans]).int()
         batch = build(
             0,
@@ -99,7 +98,7 @@ def serve() -> dict:
             ),
         )
         output = torch.zeros_like(query)
-        impl.forward(None, query, key, value, cache, batch, output)
+        impl.forward(None, query, key, value, cache, batch, output, log_f.flatten(1))
         for text, begin, end in zip(order, starts[:-1], starts[1:], strict=True):
             outputs[text].append(output[begin:end].double())
             done[text] += end - begin
