@@ -99,9 +99,9 @@ class Texts:
     def write(self):
         from retrofox.serving.paged_kernels import write
 
-        new = (x.to(self.device) for x in (self.key, self.value, self.log_f.flatten(1)))
+        key, value, log_f = (x.to(self.device) for x in (self.key, self.value, self.log_f.flatten(1)))
         links = None if self.links is None else Links(*(x.to(self.device) for x in self.links))
-        write(self.paged, *new, self.cache, self.batch, links)
+        write(self.paged, key, value, log_f, self.cache, self.batch, links)
 
     def text(self, request):
         """Keys, values (S, HEADS, D) and c (S, HEADS, G) float64 of a request: its pages' and its new tokens'."""
