@@ -22,6 +22,7 @@ ARMS = {
     "lora": "**lora**",
     "keep": "keep",
     "fox": "**fox**",
+    "fox-88M": "fox, 88M tokens",
     "fox-pro": "**fox-pro**",
     "calibrated": "calibrated",
     "yarn:4": "base, YaRN x 4",
@@ -33,7 +34,7 @@ FACTS = {
     "control, 8k windows": ("control-8k-told", "control-8k"),
     "YaRN x 4": ("yarn-told", "yarn"),
     "partial, no skips": ("partial-told", "partial-told-seed1", "partial-near"),
-    "fox": ("fox-told", "fox"),
+    "fox": ("fox-told", "fox-88M", "fox"),
     "fox-pro": ("fox-pro-told", "fox-pro"),
 }
 """Recipes that ran on documents with other shares of facts."""

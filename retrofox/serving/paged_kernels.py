@@ -26,7 +26,7 @@ from fox_kernels.layer.gate import gate_and_logit
 
 from retrofox.serving.prompts import Links, Rows
 
-FEW = 128
+FEW = 256
 """Rows up to which a gate takes a program for each row and head."""
 TOKENS = 128
 """Tokens that a program adds up at once."""

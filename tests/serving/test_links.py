@@ -27,6 +27,7 @@ def builder(monkeypatch) -> Any:
         module: Any = types.ModuleType(f"vllm{name}")
         module.get_current_vllm_config = module.Attention = module.AttentionCGSupport = module.current_platform = None
         module._encode_layer_name = str
+        module.direct_register_custom_op = lambda *_, **__: None
         monkeypatch.setitem(sys.modules, f"vllm{name}", module)
     monkeypatch.setitem(sys.modules, MODULE, types.ModuleType(MODULE))
     monkeypatch.delitem(sys.modules, MODULE)
