@@ -9,7 +9,7 @@ import torch
 from . import chunked, chunked_operator, reference
 from .host.device import capability, triton_unsupported
 from .host.kinds import TENSORS, attention_kind, decoding_kind, under_transform
-from .host.replay import calls
+from .host.replay import calls, recording
 from .options import ONE_DOCUMENT, Documents, Options
 
 Tensor = torch.Tensor
@@ -141,7 +141,7 @@ def forgetting_attention(
     """
     whole = cu_seqlens is None and seq_start is None
     kind, documents = None, ONE_DOCUMENT if whole else Documents(cu_seqlens, seq_start)
-    if return_lse is False:
+    if return_lse is False and not recording():
         kind = attention_kind(q, k, v, log_f, (scale, window, sink, softcap, prune), documents, backend)
         call = calls.get(kind)
         if call is not None:

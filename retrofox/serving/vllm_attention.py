@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from fox_kernels.host.replay import taped
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
@@ -141,13 +142,14 @@ class Step(NamedTuple):
 
     links: None where no request goes on from another's new token; readings: calls of `forgetting_attention`; tokens:
     how many new tokens stand before those of the readings; owner: (tokens,) int32 on the device, the request of each,
-    None where every request has one.
+    None where every request has one; tapes: what a layer launches, for the other layers (`taped`).
     """
 
     links: Links | None
     readings: list[Reading]
     tokens: int
     owner: torch.Tensor | None
+    tapes: dict[tuple, Any]
 
 
 class StepBuilder:
@@ -192,7 +194,7 @@ class StepBuilder:
         fast = fast_build or self.paged or bool(readings)  # plans for the backend's kernels are not needed then
         made = super().build(common_prefix_len, common, fast)  # type: ignore[misc]
         placed = [prompts.placed(reading, common.query_start_loc) for reading in readings]
-        made.fox = Step(self._links(common), placed, tokens, owner)
+        made.fox = Step(self._links(common), placed, tokens, owner, {})
         return made
 
     def _links(self, common: Any) -> Links | None:
@@ -238,11 +240,33 @@ class PagedImpl:
 
         output_scale: log f (T, H) float32, see `attend`.
         """
-        batch, room, log_f = attn_metadata, self.room, output_scale
+        batch = attn_metadata
         if batch is None:
             return output.zero_()
-        links, readings, tokens, owner = batch.fox
-        assert log_f is not None
+        assert output_scale is not None
+        moving = query, key, value, output_scale, kv_cache, output
+        links, readings, _, owner, tapes = batch.fox
+        if readings and query.is_cuda:  # a dozen launches, in every layer
+            tables = batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping, owner, *(links or ())
+            fixed = [x for x in (*tables, *(reading.cu_seqlens for reading in readings)) if x is not None]
+            kind = self.room, *self.options.values()
+            taped(tapes, kind, (*moving, *fixed), len(moving), lambda: self._attend(*moving, batch))
+        else:
+            self._attend(*moving, batch)
+        return output
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_f: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        batch: Any,
+    ) -> None:
+        links, readings, tokens, owner, _ = batch.fox
+        room = self.room
         paged_kernels.write(room, key, value, log_f, kv_cache, batch, links)
         if tokens:
             paged_kernels.attend(room, query[:tokens], kv_cache, batch, output[:tokens], self.options, owner)
@@ -253,14 +277,8 @@ class PagedImpl:
                 length = reading.past + new.stop - new.start
                 rows = paged_kernels.gather(room, kv_cache, batch.block_table[reading.request], first, length)
             else:
-                rows = prompts.Rows(key[new], value[new], _aligned(log_f[new]))
-            output[new] = prompts.read(query[new], rows, reading.cu_seqlens, self.options)
-        return output
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x at an address of a multiple of 16 bytes: the operator repeats such calls cheaply."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+                rows = prompts.Rows(key[new], value[new], log_f[new])
+            paged_kernels.copy(prompts.read(query[new], rows, reading.cu_seqlens, self.options), output[new])
 
 
 class LanesImpl:

@@ -353,6 +353,40 @@ def test_a_tape_in_another_hides_its_launches_from_it(stream):
     torch.testing.assert_close(again(a, b)[0], 2 * (a + 3 * b))
 
 
+def test_work_without_results_is_taped_for_inputs_that_share_an_allocation(stream):
+    tapes, ran = {}, []
+
+    def work(whole, fixed, extra=0):
+        a, b, out = whole.split(N)
+
+        def body():
+            ran.append(len(whole))
+            scratch = torch.empty(N)
+            Kernel(add)(a[: N // 2], b[: N // 2], scratch, extra)  # a view of what is not the allocation's start, too
+            Kernel(add)(a, b, scratch, 3)
+            Kernel(add)(scratch, fixed, out, 1)
+            if extra:
+                scratch += extra
+
+        replay.taped(tapes, (extra,), (a, b, out, fixed), 3, body)
+        return a + 3 * b + fixed, out
+
+    fixed = torch.randn(N)
+    for _ in range(3):
+        wanted, out = work(torch.randn(3 * N), fixed)
+        torch.testing.assert_close(out, wanted)
+    assert ran == [3 * N]
+    apart = torch.cat([torch.randn(3 * N), torch.randn(3 * N)])[N : 4 * N]  # at another place in its allocation
+    wanted, out = work(apart, fixed)
+    torch.testing.assert_close(out, wanted)
+    assert len(ran) == 2
+    for _ in range(2):  # more than launches: done anew each time
+        wanted, out = work(torch.randn(3 * N), fixed, extra=1)
+        torch.testing.assert_close(out, wanted)
+    assert len(ran) == 4
+    assert [tape is not None for tape in tapes.values()] == [True, True, False]
+
+
 def test_recording_does_not_import_torchs_compiler():
     program = "import sys, torch\nfrom fox_kernels.host import replay\nwith replay.Tape() as tape: torch.empty(3)\n"
     program += "assert tape.made and 'torch._dynamo' not in sys.modules"

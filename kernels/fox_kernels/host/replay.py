@@ -40,6 +40,11 @@ def note(run, grid: tuple, copied: tuple, arguments: tuple | None) -> None:
         tape.launches.append(None if arguments is None else run.written_out(grid, copied, arguments))
 
 
+def recording() -> bool:
+    """Return whether a tape is running on this thread: calls within it launch their kernels where it sees them."""
+    return getattr(_watching, "tape", None) is not None
+
+
 class Tape(TorchDispatchMode):
     """Records a with block: its launches, its allocations, and whether it did anything else.
 
@@ -100,11 +105,13 @@ def check_repeatable(tape: Tape, results: list[Tensor]) -> None:
         made.remove(storage(x))
 
 
-def place(x: Tensor, inputs: tuple[Tensor, ...], made: dict[int, tuple[int, int]]) -> tuple[int, int]:
+def place(
+    x: Tensor, inputs: tuple[Tensor, ...], made: dict[int, tuple[int, int]], shared: bool = False
+) -> tuple[int, int]:
     """Return (slot, offset): x lies `offset` bytes behind the address in that slot.
 
-    The inputs have the first slots; made maps the address of an allocation to its (slot, offset). Raises LookupError
-    for tensors that are neither.
+    The inputs have the first slots; made maps the address of an allocation to its (slot, offset). shared: inputs may
+    lie in one allocation, always equally far apart. Raises LookupError for tensors that are neither given nor made.
     """
     for i, y in enumerate(inputs):
         if x is y:
@@ -114,7 +121,7 @@ def place(x: Tensor, inputs: tuple[Tensor, ...], made: dict[int, tuple[int, int]
         number, offset = made[at]
         return number, offset + x.data_ptr() - at
     given = [i for i, y in enumerate(inputs) if storage(y) == at]
-    if len(given) != 1:
+    if len(given) != 1 and not (given and shared):
         raise LookupError("a kernel reads a tensor that is neither given nor made")
     return given[0], x.data_ptr() - inputs[given[0]].data_ptr()
 
@@ -123,10 +130,17 @@ class Replay:
     """A tape, ready to run with other tensors of the same kinds.
 
     inputs are the tensors the call was given; results those it returned: the first `apart` of them are allocated one
-    by one, the others cut out of one allocation. Raises LookupError if the tape can't be repeated.
+    by one, the others cut out of one allocation; shared as in `place`. Raises LookupError if it can't be repeated.
     """
 
-    def __init__(self, tape: Tape, inputs: tuple[Tensor, ...], results: tuple[Tensor | None, ...], apart: int):
+    def __init__(
+        self,
+        tape: Tape,
+        inputs: tuple[Tensor, ...],
+        results: tuple[Tensor | None, ...],
+        apart: int,
+        shared: bool = False,
+    ):
         alone, kept = ([x for x in part if x is not None] for part in (results[:apart], results[apart:]))
         check_repeatable(tape, alone + kept)
         launches = [x for x in tape.launches if x is not None]
@@ -150,8 +164,9 @@ class Replay:
         }
         self.launches = []
         for go, arguments, stream, descriptors in launches:
-            patches = [(i, *place(x, inputs, places)) for i, x in enumerate(arguments) if isinstance(x, Tensor)]
-            fills = [(i, *place(x, inputs, places), how) for i, x, how in descriptors]
+            given = [(i, x) for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+            patches = [(i, *place(x, inputs, places, shared)) for i, x in given]
+            fills = [(i, *place(x, inputs, places, shared), how) for i, x, how in descriptors]
             template = [None if isinstance(x, Tensor) else x for x in arguments]
             self.launches.append((go, template, stream, patches, fills))
 
@@ -209,3 +224,27 @@ def recorded(tape: Tape, inputs: tuple[Tensor, ...], results: tuple[Tensor | Non
         return Replay(tape, inputs, results, apart)
     except LookupError:
         return None
+
+
+def taped(tapes: dict, kind: tuple, inputs: tuple[Tensor, ...], moving: int, body) -> None:
+    """Run body(), which launches kernels that read and write `inputs`; later calls of its kind from the first's tape.
+
+    The first `moving` inputs are other tensors in every call, the rest always the same. tapes: kind -> tape, or None
+    where body does more than launch kernels and allocate; kind has what body depends on beside the inputs' addresses,
+    shapes and strides.
+    """
+    places = [(x.shape, x.stride(), x.data_ptr() % 16, x.storage_offset(), storage(x)) for x in inputs[:moving]]
+    storages = [place[-1] for place in places]
+    kind = (*kind, *(place[:-1] for place in places), *map(storages.index, storages))
+    tape = tapes.get(kind)
+    if tape is not None:
+        tape(*inputs)
+    elif kind in tapes:
+        body()
+    else:
+        with Tape() as running:
+            body()
+        try:
+            tapes[kind] = Replay(running, inputs, (), 0, shared=True)
+        except LookupError:
+            tapes[kind] = None
