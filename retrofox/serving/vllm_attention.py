@@ -265,6 +265,7 @@ class PagedImpl:
         output: torch.Tensor,
         batch: Any,
     ) -> None:
+        """What `forward` launches; log_f (T, H) float32."""
         links, readings, tokens, owner, _ = batch.fox
         room = self.room
         paged_kernels.write(room, key, value, log_f, kv_cache, batch, links)

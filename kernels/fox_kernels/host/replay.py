@@ -218,10 +218,12 @@ class Replay:
         return kept
 
 
-def recorded(tape: Tape, inputs: tuple[Tensor, ...], results: tuple[Tensor | None, ...], apart: int) -> Replay | None:
+def recorded(
+    tape: Tape, inputs: tuple[Tensor, ...], results: tuple[Tensor | None, ...], apart: int, shared: bool = False
+) -> Replay | None:
     """Return the tape's `Replay`, or None if it can't be repeated."""
     try:
-        return Replay(tape, inputs, results, apart)
+        return Replay(tape, inputs, results, apart, shared)
     except LookupError:
         return None
 
@@ -244,7 +246,4 @@ def taped(tapes: dict, kind: tuple, inputs: tuple[Tensor, ...], moving: int, bod
     else:
         with Tape() as running:
             body()
-        try:
-            tapes[kind] = Replay(running, inputs, (), 0, shared=True)
-        except LookupError:
-            tapes[kind] = None
+        tapes[kind] = recorded(running, inputs, (), 0, shared=True)
