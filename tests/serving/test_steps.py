@@ -66,10 +66,10 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
     texts = [sum(new) for new in zip(*steps.values(), strict=True)]
     pages = 10 * times
     table = torch.randperm(4 * pages).reshape(4, pages).int()
-    caches, drawn = [], []
+    shape = (layers, 4 * pages, HEADS, PAGE, 2 * (DIM + impl.room.extra))
+    caches = torch.zeros(shape).half().to(device).unbind()  # one allocation, as vLLM's; the interpreter lacks bfloat16
+    drawn = []
     for _ in range(layers):
-        shape = (4 * pages, HEADS, PAGE, 2 * (DIM + impl.room.extra))
-        caches.append(torch.zeros(shape).half().to(device))  # of bfloat16 the interpreter has no product
         queries = [torch.randn(n, HEADS * GROUPS, DIM).half() for n in texts]
         keys, values = ([torch.randn(n, HEADS, DIM).half() for n in texts] for _ in range(2))
         drawn.append((queries, keys, values, [-torch.rand(n, HEADS, GROUPS) * 0.2 for n in texts]))

@@ -235,9 +235,13 @@ def taped(tapes: dict, kind: tuple, inputs: tuple[Tensor, ...], moving: int, bod
     where body does more than launch kernels and allocate; kind has what body depends on beside the inputs' addresses,
     shapes and strides.
     """
-    places = [(x.shape, x.stride(), x.data_ptr() % 16, x.storage_offset(), storage(x)) for x in inputs[:moving]]
-    storages = [place[-1] for place in places]
-    kind = (*kind, *(place[:-1] for place in places), *map(storages.index, storages))
+    first: dict[int, int] = {}  # of inputs that lie in one allocation, the address of the first
+    places = []
+    for x in inputs[:moving]:
+        at = x.data_ptr()
+        places.append((x.shape, x.stride(), at % 16, at - first.setdefault(storage(x), at)))
+    order = {at: number for number, at in enumerate(first)}
+    kind = (*kind, *places, *[order[storage(x)] for x in inputs[:moving]])
     tape = tapes.get(kind)
     if tape is not None:
         tape(*inputs)
