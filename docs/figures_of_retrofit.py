@@ -24,6 +24,7 @@ ARMS = {
     "fox": "**fox**",
     "fox-88M": "fox, 88M tokens",
     "fox-pro": "**fox-pro**",
+    "fox-pro-118M": "fox-pro, 118M tokens",
     "calibrated": "calibrated",
     "yarn:4": "base, YaRN x 4",
     "window:4096": "base, window of 4096",
@@ -35,7 +36,7 @@ FACTS = {
     "YaRN x 4": ("yarn-told", "yarn"),
     "partial, no skips": ("partial-told", "partial-told-seed1", "partial-near"),
     "fox": ("fox-told", "fox-88M", "fox"),
-    "fox-pro": ("fox-pro-told", "fox-pro"),
+    "fox-pro": ("fox-pro-told", "fox-pro-118M", "fox-pro"),
 }
 """Recipes that ran on documents with other shares of facts."""
 LENGTHS = (1024, 4096, 8192, 16384, 32768)
