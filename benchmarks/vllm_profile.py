@@ -3,8 +3,9 @@
     python benchmarks/vllm_profile.py MODEL [--lengths 2048,32768] [--requests 64] [--out profile.json]
 
 Runs base or converted models, in this process. Log-probabilities are not asked for, so rounds are shorter than those of
-`vllm_throughput.py`. Prints the kernels that take longest, writes them all as JSON, and the host's functions that take
-longest while prompts are read.
+`vllm_throughput.py`. Prints the kernels that take longest and the milliseconds of an engine's step by what it holds
+(prompts, decoding, both); writes these and all kernels as JSON, with the host's functions that take longest while
+prompts are read. Where the host is the slower part, steps tell better than rounds what takes its time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import cProfile
 import os
 import pstats
 import random
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 from vllm import LLM, SamplingParams
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from retrofox.serving.vllm_run import inspect_here
 from retrofox.support.files import write_json
@@ -34,6 +37,38 @@ DECODED = 128
 PROFILED = 33
 SHOWN = 20
 HOST_FUNCTIONS = 60
+
+
+class Steps:
+    """What each of an engine's steps held, and its seconds, while it is watched."""
+
+    def __init__(self, engine: Any):
+        self.rows: list[tuple[str, float]] = []
+        self.held = ""
+        execute, step = GPUModelRunner.execute_model, engine.step
+
+        def executed(runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            new = scheduled.num_scheduled_tokens.values()
+            long = sum(tokens > 1 for tokens in new)
+            if new:
+                self.held = "decoding" if not long else "prompts" if long == len(new) else "both"
+            return execute(runner, scheduled, *args, **kwargs)
+
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            self.held, begun = "", time.perf_counter()
+            made = step(*args, **kwargs)
+            if self.held:
+                self.rows.append((self.held, time.perf_counter() - begun))
+            return made
+
+        GPUModelRunner.execute_model = executed
+        engine.step = stepped
+
+    def taken(self) -> dict[str, dict[str, float]]:
+        """By what they held, how many steps and their median in milliseconds; begins anew."""
+        rows, self.rows = self.rows, []
+        found = {held: [seconds for kind, seconds in rows if kind == held] for held, _ in rows}
+        return {held: {"steps": len(x), "milliseconds": 1000 * statistics.median(x)} for held, x in found.items()}
 
 
 def kernels(found: Any) -> list[dict[str, Any]]:
@@ -75,6 +110,7 @@ def main() -> None:
         hf_overrides={"max_position_embeddings": total},
         attention_config={"backend": "FLASH_ATTN"},
     )
+    steps = Steps(llm.llm_engine)
     draw = random.Random(0)
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
 
@@ -91,7 +127,9 @@ def main() -> None:
     rows = []
     for length in lengths:
         seconds(length, DECODED)
+        steps.taken()
         row: dict[str, Any] = {"length": length, "seconds": {n: seconds(length, n) for n in (1, DECODED)}}
+        row["steps"] = steps.taken()
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             row["profiled_seconds"] = seconds(length, PROFILED)
         row["kernels"] = kernels(found)
@@ -103,7 +141,7 @@ def main() -> None:
         table = Table("kernel", "microseconds", "calls", title=f"{length} tokens: {row['seconds']} s")
         for kernel in row["kernels"][:SHOWN]:
             table.add_row(*map(str, kernel.values()))
-        Console().print(table)
+        Console().print(table, row["steps"])
         write_json(
             options.out, {**provenance(), "model": options.model, "gpu": torch.cuda.get_device_name(), "rows": rows}
         )
