@@ -9,7 +9,9 @@ A prompt's small operations read and write memory, much of it new from the syste
 operations. In float32 it goes through the same layers with rotary embeddings written in place, and from the attention
 on some hundred rows at a time, so that what lies between two products stays in the processor's cache. Its larger
 products are oneDNN's, which take 0.74 to 0.98 of the time of F.linear's on an AMD processor; on Intel's F.linear, which
-is MKL there, is the faster one.
+is MKL there, is the faster one. MKL takes a few rows through the weights three at a time, and sixteen columns at once:
+there an MLP of 9 to 16 rows, of a short prompt or of as many texts, is computed in columns, in 0.44 to 0.94 of the
+time.
 Padded rows and other layers go through the layer's own forward.
 """
 
@@ -27,26 +29,33 @@ from transformers.models.llama import modeling_llama
 from .cache import CACHE, LOG_F_MIN, GateCache, GrowingLayer
 from .fused import turns_halves, untouched
 from .lean import written_like
+from .parts import by_parts, divides
 
 LN_2 = 0.6931471805599453
 ROWS = 512  # a prompt's tokens that leave a layer together: 3 MB for each product of a small model's MLP
 ONE_DNN_PAYS = 1 << 23  # multiplications: 76 tokens to 192 of 576 channels; for fewer, the call takes longer
 LARGE = 1 << 19  # weights: with more, it pays from 2 rows on; of 576 x 1536 in 0.69 of the time, 0.97 for 4 rows
+COLUMNS = range(9, 17)  # rows that MKL multiplies sooner as columns (benchmarks/few_rows.py)
 
 
-def _one_dnn() -> Any:
-    """oneDNN's linear layer; None where there is none, or F.linear is faster: on Intel's processors."""
+def _intel() -> bool:
+    """Whether this is one of Intel's processors, as Linux says."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            intel = "GenuineIntel" in file.read(4096)
+            return "GenuineIntel" in file.read(4096)
     except OSError:
-        intel = False
+        return False
+
+
+def _one_dnn(intel: bool) -> Any:
+    """oneDNN's linear layer; None where there is none, or F.linear is faster: on Intel's processors."""
     if intel or not torch.backends.mkldnn.is_available():
         return None
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
-ONE_DNN: Any = _one_dnn()
+ONE_DNN: Any = _one_dnn(_intel())
+MKL = _intel() and torch.backends.mkl.is_available()  # what F.linear is there
 
 
 def plain(layer: Any) -> bool:
@@ -91,7 +100,7 @@ class Weights:
         attention, mlp, gate = layer.self_attn, layer.mlp, layer.self_attn.forget_gate
         self.attention, self.act, self.fade = attention, mlp.act_fn, attention.rotary_fade
         self.index, self.width, self.heads = attention.layer_idx, attention.head_dim, attention.num_fox_heads
-        self.scale, self.sinks = attention.scaling, attention.sink_tokens
+        self.scale, self.sinks, self.prunes = attention.scaling, attention.sink_tokens, attention.prune is not None
         linears = [getattr(attention, f"{name}_proj") for name in "qkvo"]
         linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
         self.q, self.k, self.v, self.o, self.gate, self.up, self.down = ((x.weight, x.bias) for x in linears)
@@ -175,8 +184,18 @@ def leave(w: Weights, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """What a layer does after its attention, row by row: (.., H D) and what entered the layer -> (.., hidden)."""
     x = product(w.o, attended).add_(x)
     h = norm(w.second, x)
+    if MKL and x.numel() // x.shape[-1] in COLUMNS and x.dtype == torch.float32:
+        h = h.reshape(-1, x.shape[-1]).t().contiguous()
+        h = w.act(columns(w.gate, h)).mul_(columns(w.up, h))
+        return torch.add(x, columns(w.down, h).t().view(x.shape))
     h = w.act(product(w.gate, h)).mul_(product(w.up, h))
     return product(w.down, h).add_(x)
+
+
+def columns(linear: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor) -> torch.Tensor:
+    """What a linear layer does to columns: (in, N) -> (out, N)."""
+    weight, bias = linear
+    return torch.mm(weight, x) if bias is None else torch.addmm(bias[:, None], weight, x)
 
 
 def product(linear: tuple[torch.Tensor, torch.Tensor | None], x: torch.Tensor) -> torch.Tensor:
@@ -202,6 +221,13 @@ def attend_all(w: Weights, x: torch.Tensor, cos_sin: Any, gates: GateCache) -> t
         turn(k, *cos_sin)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = gates.update(k, v, w.index)
+    growing = type(gates.layer) is GrowingLayer  # and not one that forgets
+    if k.shape[2] == 1 and (growing or gates.layer is None):  # a token alone sees itself
+        return v.transpose(1, 2).repeat_interleave(w.heads // v.shape[1], 2).flatten(2)
+    if growing and not w.prunes and divides(q, k, v):  # as `scores.attend` comes to it
+        out = by_parts(q, k, v, gates.cumulative(), w.scale, w.sinks)
+        if out is not None:
+            return out.flatten(2)
     return w.attention.attend(q, k, v, None, w.scale, gates=gates)[0].flatten(2)
 
 

@@ -4,11 +4,14 @@ The softmax of a query ignores what is the same for all its keys, so c_i - c_j m
 alone, which the kernel reads once for all queries. c_ref is that of the first of a block of queries, which ends before
 c has fallen by MOST_DECAY, so that nothing large cancels. A block's own square, the keys before it and the sink tokens,
 which do not decay, are parts: each yields an output and its log-sum-exp, from which the whole is mixed. A short
-prompt's decays are written out instead, one for each score: one call, and less work than mixing.
+prompt's decays are written out instead, one for each score: one call, and less work than mixing. Where c falls by no
+more than MOST_DECAY in all of it, they are -c_j, and -c_i where j is a sink, as softmax takes no notice of what all
+scores of a row have in common.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -53,6 +56,8 @@ def by_parts(
     if length <= alone or 0 < past < sink:
         return None
     short = not past and length <= WRITTEN_OUT and fallen < SHUT  # not so for NaN
+    if short and fallen * LN_2 <= MOST_DECAY:
+        return _short(query, key, value, c[0], scale, sink)
     size = None if short else _block(c[0][..., past + alone :])
     if size is None and not short:
         return None
@@ -67,6 +72,23 @@ def by_parts(
             rows.append(_one_row(q, k, v, high, low, size, scale, sink))
     out = torch.stack(rows) if len(rows) > 1 else rows[0][None]
     return out.flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def _short(query: Tensor, key: Tensor, value: Tensor, c: Tensor, scale: float | None, sink: int) -> Tensor:
+    """Shapes as in `by_parts`; c (B, H, T) in base 2, of which float32 holds enough."""
+    future, decays, sinks = _places(query.shape[2], sink)
+    bias = torch.addcmul(future, c[..., None, :], decays, value=-LN_2)
+    bias.addcmul_(c[..., None], sinks, value=-LN_2)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _places(length: int, sink: int) -> tuple[Tensor, Tensor, Tensor]:
+    """-inf (T, T) where the key lies ahead, else 0; and (T,) 1 for keys that decay, 1 for sinks, else 0."""
+    sinks = (torch.arange(length) < sink).float()
+    return torch.full((length, length), float("-inf")).triu_(1), 1 - sinks, sinks
 
 
 def _short_row(q: Tensor, k: Tensor, v: Tensor, high: Tensor, low: Tensor, scale: float | None, sink: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,7 +194,8 @@ def test_products_are_those_of_linear_layers_below_and_above_what_one_dnn_pays_f
 
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", opened)
-        chosen = passes._one_dnn()
+        assert passes._intel() == (maker == "GenuineIntel")
+        chosen = passes._one_dnn(passes._intel())
     assert (chosen is None) == (maker == "GenuineIntel" or not torch.backends.mkldnn.is_available())
     monkeypatch.setattr(passes, "ONE_DNN", chosen)
     taken = []
@@ -207,6 +209,28 @@ def test_products_are_those_of_linear_layers_below_and_above_what_one_dnn_pays_f
             torch.testing.assert_close(found, linear(x), atol=1e-5, rtol=1e-5)
         assert taken == (pays if chosen is not None else [])
         taken.clear()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 8), (1, 9), (3, 4), (16, 1), (1, 17)])
+def test_few_rows_leave_a_layer_in_columns_as_they_would_in_rows(monkeypatch, shape, bias):
+    torch.manual_seed(0)
+    sizes = {"o": (48, 48), "gate": (48, 80), "up": (48, 80), "down": (80, 48)}
+    made = {name: nn.Linear(*size, bias=bias) for name, size in sizes.items()}
+    weights: Any = SimpleNamespace(**{name: (x.weight, x.bias) for name, x in made.items()})
+    weights.second, weights.act = (torch.rand(48), torch.tensor(1e-5)), nn.SiLU()
+    attended, x = torch.randn(2, *shape, 48)
+    taken, columns = [], passes.columns
+    monkeypatch.setattr(passes, "columns", lambda *given: taken.append(given) or columns(*given))
+    monkeypatch.setattr(passes, "MKL", False)
+    rows = passes.leave(weights, attended, x)
+    assert not taken
+    monkeypatch.setattr(passes, "MKL", True)
+    found = passes.leave(weights, attended, x)
+    assert len(taken) == (3 if 9 <= shape[0] * shape[1] <= 16 else 0)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, rows, atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()

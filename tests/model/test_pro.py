@@ -252,7 +252,7 @@ def test_nothing_is_shifted_from_padding(fox, tokens, path):
 def test_causality(fox, tokens):
     changed = tokens.clone()
     changed[:, 10] = (changed[:, 10] + 1) % 288
-    assert torch.equal(logits(fox, tokens)[:, :10], logits(fox, changed)[:, :10])
+    close(logits(fox, tokens)[:, :10], logits(fox, changed)[:, :10])  # not bit for bit: the way taken depends on gates
 
 
 def test_an_offloaded_cache_is_refused_by_the_shifts(pico_fox, tokens):
