@@ -1,6 +1,6 @@
 """A gated MLP of a few rows on a CPU: linear layers over rows beside the same products over columns.
 
-    python benchmarks/few_rows.py [--sizes 576x1536,960x2560,2048x8192] [--rows 1,4,8,12,16,24,32] [--out few-rows.json]
+    python benchmarks/few_rows.py [--sizes 576x1536,960x2560,2048x8192] [--rows 1,4,8,9,...] [--out FILE]
 
 One thread, float32. `rows` is down(silu(gate(x)) * up(x)) by F.linear, `columns` W x^T for each of the three, as
 `retrofox/model/brief.py` has both. Weights of several layers are used in turn, so that they come from memory as in a

@@ -29,7 +29,6 @@ from transformers.models.llama import modeling_llama
 from .cache import CACHE, LOG_F_MIN, GateCache, GrowingLayer
 from .fused import turns_halves, untouched
 from .lean import written_like
-from .parts import by_parts, divides
 
 LN_2 = 0.6931471805599453
 ROWS = 512  # a prompt's tokens that leave a layer together: 3 MB for each product of a small model's MLP
@@ -54,8 +53,9 @@ def _one_dnn(intel: bool) -> Any:
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
-ONE_DNN: Any = _one_dnn(_intel())
-MKL = _intel() and torch.backends.mkl.is_available()  # what F.linear is there
+INTEL = _intel()
+ONE_DNN: Any = _one_dnn(INTEL)
+MKL = INTEL and torch.backends.mkl.is_available()  # what F.linear is there
 
 
 def plain(layer: Any) -> bool:
@@ -100,7 +100,7 @@ class Weights:
         attention, mlp, gate = layer.self_attn, layer.mlp, layer.self_attn.forget_gate
         self.attention, self.act, self.fade = attention, mlp.act_fn, attention.rotary_fade
         self.index, self.width, self.heads = attention.layer_idx, attention.head_dim, attention.num_fox_heads
-        self.scale, self.sinks, self.prunes = attention.scaling, attention.sink_tokens, attention.prune is not None
+        self.scale, self.sinks = attention.scaling, attention.sink_tokens
         linears = [getattr(attention, f"{name}_proj") for name in "qkvo"]
         linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
         self.q, self.k, self.v, self.o, self.gate, self.up, self.down = ((x.weight, x.bias) for x in linears)
@@ -221,13 +221,9 @@ def attend_all(w: Weights, x: torch.Tensor, cos_sin: Any, gates: GateCache) -> t
         turn(k, *cos_sin)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = gates.update(k, v, w.index)
-    growing = type(gates.layer) is GrowingLayer  # and not one that forgets
-    if k.shape[2] == 1 and (growing or gates.layer is None):  # a token alone sees itself
+    forgets = gates.layer is not None and type(gates.layer) is not GrowingLayer
+    if k.shape[2] == 1 and not forgets:  # a token alone sees itself
         return v.transpose(1, 2).repeat_interleave(w.heads // v.shape[1], 2).flatten(2)
-    if growing and not w.prunes and divides(q, k, v):  # as `scores.attend` comes to it
-        out = by_parts(q, k, v, gates.cumulative(), w.scale, w.sinks)
-        if out is not None:
-            return out.flatten(2)
     return w.attention.attend(q, k, v, None, w.scale, gates=gates)[0].flatten(2)
 
 

@@ -22,10 +22,7 @@ CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_valu
 """What transformers calls a model's cache, as an argument and in what it returns: "cache" from 5.24 on."""
 LOG2_E = 1.4426950408889634
 LOG_F_MIN = -1e4  # as in the operator: exp underflows long before
-SPARE_TOKENS, SPARE_PART = (
-    64,
-    16,
-)  # room for so many more tokens, or for a sixteenth of those there: new memory costs time
+SPARE_TOKENS, SPARE_PART = 64, 16  # room for more tokens, or a sixteenth of those there: new memory costs time
 
 
 class GrowingLayer(DynamicLayer):

@@ -87,8 +87,9 @@ def _short(query: Tensor, key: Tensor, value: Tensor, c: Tensor, scale: float | 
 @torch.inference_mode(False)
 def _places(length: int, sink: int) -> tuple[Tensor, Tensor, Tensor]:
     """-inf (T, T) where the key lies ahead, else 0; and (T,) 1 for keys that decay, 1 for sinks, else 0."""
-    sinks = (torch.arange(length) < sink).float()
-    return torch.full((length, length), float("-inf")).triu_(1), 1 - sinks, sinks
+    sinks = (torch.arange(length, device="cpu") < sink).float()
+    future = torch.full((length, length), float("-inf"), dtype=torch.float32, device="cpu").triu_(1)
+    return future, 1 - sinks, sinks
 
 
 def _short_row(q: Tensor, k: Tensor, v: Tensor, high: Tensor, low: Tensor, scale: float | None, sink: int) -> Tensor:

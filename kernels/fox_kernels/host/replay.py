@@ -235,13 +235,13 @@ def taped(tapes: dict, kind: tuple, inputs: tuple[Tensor, ...], moving: int, bod
     where body does more than launch kernels and allocate; kind has what body depends on beside the inputs' addresses,
     shapes and strides.
     """
-    first: dict[int, int] = {}  # of inputs that lie in one allocation, the address of the first
+    allocations: dict[int, tuple[int, int]] = {}  # number of each, and where the first input in it begins
     places = []
     for x in inputs[:moving]:
         at = x.data_ptr()
-        places.append((x.shape, x.stride(), at % 16, at - first.setdefault(storage(x), at)))
-    order = {at: number for number, at in enumerate(first)}
-    kind = (*kind, *places, *[order[storage(x)] for x in inputs[:moving]])
+        number, first = allocations.setdefault(storage(x), (len(allocations), at))
+        places.append((x.shape, x.stride(), at % 16, number, at - first))
+    kind = (*kind, *places)
     tape = tapes.get(kind)
     if tape is not None:
         tape(*inputs)
