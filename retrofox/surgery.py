@@ -103,11 +103,10 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
     assert spec.max_wavelength is not None  # resolved
     spec.max_wavelength = min(spec.max_wavelength, NO_LIMIT)
     spec.layer_max_wavelength = {i: min(tokens, NO_LIMIT) for i, tokens in spec.layer_max_wavelength.items()}
-    too_deep = [i for i in spec.layer_max_wavelength if not 0 <= i < config.num_hidden_layers]
-    if too_deep:
-        raise ValueError(
-            f"layer_max_wavelength names layers {too_deep[:5]}; the model has 0..{config.num_hidden_layers - 1}"
-        )
+    for name in ("layer_max_wavelength", "layer_pairs"):
+        too_deep = [i for i in getattr(spec, name) if not 0 <= i < config.num_hidden_layers]
+        if too_deep:
+            raise ValueError(f"{name} names layers {too_deep[:5]}; the model has 0..{config.num_hidden_layers - 1}")
     fox_config = fox_config_of(config, spec)
     with understood(f"the {config.model_type} config"):
         model = on_meta(config.model_type, fox_config)

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from retrofox.anatomy import attentions
 from retrofox.calibration import capture
 from retrofox.calibration.files import write_tables, write_tensors
 from retrofox.calibration.half_life import calibrate_half_lives, write_half_lives
+from retrofox.calibration.pairs import LENGTH, WINDOWS
+from retrofox.calibration.pairs import choose_pairs as choose
 from retrofox.calibration.run import Run, put
 from retrofox.calibration.source import LayerSource, open_source
 from retrofox.calibration.state import State, fingerprint
@@ -27,12 +29,13 @@ from retrofox.calibration.windows import Text, documents_of, fitting_windows, fu
 from retrofox.families import trained_length
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
+from retrofox.support.files import write_result
 from retrofox.support.report import environment, progress_bar
 from retrofox.version import __version__
 
 __all__ = ["Calibration", "apply_to", "calibrate", "calibrate_half_lives"]
 
-LENGTHS = (1024, 512, 256, 128, 64)
+LENGTHS = (4096, 2048, 1024, 512, 256, 128, 64)
 """Tokens per window to choose from where none are asked for: those that make the most of the documents there are."""
 
 
@@ -46,11 +49,13 @@ class Calibration:
             dtype.
         report: settings, per-layer table, KL and loss before and after, seconds.
         files: names of the files written into `out_dir`, by kind.
+        layer_pairs: layer -> rotary pairs chosen for it, as `FoxSpec.layer_pairs`; empty where none were.
     """
 
     values: dict[str, torch.Tensor]
     report: dict[str, Any]
     files: dict[str, str]
+    layer_pairs: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name -> tensor of everything that a writer has to place instead of a plain conversion's tensor."""
@@ -64,14 +69,19 @@ class Calibration:
 def apply_to(model: PreTrainedModel, result: Calibration) -> PreTrainedModel:
     """Puts a calibration into a live converted model, in place, and returns it.
 
-    Gates are overwritten; a refitted projection becomes a parameter of its own, so a base model that shares its
-    tensors with `model` keeps what it has. After a refit the model's attention in mode "original" is no longer the
-    base's, nor are its logits with gates open and all rotary pairs: keep the base where either is needed. The config
-    then says so (`queries_refitted`), and objectives that would take the model for its own original refuse it.
+    Gates are overwritten and chosen rotary pairs set; a refitted projection becomes a parameter of its own, so a base
+    model that shares its tensors with `model` keeps what it has. After a refit the model's attention in mode "original"
+    is no longer the base's, nor are its logits with gates open and all rotary pairs: keep the base where either is
+    needed. The config then says so (`queries_refitted`), and objectives that would take the model for its own original
+    refuse it.
 
     Raises:
-        ValueError: the model has no such tensors, or of another shape.
+        ValueError: the model has no such tensors, or of another shape, or keeps its rotary pairs otherwise.
     """
+    pairs = {**model.config.fox, "layer_pairs": result.layer_pairs or model.config.fox.get("layer_pairs", {})}
+    spec = FoxSpec.from_dict(pairs)
+    if result.layer_pairs and spec.rope != "partial":
+        raise ValueError(f"the calibration chose rotary pairs for rope partial, and this model has rope {spec.rope}")
     state = model.state_dict(keep_vars=True)
     for name, value in result.tensors().items():
         if name not in state:
@@ -84,7 +94,17 @@ def apply_to(model: PreTrainedModel, result: Calibration) -> PreTrainedModel:
         put(model, name, value)
     if result.rewritten():
         model.config.queries_refitted = True
+    if result.layer_pairs:
+        model.config.fox = spec.to_dict()
+        turn(model, spec)
     return model
+
+
+def turn(model: PreTrainedModel, spec: FoxSpec) -> None:
+    """Lets the rotary pairs of a live converted model turn as `spec` says."""
+    for _, attention in attentions(model):
+        if attention.rotary_fade is not None:
+            attention.rotary_fade.set(spec)
 
 
 def calibrate(
@@ -95,6 +115,7 @@ def calibrate(
     out_dir: str | os.PathLike,
     steps: int = STEPS,
     refit_queries: bool = True,
+    choose_pairs: bool = True,
     progress: bool = True,
     resume: bool = True,
     tokenizer: Any = None,
@@ -115,7 +136,9 @@ def calibrate(
         mean_i KL(p_i || p'_i) + w |sum_j (p'_ij - p_ij) v_j|^2 / mean_j |v_j|^2,
         s'_ij = scale * (q_i M) . k_j + c_i - c_j,   log f_t = logsigmoid(W_f x_t + b_f)
 
-    q before rotation, v the values, w = fit.OUTPUT_WEIGHT; M folds into q_proj (W' = M^T W, b' = M^T b). A
+    q before rotation, v the values, w = fit.OUTPUT_WEIGHT; M folds into q_proj (W' = M^T W, b' = M^T b). Before, with
+    rope "partial", each layer chooses the rotary pairs that it keeps, as many as have a short wavelength (see
+    `retrofox.calibration.pairs`). A
     head keeps what it started with if its KL on held-out windows is no lower (see student.worse). One layer's
     inputs are in memory at a time; after each layer the run can be stopped and resumed. Into `out_dir` go
     calibration.json, calibration.csv (per layer: KL and loss before and after), calibration_heads.csv (per head: KL and
@@ -131,9 +154,11 @@ def calibrate(
             last `held_out` rows held out.
         steps: Adam steps per layer; 0 stops after the half-lives of init="calibrated".
         refit_queries: whether to fit M.
+        choose_pairs: whether layers of rope "partial" choose their pairs; those that the spec names pairs or a
+            wavelength for don't.
         resume: continue the work found in `out_dir`; False starts over.
         tokenizer: None = the one beside the source.
-        length: tokens per window; None = 1024 or what the model was trained to if that is less, and shorter where the
+        length: tokens per window; None = 4096 or what the model was trained to if that is less, and shorter where the
             documents are too short or too few for it.
         windows: how many windows to fit on (fewer where there is less text); held_out: how many to measure on.
         layer_losses: also measure the loss with each layer alone converted, before and after.
@@ -175,6 +200,7 @@ def calibrate(
         "spec": fox.to_dict(),
         "steps": steps,
         "refit_queries": refit_queries,
+        "choose_pairs": choose_pairs,
         "held_out": held_out,
         "layer_losses": layer_losses,
         "seed": seed,
@@ -184,8 +210,13 @@ def calibrate(
     state = State(out / "layers", settings, resume)
     written: dict[str, str] = {}
     with _restored(model):
+        most = trained_length(model.config)
+        pairs: dict[int, tuple[int, ...]] = {}
+        if steps and choose_pairs and fox.rope == "partial" and not fox.layer_pairs:
+            full = tokens[:WINDOWS] if not found else full_windows(found, tokenizer, min(LENGTH, most))
+            pairs = _chosen(source, full, refit_queries, state, out, progress)
         if fox.init == "calibrated":
-            full = tokens if not found else full_windows(found, tokenizer, trained_length(model.config))
+            full = tokens if not found else full_windows(found, tokenizer, most)
             written |= _start(source, full, state, out, progress)
         run = Run(source, fox, tokens, held_out, steps, refit_queries, layer_losses, seed)
         rows = run.all_layers(state, progress) if steps else []
@@ -196,11 +227,12 @@ def calibrate(
         "windows": {"fitted": len(tokens) - held_out, "held_out": held_out, "length_tokens": tokens.shape[1]},
         "summary": summary,
         "layers": rows,
+        "layer_pairs": {str(layer): list(kept) for layer, kept in pairs.items()},
         "rewritten": [],
         "seconds": round(time.perf_counter() - started, 1),
         "environment": environment(),
     }
-    result = Calibration(values, report, written)
+    result = Calibration(values, report, written, pairs)
     report["rewritten"] = result.rewritten()
     written |= write_tables(rows, tokens.shape[1], out)
     write_tensors(values, report, written, out)
@@ -209,7 +241,7 @@ def calibrate(
 
 @contextlib.contextmanager
 def _restored(model: PreTrainedModel) -> Iterator[None]:
-    """Lets a block change gates, projections and training mode, and undoes it: the result is the tensors it read."""
+    """Lets a block change gates, projections, rotary pairs and training mode, and undoes it: it reads what it made."""
     training, kept = model.training, []
     for name, attention in attentions(model):
         projection = capture.query_projection(attention)
@@ -223,6 +255,7 @@ def _restored(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+        turn(model, FoxSpec.from_dict(model.config.fox))
         for name, value in kept:
             if isinstance(value, nn.Parameter):
                 owner, leaf = name.rsplit(".", 1)
@@ -261,6 +294,23 @@ def _checked(tokens: torch.Tensor) -> torch.Tensor:
     if tokens.dim() != 2 or tokens.dtype != torch.int64:
         raise ValueError(f"token windows must be (N, T) int64, got {tuple(tokens.shape)} {tokens.dtype}")
     return tokens
+
+
+def _chosen(
+    source: LayerSource, windows: torch.Tensor, refit: bool, state: State, out: Path, progress: bool
+) -> dict[int, tuple[int, ...]]:
+    """Lets layers turn the pairs that their attention needs most, chosen once per run."""
+    model, file = source.model, out / "pairs.json"
+    spec = FoxSpec.from_dict(model.config.fox)
+    if not (state.finished() and file.exists()):
+        with progress_bar("layers", progress) as bar:
+            task = bar.add_task("choosing rotary pairs", total=len(capture.decoder_layers(model)))
+            found = choose(source, windows, refit=refit, advance=lambda n: bar.update(task, advance=n))
+        write_result(file, (json.dumps({"layer_pairs": found}) + "\n").encode())
+    kept = json.loads(file.read_text(encoding="utf-8"))["layer_pairs"]
+    spec.layer_pairs = {int(layer): tuple(pairs) for layer, pairs in kept.items()}
+    turn(model, spec)
+    return spec.layer_pairs
 
 
 def _start(source: LayerSource, tokens: torch.Tensor, state: State, out: Path, progress: bool) -> dict[str, str]:

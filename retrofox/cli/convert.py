@@ -127,9 +127,17 @@ def convert(
         typer.Option(
             parser=count,
             metavar=METAVAR,
-            help="Tokens of the windows to fit on: longer ones keep more recall, and take longer. [default: 1024]",
+            help="Tokens of the windows to fit on: longer ones keep more recall, and take longer. [default: 4096]",
         ),
     ] = None,
+    no_choose_pairs: Annotated[
+        bool,
+        typer.Option(
+            "--no-choose-pairs",
+            help="Calibration of --rope partial keeps the shortest wavelengths, not as many pairs that each layer's "
+            "attention needs most.",
+        ),
+    ] = False,
     no_refit_queries: Annotated[
         bool, typer.Option("--no-refit-queries", help="Calibration leaves the query projections as they are.")
     ] = False,
@@ -170,11 +178,15 @@ def convert(
     refuse_idle(given)
     spec = FoxSpec.from_dict(given)
     files = [str(file) for file in calibrate or []]
-    if not files and (calibrate_steps is not None or calibrate_length is not None or no_refit_queries):
+    if not files and (
+        calibrate_steps is not None or calibrate_length is not None or no_refit_queries or no_choose_pairs
+    ):
         raise ValueError(
-            "--calibrate-steps, --calibrate-length and --no-refit-queries belong to --calibrate FILES: name files, or "
-            "drop them"
+            "--calibrate-steps, --calibrate-length, --no-refit-queries and --no-choose-pairs belong to --calibrate "
+            "FILES: name files, or drop them"
         )
+    if no_choose_pairs and spec.rope != "partial":
+        raise ValueError(f"--no-choose-pairs belongs to --rope partial, and --rope is {spec.rope}: drop one of them")
     if dry_run:
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report
@@ -204,6 +216,7 @@ def convert(
                 calibrate_steps=STEPS if calibrate_steps is None else calibrate_steps,
                 calibrate_length=calibrate_length,
                 refit_queries=not no_refit_queries,
+                choose_pairs=not no_choose_pairs,
                 appearing=appearing,
             )
     print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)

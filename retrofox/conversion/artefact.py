@@ -105,6 +105,7 @@ def write(
     calibrate_steps: int = STEPS,
     calibrate_length: int | None = None,
     refit_queries: bool = True,
+    choose_pairs: bool = True,
     appearing: Appearing | None = None,
 ) -> dict[str, Any]:
     """Converts `source` into the directory `out`, which appears whole or not at all; returns the report.
@@ -117,6 +118,7 @@ def write(
         calibrate_steps: Adam steps per layer; 0 takes only the half-lives of init="calibrated".
         calibrate_length: tokens of the windows to fit on; None = `retrofox.calibrate`'s own choice.
         refit_queries: whether calibration may rewrite the query projections.
+        choose_pairs: whether it may choose which rotary pairs the layers of rope "partial" keep.
         appearing: `out` in the making, as `retrofox.loading.source.begun` gives it.
 
     Raises:
@@ -138,7 +140,11 @@ def write(
             appearing = stack.enter_context(Appearing(out))
         partial = appearing.partial
         options = {"steps": calibrate_steps, "length": calibrate_length, "refit_queries": refit_queries}
-        calibration, gains = _calibrated(job.place, plan, calibrate, {"out_dir": work, **options})
+        options |= {"choose_pairs": choose_pairs, "out_dir": work}
+        calibration, gains = _calibrated(job.place, plan, calibrate, options)
+        if calibration is not None and calibration.layer_pairs:
+            plan.spec.layer_pairs = calibration.layer_pairs
+            plan.config.fox = plan.spec.to_dict()
         how = job.write(appearing, calibration, gains)
         appearing.wait(progress)
         report: dict[str, Any] = {

@@ -39,7 +39,7 @@ def card(plan: Plan, report: dict[str, Any], licence: Mapping[str, Any] | None =
         start = "open at first (no decay)"
     rows = {
         "gates": plan.spec.gate + ("" if plan.spec.gate == "none" else f", {start}"),
-        "RoPE": f"{plan.spec.rope}, {kept} of {plan.pairs} rotary pairs kept" + _slowed(plan.spec),
+        "RoPE": f"{plan.spec.rope}, {kept} of {plan.pairs} rotary pairs kept" + _turning(plan.spec),
         "parameters added": f"{plan.parameters:,}",
     }
     if isinstance(parity, dict):
@@ -51,7 +51,9 @@ def card(plan: Plan, report: dict[str, Any], licence: Mapping[str, Any] | None =
     return _card(plan.spec, "Converted, not yet adapted.", plan.exempt_tokens, rows, plan.model_type, licence or {})
 
 
-def _slowed(spec: FoxSpec) -> str:
+def _turning(spec: FoxSpec) -> str:
+    if spec.layer_pairs:
+        return ", chosen by layer"
     return f", slow pairs up to {spec.rope_factor:g} times slower" if spec.rope == "interpolate" else ""
 
 
@@ -82,7 +84,8 @@ def card_of(directory: Path) -> str:
     base_type = values["model_type"].removeprefix("fox_")
     model = on_meta(base_type, lm_class(base_type).config_class.from_dict(values))
     exempt = [attention.exempt_tokens for _, attention in attentions(model) if attention.forget_gate is not None]
-    kept = f" (wavelengths up to {spec.max_wavelength:g} tokens)" if spec.rope == "partial" else _slowed(spec)
+    by_wavelength = spec.rope == "partial" and not spec.layer_pairs
+    kept = f" (wavelengths up to {spec.max_wavelength:g} tokens)" if by_wavelength else _turning(spec)
     rows = {"gates": spec.gate, "RoPE": str(spec.rope) + kept}
     return _card(spec, "Converted, then adapted.", exempt, rows, base_type, {})
 

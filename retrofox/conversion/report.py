@@ -62,6 +62,7 @@ def _table(title: str, plan: dict[str, Any], fitted: Sequence[float] = ()) -> No
     table = Table(title=escape(title), title_justify="left", show_header=False)
     lives = plan["half_lives_tokens"]
     span = f" (wavelengths up to {spec['max_wavelength']:.0f} tokens)" if spec["rope"] == "partial" else ""
+    span = ", chosen by layer" if spec["layer_pairs"] else span
     slowed = max(plan.get("rotary_pairs_slowed") or [0])
     if slowed:
         span = f", {slowed} turn up to {spec['rope_factor']:g} times slower"

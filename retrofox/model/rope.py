@@ -20,8 +20,19 @@ def fades(inv_freq: list[float], spec: FoxSpec, layer_idx: int) -> list[float]:
     keep: all 1; drop: all 0; interpolate: see `interpolated`; partial: 1 where the wavelength 2 pi / inv_freq is at
     most `max_wavelength` tokens;
     anneal: pairs that will go fade one after the other, lowest frequency first, as annealed_tokens / anneal_tokens
-    goes from 0 to 1. A layer's own `layer_max_wavelength` replaces the mode for that layer.
+    goes from 0 to 1. A layer's own `layer_max_wavelength` replaces the mode for that layer, and its
+    `layer_pairs`, 1 for each that is named, both.
+
+    Raises:
+        ValueError: `layer_pairs` names a pair that there is not.
     """
+    named = spec.layer_pairs.get(layer_idx)
+    if named is not None:
+        if any(pair >= len(inv_freq) for pair in named):
+            raise ValueError(
+                f"layer_pairs names pair {max(named)} in layer {layer_idx}, which has pairs 0 to {len(inv_freq) - 1}"
+            )
+        return [float(pair in named) for pair in range(len(inv_freq))]
     override = spec.layer_max_wavelength.get(layer_idx)
     if override is not None:
         return _partial(inv_freq, override)
@@ -113,7 +124,11 @@ class RotaryFade(nn.Module):
 
     def set(self, spec: FoxSpec) -> None:
         """Takes the fades of `spec`, whose `annealed_tokens` may have moved."""
-        self.fade = fades(self.inv_freq, spec, self.layer_idx)
+        self.take(fades(self.inv_freq, spec, self.layer_idx))
+
+    def take(self, faded: list[float]) -> None:
+        """Takes a fade for each pair."""
+        self.fade = faded
         self.kept = all(f == 1.0 for f in self.fade)
         self.gone = all(f == 0.0 for f in self.fade)
         kept = sum(f == 1.0 for f in self.fade)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
-from dataclasses import InitVar, asdict, dataclass, field, fields
+from dataclasses import MISSING, InitVar, asdict, dataclass, field, fields
 from typing import Any
 
 from .half_lives import half_life_of_time_constants
@@ -54,6 +54,8 @@ class FoxSpec:
         rope_length: "interpolate": tokens the base was trained to, by which slow is meant; None = as its config says.
         max_wavelength: "partial": tokens; None = a quarter of the length the base was trained to.
         layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all).
+        layer_pairs: "partial": pairs that single layers keep, whatever their wavelength; pair 0 is the fastest.
+            Calibration chooses and writes them.
         anneal_to: "partial" or "drop": where annealing ends.
         anneal_tokens: training tokens over which the pairs fade.
         annealed_tokens: training tokens annealed so far (state, kept in the checkpoint).
@@ -87,6 +89,7 @@ class FoxSpec:
     rope_length: float | None = None
     max_wavelength: float | None = None
     layer_max_wavelength: dict[int, float] = field(default_factory=dict)
+    layer_pairs: dict[int, tuple[int, ...]] = field(default_factory=dict)
     anneal_to: str = "partial"
     anneal_tokens: int = 0
     annealed_tokens: int = 0
@@ -133,6 +136,7 @@ class FoxSpec:
         self.layer_max_wavelength = _numbers_by_layer(self.layer_max_wavelength)
         if any(not v >= 0 for v in self.layer_max_wavelength.values()):
             raise ValueError(f"layer_max_wavelength must be >= 0 tokens per layer, got {self.layer_max_wavelength}")
+        self.layer_pairs = _pairs_by_layer(self.layer_pairs)
         if t_min is not None or t_max is not None:
             self.half_life = half_life_of_time_constants(t_min, t_max, self.half_life)
         if self.half_life is not None:
@@ -200,6 +204,7 @@ class FoxSpec:
         values["pro"] = list(self.pro)
         values["half_life"] = None if self.half_life is None else list(self.half_life)
         values["layer_max_wavelength"] = {str(k): v for k, v in self.layer_max_wavelength.items()}
+        values["layer_pairs"] = {str(k): list(v) for k, v in self.layer_pairs.items()}
         return values
 
     def resolved(self, trained_length: int) -> FoxSpec:
@@ -219,6 +224,7 @@ IDLE = {
     "rope_factor": "how far rope interpolate stretches",
     "rope_length": "what rope interpolate takes for slow",
     "max_wavelength": "which pairs rope partial keeps",
+    "layer_pairs": "which pairs rope partial keeps",
     "anneal_to": "where rope anneal ends",
     "anneal_tokens": "how long rope anneal takes",
     "annealed_tokens": "how far rope anneal has come",
@@ -240,6 +246,8 @@ def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[
     idle: dict[str, str] = {}
     if rope != "interpolate":
         idle |= dict.fromkeys(("rope_factor", "rope_length"), "rope")
+    if rope != "partial":
+        idle["layer_pairs"] = "rope"
     if rope in ("keep", "drop", "interpolate"):
         idle["max_wavelength"] = "rope"
     elif rope == "anneal" and anneal_to == "drop":
@@ -257,7 +265,8 @@ def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[
 
 def _refuse_idle(spec: FoxSpec) -> None:
     for name, other in idle_fields(spec.rope, spec.anneal_to, spec.gate, spec.init).items():
-        if getattr(spec, name) != FoxSpec.__dataclass_fields__[name].default:
+        known = FoxSpec.__dataclass_fields__[name]
+        if getattr(spec, name) != (known.default if known.default_factory is MISSING else known.default_factory()):
             raise ValueError(
                 f"{name} sets {IDLE[name]}, but {other} {getattr(spec, other)} leaves it without effect: drop one of "
                 "them"
@@ -271,6 +280,7 @@ TAKES: dict[str, tuple[tuple[type, ...], str]] = {
     ),
     "rope_factor": ((int, float), "a number, times the trained length"),
     "layer_max_wavelength": ((dict,), "a mapping of layers to tokens"),
+    "layer_pairs": ((dict,), "a mapping of layers to lists of pairs"),
     "half_life": ((tuple, list), "two numbers, (shortest, longest) in tokens"),
     "pro": ((str, tuple, list), "names of parts"),
     "prune": ((int, float), "ln(eps) of the attention weight that may be lost"),
@@ -296,6 +306,18 @@ def _numbers_by_layer(values: dict[Any, Any]) -> dict[int, float]:
         return {int(layer): float(tokens) for layer, tokens in values.items()}
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"layer_max_wavelength takes a number of tokens per layer, got {values}") from None
+
+
+def _pairs_by_layer(values: dict[Any, Any]) -> dict[int, tuple[int, ...]]:
+    try:
+        found = {int(layer): tuple(sorted({*pairs})) for layer, pairs in values.items()}
+    except (TypeError, ValueError):
+        found = {0: (-1,)}
+    if any(
+        isinstance(pair, bool) or not isinstance(pair, int) or pair < 0 for pairs in found.values() for pair in pairs
+    ):
+        raise ValueError(f"layer_pairs takes a list of pairs, 0 or more each, per layer; got {values}")
+    return found
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -254,6 +254,8 @@ BAD = {
     "--layer-max-wavelength 0-99999999999=5": "layer_max_wavelength names layers [1, 2, 3, 4, 5]; the model has 0..0",
     "--calibrate-steps 5": "belong to --calibrate FILES",
     "--no-refit-queries": "belong to --calibrate FILES",
+    "--no-choose-pairs": "belong to --calibrate FILES",
+    "--no-choose-pairs --rope drop --calibrate missing.txt": "--no-choose-pairs belongs to --rope partial, and --rope is",
     "--calibrate-length 2Ki": "belong to --calibrate FILES",
     "--calibrate-length 2Kib": "2Kib",
     "--calibrate missing.txt": "no data at missing.txt",

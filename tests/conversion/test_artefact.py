@@ -372,6 +372,11 @@ def test_calibration_lands_in_the_checkpoint(pico_checkpoint, tmp_path, capsys):
     lives = [x for layer in report["calibration"]["half_lives_tokens"] for x in layer]
     assert len(lives) == 2 * 4
     assert f"half-lives {min(lives):.0f} to {max(lives):.0f} tokens" in (tmp_path / "out" / "README.md").read_text()
+    chosen = report["calibration"]["layer_pairs"]
+    assert chosen.keys() == {"0", "1"}
+    assert report["plan"]["spec"]["layer_pairs"] == chosen
+    assert retrofox.load(tmp_path / "out").config.fox["layer_pairs"] == chosen
+    assert "pairs kept, chosen by layer" in (tmp_path / "out" / "README.md").read_text()
     print_conversion(report, tmp_path / "out")
     assert f"fitted to the base: {min(lives):.0f} to {max(lives):.0f} tokens" in capsys.readouterr().out
     assert retrofox.load(tmp_path / "out").config.fox["init"] == "calibrated"

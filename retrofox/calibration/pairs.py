@@ -1,0 +1,166 @@
+"""Which rotary pairs each layer keeps: those whose turning its attention needs most, measured on text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from retrofox.anatomy import attentions
+from retrofox.calibration.capture import Operands, converted_operands, enter, run_original
+from retrofox.calibration.fit import OUTPUT_WEIGHT
+from retrofox.calibration.source import LayerSource
+from retrofox.model.configuration_fox import FoxSpec
+from retrofox.model.rope import RotaryFade
+
+WINDOWS, LENGTH = 2, 8192
+"""How many windows pairs are chosen on, and their most tokens."""
+QUERIES = 48
+"""Queries of a window whose attention is looked at, evenly spread over it."""
+ELEMENTS = 2**30
+"""Most numbers held at once: pairs x heads x queries x tokens of all windows, in half precision. Fewer queries are
+looked at where there would be more."""
+HIDDEN = -1e30
+"""Logit of a key that a query may not see: finite, so that no attention times it is nothing."""
+TRIED = 5
+"""Pairs tried at each step: those that cost least when they were tried last, as a pair's cost hardly falls."""
+
+
+@torch.no_grad()
+def choose_pairs(
+    source: LayerSource,
+    windows: torch.Tensor,
+    *,
+    refit: bool = True,
+    advance: Callable[[int], Any] | None = None,
+) -> dict[int, tuple[int, ...]]:
+    """As many pairs as each layer of a model with rope "partial" keeps, but those that its attention needs most.
+
+    In each layer, on its own inputs in the original, pairs stop turning one after the other, each time the one that
+    then costs least:
+
+        mean_i KL(p_i || p'_i) + w |sum_j (p'_ij - p_ij) v_j|^2 / mean_j |v_j|^2
+
+    p_i the original's attention of query i, p'_i without the turning of the pairs that went, w = fit.OUTPUT_WEIGHT. A
+    pair that doesn't turn gives q_p z_hp conj(k_p) as its part of a logit, the pair's two channels taken as one complex
+    number; z_hp = sum_ij p_ij e^(i w_p (i - j)) / N is its mean turn where head h looks.
+
+    Args:
+        source: the converted model, its pairs kept by wavelength so far; nothing of it is changed.
+        windows: (N, T) int64 tokens, each row of one document.
+        refit: whether queries will be refitted, which makes up for the mean turns; if not, z = 1.
+        advance: called after each layer with 1.
+
+    Returns:
+        layer -> pairs kept, ascending, pair 0 the fastest; layers that keep all of them, or none, or have a wavelength
+        of their own, are not in it.
+    """
+    hidden, calls = enter(source.model, windows)
+    chosen = {}
+    named = FoxSpec.from_dict(source.model.config.fox).layer_max_wavelength
+    for number, (_, attention) in enumerate(attentions(source.model)):
+        fade = attention.rotary_fade
+        with source.layer(number) as layer:
+            hidden, captured = run_original(layer, hidden, calls[number])
+            if fade is not None and {*fade.fade} == {0.0, 1.0} and number not in named:
+                samples = [_Sample.of(attention, *entry, len(windows), refit) for entry in captured]
+                chosen[number] = tuple(_left(samples, sum(f == 1.0 for f in fade.fade)))
+        if advance is not None:
+            advance(1)
+    return chosen
+
+
+@dataclass
+class _Sample:
+    """Some queries of one window: logits and attention of the original, and what each pair would change.
+
+    logits, attention (H, n, T); changes (P, H, n, T), half precision, of logits as a pair stops turning; values
+    (H, T, D); hidden (n, T), keys a query may not see.
+    """
+
+    logits: torch.Tensor
+    attention: torch.Tensor
+    changes: torch.Tensor
+    value: torch.Tensor
+    hidden: torch.Tensor
+    softcap: float | None
+
+    @classmethod
+    def of(cls, attention: Any, original: Operands, block: dict[str, Any], windows: int, refit: bool) -> _Sample:
+        fade: RotaryFade = attention.rotary_fade
+        before = fade.fade
+        fade.take([0.0] * len(before))
+        try:
+            still = converted_operands(attention, block)
+        finally:
+            fade.take(before)
+        heads, length, _ = original.query.shape
+        pairs = len(before)
+        count = min(QUERIES, max(1, ELEMENTS // (windows * pairs * heads * length)), length)
+        rows = torch.linspace(length // (count + 1), length - 1, count, device=original.query.device).long()
+        distance = rows[:, None] - torch.arange(length, device=rows.device)
+        hidden = (distance < 0) | (distance >= (original.window or length))
+        groups = heads // original.key.shape[0]
+        turned = [_complex(x, fade) for x in (original.query[:, rows], original.key)]
+        unturned = [_complex(x, fade) for x in (still.query[:, rows], still.key)]
+        keys = original.key.repeat_interleave(groups, 0)
+        logits = original.query[:, rows] @ keys.transpose(1, 2) * original.scaling
+        shown = _capped(logits, original.softcap).masked_fill(hidden, HIDDEN).softmax(-1)
+        changes = logits.new_empty((pairs, *logits.shape), dtype=torch.float16)
+        for pair, frequency in enumerate(fade.inv_freq):
+            angle = distance * frequency
+            mean = torch.complex((shown * angle.cos()).sum((1, 2)), (shown * angle.sin()).sum((1, 2))) / count
+            mean = mean if refit else torch.ones_like(mean)
+            now = _part(turned[0][..., pair], turned[1][..., pair], groups)
+            then = _part(unturned[0][..., pair] * mean[:, None], unturned[1][..., pair], groups)
+            changes[pair] = (then - now) * original.scaling
+        value = original.value.repeat_interleave(groups, 0)
+        return cls(logits, shown, changes, value, hidden, original.softcap)
+
+    def cost(self, change: torch.Tensor) -> float:
+        """The heads' mean cost of a change (H, n, T) of the logits, up to a constant."""
+        logits = _capped(self.logits + change, self.softcap).masked_fill_(self.hidden, HIDDEN)
+        lse = logits.logsumexp(-1, keepdim=True)
+        divergence = lse[..., 0] - (self.attention * logits).sum(-1)
+        error = ((logits - lse).exp_() - self.attention) @ self.value
+        size = self.value.square().sum(-1).mean(-1).clamp_min(1e-30)
+        return float((divergence.mean(-1) + OUTPUT_WEIGHT * error.square().sum(-1).mean(-1) / size).mean())
+
+
+def _left(samples: list[_Sample], kept: int) -> list[int]:
+    """The pairs left when all but `kept` went."""
+    left = list(range(len(samples[0].changes)))
+    changed = [torch.zeros_like(sample.logits) for sample in samples]
+    costs: dict[int, float] = {}
+
+    def cost(pair: int) -> float:
+        found = [s.cost(done + s.changes[pair]) for s, done in zip(samples, changed, strict=True)]
+        return sum(found) / len(found)
+
+    while len(left) > kept:
+        tried = sorted(left, key=costs.__getitem__)[:TRIED] if costs else left
+        costs |= {pair: cost(pair) for pair in tried}
+        going = min(tried, key=costs.__getitem__)
+        left.remove(going)
+        for sample, done in zip(samples, changed, strict=True):
+            done += sample.changes[going]
+    return left
+
+
+def _complex(states: torch.Tensor, fade: RotaryFade) -> torch.Tensor:
+    """Queries or keys (H, n, D) -> (H, n, P) complex, a number for each rotary pair."""
+    channels = torch.tensor(fade.channel_pair, device=states.device).argsort(stable=True)
+    first, second = states[..., : len(channels)][..., channels].unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.complex(first.float(), second.float())
+
+
+def _part(query: torch.Tensor, key: torch.Tensor, groups: int) -> torch.Tensor:
+    """(H, n, T) Re(q conj(k)) of one pair, query (H, n), key (Hkv, T): its part of a logit, before scaling."""
+    key = key.repeat_interleave(groups, 0)
+    return query.real[..., None] * key.real[:, None] + query.imag[..., None] * key.imag[:, None]
+
+
+def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return logits if softcap is None else (logits / softcap).tanh() * softcap
