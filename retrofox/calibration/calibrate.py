@@ -136,10 +136,9 @@ def calibrate(
         mean_i KL(p_i || p'_i) + w |sum_j (p'_ij - p_ij) v_j|^2 / mean_j |v_j|^2,
         s'_ij = scale * (q_i M) . k_j + c_i - c_j,   log f_t = logsigmoid(W_f x_t + b_f)
 
-    q before rotation, v the values, w = fit.OUTPUT_WEIGHT; M folds into q_proj (W' = M^T W, b' = M^T b). Before, with
-    rope "partial", each layer chooses the rotary pairs that it keeps, as many as have a short wavelength (see
-    `retrofox.calibration.pairs`). A
-    head keeps what it started with if its KL on held-out windows is no lower (see student.worse). One layer's
+    q before rotation, v the values, w = fit.OUTPUT_WEIGHT; M folds into q_proj (W' = M^T W, b' = M^T b). A
+    head keeps what it started with if its KL on held-out windows is no lower (see student.worse). With rope "partial"
+    each layer chooses its rotary pairs first, as many as have a short wavelength: see `calibration.pairs`. One layer's
     inputs are in memory at a time; after each layer the run can be stopped and resumed. Into `out_dir` go
     calibration.json, calibration.csv (per layer: KL and loss before and after), calibration_heads.csv (per head: KL and
     half-life before and after), calibration_heads.png and .svg (half-lives after), calibration.safetensors, and for

@@ -24,7 +24,7 @@ ELEMENTS = 2**30
 looked at where there would be more."""
 HIDDEN = -1e30
 """Logit of a key that a query may not see: finite, so that no attention times it is nothing."""
-TRIED = 5
+TRIED = 4
 """Pairs tried at each step: those that cost least when they were tried last, as a pair's cost hardly falls."""
 
 
@@ -74,16 +74,18 @@ def choose_pairs(
 
 @dataclass
 class _Sample:
-    """Some queries of one window: logits and attention of the original, and what each pair would change.
+    """Some queries of one window: the original's attention, and what becomes of it as pairs stop turning.
 
-    logits, attention (H, n, T); changes (P, H, n, T), half precision, of logits as a pair stops turning; values
-    (H, T, D); hidden (n, T), keys a query may not see.
+    attention, logits (H, n, T), the latter uncapped and without the turning of the pairs that went; changes
+    (P, H, n, T), half precision, of logits as a pair stops turning; value (H, T, D); output (H, n, D), the original's;
+    hidden (n, T), keys a query may not see.
     """
 
-    logits: torch.Tensor
     attention: torch.Tensor
+    logits: torch.Tensor
     changes: torch.Tensor
     value: torch.Tensor
+    output: torch.Tensor
     hidden: torch.Tensor
     softcap: float | None
 
@@ -117,14 +119,14 @@ class _Sample:
             then = _part(unturned[0][..., pair] * mean[:, None], unturned[1][..., pair], groups)
             changes[pair] = (then - now) * original.scaling
         value = original.value.repeat_interleave(groups, 0)
-        return cls(logits, shown, changes, value, hidden, original.softcap)
+        return cls(shown, logits, changes, value, shown @ value, hidden, original.softcap)
 
-    def cost(self, change: torch.Tensor) -> float:
-        """The heads' mean cost of a change (H, n, T) of the logits, up to a constant."""
-        logits = _capped(self.logits + change, self.softcap).masked_fill_(self.hidden, HIDDEN)
-        lse = logits.logsumexp(-1, keepdim=True)
-        divergence = lse[..., 0] - (self.attention * logits).sum(-1)
-        error = ((logits - lse).exp_() - self.attention) @ self.value
+    def cost(self, pair: int) -> float:
+        """The heads' mean cost of one more pair that stops turning, up to a constant."""
+        logits = _capped(self.logits + self.changes[pair], self.softcap).masked_fill_(self.hidden, HIDDEN)
+        lse = logits.logsumexp(-1)
+        divergence = lse - torch.einsum("hnt,hnt->hn", self.attention, logits)
+        error = logits.sub_(lse[..., None]).exp_() @ self.value - self.output
         size = self.value.square().sum(-1).mean(-1).clamp_min(1e-30)
         return float((divergence.mean(-1) + OUTPUT_WEIGHT * error.square().sum(-1).mean(-1) / size).mean())
 
@@ -132,20 +134,14 @@ class _Sample:
 def _left(samples: list[_Sample], kept: int) -> list[int]:
     """The pairs left when all but `kept` went."""
     left = list(range(len(samples[0].changes)))
-    changed = [torch.zeros_like(sample.logits) for sample in samples]
     costs: dict[int, float] = {}
-
-    def cost(pair: int) -> float:
-        found = [s.cost(done + s.changes[pair]) for s, done in zip(samples, changed, strict=True)]
-        return sum(found) / len(found)
-
     while len(left) > kept:
         tried = sorted(left, key=costs.__getitem__)[:TRIED] if costs else left
-        costs |= {pair: cost(pair) for pair in tried}
+        costs |= {pair: sum(sample.cost(pair) for sample in samples) for pair in tried}
         going = min(tried, key=costs.__getitem__)
         left.remove(going)
-        for sample, done in zip(samples, changed, strict=True):
-            done += sample.changes[going]
+        for sample in samples:
+            sample.logits += sample.changes[going]
     return left
 
 

@@ -117,7 +117,10 @@ def convert(
         ),
     ] = None,
     calibrate: Annotated[
-        list[Path] | None, typer.Option(help="Text files: fit gates and queries to the base's attention.")
+        list[Path] | None,
+        typer.Option(
+            help="Text files: fit gates and queries to the base's attention; --rope partial chooses its pairs by them."
+        ),
     ] = None,
     calibrate_steps: Annotated[
         int | None, typer.Option(help=f"Steps per layer; 0: only --init calibrated's half-lives. [default: {STEPS}]")

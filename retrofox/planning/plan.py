@@ -119,7 +119,13 @@ def _calibration(recipe: Recipe) -> dict[str, Any] | None:
     """What `fox.init: calibrated` will do before training; None where nothing is calibrated."""
     if recipe.fox is None or recipe.fox.init != "calibrated":
         return None
-    return {"steps_per_layer": STEPS, "most_tokens": TOKENS_READ, "data": [source.path for source in recipe.data.train]}
+    chooses = recipe.fox.rope == "partial" and not recipe.fox.layer_pairs
+    return {
+        "chooses_pairs": chooses,
+        "steps_per_layer": STEPS,
+        "most_tokens": TOKENS_READ,
+        "data": [source.path for source in recipe.data.train],
+    }
 
 
 def _count(model: torch.nn.Module) -> int:

@@ -26,9 +26,10 @@ def print_plan(report: dict[str, Any]) -> None:
         )
     if report.get("calibration"):
         work = report["calibration"]
+        pairs = "rotary pairs are chosen, " if work["chooses_pairs"] else ""
         console.print(
-            f"before training: gates and queries are fitted to the base, {work['steps_per_layer']} steps a layer, on "
-            f"windows of the first {work['most_tokens']:,} tokens of {escape(', '.join(work['data']))}",
+            f"before training: {pairs}gates and queries are fitted to the base, {work['steps_per_layer']} steps a "
+            f"layer, on windows of the first {work['most_tokens']:,} tokens of {escape(', '.join(work['data']))}",
             highlight=False,
             soft_wrap=True,
         )

@@ -255,7 +255,7 @@ BAD = {
     "--calibrate-steps 5": "belong to --calibrate FILES",
     "--no-refit-queries": "belong to --calibrate FILES",
     "--no-choose-pairs": "belong to --calibrate FILES",
-    "--no-choose-pairs --rope drop --calibrate missing.txt": "--no-choose-pairs belongs to --rope partial, and --rope is",
+    "--no-choose-pairs --rope drop --calibrate missing.txt": "--no-choose-pairs belongs to --rope partial",
     "--calibrate-length 2Ki": "belong to --calibrate FILES",
     "--calibrate-length 2Kib": "2Kib",
     "--calibrate missing.txt": "no data at missing.txt",

@@ -394,7 +394,11 @@ def test_a_calibration_before_training_is_planned(make_recipe, capsys):
     work = plan(make_recipe(fox=fox), show=True)["calibration"]
     assert work["steps_per_layer"] > 0
     assert [Path(path).name for path in work["data"]] == ["books.txt"]
-    assert f"{work['steps_per_layer']} steps a layer, on windows of the first" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{work['steps_per_layer']} steps a layer, on windows of the first" in shown
+    assert "rotary pairs" not in shown
+    plan(make_recipe(fox={"init": "calibrated", "rope": "partial"}), show=True)
+    assert "before training: rotary pairs are chosen, gates and queries are fitted" in capsys.readouterr().out
     assert plan(make_recipe())["calibration"] is None
 
 
