@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,9 @@ def choose_pairs(
     pair that doesn't turn gives q_p z_hp conj(k_p) as its part of a logit, the pair's two channels taken as one complex
     number; z_hp = sum_ij p_ij e^(i w_p (i - j)) / N is its mean turn where head h looks.
 
+    Source: partial RoPE by what a pair contributes is from MHA2MLA (Ji et al., arXiv 2502.14837), which keeps the pairs
+    of the largest |q_p| |k_p|; here it is what attention loses that decides, the pairs that went before counted in.
+
     Args:
         source: the converted model, its pairs kept by wavelength so far; nothing of it is changed.
         windows: (N, T) int64 tokens, each row of one document.
@@ -65,15 +68,15 @@ def choose_pairs(
         with source.layer(number) as layer:
             hidden, captured = run_original(layer, hidden, calls[number])
             if fade is not None and {*fade.fade} == {0.0, 1.0} and number not in named:
-                samples = [_Sample.of(attention, *entry, len(windows), refit) for entry in captured]
-                chosen[number] = tuple(_left(samples, sum(f == 1.0 for f in fade.fade)))
+                samples = [Sample.of(attention, *entry, len(windows), refit) for entry in captured]
+                chosen[number] = tuple(left_of(samples, sum(f == 1.0 for f in fade.fade)))
         if advance is not None:
             advance(1)
     return chosen
 
 
 @dataclass
-class _Sample:
+class Sample:
     """Some queries of one window: the original's attention, and what becomes of it as pairs stop turning.
 
     attention, logits (H, n, T), the latter uncapped and without the turning of the pairs that went; changes
@@ -90,7 +93,7 @@ class _Sample:
     softcap: float | None
 
     @classmethod
-    def of(cls, attention: Any, original: Operands, block: dict[str, Any], windows: int, refit: bool) -> _Sample:
+    def of(cls, attention: Any, original: Operands, block: dict[str, Any], windows: int, refit: bool) -> Sample:
         fade: RotaryFade = attention.rotary_fade
         before = fade.fade
         fade.take([0.0] * len(before))
@@ -105,8 +108,8 @@ class _Sample:
         distance = rows[:, None] - torch.arange(length, device=rows.device)
         hidden = (distance < 0) | (distance >= (original.window or length))
         groups = heads // original.key.shape[0]
-        turned = [_complex(x, fade) for x in (original.query[:, rows], original.key)]
-        unturned = [_complex(x, fade) for x in (still.query[:, rows], still.key)]
+        turned = [as_complex(x, fade) for x in (original.query[:, rows], original.key)]
+        unturned = [as_complex(x, fade) for x in (still.query[:, rows], still.key)]
         keys = original.key.repeat_interleave(groups, 0)
         logits = original.query[:, rows] @ keys.transpose(1, 2) * original.scaling
         shown = _capped(logits, original.softcap).masked_fill(hidden, HIDDEN).softmax(-1)
@@ -121,9 +124,10 @@ class _Sample:
         value = original.value.repeat_interleave(groups, 0)
         return cls(shown, logits, changes, value, shown @ value, hidden, original.softcap)
 
-    def cost(self, pair: int) -> float:
-        """The heads' mean cost of one more pair that stops turning, up to a constant."""
-        logits = _capped(self.logits + self.changes[pair], self.softcap).masked_fill_(self.hidden, HIDDEN)
+    def cost(self, stopping: Sequence[int]) -> float:
+        """The heads' mean cost where these pairs stop turning, too, up to a constant."""
+        logits = self.logits + sum(self.changes[pair] for pair in stopping)
+        logits = _capped(logits, self.softcap).masked_fill_(self.hidden, HIDDEN)
         lse = logits.logsumexp(-1)
         divergence = lse - torch.einsum("hnt,hnt->hn", self.attention, logits)
         error = logits.sub_(lse[..., None]).exp_() @ self.value - self.output
@@ -131,13 +135,13 @@ class _Sample:
         return float((divergence.mean(-1) + OUTPUT_WEIGHT * error.square().sum(-1).mean(-1) / size).mean())
 
 
-def _left(samples: list[_Sample], kept: int) -> list[int]:
+def left_of(samples: list[Sample], kept: int) -> list[int]:
     """The pairs left when all but `kept` went."""
     left = list(range(len(samples[0].changes)))
     costs: dict[int, float] = {}
     while len(left) > kept:
         tried = sorted(left, key=costs.__getitem__)[:TRIED] if costs else left
-        costs |= {pair: sum(sample.cost(pair) for sample in samples) for pair in tried}
+        costs |= {pair: sum(sample.cost([pair]) for sample in samples) for pair in tried}
         going = min(tried, key=costs.__getitem__)
         left.remove(going)
         for sample in samples:
@@ -145,7 +149,7 @@ def _left(samples: list[_Sample], kept: int) -> list[int]:
     return left
 
 
-def _complex(states: torch.Tensor, fade: RotaryFade) -> torch.Tensor:
+def as_complex(states: torch.Tensor, fade: RotaryFade) -> torch.Tensor:
     """Queries or keys (H, n, D) -> (H, n, P) complex, a number for each rotary pair."""
     channels = torch.tensor(fade.channel_pair, device=states.device).argsort(stable=True)
     first, second = states[..., : len(channels)][..., channels].unflatten(-1, (-1, 2)).unbind(-1)
