@@ -93,6 +93,9 @@ CASES = {
     "rope keep": Case("llama", spec={"rope": "keep", **SHORT}),
     "rope drop": Case("llama", spec={"rope": "drop", **SHORT}),
     "rope partial": Case("llama", {"rope_parameters": LLAMA3}, {"rope": "partial", "max_wavelength": 100.0, **SHORT}),
+    "rope partial, pairs chosen by layer": Case(
+        "llama", spec={"rope": "partial", "layer_pairs": {0: (0, 3, 9, 30), 1: (2, 5, 31)}, **SHORT}
+    ),
     "rope annealing, yarn": Case(
         "llama",
         {"rope_parameters": YARN},

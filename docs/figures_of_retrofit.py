@@ -28,6 +28,7 @@ ARMS = {
     "fox-pro-seed1": "**fox-pro**, another seed",
     "fox-pro-118M": "fox-pro, 118M tokens",
     "calibrated": "calibrated",
+    "calibrated-fastest": "calibrated, fastest pairs",
     "yarn:4": "base, YaRN x 4",
     "window:4096": "base, window of 4096",
     "streaming:4096,4": "base, StreamingLLM",

@@ -35,7 +35,7 @@ from retrofox.version import __version__
 
 __all__ = ["Calibration", "apply_to", "calibrate", "calibrate_half_lives"]
 
-LENGTHS = (4096, 2048, 1024, 512, 256, 128, 64)
+LENGTHS = (2048, 1024, 512, 256, 128, 64)
 """Tokens per window to choose from where none are asked for: those that make the most of the documents there are."""
 
 
@@ -157,7 +157,7 @@ def calibrate(
             wavelength for don't.
         resume: continue the work found in `out_dir`; False starts over.
         tokenizer: None = the one beside the source.
-        length: tokens per window; None = 4096 or what the model was trained to if that is less, and shorter where the
+        length: tokens per window; None = 2048 or what the model was trained to if that is less, and shorter where the
             documents are too short or too few for it.
         windows: how many windows to fit on (fewer where there is less text); held_out: how many to measure on.
         layer_losses: also measure the loss with each layer alone converted, before and after.

@@ -10,7 +10,6 @@ import torch
 
 from retrofox.anatomy import attentions
 from retrofox.calibration.capture import Operands, converted_operands, enter, run_original
-from retrofox.calibration.fit import OUTPUT_WEIGHT
 from retrofox.calibration.source import LayerSource
 from retrofox.model.configuration_fox import FoxSpec
 from retrofox.model.rope import RotaryFade
@@ -24,6 +23,8 @@ ELEMENTS = 2**30
 looked at where there would be more."""
 HIDDEN = -1e30
 """Logit of a key that a query may not see: finite, so that no attention times it is nothing."""
+OUTPUT_WEIGHT = 8.0
+"""Of the heads' output errors beside their KL: what was measured with. The fit, where errors are small, has less."""
 TRIED = 4
 """Pairs tried at each step: those that cost least when they were tried last, as a pair's cost hardly falls."""
 
@@ -43,7 +44,7 @@ def choose_pairs(
 
         mean_i KL(p_i || p'_i) + w |sum_j (p'_ij - p_ij) v_j|^2 / mean_j |v_j|^2
 
-    p_i the original's attention of query i, p'_i without the turning of the pairs that went, w = fit.OUTPUT_WEIGHT. A
+    p_i the original's attention of query i, p'_i without the turning of the pairs that went, w = OUTPUT_WEIGHT. A
     pair that doesn't turn gives q_p z_hp conj(k_p) as its part of a logit, the pair's two channels taken as one complex
     number; z_hp = sum_ij p_ij e^(i w_p (i - j)) / N is its mean turn where head h looks.
 

@@ -130,7 +130,7 @@ def convert(
         typer.Option(
             parser=count,
             metavar=METAVAR,
-            help="Tokens of the windows to fit on: longer ones keep more recall, and take longer. [default: 4096]",
+            help="Tokens of the windows to fit on: longer ones keep more recall, and take longer. [default: 2048]",
         ),
     ] = None,
     no_choose_pairs: Annotated[

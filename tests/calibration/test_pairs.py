@@ -11,8 +11,7 @@ from retrofox.anatomy import attentions
 from retrofox.calibration import capture
 from retrofox.calibration import pairs as choosing
 from retrofox.calibration.calibrate import apply_to, calibrate
-from retrofox.calibration.fit import OUTPUT_WEIGHT
-from retrofox.calibration.pairs import choose_pairs
+from retrofox.calibration.pairs import OUTPUT_WEIGHT, choose_pairs
 from retrofox.calibration.source import open_source
 from retrofox.model.configuration_fox import FoxSpec
 from tests.calibration.picos import FAMILIES, SPEC, sharp
