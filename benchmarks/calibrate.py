@@ -79,9 +79,10 @@ def _row(row: str, base: Any, fitted: torch.Tensor, judged: torch.Tensor, losses
         out_dir=options.work / row.replace(":", "-"),
         steps=0 if how == "init" else options.steps,
         refit_queries=how == "refit",
+        choose_pairs=False,
         layer_losses=options.layer_losses,
     )
-    model = apply(base, make_plan(base.config, FoxSpec(**{**spec.to_dict(), "init": "slopes"})))
+    model = apply(base, make_plan(base.config, FoxSpec.from_dict({**spec.to_dict(), "init": "slopes"})))
     after = _losses(apply_to(model, result), judged)
     opened = None
     if options.gates_open:
