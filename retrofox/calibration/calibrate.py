@@ -240,7 +240,7 @@ def calibrate(
 
 @contextlib.contextmanager
 def _restored(model: PreTrainedModel) -> Iterator[None]:
-    """Lets a block change gates, projections, rotary pairs and training mode, and undoes it: it reads what it made."""
+    """Lets a block change gates, projections, rotary pairs and training mode, and undoes it all at its end."""
     training, kept = model.training, []
     for name, attention in attentions(model):
         projection = capture.query_projection(attention)

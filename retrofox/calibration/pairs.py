@@ -24,7 +24,7 @@ looked at where there would be more."""
 HIDDEN = -1e30
 """Logit of a key that a query may not see: finite, so that no attention times it is nothing."""
 OUTPUT_WEIGHT = 8.0
-"""Of the heads' output errors beside their KL: what was measured with. The fit, where errors are small, has less."""
+"""Of the heads' output errors beside their KL. The fit, whose errors are small, has less (`fit.OUTPUT_WEIGHT`)."""
 TRIED = 4
 """Pairs tried at each step: those that cost least when they were tried last, as a pair's cost hardly falls."""
 

@@ -194,7 +194,10 @@ def convert(
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report
 
-        plan, values = artefact.preview(source, out, spec, link=link, revision=revision, calibrate=files)
+        chooses = not no_choose_pairs and calibrate_steps != 0
+        plan, values = artefact.preview(
+            source, out, spec, link=link, revision=revision, calibrate=files, choose_pairs=chooses
+        )
         print(json.dumps(values, indent=2)) if as_json else report.print_plan(plan, values)
         return
     from retrofox.loading.source import begun

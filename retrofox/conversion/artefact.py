@@ -61,6 +61,7 @@ def preview(
     link: bool = False,
     revision: str | None = None,
     calibrate: Sequence[Text] = (),
+    choose_pairs: bool = True,
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan of a conversion, and the same as JSON values with the bytes that would be written.
 
@@ -71,6 +72,8 @@ def preview(
     _check_options(source, spec, link, calibrate)
     plan = plan_for(source, spec, revision)
     values: dict[str, Any] = plan.to_dict()
+    chooses = choose_pairs and spec.rope == "partial" and not spec.layer_pairs
+    values["pairs_to_be_chosen"] = bool(calibrate) and chooses
     if Path(source).is_dir():
         refuse_damaged_tokenizer(source)
         found = shards.find(Path(source))

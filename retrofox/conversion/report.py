@@ -61,8 +61,13 @@ def _table(title: str, plan: dict[str, Any], fitted: Sequence[float] = ()) -> No
     spec, kept = plan["spec"], plan["rotary_pairs_kept"]
     table = Table(title=escape(title), title_justify="left", show_header=False)
     lives = plan["half_lives_tokens"]
-    span = f" (wavelengths up to {spec['max_wavelength']:.0f} tokens)" if spec["rope"] == "partial" else ""
-    span = ", chosen by layer" if spec["layer_pairs"] else span
+    span = ""
+    if spec["layer_pairs"]:
+        span = ", chosen by layer"
+    elif plan.get("pairs_to_be_chosen"):
+        span = ", to be chosen by each layer"
+    elif spec["rope"] == "partial":
+        span = f" (wavelengths up to {spec['max_wavelength']:.0f} tokens)"
     slowed = max(plan.get("rotary_pairs_slowed") or [0])
     if slowed:
         span = f", {slowed} turn up to {spec['rope_factor']:g} times slower"

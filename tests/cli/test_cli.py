@@ -199,6 +199,23 @@ def test_a_dry_run_says_what_would_be_refused(run, source, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["cut"]
 
 
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ("", "pairs kept (wavelengths up to"),
+        ("--calibrate text.txt", "pairs kept, to be chosen by each layer"),
+        ("--calibrate text.txt --no-choose-pairs", "pairs kept (wavelengths up to"),
+        ("--calibrate text.txt --init calibrated --calibrate-steps 0", "pairs kept (wavelengths up to"),
+    ],
+)
+def test_a_dry_run_says_whether_rotary_pairs_will_be_chosen(run, source, tmp_path, monkeypatch, options, shown):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("The fox forgets. " * 50)
+    code, out, _ = run("convert", source, tmp_path / "out", "--dry-run", "--rope", "partial", *options.split())
+    assert code == 0
+    assert shown in " ".join(out.replace("│", " ").split())
+
+
 def test_convert_prints_json_alone_on_stdout(run, source, tmp_path):
     code, out, _ = run("convert", source, tmp_path / "out", "--no-verify", "--json", "--rope", "drop")
     report = json.loads(out)
