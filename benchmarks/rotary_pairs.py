@@ -55,15 +55,15 @@ def main() -> None:
 
 def _row(attention: Any, captured: list[Any], keep: int) -> dict[str, Any]:
     """The pairs that each way keeps, chosen on the first window, and what they cost on the second."""
-    original = captured[0][0]
+    (original, block), (other, its_block) = captured
     query, key = (pairs.as_complex(x, attention.rotary_fade).abs().mean(1) for x in (original.query, original.key))
     norm = (query * key.repeat_interleave(len(query) // len(key), 0)).mean(0)
     ways = {
         "fastest": list(range(keep)),
         "2-norm": sorted(norm.topk(keep).indices.tolist()),
-        "chosen": pairs.left_of([pairs.Sample.of(attention, *captured[0], 1, True)], keep),
+        "chosen": pairs.left_of([pairs.Sample.of(attention, original, block, 1, True)], keep),
     }
-    judge = pairs.Sample.of(attention, *captured[1], 1, True)
+    judge = pairs.Sample.of(attention, other, its_block, 1, True)
     whole, cost = judge.cost([]), {}
     for way, kept in ways.items():
         gone = [pair for pair in range(len(judge.changes)) if pair not in kept]
