@@ -36,7 +36,7 @@ from .forgetting import ForgettingCache
 from .fused import fused_forward, is_plain, unrotated, with_rotary
 from .gates import AddedModule
 from .pro import calibrate_norms
-from .rope import RotaryFade
+from .rope import Fades, RotaryFade
 
 REMOTE_FILES = (
     "configuration_fox.py",
@@ -215,7 +215,7 @@ def _install(model: Any, config: Any) -> None:
     if config.fox is None:
         raise ValueError("config.fox is missing: this is not a converted checkpoint (run `retrofox convert` first)")
     spec = FoxSpec.from_dict(config.fox)
-    rotates_if = ROTATES_IF.get(config.model_type.removeprefix("fox_"))
+    rotates_if, fades = ROTATES_IF.get(config.model_type.removeprefix("fox_")), Fades()
     for layer in model.layers:
         native = layer.self_attn
         attention = _attention_class(type(native))(config=config, layer_idx=native.layer_idx)
@@ -223,7 +223,7 @@ def _install(model: Any, config: Any) -> None:
         if rotates_if is None or rotates_if(native):
             layer_types = getattr(config, "layer_types", None)
             layer_type = layer_types[native.layer_idx] if layer_types else None
-            fade = RotaryFade(model.rotary_emb, config, layer_type, spec, native.layer_idx)
+            fade = RotaryFade(model.rotary_emb, config, layer_type, spec, native.layer_idx, fades)
         attention.add_fox(config, spec, fade)
         layer.self_attn = attention
 

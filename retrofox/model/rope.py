@@ -91,6 +91,48 @@ def layer_frequencies(rotary: Any, layer_type: str | None) -> tuple[torch.Tensor
     return getattr(rotary, f"{prefix}inv_freq"), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
 
 
+class Fades:
+    """The fades of a model's layers; where these turn different pairs, one edit of (cos, sin) serves a decoding step.
+
+    Edited one after the other, each layer would launch two kernels for a few numbers.
+    """
+
+    MOST_ROWS = 64
+    """Tokens up to which the edits of all layers are made together: more would fill memory with them."""
+
+    def __init__(self) -> None:
+        self.layers: list[RotaryFade] = []
+        self._kinds: dict[str | None, tuple[list[RotaryFade], torch.Tensor]] = {}
+
+    def changed(self) -> None:
+        """Forgets what was made of the layers' fades."""
+        self._kinds = {}
+
+    def edit(
+        self, cos: torch.Tensor, sin: torch.Tensor, like: RotaryFade
+    ) -> dict[Any, tuple[torch.Tensor, torch.Tensor]] | None:
+        """(cos, sin) of all kinds of layers that share them with `like`, by what a layer's kind is.
+
+        cos, sin (B, T, 2 P). Of layers whose pairs turn or don't; where any of `like` is between the two, where there
+        is no other kind or where there are more rows than MOST_ROWS: None.
+        """
+        if cos.shape[:-1].numel() > self.MOST_ROWS:
+            return None
+        found = self._kinds.get(like.layer_type)
+        if found is None or found[1].device != cos.device:
+            whole = [x for x in self.layers if x.layer_type == like.layer_type and set(x.fade) == {0.0, 1.0}]
+            kinds = list({x._shared_by: x for x in whole}.values())
+            gone = torch.tensor([[x.fade[pair] == 0.0 for pair in x.channel_pair] for x in kinds], device=cos.device)
+            found = self._kinds[like.layer_type] = kinds, gone
+        kinds, gone = found
+        if len(kinds) < 2 or all(x._shared_by != like._shared_by for x in kinds):
+            return None
+        gone = gone[:, None, None]
+        scaling = layer_frequencies(like._rotary[0], like.layer_type)[1]
+        both = cos.masked_fill(gone, scaling).unbind(), sin.masked_fill(gone, 0.0).unbind()
+        return {x._shared_by: made for x, *made in zip(kinds, *both, strict=True)}  # type: ignore[misc]
+
+
 class RotaryFade(nn.Module):
     """Edits a layer's (cos, sin): faded pairs turn by fade * angle, gone pairs not at all.
 
@@ -101,13 +143,24 @@ class RotaryFade(nn.Module):
         rotary: the family's rotary module of the running model, where current frequencies are read.
         config: to build the same module on the CPU, for the frequencies that fades are decided by (models are built
             on the meta device by from_pretrained).
+        together: the fades of all layers of the model; this one joins them.
 
     Shapes: cos, sin (B, T, 2 P) for P pairs, halves stacked or interleaved as the family has it; position_ids (B, T).
     Raises: ValueError when pairs are part-faded and position_ids are missing.
     """
 
-    def __init__(self, rotary: nn.Module, config: Any, layer_type: str | None, spec: FoxSpec, layer_idx: int):
+    def __init__(
+        self,
+        rotary: nn.Module,
+        config: Any,
+        layer_type: str | None,
+        spec: FoxSpec,
+        layer_idx: int,
+        together: Fades | None = None,
+    ):
         super().__init__()
+        self.together = Fades() if together is None else together
+        self.together.layers.append(self)
         self.layer_type, self.layer_idx = layer_type, layer_idx
         self._rotary = [rotary]  # in a list: the module belongs to the model, not to each layer
         with torch.device("cpu"):
@@ -136,6 +189,7 @@ class RotaryFade(nn.Module):
         self.num_leading = kept if in_order else None  # pairs that turn, if the others are exactly left alone
         self._shared_by = (tuple(self.fade), self.layer_type)
         self._tensors: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.together.changed()
 
     @property
     def skippable(self) -> bool:
@@ -167,7 +221,8 @@ class RotaryFade(nn.Module):
         made: dict[Any, Any] = getattr(cos, "_fox_faded", None) or {}
         cos._fox_faded = made  # type: ignore[attr-defined]
         if self._shared_by not in made or made[self._shared_by][0] is not position_ids:
-            made[self._shared_by] = (position_ids, self._faded(cos, sin, position_ids))
+            edits = self.together.edit(cos, sin, self) or {self._shared_by: self._faded(cos, sin, position_ids)}
+            made.update((kind, (position_ids, edit)) for kind, edit in edits.items())
         return made[self._shared_by][1]
 
     def _faded(

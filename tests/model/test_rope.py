@@ -15,7 +15,7 @@ from retrofox.anatomy import attention_mode, attentions
 from retrofox.model import scores
 from retrofox.model.cache import CACHE
 from retrofox.model.fused import unrotated, with_rotary
-from retrofox.model.rope import fades, interpolated
+from retrofox.model.rope import Fades, fades, interpolated
 
 PICO = {
     "vocab_size": 96,
@@ -185,6 +185,39 @@ def test_the_pairs_that_the_fused_rotary_leaves_alone_are_those_that_nothing_is_
         for part, led, left in zip(fade(cos, sin, positions), fade.leading(cos, sin, positions), (1, 0), strict=True):
             torch.testing.assert_close(led, part[..., :pairs])
             assert torch.equal(part[..., pairs:PAIRS], torch.full((1, tokens.shape[1], PAIRS - pairs), float(left)))
+
+
+@pytest.mark.parametrize("rows", [1, Fades.MOST_ROWS, Fades.MOST_ROWS + 1])
+def test_layers_that_turn_different_pairs_edit_a_few_rows_together(kind, rows, monkeypatch):
+    pairs = {0: (0, 2, 5), 1: (1, 2, 7), 2: (0, 2, 5)}
+    base = AutoModelForCausalLM.from_config(
+        LlamaConfig(**{**PICO, "num_hidden_layers": 5}, rope_parameters=KINDS[kind])
+    )
+    model = convert(base, rope="partial", max_wavelength=30.0, layer_pairs=pairs, layer_max_wavelength={3: math.inf})
+    positions = torch.arange(rows)[None]
+    alone = []
+    for _, module in attentions(model):
+        cos_sin = model.model.rotary_emb(torch.zeros(1, rows, 32), positions)
+        module.rotary_fade.together.layers = [module.rotary_fade]
+        module.rotary_fade.together.changed()
+        alone.append(module.rotary_fade(*cos_sin, positions))
+    fades_of = [module.rotary_fade for _, module in attentions(model)]
+    fades_of[0].together.layers = fades_of
+    fades_of[0].together.changed()
+    calls: list[int] = []
+    native = torch.Tensor.masked_fill
+    monkeypatch.setattr(torch.Tensor, "masked_fill", lambda *a: calls.append(1) or native(*a))
+    cos_sin = model.model.rotary_emb(torch.zeros(1, rows, 32), positions)
+    for fade, expected in zip(fades_of, alone, strict=True):
+        for part, wanted in zip(fade(*cos_sin, positions), expected, strict=True):
+            assert torch.equal(part, wanted)
+    assert len(calls) == (2 if rows <= Fades.MOST_ROWS else 6)  # three kinds: two of pairs, one of wavelengths
+    fades_of[1].take([0.0, 1.0] * (PAIRS // 2))
+    cos_sin = model.model.rotary_emb(torch.zeros(1, rows, 32), positions)
+    fades_of[0](*cos_sin, positions)
+    changed = fades_of[1](*cos_sin, positions)
+    for part, wanted in zip(changed, fades_of[1]._faded(*cos_sin, positions), strict=True):
+        assert torch.equal(part, wanted)
 
 
 def test_a_layer_can_have_its_own_limit(tokens):
