@@ -1,13 +1,14 @@
 """Memory and tokens a second against the length of the context: a cache that forgets, the full cache, the base.
 
     python benchmarks/long_context.py [--model DIR] [--lengths 8192,32768,131072,524288,1048576] [--evict -10]
-        [--contenders evict,full,base] [--prefill 131072] [--new 320] [--seconds 280] [--cell-seconds 90]
+        [--contenders evict,full,base,base-static] [--prefill 131072] [--new 320] [--seconds 280] [--cell-seconds 90]
         [--out benchmarks/long-context.json]
 
 Without --model (a converted directory): SmolLM2-135M's shapes with random weights of deviation 0.02 and half-lives of
 16 to 16384 tokens, which says what memory and time are, not what text comes out. The text is random tokens. `evict`
 and `full` prefill 8192 tokens at a time and decode from a captured step; `base` is the unconverted model with its
-dynamic cache, its prompt in one piece. `prefill_s` is the time to the first token, `tokens_per_second` the median of
+dynamic cache, its prompt in one piece, and `base-static` with transformers' static cache, compiled, which is never
+read but filled, as below. `prefill_s` is the time to the first token, `tokens_per_second` the median of
 later ones, `cache_gb` what keys, values and gates take after the last, `peak_gb` the most that was allocated.
 
 Contexts of more than --prefill tokens are not read: each layer's cache is filled with the keys, values and gates that
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 from model_shapes import PICO, SMOLLM2
 from provenance import at_most, provenance
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import retrofox
 from retrofox.generation.generate import PREFILL
@@ -44,7 +45,7 @@ from retrofox.model.forgetting import ForgettingCache, ForgettingLayer
 
 ROOT = Path(__file__).resolve().parent.parent
 FOX = {"rope": "partial", "max_wavelength": 1400, "half_life": (16.0, 16384.0), "sink_tokens": 1}
-CONTENDERS = ("evict", "full", "base")
+CONTENDERS = ("evict", "full", "base", "base-static")
 WARM = 280  # tokens before steps are timed: captured by then, and looked at once for what can be dropped
 
 
@@ -90,8 +91,9 @@ def fill(model: Any, cache: Any, length: int) -> None:
     """Puts `length` tokens of random hidden states' keys, values and gates into a cache."""
     generator = torch.Generator(model.device).manual_seed(0)
     cache.tokens_to_reserve = length + 1024
-    for start in range(0, length, PREFILL):
-        shape = (1, min(PREFILL, length - start), model.config.hidden_size)
+    most = length if isinstance(cache, StaticCache) else PREFILL
+    for start in range(0, length, most):
+        shape = (1, min(most, length - start), model.config.hidden_size)
         for number, layer in enumerate(model.get_decoder().layers):
             attention = layer.self_attn
             x = torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype)
@@ -108,14 +110,19 @@ def fill(model: Any, cache: Any, length: int) -> None:
 
 
 def measure(built: dict[str, Any], contender: str, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    model = built["base" if contender == "base" else "fox"]
+    model = built["base" if contender.startswith("base") else "fox"]
     cuda = model.device.type == "cuda"
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, model.config.vocab_size, (1, length), generator=generator).to(model.device)
-    cache: Any = ForgettingCache(model, arguments.evict) if contender == "evict" else DynamicCache(config=model.config)
+    if contender == "evict":
+        cache: Any = ForgettingCache(model, arguments.evict)
+    elif contender == "base-static":
+        cache = StaticCache(config=model.config, max_cache_len=length + arguments.new + 1)
+    else:
+        cache = DynamicCache(config=model.config)
     arrivals = Arrivals()
     options: dict[str, Any] = {"max_new_tokens": arguments.new, "do_sample": False, "eos_token_id": None}
-    reads = length <= arguments.prefill
+    reads = length <= arguments.prefill and contender != "base-static"
     if not reads:
         fill(model, cache, length - 1)
     elif contender != "base" and length > PREFILL:
@@ -139,7 +146,7 @@ def measure(built: dict[str, Any], contender: str, length: int, arguments: argpa
         result["prefill_s"] = tokens[0] - started
     if cuda:
         result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    if contender != "base":
+    if not contender.startswith("base"):
         result["decoded_by"] = model.decoded_by
     if contender == "evict":
         report = cache.report()
@@ -182,7 +189,12 @@ def draw(report: dict[str, Any], out: Path) -> None:
             figure.savefig(out.with_suffix(f".{kind}"), dpi=150, metadata={"Date": None} if kind == "svg" else None)
 
 
-LABELS = {"evict": "retrofit, forgetting", "full": "retrofit, full cache", "base": "base"}
+LABELS = {
+    "evict": "retrofit, forgetting",
+    "full": "retrofit, full cache",
+    "base": "base, dynamic cache",
+    "base-static": "base, static cache, compiled",
+}
 
 
 def show(report: dict[str, Any]) -> None:

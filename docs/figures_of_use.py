@@ -88,7 +88,12 @@ def decoding_on_cpu() -> str:
 
 def long_context() -> str:
     """Prefill, tokens a second and cache against the context, from benchmarks/long-context.json."""
-    names = {"evict": "retrofit, forgetting", "full": "retrofit, full cache", "base": "base"}
+    names = {
+        "evict": "retrofit, forgetting",
+        "full": "retrofit, full cache",
+        "base": "base, dynamic cache",
+        "base-static": "base, static cache, compiled",
+    }
     rows = []
     for length, found in read("long-context.json")["lengths"].items():
         for name, row in found.items():
