@@ -5,7 +5,8 @@
 
 Arms go into benchmarks/retrofit/arms.json, or FILE, beside those that are there; docs/results.md draws its tables from
 it. A folder that holds evaluations without a result.json adds them to an arm that is there. RUNS/untrained/ with
-needle-easy/ and eval/ of the base with --baseline make an arm of each baseline: "yarn:4" and so on.
+needle-easy/, needle-standard/, recall/ and eval/ of the base with --baseline, those that there are, make or add to an
+arm of each baseline: "yarn:4" and so on.
 """
 
 from __future__ import annotations
@@ -39,37 +40,41 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def needles(folder: Path) -> dict[str, Any]:
-    """By mode: length, prompts, share found, its Wilson interval and the answers' mean log-probability."""
+def needles(folder: Path, model: str | None = None) -> dict[str, Any]:
+    """By mode: length, prompts, share found, its Wilson interval and the answers' mean log-probability.
+
+    Of the model of that label, or of the only one.
+    """
     found = {}
     for mode in ("easy", "standard"):
         path = folder / f"needle-{mode}" / "needle.json"
         if path.exists():
-            (model,) = read(path)["models"].values()
-            found[mode] = model["modes"][mode]["by_length"]
+            models = read(path)["models"]
+            (label,) = models if model is None else [model]
+            found[mode] = models[label]["modes"][mode]["by_length"]
     return found
 
 
-def losses(path: Path) -> list[dict[str, Any]]:
+def losses(path: Path, model: str = "model") -> list[dict[str, Any]]:
     """By stretch of positions: tokens, mean loss and its standard error, nats per token."""
     if not path.exists():
         return []
     return [
-        {key: bucket[key] for key in ("from", "to", "tokens")} | bucket["loss"]["model"]
+        {key: bucket[key] for key in ("from", "to", "tokens")} | bucket["loss"][model]
         for bucket in read(path)["buckets"]
     ]
 
 
-def recall(path: Path) -> list[dict[str, Any]]:
+def recall(path: Path, model: str = "model") -> list[dict[str, Any]]:
     """By octave of distance: tokens, loss and its 95 % interval, and what the loss rises by with the source cut out."""
     if not path.exists():
         return []
     return [
         {
             **{key: octave[key] for key in ("from", "to", "tokens")},
-            "loss": octave["loss"]["model"],
-            "accuracy": octave["accuracy"]["model"],
-            "recalled": octave["control"]["model"]["recalled"]["loss"],
+            "loss": octave["loss"][model],
+            "accuracy": octave["accuracy"][model],
+            "recalled": octave["control"][model]["recalled"]["loss"],
         }
         for octave in read(path)["octaves"]
     ]
@@ -122,28 +127,35 @@ def without_folders(environment: dict[str, Any]) -> dict[str, Any]:
     return environment | {"command": re.sub(r"/(?:[^\s/,'=\]]+/)+", "", environment["command"])}
 
 
-def untrained(folder: Path, note: str) -> dict[str, Any]:
-    """An arm of each baseline that `eval` and `needle` made of the base."""
-    losses, found = read(folder / "eval" / "eval.json"), read(folder / "needle-easy" / "needle.json")
-    arms = {}
-    for key, label in losses["names"].items():
-        if key in ("model", "base"):
-            continue
-        buckets = [
-            {name: bucket[name] for name in ("from", "to", "tokens")} | bucket["loss"][key]
-            for bucket in losses["buckets"]
-        ]
-        needles = {"easy": found["models"][label]["modes"]["easy"]["by_length"]}
-        arms[key] = {"tokens": 0, "seconds": 0, "needles": needles, "loss": buckets, "note": note}
-        arms[key]["environment"] = losses["environment"]
-    return arms
+def untrained(folder: Path, note: str, arms: dict[str, Any]) -> dict[str, Any]:
+    """An arm of each baseline that `eval`, `needle` and `recall` made of the base, on top of what is known of it."""
+    made: dict[str, dict[str, Any]] = {}
+    known = {"tokens": 0, "seconds": 0, "needles": {}, "loss": []}
+
+    def arm(key: str) -> dict[str, Any]:
+        return made.setdefault(key, {**known, **arms.get(key, {}), "note": note})
+
+    for mode in ("easy", "standard"):
+        path = folder / f"needle-{mode}" / "needle.json"
+        for label, found in read(path)["models"].items() if path.exists() else ():
+            if found["role"] not in ("model", "base"):
+                arm(found["role"])["needles"] = arm(found["role"])["needles"] | {mode: needles(folder, label)[mode]}
+    if (path := folder / "recall" / "recall.json").exists():
+        for key in set(read(path)["octaves"][0]["loss"]) - {"model", "base"}:
+            arm(key)["recall"] = recall(path, key)
+    if (path := folder / "eval" / "eval.json").exists():
+        found = read(path)
+        for key in set(found["names"]) - {"model", "base"}:
+            arm(key)["loss"] = losses(path, key)
+            arm(key)["environment"] = found["environment"]
+    return made
 
 
 def collect(runs: Path, note: str, into: Path = ARMS) -> None:
     arms = read(into) if into.exists() else {"arms": {}}
     for folder in sorted(runs.iterdir()):
         if folder.name == "untrained":
-            arms["arms"] |= untrained(folder, note)
+            arms["arms"] |= untrained(folder, note, arms["arms"])
         elif (folder / "result.json").exists():
             arms["arms"][folder.name] = arm(folder) | {"note": note}
         elif folder.name in arms["arms"]:
