@@ -176,6 +176,9 @@ DRAWN: dict[str, tuple[str, str, Any]] = {
     "lora": ("smollm2-lora", COLOURS[5], "-"),
     "fox": ("smollm2-fox (no RoPE)", COLOURS[3], "-"),
     "fox-pro": ("smollm2-fox-pro (no RoPE)", COLOURS[2], "-"),
+    "keep": ("smollm2-keep (gates alone)", "#D08080", "-"),
+    "calibrated": ("calibrated, no training", "#2F6F4F", ":"),
+    "window:4096": ("base with a window of 4096", "#5FA8B0", "-."),
     "streaming:4096,4": ("base as StreamingLLM, 4096 + 4", "#7B3FA0", "-."),
     "yarn:4": ("base with YaRN, factor 4, untrained", "#B0B000", "-."),
 }

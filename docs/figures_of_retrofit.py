@@ -13,14 +13,19 @@ ARMS = {
     "control-asked": "control, facts asked for",
     "control-8k": "control, 8k windows",
     "yarn": "YaRN x 4",
+    "yarn-seed1": "YaRN x 4, another seed",
     "theta": "theta 500,000",
     "theta-gates": "theta 500,000, gates, skips",
     "drope-trained": "DroPE",
     "partial": "**partial**",
     "partial-seed1": "**partial**, another seed",
     "partial-near": "partial, no skips",
+    "partial-open": "partial, no gates",
     "lora": "**lora**",
+    "lora-seed1": "**lora**, another seed",
+    "lora-skips": "lora with skips",
     "keep": "keep",
+    "keep-seed1": "keep, another seed",
     "fox": "**fox**",
     "fox-seed1": "**fox**, another seed",
     "fox-88M": "fox, 88M tokens",
@@ -43,6 +48,15 @@ FACTS = {
 }
 """Recipes that ran on documents with other shares of facts."""
 LENGTHS = (1024, 4096, 8192, 16384, 32768)
+SHORT = {
+    "len-4096": "windows of 4096",
+    "len-8192": "windows of 8192",
+    "len-16384": "windows of 16384",
+    "len-32768": "windows of 32768",
+    "removed": "half of the pairs removed, windows of 8192",
+    "anneal": "the same pairs removed one by one over 3M tokens",
+}
+"""Runs of 5M tokens, of benchmarks/retrofit/windows.json."""
 OTHERS = {
     "base": "base",
     "yarn:4": "base, YaRN x 4",
@@ -146,6 +160,19 @@ def retrofit_loss() -> str:
         rows = [[label, *(f"{bucket['mean']:.3f}" for bucket in buckets)] for label, buckets in measured.items()]
         tables.append(table(["arm", *columns], rows))
     return "\n\n".join(tables)
+
+
+def retrofit_windows() -> str:
+    """Short runs of the same tokens in windows of other lengths, and two ways to remove pairs."""
+    arms, control = read("retrofit/windows.json")["arms"], read("retrofit/arms.json")["arms"]["control"]
+    level = _mean(control["loss"], 0, 8192)
+    rows = []
+    for name, label in SHORT.items():
+        found = " / ".join(f"{_found(arms[name], length):.0f}" for length in LENGTHS)
+        loss = arms[name]["loss"]
+        rows.append([label, found, f"{_mean(loss, 0, 8192) - level:+.3f}", f"{_mean(loss, 24576, 32768):.3f}"])
+    columns = ["5M tokens", "easy needles at 1k / 4k / 8k / 16k / 32k", "loss, 0-8k, less the control's", "24k-32k"]
+    return table(columns, rows, left=1)
 
 
 def retrofit_others() -> str:

@@ -166,6 +166,7 @@ OF_RESULTS = (
         figures_of_retrofit.retrofit_loss,
         figures_of_retrofit.retrofit_recall,
         figures_of_retrofit.retrofit_others,
+        figures_of_retrofit.retrofit_windows,
         figures_of_retrofit.retrofit_tasks,
         figures_of_retrofit.leaderboard,
     ),
