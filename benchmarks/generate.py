@@ -1,20 +1,21 @@
 """Prefill, decoding and memory of `generate`: a converted model beside its base, in turns in one run.
 
-    python benchmarks/generate.py [--model DIR|FILE.gguf] [--batches 1,16] [--contexts 2048,32768,131072]
+    python benchmarks/generate.py [--model DIR|FILE.gguf|CONVERTED] [--batches 1,16] [--contexts 2048,32768,131072]
         [--contenders fox,fox-loop,base,base-static] [--rounds 2] [--new 64] [--seconds 280] [--cell-seconds 60]
     python benchmarks/generate.py --device cpu --dtype float32 --contexts 128,1024,4096 --batches 1 --new 48 \\
         --rounds 5 --contenders fox,base --model FILE.gguf --out benchmarks/generate-cpu.json
 
-Without --model: SmolLM2-135M's shapes with random weights. Contenders: `fox` decodes as it does by default (a
-captured step on a GPU), `fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with
-transformers' static cache, compiled. One generation gives all figures of a contender in a cell and round. Times come
-from when tokens arrive: `first_ms` to the first token, `wall_ms` the median between later ones, after compiling and
-capturing, `least_ms` the least; `whole_ms` their mean with everything before the profiler runs. Over its last steps, on
-a GPU, `gpu_ms` is the sum of a step's kernels and `launches` their number, from torch.profiler; `replay_ms` is one
-captured step between two CUDA events. On a CPU, `cpu_ms` and `first_cpu_ms` are the processor's time for a later token
-and for the first, which other users of the machine disturb less. Where a cell has more than --prefill tokens, its cache
-is filled with random keys and nothing is prefilled: a first token from 128k takes longer than all the steps that are
-to be timed (`long_context.py` measures it).
+Without --model: SmolLM2-135M's shapes with random weights. A converted model, a Llama's, is taken as it is, its base
+has random weights of the same shapes. Contenders: `fox` decodes as it does by default (a captured step on a GPU),
+`fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with transformers' static cache,
+compiled. One generation gives all figures of a contender in a cell and round. Times come from when tokens arrive:
+`first_ms` to the first token, `wall_ms` the median between later ones, after compiling and capturing, `least_ms` the
+least; `whole_ms` their mean with everything before the profiler runs. Over its last steps, on a GPU, `gpu_ms` is the
+sum of a step's kernels and `launches` their number, from torch.profiler; `replay_ms` is one captured step between two
+CUDA events. On a CPU, `cpu_ms` and `first_cpu_ms` are the processor's time for a later token and for the first, which
+other users of the machine disturb less. Where a cell has more than --prefill tokens, its cache is filled with random
+keys and nothing is prefilled: a first token from 128k takes longer than all the steps that are to be timed
+(`long_context.py` measures it).
 
 The result is written after every measurement. Measurements that a file of the same settings has in full are left out,
 so the cells can be measured in several runs. No measurement begins after --seconds, and none takes longer than
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_shapes import PICO, SMOLLM2
+from model_shapes import PICO, SMOLLM2, base_of_shapes
 from provenance import at_most, provenance
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -105,8 +106,11 @@ def models(arguments: argparse.Namespace) -> dict[str, Any]:
         base: Any = LlamaForCausalLM(LlamaConfig(**(PICO if arguments.pico else SMOLLM2)))
     else:
         base = open_model(arguments.model, dtype=dtype, device="cpu").model
-    fox = {"rope": "partial", "max_wavelength": 1400, "half_life": (256.0, 65536.0), "sink_tokens": 1}
-    converted = retrofox.convert(base, fox=retrofox.FoxSpec(**fox))
+    if getattr(base.config, "fox", None) is not None:
+        base, converted = base_of_shapes(base), base
+    else:
+        fox = {"rope": "partial", "max_wavelength": 1400, "half_life": (256.0, 65536.0), "sink_tokens": 1}
+        converted = retrofox.convert(base, fox=retrofox.FoxSpec(**fox))
     return {name: m.to(arguments.device, dtype).eval() for name, m in (("base", base), ("fox", converted))}
 
 
@@ -273,7 +277,9 @@ def show(cells: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="base model: Hub id, directory or .gguf file; SmolLM2's shapes if not given")
+    parser.add_argument(
+        "--model", help="Hub id, directory or .gguf file, converted or not; SmolLM2's shapes if not given"
+    )
     parser.add_argument("--pico", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))

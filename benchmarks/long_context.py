@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_shapes import PICO, SMOLLM2
+from model_shapes import PICO, SMOLLM2, base_of_shapes
 from provenance import at_most, provenance
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -69,10 +69,8 @@ def models(arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         base = LlamaForCausalLM(LlamaConfig(**(PICO if arguments.pico else SMOLLM2)))
         built = {"fox": retrofox.convert(base, fox=retrofox.FoxSpec(**FOX)), "base": base}
-    if "base" not in built:  # of the same shapes: its time and memory don't hang on its weights
-        names = set(LlamaConfig().to_dict()) - {"model_type", "architectures", "auto_map"}
-        values = {k: v for k, v in built["fox"].config.to_dict().items() if k in names}
-        built["base"] = LlamaForCausalLM(LlamaConfig(**values))
+    if "base" not in built:
+        built["base"] = base_of_shapes(built["fox"])
     return {name: model.to(arguments.device, dtype).eval() for name, model in built.items()}
 
 
