@@ -216,10 +216,11 @@ def retrofit_tasks() -> str:
 
 def leaderboard() -> str:
     """Arms by tokens: whether loss at 4 times the trained length and needles at 8k are as good as they have to be."""
-    arms = read("retrofit/arms.json")["arms"]
+    arms = read("retrofit/arms.json")["arms"] | read("retrofit/windows.json")["arms"]
     wanted = _found(arms["control"], 8192)
     rows = []
-    for name, label in sorted(ARMS.items(), key=lambda pair: arms[pair[0]]["tokens"]):
+    labels = ARMS | {name: f"partial, no skips, {label}" for name, label in SHORT.items()}
+    for name, label in sorted(labels.items(), key=lambda pair: arms[pair[0]]["tokens"]):
         arm = arms[name]
         if not arm["loss"]:
             continue

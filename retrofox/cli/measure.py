@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode
+from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode, task_names
 from retrofox.cli.tokens import METAVAR, count
 from retrofox.support.counts import ALLOWED
 
@@ -37,11 +37,11 @@ def evaluate(
     text_field: TextField = "text",
     baseline: Baselines = None,
     tasks: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="lm-eval tasks to run too, comma-separated, or short, ruler, longbench (needs retrofox[eval])."
         ),
-    ] = "",
+    ] = None,
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
     task_batch: Annotated[str, typer.Option(help="lm-eval: requests per batch, or auto: by tokens.")] = "auto",
@@ -67,9 +67,7 @@ def evaluate(
     from retrofox.loading.trust import trusting_code
     from retrofox.parallel.launched import watched
 
-    names = [task.strip() for task in tasks.split(",") if task.strip()]
-    if tasks and not names:
-        raise ValueError(f"tasks must be names with commas between, such as short or arc_easy,piqa; got {tasks!r}")
+    names = task_names(tasks)
     with trusting_code(trust_remote_code), watched(context, "eval MODEL", "nothing was written"):
         run(
             model,

@@ -26,3 +26,15 @@ Baselines = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")
 ]
+
+
+def task_names(tasks: str | None) -> list[str]:
+    """The tasks of --tasks, in order; none where it was not given.
+
+    Raises:
+        ValueError: it was given and names none.
+    """
+    names = [task.strip() for task in (tasks or "").split(",") if task.strip()]
+    if tasks is not None and not names:
+        raise ValueError(f"tasks must be names with commas between, such as short or arc_easy,piqa; got {tasks!r}")
+    return names

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode
+from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode, task_names
 from retrofox.cli.tokens import METAVAR, count
 
 
@@ -29,8 +29,9 @@ def report(
     trials: Annotated[int | None, typer.Option(help="Needle prompts per length and depth, not the suite's.")] = None,
     baseline: Baselines = None,
     tasks: Annotated[
-        str, typer.Option(help="lm-eval tasks, comma-separated, or short, ruler, longbench (needs retrofox[eval]).")
-    ] = "",
+        str | None,
+        typer.Option(help="lm-eval tasks, comma-separated, or short, ruler, longbench (needs retrofox[eval])."),
+    ] = None,
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
     task_cache: Annotated[Path | None, typer.Option(help="lm-eval: folder of finished tasks.")] = None,
@@ -54,7 +55,7 @@ def report(
     from retrofox.reporting.report import report as run
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "trials": trials}
-    options |= {"baselines": baseline or [], "tasks": [task.strip() for task in tasks.split(",") if task.strip()]}
+    options |= {"baselines": baseline or [], "tasks": task_names(tasks)}
     options |= {"include_path": include_path, "limit": limit, "task_cache_folder": task_cache, "maps": head_map or []}
     with trusting_code(trust_remote_code):
         run(model, against, data or [], suite, out, **options, text_field=text_field, dtype=dtype, device=device)

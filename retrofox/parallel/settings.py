@@ -106,12 +106,13 @@ def refuse_processes(recipe: Recipe, processes: int) -> None:
         raise ValueError("log.heads_every reads whole rows, which parallel.context splits: leave it out")
 
 
-def refuse_sharing(model: Any, length: int, split: Degrees) -> None:
+def refuse_sharing(model: Any, length: int, split: Degrees, name: str = "context") -> None:
     """Raises ValueError for a model, or rows, that a context group can't share.
 
     Args:
         model: on any device.
         length: tokens of a row.
+        name: what the caller's setting is called.
     """
     if split.context == 1:
         return
@@ -123,15 +124,15 @@ def refuse_sharing(model: Any, length: int, split: Degrees) -> None:
     config = causal_lm(model).config
     if depends_on_length(config):
         raise ValueError(
-            "parallel.context: this model's RoPE (dynamic or longrope) takes its frequencies from the length of what "
-            "one process sees: take another rope_type, or parallel.context: 1"
+            f"{name}: this model's RoPE (dynamic or longrope) takes its frequencies from the length of what "
+            f"one process sees: take another rope_type, or {name} 1"
         )
     check_length(length, split)
     chunk = length // split.chunks
     windows = {module.window for _, module in attentions(causal_lm(model)) if module.window is not None}
     if split.ring > 1 and windows and min(windows) < chunk:
         raise ValueError(
-            f"parallel.context: a sliding window of {min(windows)} tokens is smaller than the ring's pieces ({chunk}), "
+            f"{name}: a sliding window of {min(windows)} tokens is smaller than the ring's pieces ({chunk}), "
             f"so most of what it sends is out of sight. Take a context that divides the {key_value_heads(config)} "
             f"key/value heads (there is no ring then), or rows of at most {min(windows) * split.chunks} tokens"
         )

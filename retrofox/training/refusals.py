@@ -173,7 +173,7 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
         raise ValueError(f"{stage.objective} compares a retrofit with its original: give `fox:` to the recipe")
     if stage.objective == "adapt":
         refuse_adapt(model, source)
-    refuse_sharing(model, stage.sequence_length, split_of(recipe, causal_lm(model).config))
+    refuse_sharing(model, stage.sequence_length, split_of(recipe, causal_lm(model).config), "parallel.context")
     trained = set_trainable(model, stage, adapters=recipe.lora is not None)
     if stage.gate_delay_tokens and not any(role_of(name).startswith("gate") for name in trained):
         raise ValueError("gate_delay_tokens holds gates back, and this stage trains none: remove it")

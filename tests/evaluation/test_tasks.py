@@ -362,3 +362,8 @@ def test_the_command_line_runs_a_task(pico_checkpoint, pico_fox_checkpoint, fold
         "eval", pico_checkpoint, "--tasks", "pico_choice", "--include-path", folder, "--task-batch", "many"
     )
     assert (code, "task_batch must be 'auto' or a number" in err) == (2, True)
+    for command, more in (("eval", ()), ("eval", ("--data", folder)), ("report", ("--data", folder))):
+        code, _, err = run(command, pico_fox_checkpoint, *more, "--against", pico_checkpoint, "--tasks", " , ")
+        assert (code, "tasks must be names with commas between" in err) == (2, True)
+        code, _, err = run(command, pico_fox_checkpoint, *more, "--against", pico_checkpoint, "--tasks", "")
+        assert (code, "got ''" in err) == (2, True)

@@ -175,7 +175,7 @@ def test_what_can_not_be_shared_is_refused_beforehand(recipe_for, values, proces
         (
             {"model_type": "mistral", "sliding_window": 7},
             {"ulysses": 1},
-            "a sliding window of 7 tokens is smaller than",
+            "parallel.context: a sliding window of 7 tokens is smaller than",
         ),
         ({"model_type": "mistral", "sliding_window": 7}, {}, None),  # trading heads sees whole rows
     ],
