@@ -61,13 +61,12 @@ def _row(attention: Any, captured: list[Any], keep: int) -> dict[str, Any]:
     ways = {
         "fastest": list(range(keep)),
         "2-norm": sorted(norm.topk(keep).indices.tolist()),
-        "chosen": pairs.left_of([pairs.Sample.of(attention, original, block, 1, True)], keep),
+        "chosen": pairs.left_of(pairs.samples_of(attention, original, block, 1, True), keep),
     }
-    judge = pairs.Sample.of(attention, other, its_block, 1, True)
-    whole, cost = judge.cost([]), {}
+    judges, cost = pairs.samples_of(attention, other, its_block, 1, True), {}
     for way, kept in ways.items():
-        gone = [pair for pair in range(len(judge.changes)) if pair not in kept]
-        cost[way] = round(judge.cost(gone) - whole, 4)
+        gone = [pair for pair in range(len(norm)) if pair not in kept]
+        cost[way] = round(sum(judge.cost(gone) - judge.cost([]) for judge in judges), 4)
     return {"cost": cost, "kept": ways}
 
 

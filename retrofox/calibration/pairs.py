@@ -25,6 +25,8 @@ HIDDEN = -1e30
 """Logit of a key that a query may not see: finite, so that no attention times it is nothing."""
 OUTPUT_WEIGHT = 8.0
 """Of the heads' output errors beside their KL. The fit, whose errors are small, has less (`fit.OUTPUT_WEIGHT`)."""
+BLOCKS = 6
+"""Parts that a window's queries are taken in, each with the keys up to its last query: 7 in 12 of all products."""
 TRIED = 4
 """Pairs tried at each step: those that cost least when they were tried last, as a pair's cost hardly falls."""
 
@@ -69,7 +71,9 @@ def choose_pairs(
         with source.layer(number) as layer:
             hidden, captured = run_original(layer, hidden, calls[number])
             if fade is not None and {*fade.fade} == {0.0, 1.0} and number not in named:
-                samples = [Sample.of(attention, *entry, len(windows), refit) for entry in captured]
+                samples = [
+                    sample for entry in captured for sample in samples_of(attention, *entry, len(windows), refit)
+                ]
                 chosen[number] = tuple(left_of(samples, sum(f == 1.0 for f in fade.fade)))
         if advance is not None:
             advance(1)
@@ -80,9 +84,10 @@ def choose_pairs(
 class Sample:
     """Some queries of one window: the original's attention, and what becomes of it as pairs stop turning.
 
-    attention, logits (H, n, T), the latter uncapped and without the turning of the pairs that went; changes
-    (P, H, n, T), half precision, of logits as a pair stops turning; value (H, T, D); output (H, n, D), the original's;
-    hidden (n, T), keys a query may not see.
+    S keys up to the last of n queries. attention, logits (H, n, S), the latter uncapped and without the turning of the
+    pairs that went; changes (P, H, n, S), half precision, of logits as a pair stops turning; value (H, S, D); output
+    (H, n, D), the original's; hidden (n, S), keys a query may not see; size (H,), mean |v|^2 over the whole window;
+    share: of the window's queries that are looked at.
     """
 
     attention: torch.Tensor
@@ -92,48 +97,65 @@ class Sample:
     output: torch.Tensor
     hidden: torch.Tensor
     softcap: float | None
-
-    @classmethod
-    def of(cls, attention: Any, original: Operands, block: dict[str, Any], windows: int, refit: bool) -> Sample:
-        fade: RotaryFade = attention.rotary_fade
-        before = fade.fade
-        fade.take([0.0] * len(before))
-        try:
-            still = converted_operands(attention, block)
-        finally:
-            fade.take(before)
-        heads, length, _ = original.query.shape
-        pairs = len(before)
-        count = min(QUERIES, max(1, ELEMENTS // (windows * pairs * heads * length)), length)
-        rows = torch.linspace(length // (count + 1), length - 1, count, device=original.query.device).long()
-        distance = rows[:, None] - torch.arange(length, device=rows.device)
-        hidden = (distance < 0) | (distance >= (original.window or length))
-        groups = heads // original.key.shape[0]
-        turned = [as_complex(x, fade) for x in (original.query[:, rows], original.key)]
-        unturned = [as_complex(x, fade) for x in (still.query[:, rows], still.key)]
-        keys = original.key.repeat_interleave(groups, 0)
-        logits = original.query[:, rows] @ keys.transpose(1, 2) * original.scaling
-        shown = _capped(logits, original.softcap).masked_fill(hidden, HIDDEN).softmax(-1)
-        changes = logits.new_empty((pairs, *logits.shape), dtype=torch.float16)
-        for pair, frequency in enumerate(fade.inv_freq):
-            angle = distance * frequency
-            mean = torch.complex((shown * angle.cos()).sum((1, 2)), (shown * angle.sin()).sum((1, 2))) / count
-            mean = mean if refit else torch.ones_like(mean)
-            now = _part(turned[0][..., pair], turned[1][..., pair], groups)
-            then = _part(unturned[0][..., pair] * mean[:, None], unturned[1][..., pair], groups)
-            changes[pair] = (then - now) * original.scaling
-        value = original.value.repeat_interleave(groups, 0)
-        return cls(shown, logits, changes, value, shown @ value, hidden, original.softcap)
+    size: torch.Tensor
+    share: float
 
     def cost(self, stopping: Sequence[int]) -> float:
-        """The heads' mean cost where these pairs stop turning, too, up to a constant."""
+        """The heads' mean cost where these pairs stop turning, too, up to a constant, times `share`."""
         logits = self.logits + sum(self.changes[pair] for pair in stopping)
         logits = _capped(logits, self.softcap).masked_fill_(self.hidden, HIDDEN)
         lse = logits.logsumexp(-1)
         divergence = lse - torch.einsum("hnt,hnt->hn", self.attention, logits)
         error = logits.sub_(lse[..., None]).exp_() @ self.value - self.output
-        size = self.value.square().sum(-1).mean(-1).clamp_min(1e-30)
-        return float((divergence.mean(-1) + OUTPUT_WEIGHT * error.square().sum(-1).mean(-1) / size).mean())
+        cost = divergence.mean(-1) + OUTPUT_WEIGHT * error.square().sum(-1).mean(-1) / self.size
+        return self.share * float(cost.mean())
+
+
+def samples_of(attention: Any, original: Operands, block: dict[str, Any], windows: int, refit: bool) -> list[Sample]:
+    """Queries of one window, evenly spread over it, in BLOCKS parts."""
+    fade: RotaryFade = attention.rotary_fade
+    before = fade.fade
+    fade.take([0.0] * len(before))
+    try:
+        still = converted_operands(attention, block)
+    finally:
+        fade.take(before)
+    heads, length, _ = original.query.shape
+    pairs, groups = len(before), heads // original.key.shape[0]
+    count = min(QUERIES, max(1, ELEMENTS // (windows * pairs * heads * length)), length)
+    rows = torch.linspace(length // (count + 1), length - 1, count, device=original.query.device).long()
+    keys, value = (x.repeat_interleave(groups, 0) for x in (original.key, original.value))
+    size = value.square().sum(-1).mean(-1).clamp_min(1e-30)
+    turned, unturned = ([as_complex(x, fade) for x in (y.query[:, rows], y.key)] for y in (original, still))
+    found = []
+    for part in torch.arange(count).tensor_split(min(BLOCKS, count)):
+        queries, seen = slice(int(part[0]), int(part[-1]) + 1), slice(0, int(rows[part[-1]]) + 1)
+        distance = rows[queries, None] - torch.arange(seen.stop, device=rows.device)
+        hidden = (distance < 0) | (distance >= (original.window or length))
+        logits = original.query[:, rows[queries]] @ keys[:, seen].transpose(1, 2) * original.scaling
+        shown = _capped(logits, original.softcap).masked_fill(hidden, HIDDEN).softmax(-1)
+        changes = logits.new_empty((pairs, *logits.shape), dtype=torch.float16)
+        share, output = len(part) / count, shown @ value[:, seen]
+        sample = Sample(shown, logits, changes, value[:, seen], output, hidden, original.softcap, size, share)
+        found.append((sample, distance, queries, seen))
+    mean = torch.ones((heads, pairs), dtype=torch.complex64, device=rows.device)
+    if refit:
+        turns = torch.stack([_turns(sample.attention, distance, fade.inv_freq) for sample, distance, *_ in found])
+        mean = torch.complex(*turns.sum(0).chunk(2, -1)) / count
+    then = unturned[0] * mean[:, None]
+    for sample, _, queries, seen in found:
+        for pair in range(pairs):
+            query = torch.stack([then[:, queries, pair], -turned[0][:, queries, pair]], -1)
+            key = torch.stack([unturned[1][:, seen, pair], turned[1][:, seen, pair]], -1).repeat_interleave(groups, 0)
+            products = torch.view_as_real(query).flatten(2) @ torch.view_as_real(key).flatten(2).transpose(1, 2)
+            sample.changes[pair] = products * original.scaling
+    return [sample for sample, *_ in found]
+
+
+def _turns(attention: torch.Tensor, distance: torch.Tensor, frequencies: list[float]) -> torch.Tensor:
+    """Sums over queries and keys of attention (H, n, S) times cos, then sin, of w_p times distance (n, S): (H, 2 P)."""
+    angle = distance.reshape(-1, 1) * torch.tensor(frequencies, device=distance.device)
+    return attention.flatten(1) @ torch.cat([angle.cos(), angle.sin()], -1)
 
 
 def left_of(samples: list[Sample], kept: int) -> list[int]:
@@ -155,12 +177,6 @@ def as_complex(states: torch.Tensor, fade: RotaryFade) -> torch.Tensor:
     channels = torch.tensor(fade.channel_pair, device=states.device).argsort(stable=True)
     first, second = states[..., : len(channels)][..., channels].unflatten(-1, (-1, 2)).unbind(-1)
     return torch.complex(first.float(), second.float())
-
-
-def _part(query: torch.Tensor, key: torch.Tensor, groups: int) -> torch.Tensor:
-    """(H, n, T) Re(q conj(k)) of one pair, query (H, n), key (Hkv, T): its part of a logit, before scaling."""
-    key = key.repeat_interleave(groups, 0)
-    return query.real[..., None] * key.real[:, None] + query.imag[..., None] * key.imag[:, None]
 
 
 def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -25,14 +26,18 @@ def tokens():
     return torch.randint(61, (6, 48), generator=torch.Generator().manual_seed(1))
 
 
-def samples(family, tokens, refit=True):
-    """The attention of the first layer, what the original's got, and the sample that pairs are judged by."""
+def samples(family, tokens, refit=True, blocks=1) -> tuple[Any, Any, Any]:
+    """The attention of the first layer, what the original's got, and the sample pairs are judged by, or several."""
     source = open_source(sharp(family), SPEC, None, None)
     hidden, calls = capture.enter(source.model, tokens)
     layer = capture.decoder_layers(source.model)[0]
     _, captured = capture.run_original(layer, hidden, calls[0])
     attention = layer.self_attn
-    return attention, captured[0], choosing.Sample.of(attention, *captured[0], 1, refit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing, "BLOCKS", blocks)
+        found = choosing.samples_of(attention, *captured[0], 1, refit)
+    assert len(found) == blocks
+    return attention, captured[0], found[0] if blocks == 1 else found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,6 +105,21 @@ def test_the_cost_is_kl_and_output_error_written_out(family, tokens):
     error = ((after - before) @ value).square().sum(-1).mean(-1) / value.square().sum(-1).mean(-1)
     expected = float((kl + OUTPUT_WEIGHT * error).mean())
     assert sample.cost([0]) - sample.cost([]) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("refit", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_parts_of_the_queries_say_what_all_of_them_say(family, tokens, refit):
+    _, _, whole = samples(family, tokens, refit)
+    _, _, parts = samples(family, tokens, refit, blocks=5)
+    assert [part.attention.shape[1:] for part in parts] == [(10, 10), (10, 20), (10, 30), (9, 39), (9, 48)]
+    for name in ("attention", "changes"):
+        joined = [torch.nn.functional.pad(getattr(part, name), (0, 48 - part.hidden.shape[1])) for part in parts]
+        expected = getattr(whole, name) * ~whole.hidden
+        torch.testing.assert_close(torch.cat(joined, -2) * ~whole.hidden, expected, atol=2e-3, rtol=2e-3)
+    for stopping in ([0], [1, 2]):
+        costs = sum(part.cost(stopping) - part.cost([]) for part in parts)
+        assert costs == pytest.approx(whole.cost(stopping) - whole.cost([]), rel=2e-3)
 
 
 def test_the_pair_that_attention_does_not_use_goes_first(tokens):

@@ -116,5 +116,7 @@ def test_the_longest_document_is_refused_before_any_is_read():
         sliding_window=20,
     )
     model = retrofox.convert(MistralForCausalLM(config), fox=retrofox.FoxSpec(rope="keep"))
-    with pytest.raises(ValueError, match=r"^context: a sliding window of 20 tokens is smaller than the ring's pieces \(26\)"):
+    with pytest.raises(
+        ValueError, match=r"^context: a sliding window of 20 tokens is smaller than the ring's pieces \(26\)"
+    ):
         shared_losses(2, model, longest=101)  # the first document may be short
