@@ -102,7 +102,7 @@ class Fades:
 
     def __init__(self) -> None:
         self.layers: list[RotaryFade] = []
-        self._kinds: dict[str | None, tuple[list[RotaryFade], torch.Tensor]] = {}
+        self._kinds: dict[tuple[str | None, torch.device], tuple[list[RotaryFade], torch.Tensor]] = {}
 
     def changed(self) -> None:
         """Forgets what was made of the layers' fades."""
@@ -118,12 +118,12 @@ class Fades:
         """
         if cos.shape[:-1].numel() > self.MOST_ROWS:
             return None
-        found = self._kinds.get(like.layer_type)
-        if found is None or found[1].device != cos.device:
+        found = self._kinds.get((like.layer_type, cos.device))
+        if found is None:
             whole = [x for x in self.layers if x.layer_type == like.layer_type and set(x.fade) == {0.0, 1.0}]
             kinds = list({x._shared_by: x for x in whole}.values())
             gone = torch.tensor([[x.fade[pair] == 0.0 for pair in x.channel_pair] for x in kinds], device=cos.device)
-            found = self._kinds[like.layer_type] = kinds, gone
+            found = self._kinds[like.layer_type, cos.device] = kinds, gone
         kinds, gone = found
         if len(kinds) < 2 or all(x._shared_by != like._shared_by for x in kinds):
             return None
