@@ -45,7 +45,10 @@ class Stage(Section):
     trainable: list[str] | None = Field(
         default=None, min_length=1, description="glob patterns of parameter names; None = every role's rate"
     )
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0, description="of matrices; vectors and gates have none")
+    gate_weight_decay: float = Field(
+        default=0.0, ge=0, description="of the gates' weights; decay of their biases would end in half-lives of a token"
+    )
     betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     clip: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0 = no clipping")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"

@@ -63,14 +63,16 @@ def set_trainable(model: torch.nn.Module, stage: Stage, adapters: bool = False) 
 def parameter_groups(model: torch.nn.Module, stage: Stage) -> list[dict[str, Any]]:
     """Optimizer groups, one per role and decay: role, lr, weight_decay, params, in the order of ROLES.
 
-    Vectors (norms, biases) and gates are not decayed: decay would pull a gate to sigmoid(0), a half-life of one token.
+    Vectors (norms, biases) are not decayed: a gate's bias would go to 0, a half-life of one token. Its weights have the
+    stage's `gate_weight_decay`.
     """
     groups: dict[tuple[str, float], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         role = role_of(name)
-        decay = 0.0 if parameter.ndim < 2 or role.startswith("gate") else stage.weight_decay
+        matrix = stage.gate_weight_decay if role.startswith("gate") else stage.weight_decay
+        decay = 0.0 if parameter.ndim < 2 else matrix
         groups.setdefault((role, decay), []).append(parameter)
     return [
         {"role": role, "params": params, "lr": stage.rate(role), "weight_decay": decay}

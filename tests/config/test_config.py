@@ -304,7 +304,7 @@ def test_the_longcrawl64_recipe_has_the_papers_settings():
     assert fox is not None
     assert (fox.rope, fox.gate, fox.sink_tokens, len(fox.pro)) == ("drop", "data", 0, 5)
     assert (stage.batch_tokens, stage.sequence_length, stage.warmup_tokens) == (32 * 16384, 16384, 268435456)
-    assert (stage.betas, stage.weight_decay, stage.clip) == ([0.9, 0.95], 0.1, 1.0)
+    assert (stage.betas, stage.weight_decay, stage.gate_weight_decay, stage.clip) == ([0.9, 0.95], 0.1, 0.1, 1.0)
     assert (stage.schedule, stage.min_lr_ratio, stage.tokens) == ("cosine", 0.0, 2684354560)
     assert set(stage.rates.model_dump().values()) == {2e-3}
 

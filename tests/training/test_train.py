@@ -299,6 +299,8 @@ def test_roles_and_groups(pico_fox):
     assert [group["role"] for group in groups] == ["gate_bias", "gate_weight", "attention", "rest", "rest"]
     assert [group["lr"] for group in groups] == [5e-4, 5e-4, 1e-4, 1e-5, 1e-5]
     assert [group["weight_decay"] for group in groups] == [0, 0, 0.1, 0, 0.1]
+    decayed = parameter_groups(model, make_stage(weight_decay=0.2, gate_weight_decay=0.3))
+    assert [group["weight_decay"] for group in decayed] == [0, 0.3, 0.2, 0, 0.2]
     assert sum(p.numel() for group in groups for p in group["params"]) == sum(p.numel() for p in model.parameters())
     only = set_trainable(model, make_stage(trainable=["*.q_proj.weight"]))
     assert len(only) == 2
