@@ -132,22 +132,24 @@ def untrained(folder: Path, note: str, arms: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, dict[str, Any]] = {}
     known = {"tokens": 0, "seconds": 0, "needles": {}, "loss": []}
 
-    def arm(key: str) -> dict[str, Any]:
-        return made.setdefault(key, {**known, **arms.get(key, {}), "note": note})
+    def of(key: str) -> dict[str, Any]:
+        old = arms.get(key, {})
+        notes = dict.fromkeys(text for text in (old.get("note"), note) if text)
+        return made.setdefault(key, {**known, **old, "note": "; ".join(notes)})
 
     for mode in ("easy", "standard"):
         path = folder / f"needle-{mode}" / "needle.json"
         for label, found in read(path)["models"].items() if path.exists() else ():
             if found["role"] not in ("model", "base"):
-                arm(found["role"])["needles"] = arm(found["role"])["needles"] | {mode: needles(folder, label)[mode]}
+                baseline = of(found["role"])
+                baseline["needles"] = baseline["needles"] | {mode: needles(folder, label)[mode]}
     if (path := folder / "recall" / "recall.json").exists():
         for key in set(read(path)["octaves"][0]["loss"]) - {"model", "base"}:
-            arm(key)["recall"] = recall(path, key)
+            of(key)["recall"] = recall(path, key)
     if (path := folder / "eval" / "eval.json").exists():
         found = read(path)
         for key in set(found["names"]) - {"model", "base"}:
-            arm(key)["loss"] = losses(path, key)
-            arm(key)["environment"] = found["environment"]
+            of(key)["loss"], of(key)["environment"] = losses(path, key), found["environment"]
     return made
 
 

@@ -64,9 +64,10 @@ def _row(attention: Any, captured: list[Any], keep: int) -> dict[str, Any]:
         "chosen": pairs.left_of(pairs.samples_of(attention, original, block, 1, True), keep),
     }
     judges, cost = pairs.samples_of(attention, other, its_block, 1, True), {}
+    whole = sum(judge.cost([]) for judge in judges)
     for way, kept in ways.items():
         gone = [pair for pair in range(len(norm)) if pair not in kept]
-        cost[way] = round(sum(judge.cost(gone) - judge.cost([]) for judge in judges), 4)
+        cost[way] = round(sum(judge.cost(gone) for judge in judges) - whole, 4)
     return {"cost": cost, "kept": ways}
 
 

@@ -129,8 +129,8 @@ class Fades:
             return None
         gone = gone[:, None, None]
         scaling = layer_frequencies(like._rotary[0], like.layer_type)[1]
-        both = cos.masked_fill(gone, scaling).unbind(), sin.masked_fill(gone, 0.0).unbind()
-        return {x._shared_by: made for x, *made in zip(kinds, *both, strict=True)}  # type: ignore[misc]
+        edited = cos.masked_fill(gone, scaling), sin.masked_fill(gone, 0.0)
+        return {x._shared_by: (c, s) for x, c, s in zip(kinds, *edited, strict=True)}
 
 
 class RotaryFade(nn.Module):
@@ -156,11 +156,11 @@ class RotaryFade(nn.Module):
         layer_type: str | None,
         spec: FoxSpec,
         layer_idx: int,
-        together: Fades | None = None,
+        together: Fades,
     ):
         super().__init__()
-        self.together = Fades() if together is None else together
-        self.together.layers.append(self)
+        self.together = together
+        together.layers.append(self)
         self.layer_type, self.layer_idx = layer_type, layer_idx
         self._rotary = [rotary]  # in a list: the module belongs to the model, not to each layer
         with torch.device("cpu"):

@@ -59,6 +59,10 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         (["optim=adamw_nope"], "optim: adamw_nope can't be used"),
         (["optim=sgd", "stages.0.betas=[0.5, 0.9]"], "betas [0.5, 0.9] have no effect with optim sgd: remove them"),
         (
+            ["fox={gate: bias}", "stages.0.gate_weight_decay=0.1"],
+            "gate_weight_decay decays the gates' weights, and this stage trains none",
+        ),
+        (
             ["fox={gate: fixed}", "stages.0.gate_delay_tokens=64"],
             "gate_delay_tokens holds gates back, and this stage trains none",
         ),
