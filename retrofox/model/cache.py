@@ -70,7 +70,7 @@ class GrowingLayer(DynamicLayer):
     def append_one(
         self, key: torch.Tensor, value: torch.Tensor, log_f: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`update` with one token, key and value (B, Hkv, 1, width) and log_f (B, 1, H), where `takes_one` allows it.
+        """`update` with one token, key and value (B, Hkv, 1, width) and log_f (B, H), where `takes_one` allows it.
 
         Returns keys and values, and sums as (B, 2 H, S).
         """
@@ -79,14 +79,26 @@ class GrowingLayer(DynamicLayer):
         if newest is None:
             high, low = self.sums[:, :, -1, 0].double().chunk(2, 1)
             newest = high + low
-        c = torch.add(newest, log_f[:, 0], alpha=LOG2_E)
+        c = torch.add(newest, log_f, alpha=LOG2_E)
         high = c.float()
-        new = (key, value, torch.cat([high, c - high], 1)[:, :, None, None])
-        for room, x in zip(self._rooms, new, strict=True):
-            room.narrow(2, at, 1).copy_(x)
+        keys, values, sums = self._rooms
+        keys.narrow(2, at, 1).copy_(key)
+        values.narrow(2, at, 1).copy_(value)
+        sums.select(2, at).copy_(torch.cat([high, c - high], 1)[..., None])
         self._show(at + 1)
         self._newest = c
         return self.keys, self.values, self.sums[..., 0]
+
+    def begin(self, key: torch.Tensor, value: torch.Tensor, log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`update` of a layer without tokens, without gradients: key and value (B, Hkv, T, width), log_f (B, H, T).
+
+        Returns c as `cumulative` does.
+        """
+        self.dtype, self.device, self.is_initialized = key.dtype, key.device, True
+        c = torch.cumsum(log_f.clamp_min(LOG_F_MIN), -1, dtype=torch.float64) * LOG2_E
+        high, low = _two_floats(c)
+        self._append([key, value, torch.cat([high, low], 1)[..., None]], key.shape[2])
+        return high, low
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
         log_f, head_dim = kwargs.get("log_f"), kwargs.get("head_dim", key_states.shape[-1])
@@ -139,18 +151,30 @@ class GrowingLayer(DynamicLayer):
             c = c + (high + low)
         return torch.cat(_two_floats(c), 1)[..., None]
 
+    def make_room(self) -> None:
+        """Makes memory for one more token where there is none."""
+        if not self._fits(self._length + 1):
+            self._move(self._rooms, self._length + 1)
+            self._show(self._length)
+
+    def _move(self, like: list[torch.Tensor], end: int) -> None:
+        """What there is into memory for `end` tokens and some more; as wide and of the dtype as `like`."""
+        old = [room[:, :, : self._length] for room in self._rooms]
+        fits = -(-max(end + max(SPARE_TOKENS, end // SPARE_PART), self.reserve) // 64) * 64
+        self._rooms = [x.new_empty((*x.shape[:2], fits, x.shape[3])) for x in like]
+        for room, x in zip(self._rooms, old, strict=False):
+            room[:, :, : self._length] = x
+        self._writable = True
+
     def _append(self, new: list[torch.Tensor], end: int) -> None:
         recorded = torch.is_grad_enabled()
         if not self._fits(end):
-            old = [room[:, :, : self._length] for room in self._rooms]
             if recorded:
+                old = [room[:, :, : self._length] for room in self._rooms]
                 self._rooms = [torch.cat(pair, 2) for pair in zip(old, new, strict=True)] if old else new
+                self._writable = False
             else:
-                fits = -(-max(end + max(SPARE_TOKENS, end // SPARE_PART), self.reserve) // 64) * 64
-                self._rooms = [x.new_empty((*x.shape[:2], fits, x.shape[3])) for x in new]
-                for room, x in zip(self._rooms, old, strict=False):
-                    room[:, :, : self._length] = x
-            self._writable = not recorded
+                self._move(new, end)
         if not recorded:
             for room, x in zip(self._rooms, new, strict=True):
                 room.narrow(2, self._length, end - self._length).copy_(x)
@@ -281,7 +305,7 @@ class GateCache:
         _refuse_quantised(self._cache, layer_idx)
         head_dim = keys.shape[-1]
         carried = [x.transpose(1, 2).to(keys.dtype) for x in self.carried]
-        growing = _growing(self._cache, layer_idx)
+        growing = growing_layer(self._cache, layer_idx)
         if growing is not None:
             # Under autocast the rotary's float32 widens keys, which the attention takes in the values' dtype.
             wide = torch.cat([keys, *carried], dim=-1).to(values.dtype) if carried else keys.to(values.dtype)
@@ -318,7 +342,7 @@ class GateCache:
         return layer.keys[:, :, newest, -width:] if newest >= 0 and layer.keys.numel() else None
 
 
-def _growing(cache: Any, layer_idx: int) -> GrowingLayer | None:
+def growing_layer(cache: Any, layer_idx: int) -> GrowingLayer | None:
     """The layer's GrowingLayer, put in the place of an empty DynamicLayer; None for a cache of another kind."""
     if type(cache).update is not Cache.update or getattr(cache, "offloading", False):
         return None
@@ -339,8 +363,8 @@ def _growing(cache: Any, layer_idx: int) -> GrowingLayer | None:
 
 def _summed(log_f: torch.Tensor) -> torch.Tensor:
     """(B, T, H) -> (B, H, T) float64 in base 2."""
-    c = log_f.transpose(1, 2).double().clamp_min(LOG_F_MIN) * LOG2_E
-    return c if c.shape[-1] == 1 else c.cumsum(-1)
+    log_f = log_f.transpose(1, 2).clamp_min(LOG_F_MIN)
+    return torch.cumsum(log_f, -1, dtype=torch.float64) * LOG2_E
 
 
 def _two_floats(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

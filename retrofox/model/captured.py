@@ -24,6 +24,7 @@ from .cache import CACHE, GrowingLayer
 from .fixed import LEAST_ROOM, SHIFT_EVERY, Bank, Clock, FixedLayer, FixedParts
 from .lean import ALONE, lean
 from .masks import first_visible
+from .steps import Steps, steps_serve
 
 DEVICES = ("cuda",)
 LEAST_TOKENS = 8  # a capture costs the host about two steps
@@ -48,9 +49,6 @@ def reason_against(
     kinds = rope_kinds(model.config)
     devices = {str(x) for x in (getattr(model, "hf_device_map", None) or {}).values()}
     reasons = {
-        f"the model is on {input_ids.device.type}, a step is captured on {' and '.join(DEVICES)}": (
-            input_ids.device.type not in DEVICES
-        ),
         "processes wait for each other (synced_gpus)": synced_gpus,
         "more than tokens is to be returned (return_dict_in_generate)": config.return_dict_in_generate,
         "the model is in training mode": model.training,
@@ -69,7 +67,7 @@ def reason_against(
     if reason is not None:
         return reason
     new = limit - input_ids.shape[1]
-    if new < LEAST_TOKENS:
+    if new < LEAST_TOKENS and input_ids.device.type in DEVICES:
         return f"a capture doesn't pay for {new} new tokens, fewer than {LEAST_TOKENS}"
     if positions is not None and positions.dim() != 2:
         return "positions have more than one dimension per token"
@@ -116,10 +114,18 @@ def decode(
     `model.decoded_by` says afterwards which way it took: "a captured step", or why not.
     """
     reason = reason_against(model, input_ids, stopping_criteria, generation_config, synced_gpus, inputs)
-    model.decoded_by = f"transformers' loop: {reason}"
-    if reason is not None:
-        logger.info("decoding by transformers' loop: %s", reason)
-        with brief(model) if input_ids.device.type == "cpu" else contextlib.nullcontext():
+    device, cache = input_ids.device.type, inputs.get(CACHE)
+    captures = device in DEVICES
+    with brief(model) if device == "cpu" and not captures else contextlib.nullcontext() as layers:
+        if (
+            reason is None
+            and not captures
+            and not steps_serve(model, layers, input_ids, inputs.get("attention_mask"), cache)
+        ):
+            reason = f"the model is on {device}, a step is captured on {' and '.join(DEVICES)}"
+        if reason is not None:
+            model.decoded_by = f"transformers' loop: {reason}"
+            logger.info("decoding by transformers' loop: %s", reason)
             return native(
                 input_ids,
                 logits_processor=logits_processor,
@@ -129,6 +135,39 @@ def decode(
                 streamer=streamer,
                 **inputs,
             )
+        total = stopping_criteria.max_length
+        if captures:
+            ids, unfinished = _first(
+                model, native, input_ids, logits_processor, stopping_criteria, generation_config, streamer, inputs
+            )
+            if not bool(unfinished.any()):
+                model.decoded_by = "the prefill: one token ended the text"
+                return ids
+            decoding: Any = Decoding(model, cache, ids, inputs.get("attention_mask"), inputs.get("position_ids"), total)
+        else:
+            ids, unfinished = input_ids, torch.ones(input_ids.shape[0], dtype=torch.bool)
+            part = generation_config.prefill_chunk_size
+            decoding = Steps(model, cache, ids, inputs.get("position_ids"), layers, part)
+        with decoding:
+            choice = Choice(ids, unfinished, total, logits_processor, stopping_criteria, generation_config)
+            ids = _loop(decoding, choice, streamer)
+        model.decoded_by = decoding.how
+    if streamer is not None:
+        streamer.end()
+    return ids
+
+
+def _first(
+    model: Any,
+    native: Callable[..., Any],
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    streamer: Any,
+    inputs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prompt and its first token by transformers' loop: ids (B, T + 1), and which rows go on (B,)."""
     cache, total = inputs[CACHE], stopping_criteria.max_length
     cache.tokens_to_reserve = min(total, reads_for(min(total, input_ids.shape[1] + 1)))
     one = _One(stopping_criteria)
@@ -142,17 +181,7 @@ def decode(
     )
     del cache.tokens_to_reserve
     assert one.done is not None, "the loop asks its stopping criteria after each token"
-    if not bool(one.done.all()):
-        positions = inputs.get("position_ids")
-        with Decoding(model, cache, ids, inputs.get("attention_mask"), positions, total) as decoding:
-            choice = Choice(ids, ~one.done, total, logits_processor, stopping_criteria, generation_config)
-            ids = _loop(decoding, choice, streamer)
-            model.decoded_by = decoding.how
-    else:
-        model.decoded_by = "the prefill: one token ended the text"
-    if streamer is not None:
-        streamer.end()
-    return ids
+    return ids, ~one.done
 
 
 class _One(StoppingCriteriaList):

@@ -36,11 +36,11 @@ except ImportError:  # no fox_kernels, an older one, or no Triton
 
 def written_like(module: nn.Module, plain: type) -> bool:
     """Whether a module's forward is that of `plain`, byte for byte, and is what runs."""
-    return _alike(type(module).forward, plain.forward) and untouched(module)  # type: ignore[attr-defined]
+    return alike(type(module).forward, plain.forward) and untouched(module)  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _alike(forward: Any, other: Any) -> bool:
+def alike(forward: Any, other: Any) -> bool:
     """Whether two functions have the same code, without what decorates them."""
     code, same = (getattr(inspect.unwrap(x), "__code__", None) for x in (forward, other))
     return code is not None and same is not None and (code.co_code, code.co_names, code.co_consts[1:]) == (

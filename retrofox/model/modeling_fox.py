@@ -58,6 +58,7 @@ REMOTE_FILES = (
     "rope.py",
     "scores.py",
     "spec.py",
+    "steps.py",
 )
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")

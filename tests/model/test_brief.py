@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import io
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import DynamicCache, LlamaConfig, LogitsProcessor, LogitsProcessorList, StaticCache
 from transformers.models.llama import modeling_llama
 
 from retrofox.model import brief as passes
@@ -26,6 +27,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "interpolated": {"rope": "interpolate", "rope_factor": 4.0, "rope_length": 128},
     "sinks": {"sink_tokens": 3, "prune": -6.0},
 }
+MLP = ("gate", "up", "down")
 OTHERS: dict[str, dict[str, Any]] = {
     "pro": {"pro": ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")},
     "log n": {"log_n": 16},
@@ -71,7 +73,7 @@ def test_tokens_and_logits_are_those_of_the_layers_own(pico_fox, monkeypatch, sp
             if "norm" in name:
                 parameter.normal_()
     with brief(model) as found:
-        assert found == model.config.num_hidden_layers
+        assert len(found.weights) == model.config.num_hidden_layers
     ours, theirs = both(monkeypatch, model, tokens(rows, 40))
     assert torch.equal(ours, theirs)
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -81,17 +83,17 @@ def test_tokens_and_logits_are_those_of_the_layers_own(pico_fox, monkeypatch, sp
 def test_layers_with_more_in_them_are_left_alone(pico_fox, spec):
     model = pico_fox(**OTHERS[spec])
     with brief(model) as found:
-        assert found == 0
+        assert len(found.weights) == 0
     model = pico_fox()
     layers = model.model.layers
     layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
     layers[1].mlp.act_fn = nn.GELU()
     with brief(model) as found:
-        assert found == 1
+        assert len(found.weights) == 1
         assert "forward" not in layers[0].__dict__
     layers[1].self_attn.mode = "open"
     with brief(model) as found:
-        assert found == 0
+        assert len(found.weights) == 0
 
 
 def test_padded_rows_documents_gradients_autocast_and_other_dtypes_take_the_layers_own_way(pico_fox, monkeypatch):
@@ -141,7 +143,7 @@ def test_a_cache_goes_on_from_brief_steps(pico_fox):
             assert torch.equal(sums[0], sums[0].sort(-1, descending=True).values)
 
 
-@pytest.mark.parametrize("cuts", [(700,), (1, 40, 300), (520, 521), (2, 3)], ids=str)
+@pytest.mark.parametrize("cuts", [(700,), (1, 40, 300), (1600, 1601), (2, 3)], ids=str)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("spec", PLAIN)
 def test_prompts_have_the_logits_and_the_cache_of_the_layers_own(pico_fox, spec, rows, cuts):
@@ -195,42 +197,62 @@ def test_products_are_those_of_linear_layers_below_and_above_what_one_dnn_pays_f
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", opened)
         assert passes._intel() == (maker == "GenuineIntel")
-        chosen = passes._one_dnn(passes._intel())
+        chosen = None if passes._intel() else passes._one_dnn()
     assert (chosen is None) == (maker == "GenuineIntel" or not torch.backends.mkldnn.is_available())
     monkeypatch.setattr(passes, "ONE_DNN", chosen)
     taken = []
     if chosen is not None:
-        monkeypatch.setattr(passes, "ONE_DNN", lambda x, *rest: taken.append(x.shape[1]) or chosen(x, *rest))
+        monkeypatch.setattr(passes, "ONE_DNN", lambda x, *rest: taken.append(x.shape[0]) or chosen(x, *rest))
     for width, pays in ((192, [76, 200]), (1024, [2, 75, 76, 200])):
         linear = nn.Linear(576, width)
         for rows in (1, 2, 75, 76, 200):
-            x = torch.randn(1, rows, 576, generator=torch.Generator().manual_seed(rows))
-            found = passes.product((linear.weight, linear.bias), x)
+            x = torch.randn(rows, 576, generator=torch.Generator().manual_seed(rows))
+            found = passes.product(passes.linear_of(linear), x, torch.empty(rows, width))
             torch.testing.assert_close(found, linear(x), atol=1e-5, rtol=1e-5)
         assert taken == (pays if chosen is not None else [])
         taken.clear()
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("one_dnn", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 8), (1, 9), (3, 4), (16, 1), (1, 17)])
-def test_few_rows_leave_a_layer_in_columns_as_they_would_in_rows(monkeypatch, shape, bias):
+@pytest.mark.parametrize("rows", [1, 6, 9, 16, 17, 32, 33])
+def test_rows_leave_a_layer_in_columns_and_in_parts_as_they_would_in_rows(monkeypatch, rows, bias, one_dnn):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("oneDNN is not there")
     torch.manual_seed(0)
-    sizes = {"o": (48, 48), "gate": (48, 80), "up": (48, 80), "down": (80, 48)}
-    made = {name: nn.Linear(*size, bias=bias) for name, size in sizes.items()}
-    weights: Any = SimpleNamespace(**{name: (x.weight, x.bias) for name, x in made.items()})
-    weights.second, weights.act = (torch.rand(48), torch.tensor(1e-5)), nn.SiLU()
-    attended, x = torch.randn(2, *shape, 48)
-    taken, columns = [], passes.columns
-    monkeypatch.setattr(passes, "columns", lambda *given: taken.append(given) or columns(*given))
-    monkeypatch.setattr(passes, "MKL", False)
-    rows = passes.leave(weights, attended, x)
-    assert not taken
-    monkeypatch.setattr(passes, "MKL", True)
-    found = passes.leave(weights, attended, x)
-    assert len(taken) == (3 if 9 <= shape[0] * shape[1] <= 16 else 0)
-    assert found.is_contiguous()
-    torch.testing.assert_close(found, rows, atol=1e-5, rtol=1e-5)
+    layer = modeling_llama.LlamaDecoderLayer(
+        LlamaConfig(hidden_size=48, intermediate_size=80, num_attention_heads=6, num_key_value_heads=3, mlp_bias=bias),
+        0,
+    )
+    made: Any = {"o": layer.self_attn.o_proj} | {name: getattr(layer.mlp, f"{name}_proj") for name in MLP}
+    layer.post_attention_layernorm.weight.uniform_()
+    weights: Any = SimpleNamespace(**{name: passes.linear_of(x) for name, x in made.items()})
+    weights.columns = passes.COLUMNS
+    weights.second, weights.act = passes.scaling(layer.post_attention_layernorm), nn.SiLU()
+    attended, x = torch.randn(2, rows, 48)
+    after = x + made["o"](attended)
+    expected = after + layer.mlp(layer.post_attention_layernorm(after))
+    given = attended.clone(), x.clone()
+    monkeypatch.setattr(passes, "ONE_DNN", passes._one_dnn() if one_dnn else None)
+    taken, turned = [], passes.turned
+    monkeypatch.setattr(passes, "turned", lambda *given: taken.append(given) or turned(*given))
+    for columns, part in ((False, 512), (True, 512), (False, 5)):
+        monkeypatch.setattr(passes, "TURNED", passes._one_dnn() if columns else None)
+        monkeypatch.setattr(passes, "ROWS", part)
+        for weights.silu in (True, False):
+            room = passes.Room((6, 3, 8, 80, 48), rows, x)
+            found = passes.leave(weights, attended, x, room)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            assert found.is_contiguous()
+            assert torch.equal(attended, given[0])
+            assert torch.equal(x, given[1])
+            assert len(taken) == (3 if columns and rows in passes.COLUMNS else 0)
+            taken.clear()
+
+
+def test_parts_of_a_prompt_are_as_even_as_can_be():
+    assert [passes.part_of(n) for n in (1, 1025, 1537, 2048, 2049, 5000)] == [1, 1025, 769, 1024, 1025, 1000]
 
 
 @torch.no_grad()
@@ -248,5 +270,19 @@ def test_two_threads_may_end_at_the_same_time(pico_fox):
     with brief(model) as found:
         for layer in model.model.layers:  # as the other's end does
             del layer.forward
-    assert found == 2
+    assert len(found.weights) == 2
     assert not any("forward" in layer.__dict__ for layer in model.model.layers)
+
+
+@torch.no_grad()
+def test_threads_do_not_share_what_lies_between_products(pico_fox):
+    """Two texts of one length through the same layers at the same time."""
+    model, texts = pico_fox(), [tokens(1, 90), tokens(1, 90).flip(1)]
+    expected = [model(ids).logits for ids in texts]
+
+    def read(number: int) -> float:
+        with torch.no_grad():
+            return max(float((model(texts[number]).logits - expected[number]).abs().max()) for _ in range(40))
+
+    with brief(model), concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert max(pool.map(read, (0, 1))) < 1e-4
