@@ -6,9 +6,9 @@
         --rounds 5 --contenders fox,base --model FILE.gguf --out benchmarks/generate-cpu.json
 
 Without --model: SmolLM2-135M's shapes with random weights. A converted model, a Llama's, is taken as it is, its base
-has random weights of the same shapes. Contenders: `fox` decodes as it does by default (a captured step on a GPU),
-`fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with transformers' static cache,
-compiled. One generation gives all figures of a contender in a cell and round. Times come from when tokens arrive:
+has random weights of the same shapes. Contenders: `fox` decodes as it does by default (a captured step on a GPU, steps
+of few operations on a CPU), `fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with
+transformers' static cache, compiled. One generation gives all figures of a contender in a cell and round. Times come from when tokens arrive:
 `first_ms` to the first token, `wall_ms` the median between later ones, after compiling and capturing, `least_ms` the
 least; `whole_ms` their mean with everything before the profiler runs. Over its last steps, on a GPU, `gpu_ms` is the
 sum of a step's kernels and `launches` their number, from torch.profiler; `replay_ms` is one captured step between two
@@ -149,8 +149,9 @@ def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any) -> 
     elif contender.startswith("fox") and ids.shape[1] > PREFILL:
         options["prefill_chunk_size"] = PREFILL
     replays: list[float] = []
-    devices, loop = captured.DEVICES, captured._loop
-    captured.DEVICES = () if contender == "fox-loop" else devices
+    devices, serve, loop = captured.DEVICES, captured.steps_serve, captured._loop
+    if contender == "fox-loop":
+        captured.DEVICES, captured.steps_serve = (), lambda *_: False
     captured._loop = replaying(replays)
     if cuda:
         torch.cuda.synchronize()
@@ -159,7 +160,7 @@ def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any) -> 
     try:
         model.generate(ids, attention_mask=torch.ones_like(ids), streamer=arrivals, **options)
     finally:
-        captured.DEVICES, captured._loop = devices, loop
+        captured.DEVICES, captured.steps_serve, captured._loop = devices, serve, loop
         if arrivals.recorder is not None:  # stopped in the middle
             arrivals.recorder.stop()
     if cuda:
@@ -194,7 +195,7 @@ def replaying(spans: list[float]) -> Any:
 
     def loop(decoding: Any, choice: Any, streamer: Any) -> Any:
         result = original(decoding, choice, streamer)
-        if decoding.graph is None:
+        if getattr(decoding, "graph", None) is None:
             return result
         result = result.clone()
         torch.cuda.synchronize()

@@ -80,9 +80,12 @@ def decoding_on_cpu() -> str:
     rows = []
     for cell, found in read("generate-cpu.json")["cells"].items():
         fox, base = found["fox"], found["base"]
-        first = [f"{x['first_cpu_ms']:.0f}" if "first_cpu_ms" in x else "-" for x in (fox, base)]
-        rows.append([cell, f"{fox['cpu_ms']:.0f}", f"{base['cpu_ms']:.0f}", f"{fox['cpu_of_base']:.2f}", *first])
-    header = ["batch x context", "retrofit, ms a token", "base", "of the base's", "first token, ms", "base's"]
+        rows.append(
+            [cell.removeprefix("1 x "), f"{fox['cpu_ms']:.0f}", f"{base['cpu_ms']:.0f}", f"{fox['cpu_of_base']:.2f}"]
+            + [f"{x['first_cpu_ms']:.0f}" for x in (fox, base)]
+            + [f"{fox['first_cpu_of_base']:.2f}"]
+        )
+    header = ["tokens", "retrofit, ms a token", "base", "ratio", "first token, ms", "base's", "ratio"]
     return table(header, rows)
 
 
