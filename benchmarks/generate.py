@@ -8,14 +8,14 @@
 Without --model: SmolLM2-135M's shapes with random weights. A converted model, a Llama's, is taken as it is, its base
 has random weights of the same shapes. Contenders: `fox` decodes as it does by default (a captured step on a GPU, steps
 of few operations on a CPU), `fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with
-transformers' static cache, compiled. One generation gives all figures of a contender in a cell and round. Times come from when tokens arrive:
-`first_ms` to the first token, `wall_ms` the median between later ones, after compiling and capturing, `least_ms` the
-least; `whole_ms` their mean with everything before the profiler runs. Over its last steps, on a GPU, `gpu_ms` is the
-sum of a step's kernels and `launches` their number, from torch.profiler; `replay_ms` is one captured step between two
-CUDA events. On a CPU, `cpu_ms` and `first_cpu_ms` are the processor's time for a later token and for the first, which
-other users of the machine disturb less. Where a cell has more than --prefill tokens, its cache is filled with random
-keys and nothing is prefilled: a first token from 128k takes longer than all the steps that are to be timed
-(`long_context.py` measures it).
+transformers' static cache, compiled. One generation gives all figures of a contender in a cell and round. Times come
+from when tokens arrive: `first_ms` to the first token, `wall_ms` the median between later ones, after compiling and
+capturing, `least_ms` the least; `whole_ms` their mean with everything before the profiler runs. Over its last steps, on
+a GPU, `gpu_ms` is the sum of a step's kernels and `launches` their number, from torch.profiler; `replay_ms` is one
+captured step between two CUDA events. On a CPU, `cpu_ms` and `first_cpu_ms` are the processor's time for a later token
+and for the first, which other users of the machine disturb less. Where a cell has more than --prefill tokens, its cache
+is filled with random keys and nothing is prefilled: a first token from 128k takes longer than all the steps that are to
+be timed (`long_context.py` measures it).
 
 The result is written after every measurement. Measurements that a file of the same settings has in full are left out,
 so the cells can be measured in several runs. No measurement begins after --seconds, and none takes longer than

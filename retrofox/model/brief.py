@@ -11,7 +11,7 @@ A prompt's small operations read and write memory, much of it new from the syste
 operations. In float32 it goes through the same layers with rotary embeddings written in place, and from the attention
 on about a thousand rows at a time. Its larger products are oneDNN's, which take 0.74 to 0.98 of the time of F.linear's
 on an AMD processor; on Intel's F.linear, which is MKL there, is the faster one. There an MLP of some rows, of a short
-prompt or of as many texts, is computed in columns, W x^T, by oneDNN: in 0.39 to 0.99 of the time
+prompt or of as many texts, is computed in columns, W x^T, by oneDNN: in 0.39 to 1.01 of the time
 (benchmarks/few_rows.py).
 Padded rows and other layers go through the layer's own forward.
 """

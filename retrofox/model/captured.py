@@ -145,6 +145,7 @@ def decode(
                 return ids
             decoding: Any = Decoding(model, cache, ids, inputs.get("attention_mask"), inputs.get("position_ids"), total)
         else:
+            assert layers is not None, "steps serve where layers were found"
             ids, unfinished = input_ids, torch.ones(input_ids.shape[0], dtype=torch.bool)
             part = generation_config.prefill_chunk_size
             decoding = Steps(model, cache, ids, inputs.get("position_ids"), layers, part)

@@ -152,20 +152,48 @@ def test_figures_in_the_text_are_those_on_file(hooks):
     rounds = [
         convert[f"convert, copying{again}"]["seconds"] / convert[f"cp{again}"]["seconds"] for again in ("", " again")
     ]
-    decoded = figures.read("generate.json")["cells"]["1 x 2048"]["fox"]
+    decoding = {cell: row["fox"] for cell, row in figures.read("generate.json")["cells"].items()}
+    decoded, of_base = decoding["1 x 2048"], {k: f"{x['wall_of_base-static']:.2f}" for k, x in decoding.items()}
+    cells = list(figures.read("generate-cpu.json")["cells"].values())
+    on_cpu, first = ([cell["fox"][f"{name}_of_base"] for cell in cells] for name in ("cpu", "first_cpu"))
+    whole = [
+        [sum(cell[name][key] * n for key, n in (("first_cpu_ms", 1), ("cpu_ms", 29))) for name in ("fox", "base")]
+        for cell in cells
+    ]
+    thirty = [fox / base for fox, base in whole]
+    columns = [row["by_columns"] / row["by_rows"] for row in figures.read("few-rows.json")["rows"]
+               if row["chosen"] == "columns"]  # fmt: skip
+    pairs = {row["length"]: row["ratio"] for row in figures.read("vllm-throughput-pairs.json")["rows"]}
     rows = figures.read("context_parallel.json")["rows"]
     (shared,) = (row for row in rows if (row["kind"], row.get("case")) == ("step", "dense"))
+
+    def span(values):
+        return f"{min(values):.2f} to {max(values):.2f}"
+
     sentences = {
+        "docs/using.md": [
+            f"{of_base['1 x 2048']} of the time of the base's compiled static cache after 2048 tokens, "
+            f"{of_base['1 x 32768']} after 32k, {of_base['1 x 131072']} after 128k; with 16 rows "
+            f"{of_base['16 x 2048']}, {of_base['16 x 32768']} and {of_base['16 x 131072']}",
+            f"a prompt and 29 more tokens take {span(thirty)} of the base's time",
+            f"in {span(columns)} of the time",
+        ],
+        "docs/serving.md": [f"{pairs[2048]:.2f} after 2048 tokens", f"{pairs[32768]:.2f} after 32768"],
         "README.md": [
+            f"on a CPU {span(on_cpu)}",
             f"{between('ours', 'official')} of the official FoX kernel's time, {between('ours', 'fla')} of fla's",
             f"{short} with short gates and {opened} with open ones",
             f"{cudnn} of cuDNN's",
             f"{len(SUPPORTED)} model types",
-            f"{decoded['wall_ms']:.2f} ms a token after 2048 tokens on one H200",
+            f"{decoded['wall_ms']:.2f} ms a token after 2048 tokens on one H100",
             f"{decoded['wall_of_base-static']:.2f} of its base's time with transformers' compiled static cache",
             f"{shared['ratio']:.2f} of twice the speed of one",
         ],
-        "CHANGELOG.md": [f"{short} with short gates, {opened} with open ones; {cudnn} at head dim 256"],
+        "CHANGELOG.md": [
+            f"a token takes {span(on_cpu)} of the base's time",
+            f"first tokens {span(first)}",
+            f"{short} with short gates, {opened} with open ones; {cudnn} at head dim 256",
+        ],
         "docs/kernels.md": [
             f"{short} with short gates, {opened} with open gates",
             f"{two} of FlashAttention-2's time without gates, {cudnn} of cuDNN's",
