@@ -106,15 +106,19 @@ def spread(arguments: list[str]) -> list[str]:
     return result
 
 
-def _sleep_while_waiting() -> None:
-    """Lets OpenMP's threads sleep, not spin, while they wait for each other; before torch loads, which reads it.
+def _spin_briefly() -> None:
+    """Lets OpenMP's threads spin for some microseconds, then sleep, while they wait for each other; before torch loads.
 
-    A spinning thread holds the core that the one it waits for needs. Training steps of ten 576 x 1536 MLPs, 256 tokens,
-    2 threads on 2 cores of an AMD EPYC, beside 11 busy processes: 0.12 steps/s spinning, 0.64 asleep, 0.34 with one
-    thread (torch 2.13.0+cpu, libgomp; GOMP_SPINCOUNT=0 does the same, KMP_BLOCKTIME nothing).
+    A thread that goes on spinning holds the core that the one it waits for needs; one that sleeps at once wakes late,
+    after each of the hundreds of products of a token. Two threads on two cores of an Intel Xeon (torch 2.13.0+cpu,
+    libgomp), products of a row with 1536 x 576 weights and training steps of ten such MLPs, 256 tokens, per second:
+
+        beside               as libgomp has it    asleep at once    spinning 5000 to 20000 times
+        nothing              101 and 5.4          62 and 4.7        98 to 101 and 4.7 to 5.1
+        4 busy processes     11 and 0.6           17 and 1.0        17 to 18 and 1.0 to 1.2
     """
-    if "GOMP_SPINCOUNT" not in os.environ:
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def main() -> None:
@@ -127,7 +131,7 @@ def main() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would fill a log file
     # On a CPU every process that imports peft beside bitsandbytes 0.50 would be told of a kernel on the Hub.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    _sleep_while_waiting()
+    _spin_briefly()
     try:
         if processes() > 1:
             # A lost first process, which holds torch's store, would have the others print a C++ stack trace each.

@@ -3,7 +3,8 @@
 A decoding step is some hundred launches, which the host takes several times as long to make as the GPU to run. Here the
 step reads the cache's length on the device (`fixed`), so it is the same at every length and is captured once as a
 CUDA graph; for each power of two that the cache passes, anew. The first token comes from transformers' own loop, which
-also prefills. On a CPU the same step runs as it is, uncaptured, where `DEVICES` names "cpu" (tests).
+also prefills. On a CPU the steps are those of `steps.py`, or transformers' loop; this one runs there as it is,
+uncaptured, where `DEVICES` names "cpu" (tests).
 """
 
 from __future__ import annotations
@@ -109,9 +110,10 @@ def decode(
     streamer: Any = None,
     **inputs: Any,
 ) -> Any:
-    """`GenerationMixin._sample`, from a captured step where that is possible; arguments and result as there.
+    """`GenerationMixin._sample`, by steps of our own where they serve; arguments and result as there.
 
-    `model.decoded_by` says afterwards which way it took: "a captured step", or why not.
+    `model.decoded_by` says afterwards which way it took: "a captured step", "steps of few operations, on a CPU", or why
+    none of them.
     """
     reason = reason_against(model, input_ids, stopping_criteria, generation_config, synced_gpus, inputs)
     device, cache = input_ids.device.type, inputs.get(CACHE)
@@ -142,6 +144,8 @@ def decode(
             )
             if not bool(unfinished.any()):
                 model.decoded_by = "the prefill: one token ended the text"
+                if streamer is not None:
+                    streamer.end()
                 return ids
             decoding: Any = Decoding(model, cache, ids, inputs.get("attention_mask"), inputs.get("position_ids"), total)
         else:

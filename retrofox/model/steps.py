@@ -8,6 +8,7 @@ needs its embedding, its layers' weights (`brief`), a norm and its head.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,12 +68,11 @@ def _native(model: Any) -> Any:
     return own[1 if own[0].__name__ == "FoxModelMixin" else 0].forward  # type: ignore[attr-defined]
 
 
-def _decoders() -> list[Any]:
-    made = (path.split(".") for path in DECODERS)
-    modules = (
-        (importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name) for family, name in made
-    )
-    return [getattr(module, name).forward for module, name in modules]
+def _decoders() -> Iterator[Any]:
+    """The forwards of DECODERS, each imported when it is asked for."""
+    for path in DECODERS:
+        family, name = path.split(".")
+        yield getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name).forward
 
 
 class Steps:
@@ -82,7 +82,7 @@ class Steps:
     keys and values of all its tokens and goes on with the last one.
 
     Attributes:
-        end: tokens of the text so far; the cache gets back all but the last of them.
+        end: tokens of the text so far; the cache keeps all but the last of them, or what it held where reading stopped.
         how: how the steps ran.
     """
 
@@ -109,9 +109,13 @@ class Steps:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        ahead = self.cache.get_seq_length() - (self.end - 1)
-        if ahead > 0:
-            self.cache.crop(-ahead)
+        kept = self.fed if self.unread else self.end - 1  # stopped while reading: layers hold different numbers
+        for layer in self.cache.layers:
+            ahead = layer.get_seq_length() - kept
+            if ahead > 0 and kept:
+                layer.crop(-ahead)
+            elif ahead > 0:
+                layer.reset()
 
     def step(self, choice: Any) -> None:
         """One token further; at first, through the text to its first token."""

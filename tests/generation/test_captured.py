@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,17 @@ def test_rows_end_at_their_end_tokens(pico_fox, fixed_on_cpu):
     ours, theirs = both(fixed_on_cpu, model, ids[:1], eos_token_id=[int(free[0, 26])])
     assert torch.equal(ours, theirs)
     assert ours.shape[1] <= 27
+
+
+def test_a_stream_ends_where_the_first_token_ends_the_text(pico_fox, fixed_on_cpu):
+    model, ids, ended = pico_fox(), tokens(1, 20), []
+    free = model.generate(ids, **OPTIONS)
+    place: Any = SimpleNamespace(put=lambda value: None, end=lambda: ended.append(True))
+    for devices in (("cpu",), ()):
+        fixed_on_cpu.setattr(captured, "DEVICES", devices)
+        found = model.generate(ids, streamer=place, **OPTIONS | {"eos_token_id": [int(free[0, 20])]})
+        assert torch.equal(found, free[:, :21])
+    assert ended == [True, True]
 
 
 def test_streams_and_results_of_generate(pico_fox, fixed_on_cpu, pico_tokenizer):

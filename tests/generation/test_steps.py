@@ -253,6 +253,26 @@ def test_an_interruption_leaves_a_cache_that_goes_on(pico_fox):
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+@pytest.mark.parametrize("held", [0, 12])
+def test_an_interruption_while_a_prompt_is_read_leaves_the_cache_as_it_was(pico_fox, monkeypatch, held):
+    model, ids = pico_fox(), tokens(1, 40)
+    cache: Any = DynamicCache(config=model.config)
+    with torch.no_grad():
+        if held:
+            model(ids[:, :held], **{CACHE: cache})
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "leave", stop)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, **{CACHE: cache}, **OPTIONS)
+    assert [layer.get_seq_length() for layer in cache.layers] == [held] * len(cache.layers)
+    expected = model.generate(ids, **OPTIONS)
+    assert torch.equal(model.generate(ids, **{CACHE: cache}, **OPTIONS), expected)
+
+
 def hooked(model) -> None:
     model.lm_head.register_forward_hook(lambda *_: None)
 
