@@ -303,7 +303,7 @@ def _leave(
 ) -> torch.Tensor:
     x, rows = added(x, w.o, attended, out), x.shape[0]
     h = norm(w.second, x, room.normed if normed is None else normed)
-    if TURNED is not None and rows in w.columns and x.dtype == torch.float32:
+    if TURNED is not None and normed is None and rows in w.columns and x.dtype == torch.float32:
         gate, up = turned(w.gate, room.filled), turned(w.up, room.filled)
         return x.add_(turned(w.down, activated(w, gate).mul_(up).t())[:, :rows].t())
     gate, up = (room.gate, room.up) if rows == room.gate.shape[0] else (room.gate[:rows], room.up[:rows])

@@ -119,11 +119,8 @@ def decode(
     device, cache = input_ids.device.type, inputs.get(CACHE)
     captures = device in DEVICES
     with brief(model) if device == "cpu" and not captures else contextlib.nullcontext() as layers:
-        if (
-            reason is None
-            and not captures
-            and not steps_serve(model, layers, input_ids, inputs.get("attention_mask"), cache)
-        ):
+        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        if reason is None and not captures and not steps_serve(model, layers, input_ids, mask, positions, cache):
             reason = f"the model is on {device}, a step is captured on {' and '.join(DEVICES)}"
         if reason is not None:
             model.decoded_by = f"transformers' loop: {reason}"
@@ -147,12 +144,12 @@ def decode(
                 if streamer is not None:
                     streamer.end()
                 return ids
-            decoding: Any = Decoding(model, cache, ids, inputs.get("attention_mask"), inputs.get("position_ids"), total)
+            decoding: Any = Decoding(model, cache, ids, mask, positions, total)
         else:
             assert layers is not None, "steps serve where layers were found"
             ids, unfinished = input_ids, torch.ones(input_ids.shape[0], dtype=torch.bool)
             part = generation_config.prefill_chunk_size
-            decoding = Steps(model, cache, ids, inputs.get("position_ids"), layers, part)
+            decoding = Steps(model, cache, ids, positions, layers, part)
         with decoding:
             choice = Choice(ids, unfinished, total, logits_processor, stopping_criteria, generation_config)
             ids = _loop(decoding, choice, streamer)

@@ -29,14 +29,23 @@ DECODERS = ("llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model")
 BLOCK = 64  # rows of angles made together: a step's own would take some twenty operations
 
 
-def steps_serve(model: Any, layers: Pass | None, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any) -> bool:
+def steps_serve(
+    model: Any,
+    layers: Pass | None,
+    ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    cache: Any,
+) -> bool:
     """Whether `Steps` continues ids (B, T) as `generate` was asked to.
 
     That is, in float32, for whole rows, of which a cache that grows may hold the beginning, and a plain model.
     """
-    if layers is None or len(layers.weights) != len(model.get_decoder().layers) or type(cache) is not DynamicCache:
+    if layers is None or type(cache) is not DynamicCache or model.dtype != torch.float32:
         return False
-    if model.dtype != torch.float32 or cache.get_seq_length() >= ids.shape[1]:
+    if not len(layers.weights) == len(model.get_decoder().layers) == model.config.num_hidden_layers:
+        return False
+    if cache.get_seq_length() >= ids.shape[1] or (positions is not None and positions.shape[1] != ids.shape[1]):
         return False
     if any(type(layer) not in (DynamicLayer, GrowingLayer) for layer in cache.layers):
         return False

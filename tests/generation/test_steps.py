@@ -319,6 +319,14 @@ def test_what_steps_do_not_serve_goes_through_the_loop(pico_fox, loop, spec, opt
     assert torch.equal(found, expected)
 
 
+def test_a_model_told_to_stop_early_goes_through_the_loop(pico_fox, loop):
+    model, ids = pico_fox(), tokens(2, 20)
+    model.config.num_hidden_layers = 1
+    found = model.generate(ids, **OPTIONS)
+    assert "the model is on cpu" in model.decoded_by
+    assert torch.equal(found, loop(lambda: model.generate(ids, **OPTIONS)))
+
+
 def test_other_dtypes_and_autocast_go_through_the_loop(pico_fox):
     model, ids = pico_fox(), tokens(1, 20)
     with torch.autocast("cpu", torch.bfloat16):
