@@ -3,14 +3,15 @@
 A decoding step is some hundred launches, which the host takes several times as long to make as the GPU to run. Here the
 step reads the cache's length on the device (`fixed`), so it is the same at every length and is captured once as a
 CUDA graph; for each power of two that the cache passes, anew. The first token comes from transformers' own loop, which
-also prefills. On a CPU the steps are those of `steps.py`, or transformers' loop; this one runs there as it is,
-uncaptured, where `DEVICES` names "cpu" (tests).
+also prefills. On a CPU the steps are those of `steps.py`, or transformers' loop. Tests name "cpu" in `DEVICES`: the
+step then runs there, uncaptured.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator
@@ -118,6 +119,8 @@ def decode(
     reason = reason_against(model, input_ids, stopping_criteria, generation_config, synced_gpus, inputs)
     device, cache = input_ids.device.type, inputs.get(CACHE)
     captures = device in DEVICES
+    given = {"logits_processor": logits_processor, "generation_config": generation_config, **inputs}
+    loop = functools.partial(native, input_ids, **given)
     with brief(model) if device == "cpu" and not captures else contextlib.nullcontext() as layers:
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         if reason is None and not captures and not steps_serve(model, layers, input_ids, mask, positions, cache):
@@ -125,20 +128,10 @@ def decode(
         if reason is not None:
             model.decoded_by = f"transformers' loop: {reason}"
             logger.info("decoding by transformers' loop: %s", reason)
-            return native(
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                synced_gpus=synced_gpus,
-                streamer=streamer,
-                **inputs,
-            )
+            return loop(stopping_criteria=stopping_criteria, synced_gpus=synced_gpus, streamer=streamer)
         total = stopping_criteria.max_length
         if captures:
-            ids, unfinished = _first(
-                model, native, input_ids, logits_processor, stopping_criteria, generation_config, streamer, inputs
-            )
+            ids, unfinished = _first(loop, cache, stopping_criteria, streamer, input_ids.shape[1])
             if not bool(unfinished.any()):
                 model.decoded_by = "the prefill: one token ended the text"
                 if streamer is not None:
@@ -160,27 +153,13 @@ def decode(
 
 
 def _first(
-    model: Any,
-    native: Callable[..., Any],
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    streamer: Any,
-    inputs: dict[str, Any],
+    loop: Callable[..., Any], cache: Any, stopping_criteria: Any, streamer: Any, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The prompt and its first token by transformers' loop: ids (B, T + 1), and which rows go on (B,)."""
-    cache, total = inputs[CACHE], stopping_criteria.max_length
-    cache.tokens_to_reserve = min(total, reads_for(min(total, input_ids.shape[1] + 1)))
+    """A prompt of T = `length` tokens and a token more by transformers' loop: ids (B, T + 1), and which rows go on."""
+    total = stopping_criteria.max_length
+    cache.tokens_to_reserve = min(total, reads_for(min(total, length + 1)))
     one = _One(stopping_criteria)
-    ids = native(
-        input_ids,
-        logits_processor=logits_processor,
-        stopping_criteria=one,
-        generation_config=generation_config,
-        streamer=None if streamer is None else _WithoutEnd(streamer),
-        **inputs,
-    )
+    ids = loop(stopping_criteria=one, streamer=None if streamer is None else _WithoutEnd(streamer))
     del cache.tokens_to_reserve
     assert one.done is not None, "the loop asks its stopping criteria after each token"
     return ids, ~one.done

@@ -101,7 +101,7 @@ class Steps:
         self, model: Any, cache: Any, ids: torch.Tensor, positions: torch.Tensor | None, layers: Pass, part: int | None
     ):
         decoder = model.get_decoder()
-        self.model, self.cache, self.layers, self.rotary = model, cache, layers, decoder.rotary_emb
+        self.cache, self.layers, self.rotary = cache, layers, decoder.rotary_emb
         self.embedding, self.head = decoder.embed_tokens.weight, model.lm_head
         self.last = scaling(decoder.norm)
         self.end, self.fed = ids.shape[1], cache.get_seq_length()

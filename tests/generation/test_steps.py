@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
-    LogitsProcessor,
     LogitsProcessorList,
     MistralConfig,
     MistralForCausalLM,
@@ -40,15 +39,6 @@ SPECS: dict[str, dict[str, Any]] = {
     "sinks, pruned": {"sink_tokens": 3, "prune": -6.0},
     "pairs by layer": {"layer_pairs": {0: (1,), 1: (0, 2)}},
 }
-
-
-class Logits(LogitsProcessor):
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def __call__(self, input_ids, scores):
-        self.seen.append(scores.clone())
-        return scores
 
 
 def tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
@@ -92,10 +82,11 @@ def test_tokens_and_logits_are_those_of_the_loop(pico_fox, loop, spec, length, r
             if "norm" in name:
                 parameter.normal_()
     for run in (lambda call: call(), loop):
-        seen = Logits()
-        options = OPTIONS | {"max_new_tokens": 90, "logits_processor": LogitsProcessorList([seen])}
+        seen: list[torch.Tensor] = []
+        noted: Any = lambda input_ids, scores, seen=seen: seen.append(scores.clone()) or scores  # noqa: E731
+        options = OPTIONS | {"max_new_tokens": 90, "logits_processor": LogitsProcessorList([noted])}
         ids = run(lambda options=options: model.generate(tokens(rows, length), **options))
-        found.append((ids, torch.stack(seen.seen)))
+        found.append((ids, torch.stack(seen)))
     assert torch.equal(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][1], found[1][1], atol=2e-4, rtol=1e-4)
     assert torch.equal(model.generate(tokens(rows, length), **OPTIONS | {"max_new_tokens": 90}), found[0][0])

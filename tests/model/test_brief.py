@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import DynamicCache, LlamaConfig, LogitsProcessorList, StaticCache
 from transformers.models.llama import modeling_llama
 
 from retrofox.model import brief as passes
@@ -36,15 +36,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-class Logits(LogitsProcessor):
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def __call__(self, input_ids, scores):
-        self.seen.append(scores.clone())
-        return scores
-
-
 def both(monkeypatch, model, ids, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of brief steps and of the layers' own, after their logits were found equal."""
     found = []
@@ -52,9 +43,10 @@ def both(monkeypatch, model, ids, **options) -> tuple[torch.Tensor, torch.Tensor
         with monkeypatch.context() as patch:
             if own:
                 patch.setattr(captured, "brief", lambda model: contextlib.nullcontext())
-            seen = Logits()
-            ids_ = model.generate(ids, logits_processor=LogitsProcessorList([seen]), **OPTIONS | options)
-            found.append((ids_, seen.seen))
+            seen: list[torch.Tensor] = []
+            noted: Any = lambda input_ids, scores, seen=seen: seen.append(scores.clone()) or scores  # noqa: E731
+            ids_ = model.generate(ids, logits_processor=LogitsProcessorList([noted]), **OPTIONS | options)
+            found.append((ids_, seen))
     for ours, theirs in zip(found[0][1], found[1][1], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
     return found[0][0], found[1][0]
