@@ -1,10 +1,10 @@
 """vLLM's attention with gates: any of three backends, told what to put into keys, queries and values and when.
 
-Two ways. On a GPU (`PagedImpl`) our own kernels keep c in the cache beside keys and values, and attend:
-`paged_kernels.py` to what decodes, `forgetting_attention` to long pieces of text (`prompts.py`); log f comes beside the
-keys, as a tensor of its own. Elsewhere (`LanesImpl`) queries, keys and values get lanes, those of keys with log f in
-them, and the backend's own kernels do the rest. Only where vLLM calls a backend is it known where in its text a token
-stands, and log f becomes c.
+Two ways. On a GPU (`PagedImpl`) our own kernels compute the gates from the states that come beside the keys, keep c in
+the cache beside keys and values, and attend: `paged_kernels.py` to what decodes, `forgetting_attention` to long pieces
+of text (`prompts.py`). Elsewhere (`LanesImpl`) queries, keys and values get lanes, those of keys with log f in them,
+and the backend's own kernels do the rest. Only where vLLM calls a backend is it known where in its text a token stands,
+and log f becomes c.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fox_kernels.host.replay import taped
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import _encode_layer_name, direct_register_custom_op
+from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from retrofox.serving import prompts
@@ -36,8 +36,11 @@ PLAIN_ISA = ("vec", "vec16")
 """Kinds of the CPU backend that keep values as rows; others pack them."""
 
 
-def with_gates(native: Attention, exempt_tokens: int, prune: float | None) -> Attention:
+def with_gates(native: Attention, gate: Any, exempt_tokens: int, prune: float | None) -> Attention:
     """A vLLM attention like `native`, under its name, of heads that have room for c; its `impl.room` says how.
+
+    Args:
+        gate: the layer's forget gate, with a weight (H, hidden) and a bias (H,) in float32 where it reads the states.
 
     Raises:
         ValueError: no backend that is known here takes heads of that width.
@@ -70,7 +73,7 @@ def with_gates(native: Attention, exempt_tokens: int, prune: float | None) -> At
         attn_backend=_backend(chosen, paged, softcap is not None),
     )
     impl: Any = made.impl
-    impl.room = room
+    impl.room, impl.gate = room, gate if hasattr(gate, "weight") else None
     impl.options = {
         "scale": impl.scale,
         "window": native.sliding_window,
@@ -82,34 +85,18 @@ def with_gates(native: Attention, exempt_tokens: int, prune: float | None) -> At
 
 
 def attend(
-    attention: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_f: torch.Tensor
+    attention: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gates: torch.Tensor
 ) -> torch.Tensor:
     """Forgetting Attention (T, H, D) of an attention that `with_gates` made for a GPU.
 
-    Shapes: query (T, H, D), key, value (T, Hkv, D), of other widths than the attention's own heads; log_f (T, H)
-    float32. It travels as vLLM's `output_scale`, a float32 tensor for backends that quantize their outputs.
+    Shapes: query (T, H, D), key, value (T, Hkv, D), of other widths than the attention's own heads; gates: the states
+    (T, hidden) that its gate reads, else log f (T, H) float32. They travel as vLLM's `output_scale`, a tensor for
+    backends that quantize their outputs.
     """
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     name = _encode_layer_name(attention.layer_name)
-    torch.ops.vllm.unified_attention_with_output(query, key, value, output, name, log_f)
+    torch.ops.vllm.unified_attention_with_output(query, key, value, output, name, gates)
     return output
-
-
-def log_f_of(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`paged_kernels.log_f_of`, opaque to torch.compile; by vLLM's registration, which costs a call little."""
-    return torch.ops.retrofox.log_f_of(hidden_states, weight, bias)
-
-
-def _log_f_of(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return paged_kernels.log_f_of(hidden_states, weight, bias)
-
-
-def _log_f_like(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return hidden_states.new_empty(hidden_states.shape[0], weight.shape[0], dtype=torch.float32)
-
-
-_operators = torch.library.Library("retrofox", "FRAGMENT")
-direct_register_custom_op("log_f_of", _log_f_of, fake_impl=_log_f_like, target_lib=_operators)
 
 
 @functools.cache
@@ -208,6 +195,8 @@ class StepBuilder:
         decodes = common.max_query_len == 1 and (prefilling is None or not bool(prefilling.any()))
         if decodes or common.num_reqs == 1 or not self.vllm_config.cache_config.enable_prefix_caching:
             return None
+        if not self._behind_pages(common, prefilling):
+            return None
         return prompts.find_links(
             common.query_start_loc[: common.num_reqs + 1],
             common.seq_lens[: common.num_reqs],
@@ -216,11 +205,22 @@ class StepBuilder:
             self.kv_cache_spec.block_size,
         )
 
+    def _behind_pages(self, common: Any, prefilling: torch.Tensor | None) -> bool:
+        """Whether a prompt, or its rest, begins behind whole pages, as one does that found them; asks the host only."""
+        requests, lengths = common.num_reqs, common.seq_lens_cpu_upper_bound
+        if lengths is None:
+            return True
+        new = common.query_start_loc_cpu[: requests + 1].diff()
+        past = lengths[:requests] - new
+        begins = new > 1 if prefilling is None else (new > 1) | prefilling[:requests]
+        return bool((begins & (past > 0) & (past % self.kv_cache_spec.block_size == 0)).any())
+
 
 class PagedImpl:
     """Mixin of a backend's implementation that attends by our own kernels; T tokens, H heads on Hkv, D channels."""
 
     room: Any  # paged_kernels.Paged
+    gate: Any  # the layer's, where it reads the states; else None
     options: dict[str, Any]  # of `forgetting_attention`
 
     def forward(
@@ -238,36 +238,39 @@ class PagedImpl:
     ) -> torch.Tensor:
         """Writes keys, values (T, Hkv, D) and c, then attends; query, output (T, H, D).
 
-        output_scale: log f (T, H) float32, see `attend`.
+        output_scale: the gates of `attend`.
         """
         batch = attn_metadata
         if batch is None:
             return output.zero_()
         assert output_scale is not None
-        moving = query, key, value, output_scale, kv_cache, output
+        weights = () if self.gate is None else (self.gate.weight, self.gate.bias)
+        moving = query, key, value, kv_cache, output, output_scale, *weights
         links, readings, _, owner, tapes = batch.fox
         if readings and query.is_cuda:  # a dozen launches, in every layer
             tables = batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping, owner, *(links or ())
             fixed = [x for x in (*tables, *(reading.cu_seqlens for reading in readings)) if x is not None]
             kind = self.room, *self.options.values()
-            taped(tapes, kind, (*moving, *fixed), len(moving), lambda: self._attend(*moving, batch))
+            taped(tapes, kind, (*moving, *fixed), len(moving), lambda: self._attend(batch, *moving))
         else:
-            self._attend(*moving, batch)
+            self._attend(batch, *moving)
         return output
 
     def _attend(
         self,
+        batch: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        log_f: torch.Tensor,
         kv_cache: torch.Tensor,
         output: torch.Tensor,
-        batch: Any,
+        gates: torch.Tensor,
+        *weights: torch.Tensor,
     ) -> None:
-        """What `forward` launches; log_f (T, H) float32."""
+        """What `forward` launches; weights: of the layer's gate, if it reads the states."""
         links, readings, tokens, owner, _ = batch.fox
         room = self.room
+        log_f = paged_kernels.log_f_of(gates, *weights) if weights else gates
         paged_kernels.write(room, key, value, log_f, kv_cache, batch, links)
         if tokens:
             paged_kernels.attend(room, query[:tokens], kv_cache, batch, output[:tokens], self.options, owner)

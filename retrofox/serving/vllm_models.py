@@ -28,7 +28,7 @@ from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
 from retrofox.serving.lanes import Lanes
 from retrofox.serving.plugin import check
 from retrofox.serving.refusals import NATIVE, THROUGH_TRANSFORMERS
-from retrofox.serving.vllm_attention import attend, log_f_of, with_gates
+from retrofox.serving.vllm_attention import attend, with_gates
 from retrofox.serving.vllm_rotary import Unturned, faded
 
 
@@ -140,16 +140,15 @@ class Attend:
             query = query * factor[:, None, None].to(query.dtype)
         if fox.room is None:
             output = attention(query.flatten(1), key.flatten(1), value.flatten(1)).view(-1, heads, dim)
+        elif isinstance(fox.room, Lanes):
+            width, decays = fox.room.width, self.positions >= fox.exempt_tokens
+            lanes = fox.room.incoming(self._log_f().unflatten(-1, (kv_heads, -1)), decays, key.dtype)
+            query, value = (F.pad(x, (width, 0)) for x in (query, value))
+            output = attention(query.flatten(1), torch.cat([lanes, key], -1).flatten(1), value.flatten(1))
+            output = output.view(-1, heads, width + dim)[..., width:]
         else:
-            log_f = self._log_f()
-            if isinstance(fox.room, Lanes):
-                width, decays = fox.room.width, self.positions >= fox.exempt_tokens
-                key = torch.cat([fox.room.incoming(log_f.unflatten(-1, (kv_heads, -1)), decays, key.dtype), key], -1)
-                query, value = (F.pad(x, (width, 0)) for x in (query, value))
-                output = attention(query.flatten(1), key.flatten(1), value.flatten(1))
-                output = output.view(-1, heads, width + dim)[..., width:]
-            else:
-                output = attend(attention, query, key, value, log_f)
+            gates = self._log_f() if attention.impl.gate is None else self.hidden_states
+            output = attend(attention, query, key, value, gates)
         if module.output_norm is not None:
             output = _head_norm(output.flatten(1), module.output_norm).view(output.shape)
         if module.output_gate is not None:
@@ -164,8 +163,6 @@ class Attend:
         gate = self.module.forget_gate
         if not hasattr(gate, "weight"):
             return F.logsigmoid(gate.bias).expand(self.hidden_states.shape[0], -1)
-        if not isinstance(self.module.fox.room, Lanes):  # one kernel in place of three
-            return log_f_of(self.hidden_states, gate.weight, gate.bias)
         return F.logsigmoid(F.linear(self.hidden_states.float(), gate.weight, gate.bias))
 
 
@@ -228,7 +225,7 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
         tables=None,
     )
     if wanted.forget_gate is not None:
-        module.attn = with_gates(native, wanted.exempt_tokens, spec.prune)
+        module.attn = with_gates(native, module.forget_gate, wanted.exempt_tokens, spec.prune)
         fox.room = module.attn.impl.room  # type: ignore[attr-defined]
     if wanted.rotary_fade is not None and not wanted.rotary_fade.kept:
         length = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)

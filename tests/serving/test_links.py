@@ -27,7 +27,6 @@ def builder(monkeypatch) -> Any:
         module: Any = types.ModuleType(f"vllm{name}")
         module.get_current_vllm_config = module.Attention = module.AttentionCGSupport = module.current_platform = None
         module._encode_layer_name = str
-        module.direct_register_custom_op = lambda *_, **__: None
         monkeypatch.setitem(sys.modules, f"vllm{name}", module)
     monkeypatch.setitem(sys.modules, MODULE, types.ModuleType(MODULE))
     monkeypatch.delitem(sys.modules, MODULE)
@@ -37,14 +36,17 @@ def builder(monkeypatch) -> Any:
     return made
 
 
-def step(prefilling: list[bool] | None) -> SimpleNamespace:
+def step(prefilling: list[bool] | None, second: int = 9) -> SimpleNamespace:
     """The first request decodes the 8th token of its text; the second's prompt is these 8 and one more."""
     table = torch.tensor([[3, 5, 0], [3, 5, 7]], dtype=torch.int32)
+    starts, lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([8, second], dtype=torch.int32)
     return SimpleNamespace(
         num_reqs=2,
         max_query_len=1,
-        query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
-        seq_lens=torch.tensor([8, 9], dtype=torch.int32),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths,
         block_table_tensor=table,
         slot_mapping=torch.tensor([5 * PAGE + 3, 7 * PAGE]),
         is_prefilling=None if prefilling is None else torch.tensor(prefilling),
@@ -65,3 +67,10 @@ def test_a_prompt_that_ends_one_token_behind_a_page_that_is_just_filled_goes_on_
 @pytest.mark.parametrize("prefilling", [[False, False], None])
 def test_a_step_that_only_decodes_looks_for_nothing(builder, prefilling):
     assert builder._links(step(prefilling)) is None
+
+
+def test_a_prompt_that_goes_on_within_a_page_looks_for_nothing(builder):
+    assert builder._links(step([False, True], second=8)) is None
+    unknown = step([False, True], second=8)
+    unknown.seq_lens_cpu_upper_bound = None  # then it may be whole pages
+    assert builder._links(unknown) is not None

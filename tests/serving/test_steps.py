@@ -16,6 +16,7 @@ from fox_kernels import reference
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 HEADS, GROUPS, DIM, PAGE, SCALE = 2, 3, 64, 16, 0.125
+HIDDEN = 48
 STEPS = {
     "texts begin, long and short": (20, 3, 30, 0),
     "a chunk, a text that begins, decoding": (20, 1, 1, 25),
@@ -40,6 +41,7 @@ class Backend:
         return SimpleNamespace(**vars(common), block_table=common.block_table_tensor)
 
 
+@torch.no_grad()
 def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
     """Readings of each step, and how far each text's outputs are from float64 in the end, over all layers."""
     for name in NAMES:
@@ -47,7 +49,6 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
         for made in ("get_current_vllm_config", "Attention", "AttentionCGSupport", "current_platform"):
             setattr(module, made, None)
         module._encode_layer_name = str
-        module.direct_register_custom_op = lambda *_, **__: None
         sys.modules[f"vllm{name}"] = module
     from retrofox.serving import paged_kernels, prompts, vllm_attention
 
@@ -72,7 +73,9 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
     for _ in range(layers):
         queries = [torch.randn(n, HEADS * GROUPS, DIM).half() for n in texts]
         keys, values = ([torch.randn(n, HEADS, DIM).half() for n in texts] for _ in range(2))
-        drawn.append((queries, keys, values, [-torch.rand(n, HEADS, GROUPS) * 0.2 for n in texts]))
+        drawn.append((queries, keys, values, [torch.randn(n, HIDDEN).half() for n in texts]))
+    weights, biases = 0.1 * torch.randn(layers, HEADS * GROUPS, HIDDEN), 2 + torch.rand(layers, HEADS * GROUPS)
+    gates = [SimpleNamespace(weight=w.to(device), bias=b.to(device)) for w, b in zip(weights, biases, strict=True)]
     done, outputs, readings, taped = [0] * len(texts), [[[] for _ in texts] for _ in range(layers)], {}, {}
     for name, new in steps.items():
         order = [text for _, text in sorted((n, text) for text, n in enumerate(new) if n)]
@@ -100,12 +103,12 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
                 is_prefilling=torch.tensor([done[text] == 0 for text in order]),
             ),
         )
-        for cache, inputs, made in zip(caches, drawn, outputs, strict=True):
-            query, key, value, log_f = (batched(of).to(device) for of in inputs)
+        for cache, impl.gate, inputs, made in zip(caches, gates, drawn, outputs, strict=True):
+            query, key, value, states = (batched(of).to(device) for of in inputs)
             if layers > 1:  # in one allocation, as a model without RoPE has them
                 query, key, value = torch.cat([query, key, value], 1).split([HEADS * GROUPS, HEADS, HEADS], 1)
             output = torch.zeros_like(query)
-            impl.forward(None, query, key, value, cache, batch, output, log_f.flatten(1))
+            impl.forward(None, query, key, value, cache, batch, output, states)
             for text, begin, end in zip(order, starts[:-1], starts[1:], strict=True):
                 made[text].append(output[begin:end].cpu().double())
         for text, begin, end in zip(order, starts[:-1], starts[1:], strict=True):
@@ -127,10 +130,11 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
     ).fox  # fmt: skip
     padded = [step.tokens, step.owner.tolist()]
     errors = []
-    for inputs, layer in zip(drawn, outputs, strict=True):
+    for inputs, weight, bias, layer in zip(drawn, weights, biases, outputs, strict=True):
         for number, made in enumerate(layer):
-            q, k, v, log_f = (x[number].double()[None] for x in inputs)
-            exact = reference.forgetting_attention(q, k, v, log_f.flatten(2), scale=SCALE, sink=1)[0]
+            q, k, v, states = (x[number].double()[None] for x in inputs)
+            log_f = torch.nn.functional.logsigmoid(states @ weight.double().T + bias.double())
+            exact = reference.forgetting_attention(q, k, v, log_f, scale=SCALE, sink=1)[0]
             errors.append(float((torch.cat(made) - exact).abs().max()))
     return {"readings": readings, "errors": errors, "padded": padded, "taped": taped}
 
