@@ -45,6 +45,18 @@ def vllm_throughput() -> str:
     return table(["prompt", "base, slowest to fastest round", "retrofit", "ratio of the medians"], rows)
 
 
+def vllm_steps() -> str:
+    """Milliseconds of an engine's steps by what they hold, from vllm-throughput.json."""
+    found = read("vllm-throughput.json")["steps"]
+    models = {name: row for name, row in found.items() if isinstance(row, dict) and "steps" in row}
+    kinds = {"prompts": "prompts", "both": "prompts and decoding", "decoding": "decoding"}
+    rows = [
+        [said, *(f"{model['steps'][kind]['milliseconds']:.1f}" for model in models.values())]
+        for kind, said in kinds.items()
+    ]
+    return table(["a step that holds", *(f"{name}, ms" for name in models)], rows)
+
+
 def paged_attention() -> str:
     """Microseconds of a decoding step's attention beside FlashAttention 3's, from paged-attention.json."""
     rows = []

@@ -174,7 +174,12 @@ OF_RESULTS = (
     *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
     *(figures.kernel_table, figures.kernel_ratios, figures.corpus),
     *(figures_of_use.decoding, figures_of_use.decoding_on_cpu, figures_of_use.long_context),
-    *(figures_of_use.serving, figures_of_use.vllm_throughput, figures_of_use.paged_attention),
+    *(
+        figures_of_use.serving,
+        figures_of_use.vllm_throughput,
+        figures_of_use.vllm_steps,
+        figures_of_use.paged_attention,
+    ),
 )
 PARTS: dict[str, Callable[[], str]] = {
     function.__name__: function

@@ -163,7 +163,10 @@ def test_figures_in_the_text_are_those_on_file(hooks):
     thirty = [fox / base for fox, base in whole]
     columns = [row["by_columns"] / row["by_rows"] for row in figures.read("few-rows.json")["rows"]
                if row["chosen"] == "columns"]  # fmt: skip
-    pairs = {row["length"]: row["ratio"] for row in figures.read("vllm-throughput-pairs.json")["rows"]}
+    served, pairs = (
+        {row["length"]: f"{row['ratio']:.2f}" for row in figures.read(f"vllm-throughput{kind}.json")["rows"]}
+        for kind in ("", "-pairs")
+    )
     rows = figures.read("context_parallel.json")["rows"]
     (shared,) = (row for row in rows if (row["kind"], row.get("case")) == ("step", "dense"))
 
@@ -178,7 +181,15 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"a prompt and 29 more tokens take {span(thirty)} of the base's time",
             f"in {span(columns)} of the time",
         ],
-        "docs/serving.md": [f"{pairs[2048]:.2f} after 2048 tokens", f"{pairs[32768]:.2f} after 32768"],
+        "docs/serving.md": [
+            f"after 32768 tokens {served[32768]}, and **after 2048 tokens {served[2048]}**",
+            f"{pairs[2048]} after 2048 tokens",
+            f"{pairs[32768]} after 32768",
+        ],
+        "docs/limits.md": [
+            f"at {pairs[32768]} and {served[32768]} of the base's speed after prompts of 32768 tokens, and after 2048, "
+            f"where the host decides, at {pairs[2048]} and {served[2048]}",
+        ],
         "README.md": [
             f"on a CPU {span(on_cpu)}",
             f"{between('ours', 'official')} of the official FoX kernel's time, {between('ours', 'fla')} of fla's",
