@@ -9,8 +9,8 @@ a product of one row up to a tenth of its time.
 
 A prompt's small operations read and write memory, much of it new from the system at each, which costs more than the
 operations. In float32 it goes through the same layers with rotary embeddings written in place, and from the attention
-on about a thousand rows at a time. Its larger products are oneDNN's, which take 0.74 to 0.98 of the time of F.linear's
-on an AMD processor; on Intel's F.linear, which is MKL there, is the faster one. There an MLP of some rows, of a short
+on about a thousand rows at a time. Its larger products are oneDNN's, which take 0.74 to 0.99 of the time of F.linear's
+on AMD processors; on Intel's F.linear, which is MKL there, is the faster one. There an MLP of some rows, of a short
 prompt or of as many texts, is computed in columns, W x^T, by oneDNN: in 0.39 to 1.01 of the time
 (benchmarks/few_rows.py).
 Padded rows and other layers go through the layer's own forward.
@@ -37,8 +37,7 @@ from .parts import by_parts, divides
 
 LN_2 = 0.6931471805599453
 ROWS = 1024  # about as many of a prompt's tokens leave a layer together: 6 MB for each product of a small MLP
-ONE_DNN_PAYS = 1 << 23  # multiplications: 76 tokens to 192 of 576 channels; for fewer, the call takes longer
-LARGE = 1 << 19  # weights: with more, it pays from 2 rows on; of 576 x 1536 in 0.69 of the time, 0.97 for 4 rows
+ONE_DNN_PAYS = 1 << 26  # multiplications: 96 tokens of 576 channels to 1536 in 0.93 of the time; fewer may take longer
 VECTOR = 16  # float32 numbers in a register: columns are filled up to a multiple
 COLUMNS = frozenset(n for n in range(7, 161) if -n % VECTOR <= (10 if n <= 64 else 4))
 """Rows of an MLP that columns pay for, where F.linear is MKL (benchmarks/few_rows.py)."""
@@ -274,8 +273,7 @@ def product(linear: Linear, x: torch.Tensor, out: Any, prompt: bool = True) -> t
 
 
 def _one_dnn_pays(weight: torch.Tensor, x: torch.Tensor) -> bool:
-    few = weight.numel() < LARGE and x.numel() * weight.shape[0] < ONE_DNN_PAYS
-    return not few and x.shape[0] > 1 and x.dtype == torch.float32
+    return x.numel() * weight.shape[0] >= ONE_DNN_PAYS and x.dtype == torch.float32
 
 
 def added(x: torch.Tensor, linear: Linear, y: torch.Tensor, out: Any = None) -> torch.Tensor:

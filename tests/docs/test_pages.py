@@ -161,6 +161,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
         for cell in cells
     ]
     thirty = [fox / base for fox, base in whole]
+    amd = [cell["fox"] for cell in figures.read("generate-cpu-amd.json")["cells"].values()]
     columns = [row["by_columns"] / row["by_rows"] for row in figures.read("few-rows.json")["rows"]
                if row["chosen"] == "columns"]  # fmt: skip
     served, pairs = (
@@ -180,6 +181,8 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"{of_base['16 x 2048']}, {of_base['16 x 32768']} and {of_base['16 x 131072']}",
             f"a prompt and 29 more tokens take {span(thirty)} of the base's time",
             f"in {span(columns)} of the time",
+            f"AMD EPYC a token takes {span([x['cpu_of_base'] for x in amd])} of the base's time, first tokens "
+            f"{span([x['first_cpu_of_base'] for x in amd])}",
         ],
         "docs/serving.md": [
             f"after 32768 tokens {served[32768]}, and **after 2048 tokens {served[2048]}**",
