@@ -190,7 +190,7 @@ def test_positions_count_from_a_documents_start_where_none_are_given(pico_fox, t
     packed = logits(model, tokens, cu_seqlens=torch.tensor(starts, dtype=torch.int32), use_cache=False).flatten(0, 1)
     for start, end in pairwise(starts):
         if end > start:
-            close(packed[start:end], logits(model, flat[None, start:end])[0])
+            close(packed[start:end], logits(model, flat[None, start:end])[0], 5e-5)  # other rows, other kernels
     mask = torch.ones_like(tokens)
     mask[1, :5] = 0
     close(logits(model, tokens, attention_mask=mask)[1, 5:], logits(model, tokens[1:, 5:])[0])
