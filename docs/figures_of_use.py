@@ -35,6 +35,23 @@ def serving() -> str:
 SHIPPED_TILE = "64 keys, 2 warps, 3 stages, 1056 programs"
 
 
+def serving_on_gpu() -> str:
+    """The bfloat16 proof on a GPU, round by round beside the base's, from vllm-gpu.json."""
+    found = read("vllm-gpu.json")
+    rows = []
+    for number, row in enumerate(found["rounds"]):
+        base = found["base_rounds"][number] if number < len(found["base_rounds"]) else None
+        pairs = [
+            (f"{of[key]:.2g}" if of else "") for key in ("mean_difference", "max_difference") for of in (row, base)
+        ]
+        rows.append([row["round"], f"{row['compared']:,}", *pairs])
+    header = ["round", "tokens compared", "mean", "the base's", "largest", "the base's"]
+    environment = found["environment"]
+    versions = environment["versions"]
+    where = f"{environment['gpu']['name']}, {environment['time'][:10]}, torch {versions['torch']}, vLLM {found['vllm']}"
+    return f"{table(header, rows)}\n\nDifferences of log-probabilities in nats, bfloat16. {where}."
+
+
 def vllm_throughput() -> str:
     """Tokens a second under vLLM beside the base, the slowest and fastest round, from vllm-throughput.json."""
     rows = []

@@ -176,6 +176,7 @@ OF_RESULTS = (
     *(figures_of_use.decoding, figures_of_use.decoding_on_cpu, figures_of_use.long_context),
     *(
         figures_of_use.serving,
+        figures_of_use.serving_on_gpu,
         figures_of_use.vllm_throughput,
         figures_of_use.vllm_steps,
         figures_of_use.paged_attention,

@@ -363,10 +363,10 @@ class Decoding:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.graph = None
         ahead = self.fed - (self.end - 1)
-        if self.tokens.is_cuda:
-            torch.cuda.synchronize(self.tokens.device)
+        if self.tokens.is_cuda:  # its stream: a wait for the whole device would break into another thread's capture
+            torch.cuda.current_stream(self.tokens.device).synchronize()
+        self.graph = None
         self.cache.layers[:] = [layer.returned(self.end - 1, ahead) for layer in self.cache.layers]
 
     def _see(self) -> None:

@@ -77,6 +77,11 @@ class Engines:
             self.stop()
             raise ValueError(f"vLLM stopped on {model}: {last_error(''.join(log))}")
 
+    def leave_gpu(self) -> None:
+        """Ends the process where it holds a GPU's memory, which a next job's process would take anew anyway."""
+        if not self.reuse:
+            self.stop()
+
     def stop(self) -> None:
         """Ends the process, if there is one."""
         process, self._process = self._process, None

@@ -2,7 +2,7 @@
 
 vLLM runs greedily in a process of its own; retrofox then reads each prompt with its answer once, without a cache, and
 gives its log-probability of every token and the token it would have chosen. Equal choices at every position are equal
-greedy texts.
+greedy texts. It reads on the CPU, where float32 products are exact to rounding, and in bfloat16 on the GPU that served.
 """
 
 from __future__ import annotations
@@ -98,17 +98,24 @@ def verify_serving(
         read_config(against)
     text = None if data is None else text_of(Path(data))
     engine = {"dtype": dtype, "enforce_eager": eager, "tensor_parallel_size": tensor_parallel, "seed": 0}
-    model = load(directory, dtype=dtype).eval()
+    model: Any = load(directory, dtype=dtype).eval()
     source = _tokens(directory, data, text, vocabulary_size(model))
     jobs = make_jobs(source, sizes, engine, int(values["max_position_embeddings"]))
     started = time.perf_counter()
     with Engines() if engines is None else nullcontext(engines) as vllm:
-        rows = [row for job in jobs for row in _compared(vllm, job, str(directory), model, show)]
-        base_rows = []
-        if against is not None:
-            del model
-            base, _ = load_base(against, dtype=getattr(torch, dtype))
-            base_rows = [row for job in jobs[:1] for row in _compared(vllm, job, against, base.eval(), show)]
+        served = [_served(vllm, job, str(directory), show) for job in jobs]
+        base_served = [] if against is None else [_served(vllm, jobs[0], against, show)]
+        vllm.leave_gpu()
+    device = "cuda" if torch.cuda.is_available() and dtype == "bfloat16" else "cpu"
+    rows = _compared(model.to(device), jobs, served, str(directory), show)
+    del model
+    base_rows = []
+    if against is not None:
+        base, _ = load_base(against, dtype=getattr(torch, dtype))
+        base_rows = _compared(base.to(device).eval(), jobs, base_served, against, show)
+        del base
+    if device == "cuda":
+        torch.cuda.empty_cache()  # for the vLLM of a next call
     report = {
         "model": str(directory),
         "spec": values["fox"],
@@ -116,11 +123,12 @@ def verify_serving(
         "dtype": dtype,
         "compiled": not eager,
         "tensor_parallel": tensor_parallel,
-        "vllm": rows[0].pop("vllm"),
+        "read_on": device,
+        "vllm": served[0]["vllm"],
         "rounds": rows,
     }
     if against is not None:
-        report |= {"base": against, "base_rounds": [{k: v for k, v in row.items() if k != "vllm"} for row in base_rows]}
+        report |= {"base": against, "base_rounds": base_rows}
     report |= {"passed": _passed(report, dtype), "seconds": round(time.perf_counter() - started, 1)}
     report["environment"] = environment()
     if out is not None:
@@ -191,15 +199,22 @@ def _tokens(directory: str | Path, data: str | Path | None, text: str | None, vo
     return ids
 
 
-def _compared(vllm: Engines, job: Job, path: str, model: Any, show: bool) -> list[dict[str, Any]]:
+def _served(vllm: Engines, job: Job, path: str, show: bool) -> dict[str, Any]:
     if show:
         output_console().print(f"vLLM: {path}, {job.name} ...", highlight=False)
-    result = vllm.run(job, path)
+    return vllm.run(job, path)
+
+
+def _compared(
+    model: Any, jobs: Sequence[Job], served: Sequence[dict[str, Any]], path: str, show: bool
+) -> list[dict[str, Any]]:
+    if show:
+        output_console().print(f"retrofox: {path}, on {model.device} ...", highlight=False)
     rows = []
-    for wanted, got in zip(job.rounds, result["rounds"], strict=True):
-        row = compare(model, wanted["prompts"], got["answers"])
-        rows.append({"round": wanted["name"], **row, "preemptions": got["preemptions"], "seconds": got["seconds"]})
-    rows[0]["vllm"] = result["vllm"]
+    for job, found in zip(jobs, served, strict=False):  # the base's are fewer
+        for wanted, got in zip(job.rounds, found["rounds"], strict=True):
+            row = compare(model, wanted["prompts"], got["answers"])
+            rows.append({"round": wanted["name"], **row, "preemptions": got["preemptions"], "seconds": got["seconds"]})
     return rows
 
 
@@ -213,14 +228,14 @@ def compare(model: Any, prompts: list[list[int]], answers: list[dict[str, Any]])
     """
     differences, otherwise, generated = [], 0, 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor([prompt + answer["tokens"]])
+        ids = torch.tensor([prompt + answer["tokens"]], device=model.device)
         first = len(prompt)
         log_p, choice = _read(read_logits(model, ids), ids[0], 1 if answer["prompt_log_p"] else first)
         served = torch.tensor([*(answer["prompt_log_p"] or []), *answer["log_p"]], dtype=torch.float64)
         differences.append((log_p.double() - served).abs())
         made = len(answer["tokens"])
         generated += made
-        otherwise += int((choice[-made:] != ids[0, first:]).sum())
+        otherwise += int((choice[-made:] != torch.tensor(answer["tokens"])).sum())
     every = torch.cat(differences)
     return {
         "requests": len(prompts),
@@ -236,14 +251,14 @@ def compare(model: Any, prompts: list[list[int]], answers: list[dict[str, Any]])
 
 
 def _read(logits_at: Callable[[Any], torch.Tensor], ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probability of each token from position `first` on, the most probable token there), float32 and int64."""
+    """(log-probability of each token from position `first` on, most probable token there), float32 and int64, CPU."""
     log_p, choice = [], []
     for start in range(first, len(ids), LOGIT_POSITIONS):
         stop = min(start + LOGIT_POSITIONS, len(ids))
         logits = logits_at((slice(None), slice(start - 1, stop - 1)))[0].float()
         chosen = logits.gather(1, ids[start:stop, None])[:, 0]
-        log_p.append(chosen - logits.logsumexp(-1))
-        choice.append(logits.argmax(-1))
+        log_p.append((chosen - logits.logsumexp(-1)).cpu())
+        choice.append(logits.argmax(-1).cpu())
     return torch.cat(log_p), torch.cat(choice)
 
 

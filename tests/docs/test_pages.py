@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -174,6 +175,15 @@ def test_figures_in_the_text_are_those_on_file(hooks):
     def span(values):
         return f"{min(values):.2f} to {max(values):.2f}"
 
+    def by_turn(kind):
+        found = figures.read(f"vllm-throughput{kind}.json")
+        rounds, size = found["rows"][0]["rounds"], found["repeats"]
+        medians = {
+            name: [statistics.median(x["seconds"] for x in of[at : at + size]) for at in range(0, len(of), size)]
+            for name, of in rounds.items()
+        }
+        return [base / retrofit for base, retrofit in zip(medians["base"], medians["retrofit"], strict=True)]
+
     sentences = {
         "docs/using.md": [
             f"{of_base['1 x 2048']} of the time of the base's compiled static cache after 2048 tokens, "
@@ -185,9 +195,10 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"{span([x['first_cpu_of_base'] for x in amd])}",
         ],
         "docs/serving.md": [
-            f"after 32768 tokens {served[32768]}, and **after 2048 tokens {served[2048]}**",
-            f"{pairs[2048]} after 2048 tokens",
-            f"{pairs[32768]} after 32768",
+            f"**after 2048 tokens {served[2048]}**, in three turns of five rounds each ({span(by_turn(''))} turn by "
+            f"turn), and after 32768 tokens {served[32768]}",
+            f"{pairs[2048]} after 2048 tokens (two turns, {span(by_turn('-pairs'))}) and {pairs[32768]} after 32768",
+            f"passed in {figures.read('vllm-gpu.json')['seconds']:.0f} s",
         ],
         "docs/limits.md": [
             f"at {pairs[32768]} and {served[32768]} of the base's speed after prompts of 32768 tokens, and after 2048, "

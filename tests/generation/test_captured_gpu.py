@@ -139,11 +139,12 @@ def test_ends_streams_and_goes_on(stir, monkeypatch):
     assert results[0] == results[1]
 
 
-def test_threads_at_once_give_what_each_gives_alone(stir):
-    model = made(stir, SPECS["partial"])
+def test_threads_at_once_give_what_each_gives_alone(stir, caplog):
+    model, options = made(stir, SPECS["partial"]), OPTIONS | {"max_new_tokens": 12}  # threads end while others capture
     prompts = [tokens(1, 64 + 32 * which).flip(1) for which in range(6)]
-    alone = [model.generate(prompt, **OPTIONS) for prompt in prompts]
+    alone = [model.generate(prompt, **options) for prompt in prompts]
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda prompt: model.generate(prompt, **OPTIONS), prompts))
-    for which, (one, other) in enumerate(zip(found, alone, strict=True)):
+        found = list(pool.map(lambda prompt: model.generate(prompt, **options), prompts * 8))
+    for which, (one, other) in enumerate(zip(found, alone * 8, strict=True)):
         assert torch.equal(one, other), which
+    assert "uncaptured" not in caplog.text
