@@ -8,7 +8,8 @@ with c the running sum of log f that `lanes.py` explains. So a row is 8 or 16 ch
 than without gates, and whatever moves or drops pages takes c along. Logits are scale * q_i . k_j + (c_i - c_j).
 
 A step whose requests have one new token each, as a CUDA graph holds it, takes one kernel to write and two to attend
-(one where the keys are not split); it needs no value on the host.
+(one where the keys are not split); it needs no value on the host. A prompt of whole pages that were found and one token
+may stand behind a page that another request's token fills in that very step: the kernel looks for it among the slots.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
@@ -118,6 +119,24 @@ def _sum_of(
     return total
 
 
+@triton.jit
+def _filler(slots, query_start, seq_lens, block_table, request, table_row, requests, PAGE: tl.constexpr):
+    """The request that writes the row before this one's only new token in this step, where that begins a page; -1."""
+    filler = tl.full((), -1, tl.int64)
+    past = tl.load(seq_lens + request) - 1
+    if (past > 0) & (past % PAGE == 0):
+        page = tl.load(block_table + request.to(tl.int64) * table_row + past // PAGE - 1).to(tl.int64)
+        for some in range(0, requests, 64):
+            other = some + tl.arange(0, 64)
+            there = other < requests
+            begin = tl.load(query_start + other, mask=there, other=0)
+            there = there & (begin < tl.load(query_start + other + 1, mask=there, other=0))
+            slot = tl.load(slots + begin, mask=there, other=-1).to(tl.int64)
+            found = tl.where(there & (slot == page * PAGE + PAGE - 1), other, -1)
+            filler = tl.maximum(filler, tl.max(found, 0).to(tl.int64))
+    return filler
+
+
 @triton.jit(do_not_specialize=["requests"])
 def _write_kernel(
     key, value, log_f, cache, floats, sums, slots, query_start, seq_lens, block_table, source, source_request,
@@ -126,7 +145,10 @@ def _write_kernel(
     GROUPS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
     CHANNELS: tl.constexpr, PER: tl.constexpr, PAGE: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """One request, kv head and chunk of its new tokens: keys, values and c into their rows. SINGLE: one token each."""
+    """One request, kv head and chunk of its new tokens: keys, values and c into their rows.
+
+    SINGLE: one token each, requests without one come last; then there is no source.
+    """
     request, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(query_start + request).to(tl.int64)
     end = tl.load(query_start + request + 1).to(tl.int64)
@@ -141,6 +163,11 @@ def _write_kernel(
         before += _sum_of(
             log_f, sums, writer, begin, start, log_f_token, requests, head, heads, GROUPS, PADDED, CHUNK, BLOCK
         )
+    if SINGLE:
+        filler = _filler(slots, query_start, seq_lens, block_table, request, table_row, requests, PAGE)
+        if filler >= 0:
+            writer, first = filler, tl.load(query_start + filler).to(tl.int64)
+            before += tl.load(log_f + first * log_f_token + head * GROUPS + g, mask=inside, other=0.0).to(tl.float64)
     if source is not None:
         at = tl.load(source + writer).to(tl.int64)
         while at >= 0:  # written in this step, by another request

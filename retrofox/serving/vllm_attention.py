@@ -187,12 +187,13 @@ class StepBuilder:
     def _links(self, common: Any) -> Links | None:
         """Links, where a request may have found its prefix in pages that this very step fills.
 
-        With one new token each, too: a prompt of whole pages and a token, which another's new token fills the last of.
-        Requests that only decode have no link: their last token is an earlier step's. (A full CUDA graph holds no
-        links: docs/limits.md.)
+        With one new token each, too: a prompt of whole pages and a token, which another's new token fills the last of;
+        but there our own kernel looks for it, as a CUDA graph's must. Requests that only decode have no link: their
+        last token is an earlier step's.
         """
         prefilling = getattr(common, "is_prefilling", None)  # on the host
-        decodes = common.max_query_len == 1 and (prefilling is None or not bool(prefilling.any()))
+        single = common.max_query_len == 1
+        decodes = single and (self.paged or prefilling is None or not bool(prefilling.any()))
         if decodes or common.num_reqs == 1 or not self.vllm_config.cache_config.enable_prefix_caching:
             return None
         if not self._behind_pages(common, prefilling):

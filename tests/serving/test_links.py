@@ -31,7 +31,7 @@ def builder(monkeypatch) -> Any:
     monkeypatch.setitem(sys.modules, MODULE, types.ModuleType(MODULE))
     monkeypatch.delitem(sys.modules, MODULE)
     made = object.__new__(importlib.import_module(MODULE).StepBuilder)
-    made.kv_cache_spec = SimpleNamespace(block_size=PAGE)
+    made.kv_cache_spec, made.paged = SimpleNamespace(block_size=PAGE), False
     made.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True))
     return made
 
@@ -67,6 +67,11 @@ def test_a_prompt_that_ends_one_token_behind_a_page_that_is_just_filled_goes_on_
 @pytest.mark.parametrize("prefilling", [[False, False], None])
 def test_a_step_that_only_decodes_looks_for_nothing(builder, prefilling):
     assert builder._links(step(prefilling)) is None
+
+
+def test_with_one_new_token_each_our_own_kernel_looks_by_itself(builder):
+    builder.paged = True
+    assert builder._links(step([False, True])) is None
 
 
 def test_a_prompt_that_goes_on_within_a_page_looks_for_nothing(builder):

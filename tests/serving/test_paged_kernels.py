@@ -28,6 +28,10 @@ SHAPES = {
     "prefixes of the same step": {
         "new": [40, 8, 3, 2], "past": [70, 80, 96, 5], "groups": 3, "token": [-1, 9, 47, -1], "writer": [0, 0, 1, 0]
     },
+    # the second one's token fills the page behind which the first begins; the third one's page before is its own
+    "a page that fills in the same step": {
+        "new": [1, 1, 1], "past": [48, 47, 32], "groups": 3, "token": [1, -1, -1], "writer": [1, 0, 0], "by_pages": True
+    },
 }  # fmt: skip
 
 
@@ -37,8 +41,8 @@ HEADS, PAGE, SCALE = 2, 16, 0.125
 class Texts:
     """Requests whose past lies in pages of a cache, with new tokens to write: everything in float64, too."""
 
-    def __init__(self, new, past, groups, dim=64, padding=0, size=0.1, device="cpu", token=None, writer=None, sink=0,
-                 dtype=torch.bfloat16):  # fmt: skip
+    def __init__(self, new, past, groups, dim=64, padding=0, size=0.1, device="cpu", token=(), writer=(), sink=0,
+                 dtype=torch.bfloat16, by_pages=False):  # fmt: skip
         from retrofox.serving.paged_kernels import Paged
 
         torch.manual_seed(0)
@@ -51,6 +55,10 @@ class Texts:
         order = 1 + torch.randperm(blocks - 1)
         for request in range(len(new)):
             self.table[request, :longest] = order[request * longest : (request + 1) * longest]
+        linked = {r: w for r, (t, w) in enumerate(zip(token, writer, strict=True)) if t >= 0} if by_pages else {}
+        for request, other in linked.items():
+            shared = past[request] // PAGE
+            self.table[request, :shared] = self.table[other, :shared]
         rows = torch.randn(blocks, PAGE, HEADS, 2 * (dim + self.paged.extra)).to(dtype)
         self.cache = rows.to(device).transpose(1, 2)  # heads beside each other in memory, as vLLM lays them out
         log_f = -torch.rand(tokens, HEADS, groups) * size
@@ -62,15 +70,19 @@ class Texts:
         self.key, self.value = (torch.randn(tokens, HEADS, dim).to(dtype) for _ in range(2))
         self.c_past = [-torch.rand(length, HEADS, groups).double().cumsum(0) * size for length in past]
         for request, length in enumerate(past):
+            if request in linked:  # the row that is being written holds anything
+                before = self.c_past[linked[request]]
+                self.c_past[request] = torch.cat([before, torch.full_like(before[:1], -99.0)])
             self.c_past[request][:sink] = 0.0
             for t in range(length):
                 self._row(request, t)[1][:] = torch.cat(self._two(self.c_past[request][t]), -1).to(device)
         last = [c[-1] if len(c) else torch.zeros(HEADS, groups).double() for c in self.c_past]
-        self.links = None if token is None else Links(torch.tensor(token), torch.tensor(writer))
+        links = None if not token else Links(torch.tensor(token), torch.tensor(writer))
+        self.links = None if by_pages else links  # by pages the kernel finds them itself
         self.start, self.lengths = (
             torch.tensor(begin).int(), (torch.tensor(new) + torch.tensor(past)).int()
         )  # fmt: skip
-        self.c = running_sum(self.log_f.double(), self.start, self.lengths, torch.stack(last), self.links)
+        self.c = running_sum(self.log_f.double(), self.start, self.lengths, torch.stack(last), links)
         slots = [
             int(self.table[request, t // PAGE]) * PAGE + t % PAGE
             for request, (a, b) in enumerate(zip(past, new, strict=True))
