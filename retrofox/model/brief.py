@@ -330,18 +330,20 @@ def log_f(w: Weights, h: torch.Tensor, batch: int) -> torch.Tensor:
 def attend_all(w: Weights, h: torch.Tensor, batch: int, cos_sin: Any, cache: Any, room: Room) -> torch.Tensor:
     """Forgetting Attention of a prompt or a part of one, before o_proj: (B T, hidden) -> (B T, H D)."""
     gates = log_f(w, h, batch)
-    rows = product(w.q, h, room.q), product(w.k, h, room.k), product(w.v, h, room.v)
+    found = growing_layer(cache, w.index) if type(cache) is DynamicCache else None
+    layer = found if type(found) is GrowingLayer and not found.get_seq_length() else None
+    alone = layer is not None and h.shape[0] == batch  # a token alone sees itself, whatever its query
+    rows = room.q if alone else product(w.q, h, room.q), product(w.k, h, room.k), product(w.v, h, room.v)
     q, k, v = (x.view(batch, -1, x.shape[-1] // w.width, w.width) for x in rows)
-    if cos_sin is not None and ONE_DNN is None:
+    if cos_sin is not None and rows[0] is room.q and rows[1] is room.k:
         turn(room.turning.view(batch, -1, *room.turning.shape[1:]), *cos_sin)
     elif cos_sin is not None:
         turn(q, *cos_sin)
         turn(k, *cos_sin)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    layer = growing_layer(cache, w.index) if type(cache) is DynamicCache else None
-    if type(layer) is GrowingLayer and not layer.get_seq_length():
+    if layer is not None:
         c = layer.begin(k, v, gates)
-        if k.shape[2] == 1:  # a token alone sees itself
+        if alone:
             return v.transpose(1, 2).repeat_interleave(w.heads // w.kv, 2).reshape(h.shape[0], -1)
         if w.attention.prune is None and divides(q, k, v):
             out = by_parts(q, k, v, c, w.scale, w.sinks)
