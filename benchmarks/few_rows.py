@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "few-rows.json")
     options = parser.parse_args()
     if brief.TURNED is None:
-        parser.error("columns are for Intel's processors, with MKL and oneDNN: this is none, or torch lacks one")
+        parser.error("columns are for Intel's processors and for AVX-512, with MKL and oneDNN: one of these is missing")
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     torch.manual_seed(0)

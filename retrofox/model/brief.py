@@ -10,9 +10,9 @@ a product of one row up to a tenth of its time.
 A prompt's small operations read and write memory, much of it new from the system at each, which costs more than the
 operations. In float32 it goes through the same layers with rotary embeddings written in place, and from the attention
 on about a thousand rows at a time. Its larger products are oneDNN's, which take 0.74 to 0.99 of the time of F.linear's
-on AMD processors; on Intel's F.linear, which is MKL there, is the faster one. There an MLP of some rows, of a short
-prompt or of as many texts, is computed in columns, W x^T, by oneDNN: in 0.39 to 1.01 of the time
-(benchmarks/few_rows.py).
+on AMD processors; on Intel's F.linear, which is MKL there, is the faster one. There, and on AMD's with AVX-512, an MLP
+of some rows, of a short prompt or of as many texts, is computed in columns, W x^T, by oneDNN: in 0.39 to 1.01 of the
+time (benchmarks/few_rows.py).
 Padded rows and other layers go through the layer's own forward.
 """
 
@@ -46,13 +46,13 @@ Linear = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """A linear layer: weight, weight^T, bias."""
 
 
-def _intel() -> bool:
-    """Whether this is one of Intel's processors, as Linux says."""
+def _processor() -> str:
+    """The maker and the abilities of the first processor, as Linux says; elsewhere nothing."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return "GenuineIntel" in file.read(4096)
+            return file.read(4096)
     except OSError:
-        return False
+        return ""
 
 
 def _one_dnn() -> Any:
@@ -60,9 +60,18 @@ def _one_dnn() -> Any:
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
-INTEL = _intel()
-ONE_DNN: Any = None if INTEL else _one_dnn()  # for rows; on Intel's processors F.linear is faster
-TURNED: Any = _one_dnn() if INTEL and torch.backends.mkl.is_available() else None  # for columns
+def choices(processor: str) -> tuple[Any, Any, frozenset[int]]:
+    """(oneDNN for rows, for columns, rows below all those for which it pays), by what a processor says of itself.
+
+    Few rows were measured on Intel's with AVX-512 and on AMD's with and without it.
+    """
+    intel, wide = "GenuineIntel" in processor, "avx512f" in processor
+    one_dnn = _one_dnn()
+    turned = one_dnn if (intel or wide) and torch.backends.mkl.is_available() else None
+    return None if intel else one_dnn, turned, frozenset({2, 3, 5} if wide and not intel else ())
+
+
+ONE_DNN, TURNED, FEW = choices(_processor())
 
 
 def plain(layer: Any) -> bool:
@@ -273,7 +282,8 @@ def product(linear: Linear, x: torch.Tensor, out: Any, prompt: bool = True) -> t
 
 
 def _one_dnn_pays(weight: torch.Tensor, x: torch.Tensor) -> bool:
-    return x.numel() * weight.shape[0] >= ONE_DNN_PAYS and x.dtype == torch.float32
+    pays = x.shape[0] in FEW or x.numel() * weight.shape[0] >= ONE_DNN_PAYS
+    return pays and x.dtype == torch.float32
 
 
 def added(x: torch.Tensor, linear: Linear, y: torch.Tensor, out: Any = None) -> torch.Tensor:

@@ -162,7 +162,10 @@ def test_figures_in_the_text_are_those_on_file(hooks):
         for cell in cells
     ]
     thirty = [fox / base for fox, base in whole]
-    amd = [cell["fox"] for cell in figures.read("generate-cpu-amd.json")["cells"].values()]
+    amd, newer = (
+        [cell["fox"] for cell in figures.read(f"generate-cpu-amd{kind}.json")["cells"].values()]
+        for kind in ("", "-avx512")
+    )
     columns = [row["by_columns"] / row["by_rows"] for row in figures.read("few-rows.json")["rows"]
                if row["chosen"] == "columns"]  # fmt: skip
     served, pairs = (
@@ -193,6 +196,7 @@ def test_figures_in_the_text_are_those_on_file(hooks):
             f"in {span(columns)} of the time",
             f"AMD EPYC a token takes {span([x['cpu_of_base'] for x in amd])} of the base's time, first tokens "
             f"{span([x['first_cpu_of_base'] for x in amd])}",
+            f"{span([x['cpu_of_base'] for x in newer])} and {span([x['first_cpu_of_base'] for x in newer])}",
         ],
         "docs/serving.md": [
             f"**after 2048 tokens {served[2048]}**, in three turns of five rounds each ({span(by_turn(''))} turn by "

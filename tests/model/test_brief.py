@@ -179,24 +179,36 @@ def test_a_prompt_of_one_token(pico_fox, monkeypatch, spec, rows):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD", None])
-def test_products_are_those_of_linear_layers_below_and_above_what_one_dnn_pays_for(monkeypatch, maker):
+@pytest.mark.parametrize(
+    ("said", "few"),
+    [
+        ("vendor_id\t: GenuineIntel\nflags\t: avx2 avx512f\n", ()),
+        ("vendor_id\t: AuthenticAMD\nflags\t: avx2 avx512f\n", (2, 3, 5)),
+        ("vendor_id\t: AuthenticAMD\nflags\t: avx2\n", ()),
+        (None, ()),
+    ],
+)
+def test_products_are_those_of_linear_layers_below_and_above_what_one_dnn_pays_for(monkeypatch, said, few):
     def opened(*_, **__):
-        if maker is None:
+        if said is None:
             raise FileNotFoundError
-        return io.StringIO(f"processor\t: 0\nvendor_id\t: {maker}\n")
+        return io.StringIO(f"processor\t: 0\n{said}")
 
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", opened)
-        assert passes._intel() == (maker == "GenuineIntel")
-        chosen = None if passes._intel() else passes._one_dnn()
-    assert (chosen is None) == (maker == "GenuineIntel" or not torch.backends.mkldnn.is_available())
+        chosen, columns, rows_of_few = passes.choices(passes._processor())
+    there = torch.backends.mkldnn.is_available()
+    assert (chosen is None) == ("Intel" in str(said) or not there)
+    assert (columns is None) == ("avx512f" not in str(said) or not (there and torch.backends.mkl.is_available()))
+    assert rows_of_few == frozenset(few)
+    monkeypatch.setattr(passes, "FEW", rows_of_few)
     monkeypatch.setattr(passes, "ONE_DNN", chosen)
     taken = []
     if chosen is not None:
         monkeypatch.setattr(passes, "ONE_DNN", lambda x, *rest: taken.append(x.shape[0]) or chosen(x, *rest))
     for width, pays in ((192, [700]), (1024, [114, 700])):
         linear = nn.Linear(576, width)
+        pays = [*few[:1], *pays]
         for rows in (1, 2, 113, 114, 700):
             x = torch.randn(rows, 576, generator=torch.Generator().manual_seed(rows))
             found = passes.product(passes.linear_of(linear), x, torch.empty(rows, width))
