@@ -47,7 +47,7 @@ Linear = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def _processor() -> str:
-    """The maker and the abilities of the first processor, as Linux says; elsewhere nothing."""
+    """The beginning of Linux's /proc/cpuinfo, with the first processor's maker and flags; empty elsewhere."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return file.read(4096)
@@ -61,9 +61,9 @@ def _one_dnn() -> Any:
 
 
 def choices(processor: str) -> tuple[Any, Any, frozenset[int]]:
-    """(oneDNN for rows, for columns, rows below all those for which it pays), by what a processor says of itself.
+    """(oneDNN for rows, oneDNN for columns, numbers of few rows that oneDNN pays for), by the processor's maker and flags.
 
-    Few rows were measured on Intel's with AVX-512 and on AMD's with and without it.
+    Measured on Intel's with AVX-512 and on AMD's with and without it.
     """
     intel, wide = "GenuineIntel" in processor, "avx512f" in processor
     one_dnn = _one_dnn()
