@@ -61,7 +61,7 @@ def _one_dnn() -> Any:
 
 
 def choices(processor: str) -> tuple[Any, Any, frozenset[int]]:
-    """(oneDNN for rows, oneDNN for columns, numbers of few rows that oneDNN pays for), by the processor's maker and flags.
+    """(oneDNN for rows, oneDNN for columns, few rows that oneDNN pays for), by the processor's maker and flags.
 
     Measured on Intel's with AVX-512 and on AMD's with and without it.
     """
