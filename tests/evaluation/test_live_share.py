@@ -1,0 +1,96 @@
+"""Live share: against the definition pair by pair, and measured on a model's own gates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from retrofox.anatomy import attentions
+from retrofox.data.windows import Window
+from retrofox.evaluation.live_share import live_share, measure_live_share
+from retrofox.loading.opened import Opened
+
+
+def by_definition(c: np.ndarray, t: float, kv_heads: int, sinks: int = 0, window: int | None = None) -> Any:
+    """(ops, reach, cache) by the full (B, H, T, T) matrix of pairs."""
+    B, H, T = c.shape
+    i, j = np.arange(T)[:, None], np.arange(T)
+    visible = (j <= i) & (j > i - (window or T))
+    alive = visible & ((c[..., :, None] - c[..., None, :] > -t) | (j < sinks))
+    kept = alive[:, :, -1].reshape(B, kv_heads, H // kv_heads, T).any(2)
+    ops = (alive.sum((2, 3)) / visible.sum()).mean(0)
+    return ops, (alive[:, :, -1].sum(-1) / visible[-1].sum()).mean(0), (kept.sum(-1) / visible[-1].sum()).mean(0)
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": 3}, {"window": 9}, {"window": 9, "sinks": 2}], ids=str)
+def test_shares_are_those_of_the_definition(options):
+    draw = np.random.default_rng(0)
+    c = np.cumsum(-draw.exponential([[[0.05]], [[0.6]]], (2, 4, 40)), axis=-1)
+    found = live_share(c, 2.0, 2, **options)
+    for own, expected in zip((found.ops, found.reach, found.cache), by_definition(c, 2.0, 2, **options), strict=True):
+        assert own == pytest.approx(expected)
+
+
+def test_a_kv_head_keeps_what_the_longest_of_its_query_heads_sees():
+    c = np.zeros((1, 4, 10))
+    c[0, 0] = -np.arange(10.0)  # sees its own key and two before it at a horizon of 3
+    c[0, 2] = c[0, 3] = c[0, 0]
+    found = live_share(c, 3.0, 2)
+    assert found.reach == pytest.approx([0.3, 1, 0.3, 0.3])
+    assert found.cache == pytest.approx([1, 0.3])
+
+
+def test_a_decay_of_exactly_the_horizon_is_dead():
+    assert live_share(np.array([[[0.0, -16.0]]]), 16.0, 1).cache == pytest.approx([0.5])
+
+
+def test_open_gates_keep_everything():
+    assert live_share(np.zeros((1, 2, 5)), 1.0, 1).ops == pytest.approx([1, 1])
+
+
+@pytest.mark.parametrize(
+    ("c", "horizon", "kv_heads", "message"),
+    [
+        (np.arange(3.0).reshape(1, 1, 3), 16.0, 1, "c rises"),
+        (np.zeros((1, 1, 3)), 0.0, 1, "positive"),
+        (np.zeros((1, 3, 3)), 16.0, 2, "evenly"),
+    ],
+)
+def test_what_is_no_live_share_is_refused(c, horizon, kv_heads, message):
+    with pytest.raises(ValueError, match=message):
+        live_share(c, horizon, kv_heads)
+
+
+@pytest.fixture
+def opened(pico_fox, pico_tokenizer) -> Opened:
+    """A pico model whose heads have half-lives of 2 to 1000 tokens."""
+    return Opened(pico_fox(stirred=False, half_life=(2.0, 1000.0)), pico_tokenizer, "fox", "fox")
+
+
+def test_a_model_is_measured_at_each_length_from_its_own_gates(opened):
+    windows = [Window(0, np.arange(3, 67), "a"), Window(1, np.arange(3, 43), "b")]
+    result = measure_live_share(opened, windows, 16.0, (32, 64, 128), progress=False)
+    assert [(row["length"], row["documents"]) for row in result["lengths"]] == [(32, 2), (64, 1)]
+    attention: Any = next(attentions(opened.model))[1]
+    log_f = torch.nn.functional.logsigmoid(attention.forget_gate.bias.detach().double())
+    c = (log_f[:, None] * torch.arange(1, 65))[None].numpy()
+    ops, _, cache = by_definition(c, 16.0, 2, sinks=attention.exempt_tokens)
+    row = result["lengths"][1]
+    assert row["ops"] == pytest.approx(ops.mean(), rel=1e-6)
+    assert row["cache"] == pytest.approx(cache.mean(), rel=1e-6)
+    assert row["open_heads"] == ["0.1", "0.2", "0.3", "1.1", "1.2", "1.3"]
+
+
+def test_cache_bytes_are_those_of_kept_keys_values_and_c(opened):
+    row = measure_live_share(opened, [Window(0, np.arange(3, 67), "a")], 16.0, (64,), progress=False)["lengths"][0]
+    entry = 2 * 8 * 4  # head_dim 8 in float32
+    assert row["base_bytes_per_token"] == 2 * 2 * entry
+    assert row["cache_bytes_per_token"] == pytest.approx(row["cache"] * 2 * 2 * (entry + 8 * 2))
+
+
+def test_texts_shorter_than_every_length_are_refused(opened):
+    with pytest.raises(ValueError, match="at least 100 tokens, the longest has 64"):
+        measure_live_share(opened, [Window(0, np.arange(3, 67), "a")], 16.0, (100,), progress=False)
