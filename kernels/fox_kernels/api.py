@@ -46,6 +46,7 @@ def choose(
     sink: int = 0,
     softcap: float | None = None,
     prune: float | None = None,
+    horizon: float | None = None,
     backend: str = "auto",
 ) -> tuple[str, str]:
     """Return (backend, reason): which implementation `forgetting_attention` runs for these arguments, and why.
@@ -59,14 +60,14 @@ def choose(
     q, k, v = chunked.under_autocast(q, k, v)  # as the operator does
     if backend in ("reference", "chunked"):
         return backend, "asked for"
-    no_triton = triton_unsupported(q)
+    no_triton = triton_unsupported(q) if horizon is None else "the kernels take no horizon yet"
     if backend == "triton":
         if no_triton is not None:
             raise ValueError(f'backend="triton" can\'t run: {no_triton}; use backend="auto" or "chunked"')
         return backend, "asked for"
     if no_triton is not None and backend == "auto":
         return "chunked", no_triton
-    options = Options(1.0 if scale is None else scale, window, sink, softcap, prune)
+    options = Options(1.0 if scale is None else scale, window, sink, softcap, prune, horizon)
     no_gluon = no_triton or gluon_unsupported(q, k, v, options)
     if backend == "gluon":
         if no_gluon is not None:
@@ -108,6 +109,7 @@ def forgetting_attention(
     sink: int = 0,
     softcap: float | None = None,
     prune: float | None = None,
+    horizon: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -124,10 +126,12 @@ def forgetting_attention(
     cu_seqlens  (N + 1,) int32, rising from 0 to S: N documents packed into B == 1, none sees another
     seq_start   (B,) int32, first visible position of each row (left padding); queries before it get o = 0, lse = -inf
     window      query i sees keys j > i - window only
-    sink        the first positions of each document, exempt from decay, from window and from pruning
+    sink        the first positions of each document, exempt from decay, from window, horizon and pruning
     softcap     scale * q.k becomes softcap * tanh(scale * q.k / softcap), before the decay
     prune       ln(eps): leave out keys that together hold at most eps of a query's weight; None for all keys. The
                 kernels look for them where a forward has 1e11 floating point operations or more (`pruning.WORTH`)
+    horizon     nats > 0: query i sees keys with c_i - c_j > -horizon only, whatever they score; part of the model, in
+                training and decoding alike. c falls, so the keys of a query that are hidden are the first ones
     backend     "auto", "reference", "chunked", "triton" or "gluon"; see `choose`
 
     Strides may be any: q, k and v are read in place, or copied where the last is not 1, where tokens are 2^23 elements
@@ -142,14 +146,14 @@ def forgetting_attention(
     whole = cu_seqlens is None and seq_start is None
     kind, documents = None, ONE_DOCUMENT if whole else Documents(cu_seqlens, seq_start)
     if return_lse is False and not recording():
-        kind = attention_kind(q, k, v, log_f, (scale, window, sink, softcap, prune), documents, backend)
+        kind = attention_kind(q, k, v, log_f, (scale, window, sink, softcap, prune, horizon), documents, backend)
         call = calls.get(kind)
         if call is not None:
             return call(q, k, v, log_f, documents)
     q, k, v = chunked.under_autocast(q, k, v)
     given: dict = {
         "scale": scale, "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink,
-        "softcap": softcap, "prune": prune,
+        "softcap": softcap, "prune": prune, "horizon": horizon,
     }  # fmt: skip
     given["scale"] = chunked.check_arguments(q, k, v, log_f, **given)
     check_gates(log_f)
@@ -164,7 +168,7 @@ def forgetting_attention(
         return reference.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **given)
     if chosen == "chunked" and not torch.compiler.is_compiling():
         return chunked.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **given)
-    options = Options(given["scale"], window, sink, softcap, prune)
+    options = Options(given["scale"], window, sink, softcap, prune, horizon)
     if chosen == "chunked":
         return chunked_operator.forgetting_attention(q, k, v, log_f, options, documents, return_lse)
     from . import autograd
@@ -196,6 +200,7 @@ def decode_attention(
     sink: int = 0,
     softcap: float | None = None,
     prune: float | None = None,
+    horizon: float | None = None,
     k_bound: Tensor | None = None,
 ) -> Tensor:
     """Forgetting Attention of the last T positions of a cache that keeps the gates' running sum, not the gates.
@@ -211,6 +216,8 @@ def decode_attention(
     Returns o (B, T, H, D) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, and where
     a gradient is asked for: there is none.
     """
+    if horizon is not None:
+        raise ValueError("decode_attention takes no horizon yet: use forgetting_attention")
     options = Options(scale, window, sink, softcap, prune)  # pyright: ignore[reportArgumentType]
     kind = decoding_kind(q, k, v, c_hi, c_lo, options, seq_start, k_bound)
     decoder = None if kind is None else _decoders.get(kind)

@@ -48,11 +48,12 @@ def attention(
     sink: int,
     softcap: float | None,
     prune: float | None,
+    horizon: float | None,
     backend: str,
     for_backward: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options, documents = Options(scale, window, sink, softcap, prune), Documents(cu_seqlens, seq_start)
+    options, documents = Options(scale, window, sink, softcap, prune, horizon), Documents(cu_seqlens, seq_start)
     (o, lse2, c_hi, c_lo, residual, bounds), _ = attend(
         q, k, v, log_f, options, documents, Way(backend, for_backward, deterministic)
     )
@@ -63,7 +64,7 @@ def attention(
 
 
 @attention.register_fake
-def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, backend, for_backward, *_):
+def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, horizon, backend, for_backward, *_):
     (B, T, H, D), S = q.shape, k.shape[1]
     o = q.new_empty(B, T, H, D)
     lse2, c_hi, c_lo = (q.new_empty(B, H, n, dtype=torch.float32) for n in (T, S, S))
@@ -92,13 +93,14 @@ def attention_backward(
     sink: int,
     softcap: float | None,
     prune: float | None,
+    horizon: float | None,
     backend: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     saved = Saved(
         o, lse2, c_hi, c_lo, residual if residual.numel() else None, bounds if bounds.numel() else None
     )  # fmt: skip
-    options, documents = Options(scale, window, sink, softcap, prune), Documents(cu_seqlens, seq_start)
+    options, documents = Options(scale, window, sink, softcap, prune, horizon), Documents(cu_seqlens, seq_start)
     return differentiate(
         do, dlse2, q, k, v, log_f, saved, options, documents, Way(backend, True, deterministic)
     )  # fmt: skip
@@ -139,7 +141,7 @@ def _backward(ctx, do, dlse2, *_):
     grads = attention_backward(
         do, dlse2, *inputs, *saved, scale, cu_seqlens, seq_start, *options, backend, deterministic
     )  # fmt: skip
-    return *grads, *[None] * 10
+    return *grads, *[None] * 11
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
@@ -177,8 +179,8 @@ def forgetting_attention(
     kind is `attention_kind` of the call, without lse, or None: the next call of that kind runs from `replay.calls`.
     """
     window, sink = within(options.window, options.sink, k.shape[1])
-    softcap, prune = (None if x is None else float(x) for x in options[3:])
-    options = Options(options.scale, window, sink, softcap, prune)
+    softcap, prune, horizon = (None if x is None else float(x) for x in options[3:])
+    options = Options(options.scale, window, sink, softcap, prune, horizon)
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
     way = Way(backend, for_backward, determinism.is_deterministic())
     if traced(q, k, v, log_f):

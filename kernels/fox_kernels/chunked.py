@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 def check_arguments(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, scale: float | None = None, cu_seqlens: Tensor | None = None,
     seq_start: Tensor | None = None, window: int | None = None, sink: int = 0, softcap: float | None = None,
-    prune: float | None = None,
+    prune: float | None = None, horizon: float | None = None,
 ) -> float:  # fmt: skip
     """Return the scale to use, or raise ValueError naming the wrong argument, what is allowed and what to do."""
     given = {"q": q, "k": k, "v": v, "log_f": log_f, "cu_seqlens": cu_seqlens, "seq_start": seq_start}
@@ -83,6 +83,8 @@ def check_arguments(
         raise ValueError(f"softcap must be a finite float > 0 that {dtype} holds, or None; got {softcap!r}")
     if prune is not None and not (_is_finite(prune) and prune <= 0):
         raise ValueError(f"prune is ln(eps) of the weight that may be lost, <= 0 (say -10.0), or None; got {prune!r}")
+    if horizon is not None and not (_is_finite(horizon) and horizon > 0):
+        raise ValueError(f"horizon must be a finite float > 0, the nats a key may decay by, or None; got {horizon!r}")
     if scale is not None and not (_is_finite(scale) and abs(scale) <= held.max):
         raise ValueError(
             f"scale must be a finite float that {dtype} holds, or None for head_dim ** -0.5; got {scale!r}"
@@ -195,7 +197,7 @@ class _Problem(NamedTuple):
     sink: int
 
 
-def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune) -> _Problem:
+def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, horizon) -> _Problem:
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     G = H // Hkv
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -206,12 +208,16 @@ def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap
     first = start[:, None]
     if window is not None:
         first = torch.maximum(first, torch.arange(S - T, S, device=q.device) - (window - 1))
+    rising = (-c).masked_fill(c.isnan(), math.inf).contiguous()
+    if horizon is not None:
+        limit = c[:, :, S - T :] + horizon
+        hidden = torch.searchsorted(rising, (-limit).contiguous(), right=True)
+        first = torch.maximum(first, hidden.masked_fill(limit.isnan(), 0))  # NaN hides nothing, to be seen itself
     if prune is not None:
         limit = prune_limit(q, k, c, scale, softcap, prune)
-        rising = (-c).masked_fill(c.isnan(), math.inf).contiguous()
         dropped = torch.searchsorted(rising, (-limit).contiguous())  # c falls, so they are a prefix
-        first = torch.maximum(first, dropped.masked_fill(limit.isnan(), 0))  # NaN hides nothing, to be seen itself
-    restricted = not (cu_seqlens is None and seq_start is None and window is None and prune is None)
+        first = torch.maximum(first, dropped.masked_fill(limit.isnan(), 0))
+    restricted = any(x is not None for x in (cu_seqlens, seq_start, window, prune, horizon))
     keys = torch.ones(B, Hkv, S, D + G + 2, dtype=dtype, device=q.device)
     keys[..., :D] = k.transpose(1, 2)
     values = torch.ones(B, Hkv, S, D + 1, dtype=dtype, device=q.device)
@@ -430,7 +436,7 @@ def suffix_sum(dc: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def forgetting_attention(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, scale: float | None = None, cu_seqlens: Tensor | None = None,
     seq_start: Tensor | None = None, window: int | None = None, sink: int = 0, softcap: float | None = None,
-    prune: float | None = None, return_lse: bool = False,
+    prune: float | None = None, horizon: float | None = None, return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Forgetting Attention with memory linear in the tokens, on any device.
 
@@ -445,10 +451,10 @@ def forgetting_attention(
     q, k, v = under_autocast(q, k, v)
     scale = check_arguments(
         q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
-        softcap=softcap, prune=prune,
+        softcap=softcap, prune=prune, horizon=horizon,
     )  # fmt: skip
     window, sink = within(window, sink, k.shape[1])
-    options = (scale, cu_seqlens, seq_start, window, sink, softcap, prune)
+    options = (scale, cu_seqlens, seq_start, window, sink, softcap, prune, horizon)
     if q.numel() == 0:  # no query: nothing to compute, but every input keeps its (zero) gradient
         o = q + (0 * (k.sum() + v.sum() + log_f.sum())).to(q.dtype)
         lse = log_f[:, : q.shape[1]].to(torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -9,13 +9,14 @@ from torch import Tensor
 
 
 class Options(NamedTuple):
-    """Options of `forgetting_attention`, checked; prune is ln(eps)."""
+    """Options of `forgetting_attention`, checked; prune is ln(eps), horizon is in nats."""
 
     scale: float
     window: int | None = None
     sink: int = 0
     softcap: float | None = None
     prune: float | None = None
+    horizon: float | None = None
 
 
 class Documents(NamedTuple):

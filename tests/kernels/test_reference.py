@@ -20,6 +20,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"window": 3, "sink": 2},
     {"softcap": 2.0, "sink": 1},
     {"prune": -1.0, "scale": 0.7},
+    {"horizon": 2.0, "sink": 1},
     {"cu_seqlens": torch.tensor([0, 1, 3, 3, 7], dtype=torch.int32), "sink": 1},
     {"seq_start": torch.tensor([4], dtype=torch.int32)},
     {"seq_start": torch.tensor([7], dtype=torch.int32)},
@@ -73,6 +74,30 @@ def test_definition_by_hand():
         torch.testing.assert_close(lse[0, t, h], expected_lse)
 
 
+@pytest.mark.parametrize("operator", [reference.forgetting_attention, chunked.forgetting_attention])
+def test_a_key_beyond_the_horizon_counts_for_nothing(operator):
+    """Each gate forgets one nat, so that a horizon of 3 leaves a query its own key and two before it, and the sink."""
+    q, k, v, log_f = (x.detach() for x in doubles(7, 7))
+    horizon = operator(q, k, v, log_f * 0 - 1, horizon=3.0, sink=1)
+    torch.testing.assert_close(horizon, operator(q, k, v, log_f * 0 - 1, window=3, sink=1))
+
+
+@pytest.mark.parametrize("operator", [reference.forgetting_attention, chunked.forgetting_attention])
+def test_a_horizon_shorter_than_every_gate_leaves_the_own_key(operator):
+    q, k, v, log_f = (x.detach() for x in doubles(7, 7))
+    o = operator(q, k, v, log_f - 1, horizon=1e-3)
+    torch.testing.assert_close(o, v.expand_as(o))
+
+
+@pytest.mark.parametrize("operator", [reference.forgetting_attention, chunked.forgetting_attention])
+def test_each_head_has_its_own_horizon_and_no_gradient_passes_it(operator):
+    q, k, v, log_f = doubles(7, 7, 2, 2)
+    slow = log_f.detach() * torch.tensor([1.0, 1e-3])
+    grad = torch.autograd.grad(operator(q, k, v, slow, horizon=1.5)[:, -1].sum(), v)[0]
+    assert (grad[0, :, 0] == 0).any()
+    assert (grad[0, :, 1] > 0).all()
+
+
 def test_open_gates_are_causal_attention():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 40, 4, 16) for _ in range(3))
@@ -84,7 +109,13 @@ def test_open_gates_are_causal_attention():
 @pytest.mark.parametrize("dtype", [FP64, FP32])
 def test_chunked_equals_the_reference_with_every_option(dtype, monkeypatch):
     monkeypatch.setattr(chunked, "SCORES_PER_CHUNK", 1)  # chunks of 32 queries, so that every boundary is crossed
-    options = {"window": (None, 1, 40), "sink": (0, 4), "softcap": (None, 5.0), "prune": (None, -3.0)}
+    options = {
+        "window": (None, 1, 40),
+        "sink": (0, 4),
+        "softcap": (None, 5.0),
+        "prune": (None, -3.0),
+        "horizon": (None, 2.0),
+    }
     for n, values in enumerate(itertools.product(*options.values())):
         chosen = {name: value for name, value in zip(options, values, strict=True) if value is not None}
         T, S = ((37, 37), (70, 131), (1, 50))[n % 3]
@@ -94,14 +125,15 @@ def test_chunked_equals_the_reference_with_every_option(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("operator", [reference.forgetting_attention, chunked.forgetting_attention])
-def test_pruning_hides_no_nan_of_a_query_or_a_gate(operator):
+@pytest.mark.parametrize("options", [{"prune": -2.0}, {"horizon": 8.0}], ids=str)
+def test_pruning_and_horizon_hide_no_nan_of_a_query_or_a_gate(operator, options):
     torch.manual_seed(0)
     whole = [torch.randn(1, 90, 2, 8), torch.randn(1, 90, 1, 8), torch.randn(1, 90, 1, 8), -torch.rand(1, 90, 2)]
-    clean = operator(*whole, prune=-2.0)
+    clean = operator(*whole, **options)
     for n, first, last in ((0, 40, 41), (3, 40, 90)):  # of q one row, of log_f all rows from it on
         x = [y.clone() for y in whole]
         x[n][0, 40, 1] = torch.nan
-        o = operator(*x, prune=-2.0)
+        o = operator(*x, **options)
         assert bool(o[0, first:last, 1].isnan().all())
         for others in (o[0, :, 0] - clean[0, :, 0], o[0, :first, 1] - clean[0, :first, 1]):
             assert float(others.abs().max()) < 1e-6
@@ -257,6 +289,8 @@ BAD: dict[str, dict[str, Any]] = {
     "softcap must be a finite float > 0": {"softcap": "30"},
     "prune is ln": {"prune": 0.5},
     "prune is ln\\(eps\\)": {"prune": -float("inf")},
+    "horizon must be a finite float > 0": {"horizon": 0.0},
+    "horizon must be": {"horizon": float("inf")},
     "scale must be": {"scale": float("nan")},
     "scale must be a finite float": {"scale": torch.tensor(0.5)},
     "backend must be one of": {"backend": "cuda"},

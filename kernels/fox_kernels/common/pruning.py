@@ -170,7 +170,7 @@ def loop_bounds(
     ValueError where a query may not see its own key: the bound uses its score.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    scale, _, _, softcap, prune = options
+    scale, _, _, softcap, prune, _ = options
     assert prune is not None
     q_offset = S - T if shard.q_offset is None else shard.q_offset
     if not shard.causal or q_offset + T > S:

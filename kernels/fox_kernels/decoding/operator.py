@@ -44,10 +44,10 @@ def _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, options: Options) -> Tensor
 def decode_attention(q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound) -> Tensor:
     """`fox_kernels.decode_attention`, which has checked the arguments."""
     window, sink = within(options.window, options.sink, k.shape[1])
-    softcap, prune = (None if x is None else float(x) for x in options[3:])
+    softcap, prune = (None if x is None else float(x) for x in options[3:5])
     options = Options(options.scale, window, sink, softcap, prune)
     if traced(q, k, v, c_hi, c_lo):
-        return decode_operator(q, k, v, c_hi, c_lo, k_bound, seq_start, *options)
+        return decode_operator(q, k, v, c_hi, c_lo, k_bound, seq_start, *options[:5])
     return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, options)
 
 

@@ -81,7 +81,7 @@ class Decoder:
         self, shape, Hkv, dtype, device, options: Options, *, padded: bool, pruned: bool, searches: bool, out_dtype=None
     ):
         B, T, H, D = shape
-        scale, window, sink, softcap, prune = options
+        scale, window, sink, softcap, prune, _ = options
         group, size = H // Hkv, dtype.itemsize
         if T * group > MAX_ROWS:
             raise ValueError(

@@ -132,7 +132,7 @@ def launch_backward(
     backward. Raises ValueError for what `hopper.forward.unsupported` names.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    scale, window, sink, softcap, prune = options
+    scale, window, sink, softcap, prune, _ = options
     (cu_seqlens, seq_start, starts), (o, lse2, c_hi, c_lo, residual, bounds) = documents, saved
     started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
     key = (

@@ -67,7 +67,7 @@ def usable(scale: float) -> bool:
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Return why the Hopper kernels can't run this problem, or None if they can."""
-    scale, window, sink, softcap, _ = options
+    scale, window, sink, softcap, _, _ = options
     if GLUON_MISSING is not None:
         return GLUON_MISSING
     if q.device.type != "cuda" or capability(q.device) != (9, 0):
@@ -229,7 +229,7 @@ def launch_forward(
     (contiguous, like o), takes the rounding error of o; bounds is what `pruning.loop_bounds` returns, if known; counter
     is one int32 0, if there is one. Raises ValueError for what `unsupported` names.
     """
-    scale, window, sink, softcap, prune = options
+    scale, window, sink, softcap, prune, _ = options
     cu_seqlens, seq_start, starts = documents
     started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
     constants = (started, prune is not None or bounds is not None, sink, residual is not None)

@@ -37,7 +37,7 @@ def launch_backward(
     order of every sum is fixed, so two runs give the same bits.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    scale, window, sink, softcap, prune = options
+    scale, window, sink, softcap, prune, _ = options
     (_, c_offset, causal), (o, lse2, c_hi, c_lo, residual, bounds) = shard, saved
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     lse2, c_hi, c_lo = lse2.contiguous(), c_hi.contiguous(), c_lo.contiguous()

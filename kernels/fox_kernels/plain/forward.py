@@ -236,7 +236,7 @@ def launch_forward(
     key is not among the keys, and for a q_offset below 0.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    scale, window, sink, softcap, prune = options
+    scale, window, sink, softcap, prune, _ = options
     q, k, v, c_hi, c_lo = aligned(q), aligned(k), aligned(v), c_hi.contiguous(), c_lo.contiguous()
     q_offset = first_position(shard.q_offset, T, S)
     o = torch.empty(B, T, H, D, dtype=out_dtype or q.dtype, device=q.device)
