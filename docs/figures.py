@@ -34,42 +34,6 @@ LINES = {
 }
 
 
-def teacher_sizes() -> str:
-    """Of each k: bytes per token, mass outside the k, part of the KL that is seen, speeds; from teacher.json."""
-    found = read("teacher.json")
-    rows = [
-        [
-            row["top_k"],
-            f"{row['bytes_per_token']:.0f}",
-            f"{100 * row['rest']:.1f} %",
-            f"{100 * found['start']['kl at k = ' + str(row['top_k'])] / found['start']['kl']:.0f} %",
-            f"{row['written_per_second']:,}",
-            f"{row['read_per_second']:,}",
-        ]
-        for row in found["size"]
-    ]
-    header = [
-        "k",
-        "bytes a token",
-        "teacher's mass left over",
-        "KL seen",
-        "written a second, tokens",
-        "read a second, tokens",
-    ]
-    return table(header, rows, left=0)
-
-
-def teacher_runs() -> str:
-    """Ends of the same distill stage with the teacher in memory and with its logits on disk; from teacher.json."""
-    found = read("teacher.json")["trained"]
-    ends = {"before": found["start"], **{name: run["held_out"] for name, run in found["runs"].items()}}
-    rows = []
-    for name, end in ends.items():
-        speed = found["runs"].get(name, {}).get("tokens_per_second", "-")
-        rows.append([name, f"{end['kl']:.4f}", f"{end['kl at k = 64']:.4f}", f"{end['cross_entropy']:.4f}", speed])
-    return table(["teacher", "KL", "KL at k = 64", "cross-entropy", "tokens/s of a core's own time"], rows)
-
-
 PARTS = {"attention": "one layer's attention", "step": "the whole model"}
 
 

@@ -158,7 +158,6 @@ def shipped_recipes() -> str:
 
 
 OF_RESULTS = (
-    *(figures.teacher_sizes, figures.teacher_runs),
     *(
         figures_of_retrofit.retrofit_glance,
         figures_of_retrofit.retrofit_needles,

@@ -1,4 +1,4 @@
-"""`prepare`, `plan`, `teacher`, `train` and `merge` on the command line. Importing it imports no torch."""
+"""`prepare`, `plan`, `train` and `merge` on the command line. Importing it imports no torch."""
 
 from __future__ import annotations
 
@@ -40,32 +40,6 @@ def plan(
         print(json.dumps(result, indent=2))
     if result["refusals"]:
         raise typer.Exit(2)
-
-
-def teacher(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file, with a distill stage.")],
-    changes: Overrides = None,
-    stage: Annotated[int | None, typer.Option(help="Only this distill stage, counted from 0; default: all.")] = None,
-    top_k: Annotated[
-        int, typer.Option(help="Likeliest tokens kept at each position; all others are one outcome.")
-    ] = 64,
-    out: Annotated[Path | None, typer.Option(help="Directory to write. [default: the stage's teacher_logits]")] = None,
-) -> None:
-    """Writes the teacher's logits for a recipe's distill stages, once, so that training needs no teacher in memory.
-
-    It runs the original over exactly the windows that the stages will read, and keeps the log-probabilities of the k
-    likeliest tokens and of the rest. Stages that name the directory, `teacher_logits: DIR`, learn from it. About 2.6
-    bytes for each of the k a token. Interrupted, the same command goes on; on several GPUs: `accelerate launch -m
-    retrofox teacher RECIPE`.
-    """
-    from retrofox.config import load_recipe
-
-    loaded = load_recipe(recipe, changes or [])
-    from retrofox.training.offline.write import write_teacher
-
-    report = write_teacher(loaded, stage, top_k, out)
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(report, indent=2))
 
 
 def train(recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")], changes: Overrides = None) -> None:

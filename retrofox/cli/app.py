@@ -69,7 +69,7 @@ def doctor() -> None:
     print(json.dumps(report, indent=2, default=str))
 
 
-for command in (convert, adapt.prepare, adapt.plan, adapt.teacher, adapt.train, adapt.merge):
+for command in (convert, adapt.prepare, adapt.plan, adapt.train, adapt.merge):
     app.command()(command)
 app.command(name="eval")(measure.evaluate)
 for command in (use.generate, use.chat, measure.needle, measure.inspect, measure.recall, report, use.push, doctor):

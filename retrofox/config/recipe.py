@@ -243,9 +243,3 @@ class Recipe(Section):
                 "stages.0: adapt trains the original, whose query projections fox.init: calibrated rewrites: remove "
                 "one of the two"
             )
-        for number, stage in enumerate(self.stages):
-            if stage.teacher_logits is not None:
-                raise ValueError(
-                    f"stages.{number}: teacher_logits are those of the model before adapt: remove them, or the adapt "
-                    "stage"
-                )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from retrofox.config.fields import MOST, Count, Place, Positive, Rate, Section, whole
+from retrofox.config.fields import MOST, Count, Positive, Rate, Section, whole
 
 ROLES = ("gate_bias", "gate_weight", "pro", "attention", "rest")
 TAUGHT = ("align", "distill")
@@ -62,9 +62,6 @@ class Stage(Section):
     teacher: Literal["auto", "shared", "copy"] | None = Field(
         default=None, description="align, distill: shared = the frozen weights themselves, copy = a second model"
     )
-    teacher_logits: Place | None = Field(
-        default=None, description="distill: directory that `retrofox teacher` wrote; the teacher itself is not loaded"
-    )
     temperature: float | None = Field(
         default=None, ge=1e-3, le=1e3, description="distill: both logits are divided by it (1)"
     )
@@ -89,6 +86,14 @@ class Stage(Section):
         default=3.0, ge=0, description="stop where the loss exceeds this times its running mean plus 1 nat; 0 = never"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed_keys(cls, values: Any) -> Any:
+        """Recipes of runs made before hold `teacher_logits: null`."""
+        if isinstance(values, dict) and values.get("teacher_logits", 0) is None:
+            return {key: value for key, value in values.items() if key != "teacher_logits"}
+        return values
+
     @model_validator(mode="after")
     def _fill(self) -> Stage:
         if self.batch_tokens is None:
@@ -103,7 +108,7 @@ class Stage(Section):
 
     def _resolve(self) -> Stage:
         distill = self.objective == "distill"
-        for key in ("teacher_logits", "temperature", "ce_weight"):
+        for key in ("temperature", "ce_weight"):
             if getattr(self, key) is not None and not distill:
                 raise ValueError(f"{key} belongs to objective distill, and this stage's is {self.objective}: remove it")
         if self.max_position is not None and self.objective != "extend":
@@ -118,10 +123,6 @@ class Stage(Section):
         if self.teacher is not None and self.objective not in TAUGHT:
             raise ValueError(
                 f"teacher belongs to objectives align and distill, and this stage's is {self.objective}: remove it"
-            )
-        if self.teacher_logits is not None and self.teacher not in (None, "auto"):
-            raise ValueError(
-                f"teacher: {self.teacher} loads the teacher, teacher_logits reads its logits: remove one of the two"
             )
         if self.decay_tokens is not None and self.schedule != "wsd":
             raise ValueError(f"decay_tokens belongs to schedule wsd, and this stage's is {self.schedule}: remove it")

@@ -1,4 +1,4 @@
-"""A hash of a model's files: what a result, or a teacher's logits, were made with."""
+"""A hash of a model's files: what a result was made with."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from retrofox.parallel.plan import RingPlan
 from retrofox.parallel.ring import ring_attention
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
 
-BY_TOKEN = ("input_ids", "position_ids", "targets", "teacher_ids", "teacher_codes")
-"""Entries of a batch with a row for every token, (B, T, ...); the last two where a teacher's logits are on disk."""
+BY_TOKEN = ("input_ids", "position_ids", "targets")
+"""Entries of a batch with a row for every token, (B, T)."""
 
 
 @dataclass

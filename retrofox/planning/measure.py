@@ -22,10 +22,8 @@ from retrofox.training.callbacks import Clock
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.training.loop import FoxTrainer, StageRun
-from retrofox.training.objectives import trained_form
-from retrofox.training.offline.objective import any_logits
+from retrofox.training.objectives import stage_objective, trained_form
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
-from retrofox.training.stage_objective import stage_objective
 
 
 def measure_steps(
@@ -126,6 +124,4 @@ def random_batches(stage: Stage, vocabulary: int, documents: int) -> Iterator[di
         batch = {"input_ids": ids, "position_ids": positions.expand(rows, -1), "targets": targets}
         if documents > 1:
             batch["cu_seqlens"] = cu_seqlens
-        if stage.teacher_logits is not None:
-            batch |= any_logits(rows, length, vocabulary)
         yield {**batch, "num_targets": int((targets >= 0).sum())}

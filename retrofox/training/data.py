@@ -19,7 +19,6 @@ from retrofox.data.shards import Manifest, prepare_sources
 from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh
 from retrofox.parallel.shards import cut
-from retrofox.training.offline.shards import TaughtWindows, TeacherLogits
 
 
 @dataclass
@@ -55,20 +54,9 @@ def prepare_tokens(recipe: Recipe, tokenizer: Any, state: Any) -> PreparedTokens
 
 
 class StageData:
-    """Batches of one stage for this process: whole rows, or its part of them where a mesh shares rows.
+    """Batches of one stage for this process: whole rows, or its part of them where a mesh shares rows."""
 
-    With a teacher's logits on disk, batches end before `last_row`: there are none for rows that are only read ahead.
-    """
-
-    def __init__(
-        self,
-        tokens: PreparedTokens,
-        recipe: Recipe,
-        stage: Stage,
-        state: Any,
-        mesh: Mesh | None = None,
-        last_row: int | None = None,
-    ):
+    def __init__(self, tokens: PreparedTokens, recipe: Recipe, stage: Stage, state: Any, mesh: Mesh | None = None):
         self.recipe, self.stage = recipe, stage
         # Processes that share rows read the same ones.
         self.reader, self.readers = (mesh.reader, mesh.readers) if mesh else (state.process_index, state.num_processes)
@@ -78,28 +66,24 @@ class StageData:
         self.dataset = PackedDataset(
             tokens.train, stage.sequence_length, seed=recipe.seed, max_position=stage.max_position
         )
-        self.logits = None if stage.teacher_logits is None else TeacherLogits(stage.teacher_logits)
-        self.last_row = last_row
         self.held_out = None if tokens.eval is None else PackedDataset(tokens.eval, stage.sequence_length)
 
     def state(self, consumed: int) -> dict[str, Any]:
-        """The data's state, for a checkpoint: {consumed, seed, fingerprint}, and whose logits are learned from."""
-        state = self.dataset.state(consumed)
-        return state if self.logits is None else {**state, "teacher": self.logits.record.identity}
+        """The data's state, for a checkpoint: {consumed, seed, fingerprint}."""
+        return self.dataset.state(consumed)
 
     def batches(self, first_row: int) -> Iterable[dict[str, Any]]:
-        """Batches from global row `first_row` on, endless but for teacher logits; loader processes read ahead."""
+        """Batches from global row `first_row` on, endless; loader processes read ahead."""
         sampler = StepSampler(
             self.dataset.order,
             self.stage.micro_batch,
             consumed=first_row,
             rank=self.reader,
             world=self.readers,
-            steps=self._steps(first_row),
         )
         workers = self.recipe.dataloader_workers
         return DataLoader(
-            self.dataset if self.logits is None else TaughtWindows(self.dataset, self.logits),
+            self.dataset,
             batch_sampler=sampler,
             collate_fn=self.collate,
             num_workers=workers,
@@ -109,12 +93,6 @@ class StageData:
             # Its own generator: else starting the processes would draw from the run's random numbers.
             generator=torch.Generator().manual_seed(self.recipe.seed),
         )
-
-    def _steps(self, first_row: int) -> int | None:
-        """Batches from a row to the stage's end; None = endless."""
-        if self.logits is None or self.last_row is None:
-            return None
-        return (self.last_row - first_row) // (self.stage.micro_batch * self.readers)
 
     def eval_batches(self) -> Iterator[dict[str, Any]]:
         """This process's share of the held-out windows, evenly spaced, up to log.eval_tokens; as many on each.
@@ -143,17 +121,11 @@ def _leave_signals(worker: int) -> None:
 
 
 def collate_with_targets(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """A batch with `targets` (B, T), the next token of the same document, and their number `num_targets`.
-
-    Where the rows have them, also `teacher_ids` (B, T, k) and `teacher_codes` (B, T, k + 1).
-    """
+    """A batch with `targets` (B, T), the next token of the same document, and their number `num_targets`."""
     batch: dict[str, Any] = collate(rows)
     labels = batch.pop("labels")
     batch["targets"] = next_token_targets(batch["input_ids"], labels, batch["position_ids"])
     batch["num_targets"] = int((batch["targets"] >= 0).sum())
-    for key in ("teacher_ids", "teacher_codes"):
-        if key in rows[0]:
-            batch[key] = torch.stack([row[key] for row in rows])
     return batch
 
 

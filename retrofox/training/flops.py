@@ -33,7 +33,7 @@ def flops_per_token(model: Any, stage: Stage) -> float:
 
     A product with a matrix of n parameters costs 2n forward, 2n for the gradient of its input and 2n for its own where
     it is trained; causal attention over rows of T tokens costs 2 L H D T forward and twice that backward, L layers of H
-    query heads of width D. distill adds a forward pass of the original, unless its logits are on disk; align is that
+    query heads of width D. distill adds a forward pass of the original; align is that
     pass and attention alone.
     """
     lm = causal_lm(model)
@@ -49,7 +49,7 @@ def flops_per_token(model: Any, stage: Stage) -> float:
         inside = sum(_products(m) for name, m in lm.named_modules() if isinstance(m, nn.Linear) and "attn" in name)
         return forward + 4.0 * inside + 3 * attention
     training = forward + 2.0 * all_of_them + 2.0 * trained + 2 * attention
-    return training + (forward if stage.objective == "distill" and stage.teacher_logits is None else 0.0)
+    return training + (forward if stage.objective == "distill" else 0.0)
 
 
 def _products(linear: nn.Linear) -> int:

@@ -24,10 +24,8 @@ from retrofox.training.groups import set_trainable
 from retrofox.training.live_bytes import LiveBytes
 from retrofox.training.lora import add_adapters
 from retrofox.training.model import lower_frozen, set_attention
-from retrofox.training.objectives import Extend, trained_form
-from retrofox.training.offline.objective import any_logits
+from retrofox.training.objectives import Extend, stage_objective, trained_form
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, save_memory
-from retrofox.training.stage_objective import stage_objective
 from retrofox.training.tiling import longest_tile
 
 PROBE_ROWS = {"cuda": (512, 2048, 4096, 8192), "cpu": (64, 128, 192)}
@@ -99,7 +97,7 @@ def probe(recipe: Recipe, stage: Stage, model: Any, recomputed: bool, device: to
     switches = {"gradient_checkpointing": "full" if recomputed else "none", "tiled_mlp": tiles}
     stage = stage.model_copy(update={**switches, "offload_activations": False, "offload_optimizer": False})
     trained = sorted({role for role, rate in stage.rates.model_dump().items() if rate})
-    kind = (stage.objective, stage.teacher_logits is not None)
+    kind = (stage.objective,)
     shape = (type(lm).__name__, lm.config.to_json_string(), *kind, trained, stage.trainable)
     how = (
         stage.cross_entropy,
@@ -196,8 +194,6 @@ def _pass(small: Any, recipe: Recipe, stage: Stage, tokens: int, device: torch.d
         "cu_seqlens": torch.tensor([0, half, tokens], dtype=torch.int32, device=device),
         "targets": ids,
     }
-    if stage.teacher_logits is not None:
-        batch |= any_logits(1, tokens, causal_lm(small).config.vocab_size, device)
     # The small model stands for its teacher, too: whose weights are counted elsewhere.
     objective = stage_objective(small, stage, device, small)
     if isinstance(objective, Extend) and device.type == "cpu":

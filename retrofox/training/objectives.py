@@ -288,3 +288,17 @@ def trained_form(model: Any, stage: Stage) -> contextlib.AbstractContextManager[
 
 
 OBJECTIVES: dict[str, Any] = {"adapt": Extend, "extend": Extend, "distill": Distill, "align": Align}
+
+
+def stage_objective(model: Any, stage: Stage, device: torch.device, teacher: Any = None) -> Any:
+    """The objective of a stage for a model, on a device.
+
+    Args:
+        teacher: the original as a second model, where the stage needs one.
+
+    Raises:
+        ValueError: the model can't be its own teacher; a cross-entropy that can't run here.
+    """
+    if stage.objective in ("adapt", "extend"):
+        return Extend(model, stage, device)
+    return OBJECTIVES[stage.objective](model, stage, device, teacher)

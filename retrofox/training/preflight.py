@@ -24,8 +24,6 @@ from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.training.lora import add_adapters
 from retrofox.training.memory import cpu_memory, memory
 from retrofox.training.model import changes_rope, refuse_rope, rope_scaling
-from retrofox.training.offline.match import refuse_unfit_logits
-from retrofox.training.output import complete_stages
 from retrofox.training.refusals import (
     refuse_context,
     refuse_log,
@@ -99,11 +97,6 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
         found.refusals.append(error)
         found.config = None
     found.refusals += refused_data(recipe, getattr(found.config, "vocab_size", None))
-    done = complete_stages(Path(recipe.output), recipe)
-    for number, stage in enumerate(recipe.stages):
-        if stage.teacher_logits is not None and number >= done:
-            check = functools.partial(refuse_unfit_logits, stage, getattr(found.config, "vocab_size", None))
-            found.collect(check, where=f"stages.{number}: ")
     if found.config is not None:
         for number, stage in enumerate(recipe.stages):
             check = functools.partial(_stage, recipe, stage, found.config, devices, device)

@@ -52,7 +52,7 @@ def teacher_for(recipe: Recipe, stage: Stage, model: Any, source: Path, state: P
 
 
 def needs_teacher(recipe: Recipe, stage: Stage, model: Any, source: Path | None = None) -> bool:
-    """Whether a stage needs the original as a second model, beside the one it trains; not where its logits are on disk.
+    """Whether a stage needs the original as a second model, beside the one it trains.
 
     Args:
         model: with requires_grad set as the stage trains it.
@@ -61,7 +61,7 @@ def needs_teacher(recipe: Recipe, stage: Stage, model: Any, source: Path | None 
     Raises:
         ValueError: teacher shared, but the original is not among the trained model's weights.
     """
-    if stage.objective not in TAUGHT or stage.teacher_logits is not None:
+    if stage.objective not in TAUGHT:
         return False
     moved = [n for n, p in model.named_parameters() if p.requires_grad and not is_new_tensor(n) and "lora_" not in n]
     reasons = [f"this stage trains {moved[0]}: set rates.attention and rates.rest to 0"] if moved else []

@@ -35,22 +35,18 @@ from retrofox.training.groups import accumulation, count_steps, role_of, set_tra
 from retrofox.training.lock import OutputLock
 from retrofox.training.loop import FoxTrainer, StageRun
 from retrofox.training.model import build_model, resolve_source
-from retrofox.training.objectives import OBJECTIVES, trained_form
-from retrofox.training.offline.match import refuse_other_logits
+from retrofox.training.objectives import OBJECTIVES, stage_objective, trained_form
 from retrofox.training.output import (
     batches_of,
     claim_data,
     claim_output,
-    complete_stages,
     refuse_mingling,
     stage_folder,
-    step_tokens,
     unmark_damaged,
 )
 from retrofox.training.preflight import preflight
 from retrofox.training.refusals import refuse_stage, refuse_tokenizer, refuse_tokens
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
-from retrofox.training.stage_objective import stage_objective
 from retrofox.training.teacher import teacher_for
 from retrofox.version import __version__
 
@@ -158,7 +154,6 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
     started = time.perf_counter()
     tokenizer = recipe_tokenizer(recipe)
     tokens = prepare_tokens(recipe, tokenizer, state)  # first of all: texts that can't be read leave OUTPUT alone
-    refuse_other_logits(recipe, tokens.train, step_tokens(out, recipe, state), complete_stages(out, recipe))
     batches = claim_output(out, recipe, state)
     source = resolve_source(recipe, out, state)
     if state.is_main_process:
@@ -249,7 +244,7 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     stage, batch_tokens, steps = recipe.stages[number], run.batch_tokens[number], run.steps(number)
     split = split_of(recipe, causal_lm(model).config)
     mesh = build_mesh(split) if split.context > 1 else None
-    data = StageData(run.tokens, recipe, stage, state, mesh, last_row=run.rows(number).stop)
+    data = StageData(run.tokens, recipe, stage, state, mesh)
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
     save_memory(model, stage)
     compile_parts(model, stage.compile)

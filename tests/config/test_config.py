@@ -115,11 +115,6 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("data.train.0={path: a, questions: 0.5}", ["which is 0 in a: set recall, or leave questions out"]),
         ("data.eval=[a, {path: b, weight: 3}]", ["data: eval.1.weight: ", "remove it, got 3"]),
         ("stages.0.ce_weight=0.5", ["ce_weight belongs to objective distill"]),
-        ("stages.0.teacher_logits=here", ["teacher_logits belongs to objective distill", "stage's is extend"]),
-        (
-            "stages.0={objective: distill, tokens: 9, sequence_length: 3, teacher: copy, teacher_logits: here}",
-            ["teacher: copy loads the teacher, teacher_logits reads its logits: remove one of the two"],
-        ),
         ("stages.0={objective: distill, tokens: 9, sequence_length: 3, cross_entropy: torch}", ["torch belongs to"]),
         ("stages.0.max_position=64", ["max_position must exceed sequence_length (64), got 64"]),
         ("stages.0.max_position=0", ["stages.0.max_position", "greater than 0"]),
@@ -405,3 +400,12 @@ def test_facts_of_the_data_hold_for_every_source_that_has_no_share_of_its_own(re
 def test_a_recipe_keeps_its_facts_when_its_texts_are_replaced(path):
     shipped, own = (load_recipe(path, changes).data.read_as() for changes in ([], ["data.train=[my-texts/]"]))
     assert [(s.recall, s.questions) for s in own] == [(shipped[0].recall, shipped[0].questions)]
+
+
+def test_a_recipe_of_a_run_made_before_still_loads():
+    stage = {"objective": "distill", "tokens": 9, "sequence_length": 3}
+    values = {"model": "m", "output": "o", "data": {"train": ["t"]}, "stages": [{**stage, "teacher_logits": None}]}
+    assert validate(values).stages[0].tokens == 9
+    values["stages"][0]["teacher_logits"] = "logits"
+    with pytest.raises(ValueError, match=r"stages\.0\.teacher_logits: unknown key"):
+        validate(values)

@@ -22,8 +22,8 @@ from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.shards import Rows, Shards, cut
 from retrofox.training.groups import set_trainable
+from retrofox.training.objectives import stage_objective
 from retrofox.training.speed import save_memory
-from retrofox.training.stage_objective import stage_objective
 
 CPU = torch.device("cpu")
 PACKED = [0, 10, 40, 64, 67, 110, 128]  # two rows of 64: a document over several chunks, short ones, a row's end
@@ -65,12 +65,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"objective": "extend"},
     ),
     "distill": ("llama", {}, PRO, {"objective": "distill", "ce_weight": 0.3, **FROZEN}),
-    "teacher on disk": (
-        "llama",
-        {},
-        PRO,
-        {"objective": "distill", "ce_weight": 0.3, "teacher_logits": "unread", **FROZEN},
-    ),
     "align": ("llama", {}, PRO, {"objective": "align", "gradient_checkpointing": 2, **FROZEN}),
 }
 OPERATOR = {
@@ -145,10 +139,7 @@ def batch_of(length: int, documents: list[int] | None, skip: int = 0) -> dict[st
     positions = torch.cat([each + skip * (each > len(each) // 2) for each in counted]).view(2, length)
     targets = torch.full_like(input_ids, IGNORE)
     targets[:, :-1] = input_ids[:, 1:].masked_fill(positions[:, 1:] == 0, IGNORE)
-    taught = torch.rand(2, length, 96, generator=random).argsort(-1)[..., :7].to(torch.int16)
-    codes = torch.randint(100, 900, (2, length, 8), generator=random).to(torch.int16)
     batch: dict[str, Any] = {"input_ids": input_ids, "position_ids": positions, "targets": targets}
-    batch |= {"teacher_ids": taught, "teacher_codes": codes}
     if documents is not None:
         batch["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
     return batch

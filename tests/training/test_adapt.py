@@ -15,7 +15,6 @@ from retrofox.config import validate
 from retrofox.planning.plan import plan
 from retrofox.training import teacher as teachers
 from retrofox.training import train as training
-from retrofox.training.offline.write import write_teacher
 from retrofox.training.train import train
 
 STAGE = {"tokens": 512, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
@@ -149,10 +148,6 @@ def test_frozen_originals_stay_their_own_teachers(values, tmp_path):
         ),
         ({"stages": [{**ADAPT, "teacher": "copy"}, LATER[1]]}, "teacher belongs to objectives align and distill"),
         ({"stages": [{**ADAPT, "ce_weight": 0.5}, LATER[1]]}, "ce_weight belongs to objective distill"),
-        (
-            {"stages": [ADAPT, {**LATER[1], "teacher_logits": "x"}]},
-            "teacher_logits are those of the model before adapt",
-        ),
         ({"lora": {"rank": 2}, "stages": [ADAPT, LATER[1]]}, "which `lora:` freezes"),
         ({"fox": {"init": "calibrated"}}, "whose query projections fox.init: calibrated rewrites"),
     ],
@@ -173,12 +168,6 @@ def test_it_needs_an_untouched_original(values, tmp_path):
                 {**values, "fox": None, "model": trained, "stages": [ADAPT, extend], "output": str(tmp_path / "b")}
             )
         )
-
-
-def test_logits_written_beforehand_would_be_another_teachers(values, tmp_path):
-    with pytest.raises(ValueError, match=r"as its adapt stage leaves it.*: leave teacher_logits out"):
-        write_teacher(validate(values), out=tmp_path / "logits")
-    assert not (tmp_path / "logits").exists()
 
 
 def test_the_plan_counts_it(values, tmp_path):

@@ -1,1 +1,0 @@
-"""Distillation without a teacher in memory: its largest log-probabilities written once, then read row by row."""
