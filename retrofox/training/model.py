@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from retrofox.anatomy import is_new_tensor
+from retrofox.anatomy import is_converted, is_new_tensor
 from retrofox.config import Recipe
 from retrofox.conversion.convert import convert
 from retrofox.loading.base import load_base
@@ -17,6 +17,7 @@ from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.rope_scaling import set_rope, set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
+from retrofox.training.document_attention import set_document_attention
 from retrofox.training.lora import adapted
 
 
@@ -91,10 +92,10 @@ def refuse_rope(recipe: Recipe, source: str | Path) -> None:
 
 
 def set_attention(model: Any, recipe: Recipe) -> None:
-    """Runs an unconverted model with the recipe's `attention`.
+    """Runs an unconverted model with the recipe's `attention`; by document where positions skip ahead.
 
     Raises:
-        ValueError: no such attention, or it is not installed.
+        ValueError: no such attention, or it is not installed, or it can't tell documents from skips.
     """
     if recipe.attention is not None:
         if recipe.attention == "flex_attention" and not torch.cuda.is_available():
@@ -103,6 +104,8 @@ def set_attention(model: Any, recipe: Recipe) -> None:
             model.set_attn_implementation(recipe.attention)
         except (ImportError, ValueError) as error:
             raise ValueError(f"attention: {recipe.attention} can't run here: {error}") from None
+    if any(stage.max_position is not None for stage in recipe.stages) and not is_converted(model):
+        set_document_attention(model)
 
 
 def lower_frozen(model: Any, recipe: Recipe) -> None:

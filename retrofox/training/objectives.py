@@ -26,6 +26,7 @@ from retrofox.training.chunked_loss import (
     is_plain_head,
     sum_over_rows,
 )
+from retrofox.training.document_attention import attends_by_document
 from retrofox.training.teacher import require_own_original
 
 SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
@@ -66,8 +67,8 @@ def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """The last hidden state (B, T, hidden_size) of a batch of packed documents.
 
     A batch without cu_seqlens has one document a row and needs no positions; with them, converted models take the
-    boundaries as they are and plain ones find them where position_ids restart. A batch with `shards` is this process's
-    part of rows that several share.
+    boundaries as they are, as do plain ones that attend by document. Others find them where position_ids are not
+    consecutive. A batch with `shards` is this process's part of rows that several share.
     """
     lm = causal_lm(model)
     packed = {}
@@ -77,6 +78,8 @@ def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         packed["position_ids"] = batch["position_ids"]
         if is_converted(lm):
             packed["cu_seqlens"] = batch["cu_seqlens"]
+        elif attends_by_document(lm):
+            packed["document_ends"] = batch["cu_seqlens"].tolist()
     return inner_model(lm)(input_ids=batch["input_ids"], use_cache=False, return_dict=True, **packed).last_hidden_state
 
 

@@ -112,7 +112,7 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
 def _stage(recipe: Recipe, stage: Stage, config: Any, devices: int, device: torch.device) -> StagePreflight:
     model, source = empty(config, recipe), starts_from(recipe)
     if stage.max_position is not None:  # here only: annealing may have left no RoPE to a stage that resumes
-        refuse_positions(model, stage.max_position)
+        refuse_positions(recipe, model, stage.max_position)
     refuse_stage(recipe, stage, model, source, device)
     teacher = needs_teacher(recipe, stage, model, source)
     held = held_by_one(recipe, stage)

@@ -21,6 +21,7 @@ from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.settings import context_of, refuse_dimensions, refuse_processes, refuse_sharing, split_of
 from retrofox.support.files import nearest_existing, why_unwritable
+from retrofox.training.document_attention import refuse_document_attention
 from retrofox.training.groups import role_of, set_trainable
 from retrofox.training.objectives import choose_cross_entropy
 from retrofox.training.optimizer_state import offloaded
@@ -196,15 +197,14 @@ def refuse_adapt(model: Any, source: Path | None) -> None:
         raise ValueError(f"adapt trains the original, and {changed}: give its base model and `fox:`, or remove adapt")
 
 
-def refuse_positions(model: Any, max_position: int) -> None:
+def refuse_positions(recipe: Recipe, model: Any, max_position: int) -> None:
     """Raises ValueError where skipped positions would split documents, change others' RoPE, or change nothing."""
-    if not is_converted(model):
-        raise ValueError(
-            f"max_position: {max_position} would split documents of an unconverted model where positions skip: remove "
-            "it, or give `fox: {rope: keep, gate: none}`, which is the same model by this toolkit's attention"
-        )
-    rotary = [attention.rotary_fade for _, attention in attentions(model) if attention.rotary_fade is not None]
-    config, turns = causal_lm(model).config, not all(fade.gone for fade in rotary)
+    config, turns = causal_lm(model).config, True
+    if is_converted(model):
+        rotary = [attention.rotary_fade for _, attention in attentions(model) if attention.rotary_fade is not None]
+        turns = not all(fade.gone for fade in rotary)
+    else:
+        refuse_document_attention(model, recipe.attention)
     if not turns and config.fox["log_n"] is None:
         raise ValueError(f"max_position: {max_position} changes nothing in a model without RoPE: remove it")
     if turns and depends_on_length(config):

@@ -29,6 +29,7 @@ from retrofox.training import checkpoint
 from retrofox.training.arguments import STATE_BYTES, arguments
 from retrofox.training.callbacks import Clock
 from retrofox.training.data import PreparedTokens, StageData, prepare_tokens
+from retrofox.training.document_attention import attends_by_document
 from retrofox.training.export import export, export_original
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import accumulation, count_steps, role_of, set_trainable, stage_rows
@@ -254,6 +255,7 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
         state,
         f"stage {number}: {stage.objective}, {steps} steps of {batch_tokens:,} tokens at {stage.sequence_length}; "
         f"training {', '.join(roles)}; cross-entropy {objective.kind} ({objective.reason})"
+        + ("; attention: SDPA, one causal call a document" if attends_by_document(model) else "")
         + ("" if mesh is None else f"; rows shared by {split.context}: heads x {split.ulysses}, ring of {split.ring}"),
     )
     lm = causal_lm(model)

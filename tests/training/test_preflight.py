@@ -52,7 +52,7 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
             "stages.0: batch_tokens = 192 must be a multiple of sequence_length x micro_batch",
         ),
         (["stages.0.sequence_length=10M", "stages.0.tokens=10M", "stages.0.batch_tokens=10M"], "lower sequence_length"),
-        ([*SKIPS, "fox=null"], "stages.0: max_position: 4096 would split documents of an unconverted model"),
+        ([*SKIPS, "fox=null", "attention=eager"], "stages.0: max_position trains an unconverted model by SDPA"),
         ([*SKIPS, "fox={rope: drop}"], "stages.0: max_position: 4096 changes nothing in a model without RoPE"),
         (["data.train=[nowhere.txt]"], "no data at nowhere.txt"),
         (["data.tokenizer=nowhere/at/all"], "nowhere/at/all"),
