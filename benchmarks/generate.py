@@ -3,11 +3,11 @@
     python benchmarks/generate.py [--model DIR|FILE.gguf|CONVERTED] [--batches 1,16] [--contexts 2048,32768,131072]
         [--contenders fox,fox-loop,base,base-static] [--rounds 2] [--new 64] [--seconds 280] [--cell-seconds 60]
     python benchmarks/generate.py --device cpu --dtype float32 --contexts 128,1024,4096 --batches 1 --new 48 \\
-        --rounds 5 --contenders fox,base --model FILE.gguf --out benchmarks/generate-cpu.json
+        --rounds 5 --contenders fox,base --model FILE.gguf --out FILE.json
 
 Without --model: SmolLM2-135M's shapes with random weights. A converted model, a Llama's, is taken as it is, its base
-has random weights of the same shapes. Contenders: `fox` decodes as it does by default (a captured step on a GPU, steps
-of few operations on a CPU), `fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with
+has random weights of the same shapes. Contenders: `fox` decodes as it does by default (a captured step on a GPU,
+transformers' loop on a CPU), `fox-loop` by transformers' loop, `base` with its dynamic cache, `base-static` with
 transformers' static cache, compiled. One generation gives all figures of a contender in a cell and round. Times come
 from when tokens arrive: `first_ms` to the first token, `wall_ms` the median between later ones, after compiling and
 capturing, `least_ms` the least; `whole_ms` their mean with everything before the profiler runs. Over its last steps, on

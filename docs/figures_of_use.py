@@ -104,20 +104,6 @@ def decoding() -> str:
     return table(header, rows, left=2)
 
 
-def decoding_on_cpu() -> str:
-    """Processor time of a token and of the first one beside the base's, from benchmarks/generate-cpu.json."""
-    rows = []
-    for cell, found in read("generate-cpu.json")["cells"].items():
-        fox, base = found["fox"], found["base"]
-        rows.append(
-            [cell.removeprefix("1 x "), f"{fox['cpu_ms']:.0f}", f"{base['cpu_ms']:.0f}", f"{fox['cpu_of_base']:.2f}"]
-            + [f"{x['first_cpu_ms']:.0f}" for x in (fox, base)]
-            + [f"{fox['first_cpu_of_base']:.2f}"]
-        )
-    header = ["tokens", "retrofit, ms a token", "base", "ratio", "first token, ms", "base's", "ratio"]
-    return table(header, rows)
-
-
 def long_context() -> str:
     """Prefill, tokens a second and cache against the context, from benchmarks/long-context.json."""
     names = {

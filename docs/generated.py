@@ -172,7 +172,7 @@ OF_RESULTS = (
     *(figures.context_parallel, figures.fsdp),
     *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
     *(figures.kernel_table, figures.kernel_ratios, figures.corpus),
-    *(figures_of_use.decoding, figures_of_use.decoding_on_cpu, figures_of_use.long_context),
+    *(figures_of_use.decoding, figures_of_use.long_context),
     *(
         figures_of_use.serving,
         figures_of_use.serving_on_gpu,

@@ -106,21 +106,6 @@ def spread(arguments: list[str]) -> list[str]:
     return result
 
 
-def _spin_briefly() -> None:
-    """Lets OpenMP's threads spin for some microseconds, then sleep, while they wait for each other; before torch loads.
-
-    A thread that goes on spinning holds the core that the one it waits for needs; one that sleeps at once wakes late,
-    after each of the hundreds of products of a token. Two threads on two cores of an Intel Xeon (torch 2.13.0+cpu,
-    libgomp), products of a row with 1536 x 576 weights and training steps of ten such MLPs, 256 tokens, per second:
-
-        beside               as libgomp has it    asleep at once    spinning 5000 to 20000 times
-        nothing              101 and 5.4          62 and 4.7        98 to 101 and 4.7 to 5.1
-        4 busy processes     11 and 0.6           17 and 1.0        17 to 18 and 1.0 to 1.2
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
 def main() -> None:
     """Entry point: bad input ends with one clear message and exit code 2, Ctrl-C (handled by typer) with 130."""
     sys.argv[1:] = spread(sys.argv[1:])
@@ -131,7 +116,6 @@ def main() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would fill a log file
     # On a CPU every process that imports peft beside bitsandbytes 0.50 would be told of a kernel on the Hub.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    _spin_briefly()
     try:
         if processes() > 1:
             # A lost first process, which holds torch's store, would have the others print a C++ stack trace each.

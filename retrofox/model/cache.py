@@ -58,47 +58,6 @@ class GrowingLayer(DynamicLayer):
         self._length, self._writable = 0, False
         self._bound: torch.Tensor | None = None
         self._bounded = 0  # tokens that the bound covers
-        self._newest: torch.Tensor | None = None  # (B, H) float64: the newest token's c, where `append_one` left it
-
-    def takes_one(self, like: torch.Tensor) -> bool:
-        """Whether `append_one` may write one more token of the dtype and rows of `like`, without gradients."""
-        if not self._length or not self._fits(self._length + 1):
-            return False
-        keys = self._rooms[0]
-        return keys.dtype == like.dtype and keys.shape[0] == like.shape[0] and self.keys.shape[2] == self._length
-
-    def append_one(
-        self, key: torch.Tensor, value: torch.Tensor, log_f: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`update` with one token, key and value (B, Hkv, 1, width) and log_f (B, H), where `takes_one` allows it.
-
-        Returns keys and values, and sums as (B, 2 H, S).
-        """
-        at = self._length
-        newest = self._newest
-        if newest is None:
-            high, low = self.sums[:, :, -1, 0].double().chunk(2, 1)
-            newest = high + low
-        c = torch.add(newest, log_f, alpha=LOG2_E)
-        high = c.float()
-        keys, values, sums = self._rooms
-        keys.narrow(2, at, 1).copy_(key)
-        values.narrow(2, at, 1).copy_(value)
-        sums.select(2, at).copy_(torch.cat([high, c - high], 1)[..., None])
-        self._show(at + 1)
-        self._newest = c
-        return self.keys, self.values, self.sums[..., 0]
-
-    def begin(self, key: torch.Tensor, value: torch.Tensor, log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`update` of a layer without tokens, without gradients: key and value (B, Hkv, T, width), log_f (B, H, T).
-
-        Returns c as `cumulative` does.
-        """
-        self.dtype, self.device, self.is_initialized = key.dtype, key.device, True
-        c = torch.cumsum(log_f.clamp_min(LOG_F_MIN), -1, dtype=torch.float64) * LOG2_E
-        high, low = _two_floats(c)
-        self._append([key, value, torch.cat([high, low], 1)[..., None]], key.shape[2])
-        return high, low
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
         log_f, head_dim = kwargs.get("log_f"), kwargs.get("head_dim", key_states.shape[-1])
@@ -151,12 +110,6 @@ class GrowingLayer(DynamicLayer):
             c = c + (high + low)
         return torch.cat(_two_floats(c), 1)[..., None]
 
-    def make_room(self) -> None:
-        """Makes memory for one more token where there is none."""
-        if not self._fits(self._length + 1):
-            self._move(self._rooms, self._length + 1)
-            self._show(self._length)
-
     def _move(self, like: list[torch.Tensor], end: int) -> None:
         """What there is into memory for `end` tokens and some more; as wide and of the dtype as `like`."""
         old = [room[:, :, : self._length] for room in self._rooms]
@@ -181,7 +134,7 @@ class GrowingLayer(DynamicLayer):
         self._show(end)
 
     def _show(self, length: int) -> None:
-        self._length, self._bounded, self._newest = length, min(self._bounded, length), None
+        self._length, self._bounded = length, min(self._bounded, length)
         self.keys, self.values, self.sums = (room.narrow(2, 0, length) for room in self._rooms)
 
     def _each(self, change: Any) -> None:

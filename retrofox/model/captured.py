@@ -3,8 +3,8 @@
 A decoding step is some hundred launches, which the host takes several times as long to make as the GPU to run. Here the
 step reads the cache's length on the device (`fixed`), so it is the same at every length and is captured once as a
 CUDA graph; for each power of two that the cache passes, anew. The first token comes from transformers' own loop, which
-also prefills. On a CPU the steps are those of `steps.py`, or transformers' loop. Tests name "cpu" in `DEVICES`: the
-step then runs there, uncaptured.
+also prefills. On a CPU transformers' loop does the decoding. Tests name "cpu" in `DEVICES`: the step then runs there,
+uncaptured.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import torch
 from transformers import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from .brief import brief
 from .cache import CACHE, GrowingLayer
 from .fixed import LEAST_ROOM, SHIFT_EVERY, Bank, Clock, FixedLayer, FixedParts
-from .lean import ALONE, lean
+from .lean import ALONE, has_global_hooks, lean
 from .masks import first_visible
-from .steps import Steps, steps_serve
 
 DEVICES = ("cuda",)
 LEAST_TOKENS = 8  # a capture costs the host about two steps
@@ -51,9 +49,13 @@ def reason_against(
     kinds = rope_kinds(model.config)
     devices = {str(x) for x in (getattr(model, "hf_device_map", None) or {}).values()}
     reasons = {
+        f"the model is on {input_ids.device.type}, a step is captured on {' and '.join(DEVICES)}": (
+            input_ids.device.type not in DEVICES
+        ),
         "processes wait for each other (synced_gpus)": synced_gpus,
         "more than tokens is to be returned (return_dict_in_generate)": config.return_dict_in_generate,
         "the model is in training mode": model.training,
+        "hooks on all modules (torch.nn.modules.module) run on the host": has_global_hooks(),
         f"the model is spread over several devices: {', '.join(sorted(devices))}": len(devices) > 1,
         "there is no cache (use_cache=False)": not inputs.get("use_cache", True) or cache is None,
         f"the cache is a {type(cache).__name__}, not a DynamicCache": cache is not None and not _fixable(cache),
@@ -69,7 +71,7 @@ def reason_against(
     if reason is not None:
         return reason
     new = limit - input_ids.shape[1]
-    if new < LEAST_TOKENS and input_ids.device.type in DEVICES:
+    if new < LEAST_TOKENS:
         return f"a capture doesn't pay for {new} new tokens, fewer than {LEAST_TOKENS}"
     if positions is not None and positions.dim() != 2:
         return "positions have more than one dimension per token"
@@ -113,40 +115,27 @@ def decode(
 ) -> Any:
     """`GenerationMixin._sample`, by steps of our own where they serve; arguments and result as there.
 
-    `model.decoded_by` says afterwards which way it took: "a captured step", "steps of few operations, on a CPU", or why
-    none of them.
+    `model.decoded_by` says afterwards which way it took: "a captured step", or why transformers' loop.
     """
     reason = reason_against(model, input_ids, stopping_criteria, generation_config, synced_gpus, inputs)
-    device, cache = input_ids.device.type, inputs.get(CACHE)
-    captures = device in DEVICES
     given = {"logits_processor": logits_processor, "generation_config": generation_config, **inputs}
     loop = functools.partial(native, input_ids, **given)
-    with brief(model) if device == "cpu" and not captures else contextlib.nullcontext() as layers:
-        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-        if reason is None and not captures and not steps_serve(model, layers, input_ids, mask, positions, cache):
-            reason = f"the model is on {device}, a step is captured on {' and '.join(DEVICES)}"
-        if reason is not None:
-            model.decoded_by = f"transformers' loop: {reason}"
-            logger.info("decoding by transformers' loop: %s", reason)
-            return loop(stopping_criteria=stopping_criteria, synced_gpus=synced_gpus, streamer=streamer)
-        total = stopping_criteria.max_length
-        if captures:
-            ids, unfinished = _first(loop, cache, stopping_criteria, streamer, input_ids.shape[1])
-            if not bool(unfinished.any()):
-                model.decoded_by = "the prefill: one token ended the text"
-                if streamer is not None:
-                    streamer.end()
-                return ids
-            decoding: Any = Decoding(model, cache, ids, mask, positions, total)
-        else:
-            assert layers is not None, "steps serve where layers were found"
-            ids, unfinished = input_ids, torch.ones(input_ids.shape[0], dtype=torch.bool)
-            part = generation_config.prefill_chunk_size
-            decoding = Steps(model, cache, ids, positions, layers, part)
-        with decoding:
-            choice = Choice(ids, unfinished, total, logits_processor, stopping_criteria, generation_config)
-            ids = _loop(decoding, choice, streamer)
-        model.decoded_by = decoding.how
+    if reason is not None:
+        model.decoded_by = f"transformers' loop: {reason}"
+        logger.info("decoding by transformers' loop: %s", reason)
+        return loop(stopping_criteria=stopping_criteria, synced_gpus=synced_gpus, streamer=streamer)
+    cache, total = inputs.get(CACHE), stopping_criteria.max_length
+    ids, unfinished = _first(loop, cache, stopping_criteria, streamer, input_ids.shape[1])
+    if not bool(unfinished.any()):
+        model.decoded_by = "the prefill: one token ended the text"
+        if streamer is not None:
+            streamer.end()
+        return ids
+    decoding = Decoding(model, cache, ids, inputs.get("attention_mask"), inputs.get("position_ids"), total)
+    with decoding:
+        choice = Choice(ids, unfinished, total, logits_processor, stopping_criteria, generation_config)
+        ids = _loop(decoding, choice, streamer)
+    model.decoded_by = decoding.how
     if streamer is not None:
         streamer.end()
     return ids

@@ -1,7 +1,7 @@
 """A decoding step with half the launches: norms, residual sums and gated MLPs of plain decoder layers, a kernel each.
 
-Everything here is an optimisation of what transformers' layers do anyway, for layers that were found to be written
-like Llama's, byte for byte, and that nothing has touched (hooks, adapters in a norm, quantised norms). Others are
+Everything here is an optimisation of what transformers' layers do anyway, for layers whose forward reads
+as Llama's does and that nothing has touched (hooks, adapters in a norm, quantised norms). Others are
 left alone.
 """
 
@@ -12,10 +12,14 @@ import functools
 import inspect
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from torch.nn.modules import module as _hooks
+from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama
 
 from .cache import CACHE
@@ -34,18 +38,35 @@ except ImportError:  # no fox_kernels, an older one, or no Triton
         return False
 
 
+LIBRARIES = tuple(str(Path(library.__file__).parent) for library in (torch, transformers))
+
+
 def written_like(module: nn.Module, plain: type) -> bool:
-    """Whether a module's forward is that of `plain`, byte for byte, and is what runs."""
-    return alike(type(module).forward, plain.forward) and untouched(module)  # type: ignore[attr-defined]
+    """Whether a module's forward is what runs, comes from transformers' own files and reads as that of `plain`."""
+    forward, other = type(module).forward, plain.forward  # type: ignore[attr-defined]
+    return untouched(module) and shipped(forward) and shipped(other) and source(forward) == source(other)
+
+
+def shipped(function: Any) -> bool:
+    """Whether a function, and each that it wraps, is written in torch's or transformers' files: no patch."""
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(LIBRARIES):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 @functools.cache
-def alike(forward: Any, other: Any) -> bool:
-    """Whether two functions have the same code, without what decorates them."""
-    code, same = (getattr(inspect.unwrap(x), "__code__", None) for x in (forward, other))
-    return code is not None and same is not None and (code.co_code, code.co_names, code.co_consts[1:]) == (
-        same.co_code, same.co_names, same.co_consts[1:]
-    )  # fmt: skip
+def source(function: Any) -> str:
+    """A function's text, without what decorates it."""
+    text = inspect.getsource(inspect.unwrap(function))
+    return text[text.index("def ") :]
+
+
+def has_global_hooks() -> bool:
+    """Whether torch calls a hook for every module of the process."""
+    return bool(_hooks._has_any_global_hook())
 
 
 class Sums:
@@ -140,6 +161,10 @@ def lean(model: Any) -> Iterator[int]:
                 del module.forward
 
 
+def _is_silu(activation: Any) -> bool:
+    return type(activation) in (nn.SiLU, SiLUActivation) and untouched(activation) and shipped(type(activation).forward)
+
+
 def _leaner(model: Any) -> dict[Any, Any]:
     """Module -> its forward with fewer launches."""
     decoder = model.get_decoder()
@@ -147,7 +172,7 @@ def _leaner(model: Any) -> dict[Any, Any]:
     changed: dict[Any, Any] = {}
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
-        if mlp is not None and written_like(mlp, modeling_llama.LlamaMLP) and "SiLU" in type(mlp.act_fn).__name__:
+        if mlp is not None and written_like(mlp, modeling_llama.LlamaMLP) and _is_silu(mlp.act_fn):
             changed[mlp] = gated_mlp(mlp)
     norms = [getattr(x, name, None) for x in layers for name in ("input_layernorm", "post_attention_layernorm")]
     if all(written_like(x, modeling_llama.LlamaDecoderLayer) for x in layers) and all(

@@ -42,7 +42,6 @@ REMOTE_FILES = (
     "configuration_fox.py",
     "modeling_fox.py",
     "attention.py",
-    "brief.py",
     "cache.py",
     "captured.py",
     "fixed.py",
@@ -53,12 +52,10 @@ REMOTE_FILES = (
     "half_lives.py",
     "lean.py",
     "masks.py",
-    "parts.py",
     "pro.py",
     "rope.py",
     "scores.py",
     "spec.py",
-    "steps.py",
 )
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")

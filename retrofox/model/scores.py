@@ -1,4 +1,4 @@
-"""What computes a layer's attention: the operator, kernels for decoding, or torch's SDPA with a bias or in parts."""
+"""Dispatches a layer's attention: the operator, kernels for decoding, or torch's SDPA with a bias."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from .cache import GateCache, GrowingLayer
 from .fixed import decode_at, decodes_at, visible_at
 from .masks import first_visible, visible_keys
-from .parts import by_parts, divides
 
 try:
     from fox_kernels import decode_attention, decodes, forgetting_attention
@@ -34,7 +33,7 @@ def attend(
     cu_seqlens: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Takes the masked path, parts, kernels for decoding or the operator; shapes as in `FoxMixin.attend`."""
+    """Takes the masked path, kernels for decoding or the operator; shapes as in `FoxMixin.attend`."""
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
         if gates.layer is not None and gates.layer.parts:
             return _by_head(query, gates, attention_mask, options)
@@ -49,11 +48,6 @@ def attend(
         length = min(length, attention_mask.shape[1])
         seq_start = first_visible(attention_mask)
         key, value = key[:, :, :length], value[:, :, :length]
-    whole = cu_seqlens is None and seq_start is None and (options["window"] is None or options["window"] >= length)
-    if whole and options["softcap"] is None and options["prune"] is None and divides(query, key, value):
-        out = by_parts(query, key, value, gates.cumulative(), options["scale"], options["sink"])
-        if out is not None:
-            return out
     if cu_seqlens is None and _short_on_cpu(query, key):
         high, low = (x[..., :length] for x in gates.cumulative())
         visible = visible_keys(query.shape[2], length, seq_start, options["window"], query.device)

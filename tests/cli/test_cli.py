@@ -420,22 +420,17 @@ def test_terminals_of_another_encoding_get_a_question_mark_instead_of_an_error()
 @pytest.mark.parametrize(
     ("own", "name", "value"),
     [
-        ({}, "GOMP_SPINCOUNT", "10000"),
-        ({"GOMP_SPINCOUNT": "7"}, "GOMP_SPINCOUNT", "7"),
-        ({"OMP_WAIT_POLICY": "active"}, "GOMP_SPINCOUNT", None),
         ({"WORLD_SIZE": "2"}, "TORCH_CPP_LOG_LEVEL", "ERROR"),
         ({}, "TORCH_CPP_LOG_LEVEL", None),
     ],
 )
 def test_what_torch_reads_as_it_loads_is_set_before(own, name, value):
-    """Spinning on, two threads beside other busy processes trained at a fifth of the speed; asleep at once, they
-    generated at two thirds of it on an idle machine. Where the process that holds torch's store is lost, each of the
-    others would print a C++ stack trace."""
+    """Where the process that holds torch's store is lost, each of the others would print a C++ stack trace."""
     program = (
         "import os, sys\nfrom retrofox.cli import app\nsys.argv = ['retrofox', '--version']\n"
         f"try:\n    app.main()\nexcept SystemExit:\n    print('torch' in sys.modules, os.environ.get({name!r}))"
     )
-    ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCH_CPP_LOG_LEVEL", "WORLD_SIZE")
+    ours = ("TORCH_CPP_LOG_LEVEL", "WORLD_SIZE")
     environment = {key: value for key, value in os.environ.items() if key not in ours}
     done = subprocess.run(fresh_python(program), env={**environment, **own}, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == f"False {value}", done.stderr

@@ -54,7 +54,6 @@ def both(monkeypatch, model, ids, **options) -> tuple[torch.Tensor, torch.Tensor
     assert model.decoded_by == STEP
     with monkeypatch.context() as patch:
         patch.setattr(captured, "DEVICES", ("cuda",))
-        patch.setattr(captured, "steps_serve", lambda *_: False)
         torch.manual_seed(3)
         theirs = model.generate(ids, **copy.copy(options))
         assert "the model is on cpu" in model.decoded_by

@@ -411,7 +411,6 @@ def test_a_decoding_step_copies_nothing_of_the_cache(pico_fox, monkeypatch):
             return out
 
     monkeypatch.setattr(scores, "SHORT_SCORES", 0)
-    monkeypatch.setattr(scores, "divides", lambda *_: False)
     monkeypatch.setattr(scores, "decodes", lambda q, k, v: True)
     monkeypatch.setattr(scores, "decode_attention", lambda q, *_, **__: q.contiguous())
     model = pico_fox(prune=-8.0)

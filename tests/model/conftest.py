@@ -7,11 +7,9 @@ import pytest
 from retrofox.model import scores
 
 
-@pytest.fixture(params=["parts", "bias", "operator"])
+@pytest.fixture(params=["bias", "operator"])
 def path(request, monkeypatch) -> str:
-    """The ways through the attention on a CPU: torch's kernel in parts, SDPA with a bias, and the operator."""
-    if request.param != "parts":
-        monkeypatch.setattr(scores, "divides", lambda *_: False)
+    """The ways through the attention on a CPU: SDPA with a bias, and the operator."""
     if request.param == "operator":
         monkeypatch.setattr(scores, "SHORT_SCORES", 0)
     return request.param

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 from retrofox.model import captured, lean
 
@@ -83,6 +84,28 @@ def test_what_was_touched_is_left_alone(pico_fox, monkeypatch):
     model.model.layers[0].mlp.act_fn = nn.GELU()
     with lean.lean(model) as found:
         assert found == 3 + 4
+
+
+@pytest.mark.parametrize(("name", "left"), [("LlamaMLP", 5), ("LlamaRMSNorm", 4), ("LlamaDecoderLayer", 9)])
+def test_a_patched_class_is_left_alone(pico_fox, monkeypatch, name, left):
+    plain = getattr(modeling_llama, name)
+    own = plain.forward
+    monkeypatch.setattr(plain, "forward", lambda self, *args, **kwargs: own(self, *args, **kwargs))
+    model = pico_fox()
+    with lean.lean(model) as found:
+        assert found == left
+        assert not any("forward" in x.__dict__ for x in model.modules() if type(x) is plain)
+
+
+def test_hooks_of_all_modules_take_transformers_loop(pico_fox, monkeypatch):
+    monkeypatch.setattr(captured, "DEVICES", ("cpu",))
+    model = pico_fox()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        model.generate(torch.arange(2, 20)[None], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=1)
+    finally:
+        handle.remove()
+    assert "hooks on all modules" in model.decoded_by
 
 
 def test_a_captured_step_is_lean(pico_fox, monkeypatch):

@@ -373,7 +373,6 @@ def test_fixed_gates_have_nothing_to_train(pico_fox):
 @pytest.mark.parametrize("sink_tokens", [0, 1])
 def test_pruning_loses_at_most_its_share_of_the_attention(pico_fox, tokens, monkeypatch, sink_tokens):
     monkeypatch.setattr(scores, "SHORT_SCORES", 0)
-    monkeypatch.setattr(scores, "divides", lambda *_: False)
     spec = {"half_life": (0.3, 3.0), "sink_tokens": sink_tokens, "rope": "drop"}
     whole, pruned = pico_fox(**spec), pico_fox(**spec, prune=-8.0)
     seen = []

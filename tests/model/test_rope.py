@@ -114,7 +114,6 @@ MODES = {
 def test_a_dialled_model_is_the_base_with_dialled_frequencies(monkeypatch, kind, mode, path, tokens):
     if path == "operator":
         monkeypatch.setattr(scores, "SHORT_SCORES", 0)
-        monkeypatch.setattr(scores, "divides", lambda *_: False)
     base = make_base(kind)
     model = convert(base, **MODES[mode])
     [fade] = {tuple(module.rotary_fade.fade) for _, module in attentions(model)}
