@@ -42,9 +42,6 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file as a further prompt: for texts too long for a command line.")
     ] = None,
-    context: Annotated[
-        int, typer.Option(help="Processes that share the context, launched as many (torchrun): for long ones.")
-    ] = 1,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -52,10 +49,9 @@ def generate(
     """Continues a prompt and streams the text."""
     from retrofox.generation.generate import generate as run
     from retrofox.loading.trust import trusting_code
-    from retrofox.parallel.launched import is_first, watched
     from retrofox.support.files import text_of
 
-    with trusting_code(trust_remote_code), watched(context, "generate MODEL PROMPT", "no text was finished"):
+    with trusting_code(trust_remote_code):
         result = run(
             model,
             [*(prompt or ()), *(() if prompt_file is None else (text_of(prompt_file),))],
@@ -70,9 +66,8 @@ def generate(
             use_cache=cache,
             chat_template=template,
             evict=evict,
-            context=context,
         )
-    if not stream and is_first():
+    if not stream:
         for text in result["texts"]:
             typer.echo(text)
 

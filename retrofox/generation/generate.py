@@ -18,15 +18,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from retrofox.anatomy import require_known_tokens, vocabulary_size
 from retrofox.config.fields import MOST
-from retrofox.generation import shared
-from retrofox.generation.room import refuse_beams, refuse_room
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.errors import NO_MODEL, first_line
 from retrofox.loading.opened import Opened, open_model
 from retrofox.model.cache import CACHE
 from retrofox.model.captured import rope_kinds
 from retrofox.model.forgetting import ForgettingCache, check_log_eps
-from retrofox.parallel.launched import is_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +50,6 @@ def generate(
     ignore_eos: bool = False,
     echo: bool = False,
     evict: float | None = None,
-    context: int = 1,
     tokenizer: Any = None,
     output: TextIO | None = None,
 ) -> dict[str, Any]:
@@ -76,8 +72,6 @@ def generate(
         echo: write each prompt before its continuation.
         evict: ln of the part of a head's weight that may be missing, below 0: keys that can't matter to a later token
             leave the cache (`retrofox.model.forgetting`). Needs a converted model and prompts of one length.
-        context: processes that share the keys of a text that one GPU can't hold, launched as many (torchrun): all
-            return the same, the first writes. Needs a converted model and prompts of one length.
         output: where the stream goes, None = stdout; the closing line with tokens/s goes to stderr.
 
     Returns:
@@ -87,51 +81,33 @@ def generate(
 
     Raises:
         FileNotFoundError: no such model.
-        ValueError: no prompt, an empty one where the tokenizer has no token to start from, bad options, or less memory
-            than the beams need.
+        ValueError: no prompt, an empty one where the tokenizer has no token to start from, or bad options.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed, evict)
     if evict is not None and (num_beams > 1 or not use_cache):
         raise ValueError("evict drops keys from the cache of one text a row: leave out beams and no-cache")
-    if context < 1:
-        raise ValueError(f"context is the number of processes that share a text, at least 1, got {context}")
-    if context > 1:
-        alone = {"beams": num_beams > 1, "no-cache": not use_cache, "evict": evict is not None, "device": device}
-        device = shared.join_for(context, model, **alone)
-        stream = stream and is_first()
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     cache = None if evict is None else ForgettingCache(opened.model, evict)
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
-    if num_beams > 1:
-        refuse_beams(opened.model, len(prompts), max(map(len, token_ids)), num_beams)
-    if context > 1:
-        refuse_room(opened.model, len(prompts), max_new_tokens, context)
     writer = Writer(opened.tokenizer, output or sys.stdout) if stream else None
     if writer is not None:
         writer.begin(prompts if echo else None, len(prompts))
     meter = Meter(end_tokens(opened), writer)
     started = time.perf_counter()
-    if context > 1:
-        ends = [] if ignore_eos else end_tokens(opened)
-        drawing = {"temperature": temperature, "top_p": top_p, "ends": ends, "streamer": meter}
-        with _seeded(seed, opened.device):
-            generated = shared.complete_shared(opened.model, token_ids, max_new_tokens, **drawing)
-        generated = [_until_end(row, ends) for row in generated]
-    else:
-        generated = complete(
-            opened,
-            token_ids,
-            max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            num_beams=num_beams,
-            seed=seed,
-            use_cache=use_cache,
-            ignore_eos=ignore_eos,
-            streamer=meter if num_beams == 1 else None,
-            cache=cache,
-        )
+    generated = complete(
+        opened,
+        token_ids,
+        max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        num_beams=num_beams,
+        seed=seed,
+        use_cache=use_cache,
+        ignore_eos=ignore_eos,
+        streamer=meter if num_beams == 1 else None,
+        cache=cache,
+    )
     seconds = time.perf_counter() - started
     texts = [opened.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
     if writer is not None:
@@ -145,7 +121,7 @@ def generate(
         "seconds": seconds,
         "first_token_seconds": meter.first_token_seconds(started),
         "tokens_per_second": new_tokens / seconds,
-        "decoded_by": _decoded_by(opened.model, num_beams, context),
+        "decoded_by": getattr(opened.model, "decoded_by", None) if num_beams == 1 else None,
         "cache": None if cache is None else cache.report(),
     }
     if stream:
@@ -293,12 +269,6 @@ def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
         if token in ends:
             return ids[: position + 1]
     return ids
-
-
-def _decoded_by(model: Any, num_beams: int, context: int) -> str | None:
-    if context > 1:
-        return f"{context} processes, each with its part of the keys"
-    return getattr(model, "decoded_by", None) if num_beams == 1 else None
 
 
 def _speed(result: dict[str, Any]) -> str:

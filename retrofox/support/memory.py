@@ -1,4 +1,4 @@
-"""Memory in use, its peak, and what is free."""
+"""Memory in use, and its peak."""
 
 from __future__ import annotations
 
@@ -15,14 +15,6 @@ def bytes_in_use(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return psutil.Process().memory_info().rss
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still have: on a GPU also those that its allocator keeps for later."""
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
-    return psutil.virtual_memory().available
 
 
 def reset_peak(device: torch.device) -> int:
