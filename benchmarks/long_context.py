@@ -1,18 +1,18 @@
-"""Memory and tokens a second against the length of the context: a cache that forgets, the full cache, the base.
+"""Memory and tokens a second against the length of the context: the converted model beside its base.
 
-    python benchmarks/long_context.py [--model DIR] [--lengths 8192,32768,131072,524288,1048576] [--evict -10]
-        [--contenders evict,full,base,base-static] [--prefill 131072] [--new 320] [--seconds 280] [--cell-seconds 90]
+    python benchmarks/long_context.py [--model DIR] [--lengths 8192,32768,131072,524288,1048576]
+        [--contenders full,base,base-static] [--prefill 131072] [--new 320] [--seconds 280] [--cell-seconds 90]
         [--out benchmarks/long-context.json]
 
 Without --model (a converted directory): SmolLM2-135M's shapes with random weights of deviation 0.02 and half-lives of
-16 to 16384 tokens, which says what memory and time are, not what text comes out. The text is random tokens. `evict`
-and `full` prefill 8192 tokens at a time and decode from a captured step; `base` is the unconverted model with its
+16 to 16384 tokens, which says what memory and time are, not what text comes out. The text is random tokens. `full`
+prefills 8192 tokens at a time and decodes from a captured step; `base` is the unconverted model with its
 dynamic cache, its prompt in one piece, and `base-static` with transformers' static cache, compiled, which is never
 read but filled, as below. `prefill_s` is the time to the first token, `tokens_per_second` the median of
 later ones, `cache_gb` what keys, values and gates take after the last, `peak_gb` the most that was allocated.
 
 Contexts of more than --prefill tokens are not read: each layer's cache is filled with the keys, values and gates that
-its projections make of random vectors, 8192 tokens at a time and forgetting in between, which takes seconds where a
+its projections make of random vectors, 8192 tokens at a time, which takes seconds where a
 prefill's time grows with the square of the length. Such rows have no `prefill_s`.
 
 A length that doesn't fit is written down as its error, and so is a measurement that took longer than --cell-seconds or
@@ -41,12 +41,11 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 import retrofox
 from retrofox.generation.generate import PREFILL
 from retrofox.model.cache import CACHE, GateCache
-from retrofox.model.forgetting import ForgettingCache, ForgettingLayer
 
 ROOT = Path(__file__).resolve().parent.parent
 FOX = {"rope": "partial", "max_wavelength": 1400, "half_life": (16.0, 16384.0), "sink_tokens": 1}
-CONTENDERS = ("evict", "full", "base", "base-static")
-WARM = 280  # tokens before steps are timed: captured by then, and looked at once for what can be dropped
+CONTENDERS = ("full", "base", "base-static")
+WARM = 280  # tokens before steps are timed: captured by then
 
 
 class Arrivals:
@@ -78,9 +77,8 @@ def held(cache: Any) -> int:
     """Bytes of the tokens that a cache holds."""
     total = 0
     for layer in cache.layers:
-        for part in getattr(layer, "parts", None) or [layer]:
-            tensors = (part.keys, part.values, getattr(part, "sums", None))
-            total += sum(x.numel() * x.element_size() for x in tensors if x is not None)
+        tensors = (layer.keys, layer.values, getattr(layer, "sums", None))
+        total += sum(x.numel() * x.element_size() for x in tensors if x is not None)
     return total
 
 
@@ -103,8 +101,6 @@ def fill(model: Any, cache: Any, length: int) -> None:
                 continue
             gates = GateCache(cache, attention.log_f(x), x)
             gates.update(k, v, number)
-            if isinstance(gates.layer, ForgettingLayer):
-                gates.layer.forget()
 
 
 def measure(built: dict[str, Any], contender: str, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -112,10 +108,8 @@ def measure(built: dict[str, Any], contender: str, length: int, arguments: argpa
     cuda = model.device.type == "cuda"
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, model.config.vocab_size, (1, length), generator=generator).to(model.device)
-    if contender == "evict":
-        cache: Any = ForgettingCache(model, arguments.evict)
-    elif contender == "base-static":
-        cache = StaticCache(config=model.config, max_cache_len=length + arguments.new + 1)
+    if contender == "base-static":
+        cache: Any = StaticCache(config=model.config, max_cache_len=length + arguments.new + 1)
     else:
         cache = DynamicCache(config=model.config)
     arrivals = Arrivals()
@@ -146,9 +140,6 @@ def measure(built: dict[str, Any], contender: str, length: int, arguments: argpa
         result["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     if not contender.startswith("base"):
         result["decoded_by"] = model.decoded_by
-    if contender == "evict":
-        report = cache.report()
-        result |= {"kept_share": report["kept_share"], "kept": report["kept"]}
     return result
 
 
@@ -188,7 +179,6 @@ def draw(report: dict[str, Any], out: Path) -> None:
 
 
 LABELS = {
-    "evict": "retrofit, forgetting",
     "full": "retrofit, full cache",
     "base": "base, dynamic cache",
     "base-static": "base, static cache, compiled",
@@ -196,7 +186,7 @@ LABELS = {
 
 
 def show(report: dict[str, Any]) -> None:
-    columns = ("prefill_s", "tokens_per_second", "cache_gb", "peak_gb", "kept_share")
+    columns = ("prefill_s", "tokens_per_second", "cache_gb", "peak_gb")
     print(f"{'context':>10} {'':6}" + "".join(f"{c:>19}" for c in columns))
     for length, row in report["lengths"].items():
         for name, cell in row.items():
@@ -212,7 +202,6 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--lengths", default="8192,32768,131072,524288,1048576")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
-    parser.add_argument("--evict", type=float, default=-10.0)
     parser.add_argument("--prefill", type=int, default=131072, help="most tokens to prefill; more are filled in")
     parser.add_argument("--new", type=int, default=320)
     parser.add_argument(
@@ -231,7 +220,7 @@ def main() -> None:
     started, built = time.perf_counter(), models(arguments)
     device = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
     settings = {"device": device, "dtype": arguments.dtype, "model": Path(arguments.model or "random weights").name,
-                "evict": arguments.evict, "fox": built["fox"].config.fox}  # fmt: skip
+                "fox": built["fox"].config.fox}  # fmt: skip
     report: dict[str, Any] = {**provenance(), **settings, "new": arguments.new, "lengths": {}}
     report = json.loads(json.dumps(report))
     if arguments.out.is_file():

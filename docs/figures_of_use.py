@@ -107,7 +107,6 @@ def decoding() -> str:
 def long_context() -> str:
     """Prefill, tokens a second and cache against the context, from benchmarks/long-context.json."""
     names = {
-        "evict": "retrofit, forgetting",
         "full": "retrofit, full cache",
         "base": "base, dynamic cache",
         "base-static": "base, static cache, compiled",
@@ -116,10 +115,9 @@ def long_context() -> str:
     for length, found in read("long-context.json")["lengths"].items():
         for name, row in found.items():
             if "cache_gb" in row:
-                kept = f"{row['kept_share']:.0%}" if "kept_share" in row else "100%"
                 columns = {"prefill_s": ".1f", "tokens_per_second": ".0f"}
                 values = [format(row[c], f) if c in row else "-" for c, f in columns.items()]
                 memory = [f"{row[c]:.2f}" if c in row else "-" for c in ("cache_gb", "peak_gb")]
-                rows.append([f"{int(length):,}", names[name], *values, kept, *memory])
-    header = ["context", "model", "prefill, s", "tokens/s", "keys kept", "cache, GB", "peak memory, GB"]
+                rows.append([f"{int(length):,}", names[name], *values, *memory])
+    header = ["context", "model", "prefill, s", "tokens/s", "cache, GB", "peak memory, GB"]
     return table(header, rows, left=2)

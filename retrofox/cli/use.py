@@ -11,15 +11,6 @@ import typer
 from retrofox.cli.options import MODEL, Device, Dtype, TrustRemoteCode
 from retrofox.cli.tokens import METAVAR, count
 
-Evict = Annotated[
-    float | None,
-    typer.Option(
-        metavar="LN_EPS",
-        help="Drop keys that cannot matter any more: ln of the weight that may be missing, such as -10.",
-        show_default=False,
-    ),
-]
-
 
 def generate(
     model: Annotated[str, typer.Argument(help=MODEL)],
@@ -38,7 +29,6 @@ def generate(
         bool, typer.Option("--stream/--no-stream", help="Print tokens as they come (one prompt).")
     ] = True,
     template: Annotated[bool, typer.Option("--chat-template", help="Wrap each prompt in the chat template.")] = False,
-    evict: Evict = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="A UTF-8 text file as a further prompt: for texts too long for a command line.")
     ] = None,
@@ -65,7 +55,6 @@ def generate(
             dtype=dtype,
             use_cache=cache,
             chat_template=template,
-            evict=evict,
         )
     if not stream:
         for text in result["texts"]:
@@ -82,7 +71,6 @@ def chat(
         typer.Option(help="Sample from the smallest set with this probability. [default: 0.95]", show_default=False),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling; needs a temperature.")] = None,
-    evict: Evict = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -93,7 +81,7 @@ def chat(
 
     options = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
     with trusting_code(trust_remote_code):
-        run(model, **options, seed=seed, evict=evict, device=device, dtype=dtype)
+        run(model, **options, seed=seed, device=device, dtype=dtype)
 
 
 def push(

@@ -15,7 +15,6 @@ from transformers.generation.streamers import BaseStreamer
 from retrofox.generation.generate import render
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.opened import Opened, open_model
-from retrofox.model.forgetting import ForgettingCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,11 +34,9 @@ class ChatSession:
     Attributes:
         messages: the conversation, {"role", "content"} each.
         reused_tokens: tokens of the last turn's prompt that came from the cache.
-        evict: as in `generate`; a cache that has dropped what a shorter text may need is made anew.
     """
 
-    def __init__(self, opened: Opened, system: str | None = None, evict: float | None = None):
-        self.evict = evict
+    def __init__(self, opened: Opened, system: str | None = None):
         if not getattr(opened.tokenizer, "chat_template", None):
             raise ValueError(
                 f"the tokenizer of {opened.source} has no chat template, so it can't be chatted with; "
@@ -55,8 +52,7 @@ class ChatSession:
         self.drop_cache()
 
     def drop_cache(self) -> None:
-        model = self.opened.model
-        self.cache = DynamicCache(config=model.config) if self.evict is None else ForgettingCache(model, self.evict)
+        self.cache = DynamicCache(config=self.opened.model.config)
         self.cached_ids: list[int] = []
         self.reused_tokens = 0
 
@@ -96,7 +92,6 @@ def chat(
     seed: int | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    evict: float | None = None,
     tokenizer: Any = None,
     read: Callable[[str], str] = input,
     output: TextIO | None = None,
@@ -104,16 +99,16 @@ def chat(
     """Talks with a model turn by turn until /exit, end of input or Ctrl-C; returns the conversation.
 
     /reset starts over; Ctrl-C while the model writes stops that answer. `read` asks for a line, as `input` does. top_p
-    is 0.95 where none is given and tokens are drawn. evict as in `generate`.
+    is 0.95 where none is given and tokens are drawn.
 
     Raises:
         ValueError: the tokenizer has no chat template, or bad options.
     """
     if top_p is None:
         top_p = 1.0 if temperature == 0 else 0.95
-    _check([system or ""], max_new_tokens, temperature, top_p, 1, seed, evict)
+    _check([system or ""], max_new_tokens, temperature, top_p, 1, seed)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
-    session, place = ChatSession(opened, system, evict), output or sys.stdout
+    session, place = ChatSession(opened, system), output or sys.stdout
     print("/reset starts over, /exit or Ctrl-D ends", file=sys.stderr)
     turn = 0
     while (text := _ask(read)) is not None:
@@ -141,8 +136,6 @@ def chat(
         seconds = time.perf_counter() - started
         rate = meter.count / seconds
         reused = f"{session.reused_tokens} prompt tokens from the cache"
-        if isinstance(session.cache, ForgettingCache):
-            reused += f", {session.cache.report()['kept_share']:.0%} kept a head"
         print(f"[{meter.count} tokens, {rate:.1f} tokens/s, {reused}]", file=sys.stderr)
         turn += 1
     return session.messages

@@ -23,7 +23,6 @@ from retrofox.loading.errors import NO_MODEL, first_line
 from retrofox.loading.opened import Opened, open_model
 from retrofox.model.cache import CACHE
 from retrofox.model.captured import rope_kinds
-from retrofox.model.forgetting import ForgettingCache, check_log_eps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +48,6 @@ def generate(
     chat_template: bool = False,
     ignore_eos: bool = False,
     echo: bool = False,
-    evict: float | None = None,
     tokenizer: Any = None,
     output: TextIO | None = None,
 ) -> dict[str, Any]:
@@ -70,25 +68,19 @@ def generate(
         chat_template: treat each prompt as a user's message and apply the tokenizer's chat template.
         ignore_eos: continue to max_new_tokens past the end-of-text token.
         echo: write each prompt before its continuation.
-        evict: ln of the part of a head's weight that may be missing, below 0: keys that can't matter to a later token
-            leave the cache (`retrofox.model.forgetting`). Needs a converted model and prompts of one length.
         output: where the stream goes, None = stdout; the closing line with tokens/s goes to stderr.
 
     Returns:
         {"texts", "token_ids" (new ones), "prompt_tokens", "new_tokens", "seconds", "first_token_seconds" (None for
-        beams), "tokens_per_second", "decoded_by" (a captured step, or why not; None for beams and base models),
-        "cache" (what is kept of it, None without evict)}.
+        beams), "tokens_per_second", "decoded_by" (a captured step, or why not; None for beams and base models)}.
 
     Raises:
         FileNotFoundError: no such model.
         ValueError: no prompt, an empty one where the tokenizer has no token to start from, or bad options.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed, evict)
-    if evict is not None and (num_beams > 1 or not use_cache):
-        raise ValueError("evict drops keys from the cache of one text a row: leave out beams and no-cache")
+    _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
-    cache = None if evict is None else ForgettingCache(opened.model, evict)
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
     writer = Writer(opened.tokenizer, output or sys.stdout) if stream else None
     if writer is not None:
@@ -106,7 +98,6 @@ def generate(
         use_cache=use_cache,
         ignore_eos=ignore_eos,
         streamer=meter if num_beams == 1 else None,
-        cache=cache,
     )
     seconds = time.perf_counter() - started
     texts = [opened.tokenizer.decode(ids, skip_special_tokens=True) for ids in generated]
@@ -122,7 +113,6 @@ def generate(
         "first_token_seconds": meter.first_token_seconds(started),
         "tokens_per_second": new_tokens / seconds,
         "decoded_by": getattr(opened.model, "decoded_by", None) if num_beams == 1 else None,
-        "cache": None if cache is None else cache.report(),
     }
     if stream:
         print(_speed(result), file=sys.stderr)
@@ -155,9 +145,6 @@ def complete(
         pad = ends[0] if ends else 0
     longest = max(len(ids) for ids in token_ids)
     whole = all(len(ids) == longest for ids in token_ids)
-    if isinstance(cache, ForgettingCache) and not whole:
-        lengths = sorted({len(ids) for ids in token_ids})
-        raise ValueError(f"evict takes prompts of one length, got {lengths} tokens: give them one by one")
     require_known_tokens(opened.model, max(max(ids) for ids in token_ids))
     ids = torch.full((len(token_ids), longest), pad, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -224,7 +211,6 @@ def _check(
     top_p: float,
     num_beams: int,
     seed: int | None,
-    evict: float | None,
 ) -> None:
     if not prompts:
         raise ValueError("no prompt given")
@@ -245,8 +231,6 @@ def _check(
         raise ValueError(f"seed must lie between -2^63 and 2^63 - 1, got {seed}")
     if seed is not None and temperature == 0:
         raise ValueError(f"seed {seed} has no effect on greedy decoding: give a temperature above 0 too")
-    if evict is not None:
-        check_log_eps(evict)
 
 
 def _encode(tokenizer: Any, prompt: str, chat_template: bool) -> list[int]:
@@ -274,11 +258,9 @@ def _until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
 def _speed(result: dict[str, Any]) -> str:
     first = result["first_token_seconds"]
     after = "" if first is None else f", first token after {first:.2f} s"
-    cache = result["cache"]
-    kept = "" if cache is None else f", {cache['kept_share']:.0%} of {cache['seen']} tokens kept a head"
     return (
         f"[{result['new_tokens']} tokens in {result['seconds']:.2f} s, {result['tokens_per_second']:.1f} tokens/s"
-        f"{after}, prompt {result['prompt_tokens']} tokens{kept}]"
+        f"{after}, prompt {result['prompt_tokens']} tokens]"
     )
 
 

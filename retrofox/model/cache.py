@@ -42,7 +42,6 @@ class GrowingLayer(DynamicLayer):
     """
 
     clock: Any = None  # of a `fixed.FixedLayer`
-    parts: Any = ()  # of a `forgetting.ForgettingLayer`
     reserve = 0  # tokens to have room for from the first on
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -56,8 +55,6 @@ class GrowingLayer(DynamicLayer):
         self.sums: Any = None
         self._rooms: list[torch.Tensor] = []  # keys, values and sums, each (B, heads, tokens that fit, width)
         self._length, self._writable = 0, False
-        self._bound: torch.Tensor | None = None
-        self._bounded = 0  # tokens that the bound covers
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
         log_f, head_dim = kwargs.get("log_f"), kwargs.get("head_dim", key_states.shape[-1])
@@ -68,9 +65,7 @@ class GrowingLayer(DynamicLayer):
         self._check(key_states)
         end = self._length + key_states.shape[2]
         if self._fits(end) and appends(key_states, value_states, log_f):
-            bound = self._bound if self._bounded == self._length else None
-            append(self._rooms, self._length, key_states, value_states, log_f, bound, head_dim)
-            self._bounded = end if bound is not None else self._bounded
+            append(self._rooms, self._length, key_states, value_states, log_f, None, head_dim)
             self._show(end)
         else:
             self._append([key_states, value_states, self._continued(log_f)], end)
@@ -134,7 +129,7 @@ class GrowingLayer(DynamicLayer):
         self._show(end)
 
     def _show(self, length: int) -> None:
-        self._length, self._bounded = length, min(self._bounded, length)
+        self._length = length
         self.keys, self.values, self.sums = (room.narrow(2, 0, length) for room in self._rooms)
 
     def _each(self, change: Any) -> None:
@@ -142,7 +137,6 @@ class GrowingLayer(DynamicLayer):
         if self._rooms:
             self._check_length()
             self._rooms = [change(room) for room in self._rooms]
-            self._bound = None if self._bound is None else change(self._bound)
             self._writable = not torch.is_grad_enabled()
             self._show(self._length)
 
@@ -173,19 +167,6 @@ class GrowingLayer(DynamicLayer):
         """c as (rounded, what that lost), each (B, H, S) float32."""
         high, low = self.sums[..., 0].chunk(2, 1)
         return high, low
-
-    def key_bound(self, head_dim: int) -> torch.Tensor:
-        """(B, Hkv) float32, at least |k_j| for every key j; only keys that are new since the last call are read.
-
-        Cropped keys still count: the bound holds, though less tightly.
-        """
-        if self._bounded < self._length:
-            new = self.keys.detach()[:, :, self._bounded :, :head_dim]
-            bound = torch.linalg.vector_norm(new, dim=-1, dtype=torch.float32).amax(-1)
-            self._bound = bound if self._bound is None else torch.maximum(self._bound, bound)
-            self._bounded = self._length
-        assert self._bound is not None, "only a cache with keys has a bound on them"
-        return self._bound
 
 
 class GateCache:
@@ -281,7 +262,7 @@ class GateCache:
         """(B, Hkv, width): the last `width` channels of the newest cached token, None when the cache is empty."""
         layers = () if self._cache is None else self._cache.layers
         own = layers[layer_idx] if layer_idx < len(layers) else None
-        if isinstance(own, GrowingLayer) and (own.clock is not None or own.parts):
+        if isinstance(own, GrowingLayer) and own.clock is not None:
             return own.newest(width)  # type: ignore[attr-defined]
         if layer_idx >= len(layers) or getattr(layers[layer_idx], "keys", None) is None:
             return None

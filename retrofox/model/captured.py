@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from .cache import CACHE, GrowingLayer
-from .fixed import LEAST_ROOM, SHIFT_EVERY, Bank, Clock, FixedLayer, FixedParts
+from .fixed import LEAST_ROOM, SHIFT_EVERY, Bank, Clock, FixedLayer
 from .lean import ALONE, has_global_hooks, lean
 from .masks import first_visible
 
@@ -91,14 +91,10 @@ def rope_kinds(config: Any) -> set[str]:
 
 
 def _fixable(cache: Any) -> bool:
-    if (
-        not isinstance(cache, DynamicCache)
-        or type(cache).__name__ not in ("DynamicCache", "ForgettingCache")
-        or getattr(cache, "offloading", False)
-    ):
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return False
     names = {type(layer).__name__ for layer in cache.layers}
-    return names <= {"GrowingLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "ForgettingLayer"}
+    return names <= {"GrowingLayer", "DynamicLayer", "DynamicSlidingWindowLayer"}
 
 
 @torch.no_grad()
@@ -326,14 +322,8 @@ class Decoding:
         self.sources, self.windows = list(self.cache.layers), {}
         assert self.cache.get_seq_length() == self.fed, "the first token's loop has filled the cache"
         fixed = []
-        parts = sum(2 * len(source.dropped) for source in self.sources if getattr(source, "parts", ()))
-        self.bank = Bank(parts + len(self.sources), self.fed, self.tokens.device)
+        self.bank = Bank(len(self.sources), self.fed, self.tokens.device)
         for source, attention in zip(self.sources, attentions, strict=True):
-            if getattr(source, "parts", ()):
-                if None not in self.clocks:
-                    self.clocks[None] = Clock(self.bank, self.fed, 0, None)
-                fixed.append(FixedParts(source, self.clocks[None], self.bank, self.room))
-                continue
             window = None if isinstance(source, GrowingLayer) else source.sliding_window
             held = source.keys.shape[2]
             if window not in self.clocks:
@@ -343,10 +333,6 @@ class Decoding:
                 room = self.windows[window] = min(self.room, window + 2 + max(SHIFT_EVERY, window // 4))
             layer = FixedLayer(source, clock, room, attention.num_fox_heads, attention.head_dim)
             fixed.append(layer)
-        for layer, attention in zip(fixed, attentions, strict=True):
-            if attention.prune is not None and attention.mode != "original":
-                for part in layer.parts or [layer]:
-                    part.bound_keys()
         self.cache.layers[:] = fixed
         self._see()
         return self
@@ -360,22 +346,12 @@ class Decoding:
 
     def _see(self) -> None:
         """Sets how much of the rooms a step reads."""
-        self.forgetting = [layer for layer in self.cache.layers if layer.parts]
-        for layer in self.forgetting:
-            layer.see()
         for window, clock in self.clocks.items():
-            rooms = [layer.room for layer in self.cache.layers if layer.clock is clock and not layer.parts]
-            if not rooms:
-                clock.reads = self.room
-                continue
+            rooms = [layer.room for layer in self.cache.layers if layer.clock is clock]
             clock.reads = min(*rooms, self.windows[window] if window else reads_for(clock.tokens + 1), rooms[0])
 
     def _make_room(self) -> None:
         """Before a step: rooms, and what is read of them, must take one more token."""
-        split = [layer.drop() for layer in self.forgetting]
-        if any(split) or any(layer.full() for layer in self.forgetting):
-            self.graph, self.warm = None, False
-            self._see()
         for window, clock in self.clocks.items():
             if clock.tokens < clock.reads:
                 continue
@@ -405,8 +381,7 @@ class Decoding:
         if not choice.captures:
             choice.from_host(self.logits)
         self.fed += 1
-        clocks = [*self.clocks.values(), *(part.clock for layer in self.forgetting for part in layer.parts)]
-        for clock in clocks:
+        for clock in self.clocks.values():
             clock.tokens += 1
 
     def _run(self, choice: Choice) -> None:

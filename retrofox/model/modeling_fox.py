@@ -32,7 +32,6 @@ from .attention import NEW_MODULES, PAGED, FoxMixin, refuse_paged
 from .cache import CACHE
 from .captured import decode
 from .configuration_fox import SUPPORTED, FoxSpec
-from .forgetting import ForgettingCache
 from .fused import fused_forward, is_plain, unrotated, with_rotary
 from .gates import AddedModule
 from .pro import calibrate_norms
@@ -45,7 +44,6 @@ REMOTE_FILES = (
     "cache.py",
     "captured.py",
     "fixed.py",
-    "forgetting.py",
     "forgetting_eager.py",
     "fused.py",
     "gates.py",
@@ -122,10 +120,6 @@ class FoxPreTrained:
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """Greedy decoding and sampling of `generate`, from a captured step where it can be; see `captured.decode`."""
         return decode(self, super()._sample, *args, **kwargs)  # type: ignore[misc]
-
-    def forgetting_cache(self, log_eps: float) -> ForgettingCache:
-        """A cache for `generate` that drops keys no later token can give weight to; see `forgetting`."""
-        return ForgettingCache(self, log_eps)
 
     def set_annealed_tokens(self, tokens: int) -> None:
         """Moves the rotary dial of an annealing model to `tokens` training tokens; saved with the config."""

@@ -35,11 +35,7 @@ def attend(
 ) -> torch.Tensor:
     """Takes the masked path, kernels for decoding or the operator; shapes as in `FoxMixin.attend`."""
     if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
-        if gates.layer is not None and gates.layer.parts:
-            return _by_head(query, gates, attention_mask, options)
         return _masked(query, key, value, gates.cumulative(), attention_mask, options)
-    if gates.layer is not None and gates.layer.parts:
-        return _by_head(query, gates, attention_mask, options)
     if gates.layer is not None and gates.layer.clock is not None:
         return _at_clock(query, key, value, gates.layer, options)
     seq_start = None
@@ -55,9 +51,8 @@ def attend(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     layer = gates.layer
     if layer is not None and not SLOW_PATH and decodes(q, k, v):
-        bound = None if options["prune"] is None else layer.key_bound(query.shape[-1])
         high, low = (x[..., :length] for x in layer.cumulative())
-        return decode_attention(q, k, v, high, low, seq_start=seq_start, k_bound=bound, **options)
+        return decode_attention(q, k, v, high, low, seq_start=seq_start, **options | {"prune": None})
     log_f = gates.log_f[:, :length]
     if cu_seqlens is None:
         return cast(torch.Tensor, forgetting_attention(q, k, v, log_f, seq_start=seq_start, **options))
@@ -79,26 +74,6 @@ def attend_locally(
     return attend(query, key, value, GateCache(None, log_f), None, cu_seqlens, options)
 
 
-def _by_head(
-    query: torch.Tensor, gates: GateCache, attention_mask: torch.Tensor | None, options: dict[str, Any]
-) -> torch.Tensor:
-    """Attention to a cache that kept other keys for each kv head; then keys without any weight left are dropped."""
-    layer: Any = gates.layer
-    if attention_mask is not None and attention_mask.numel():
-        raise ValueError(
-            "a cache that forgets takes whole rows: prompts of one length without padding, one after the other"
-        )
-    outputs, width = [], query.shape[-1]
-    sizes = [part.keys.shape[1] for part in layer.parts]
-    heads = [n * (query.shape[1] // sum(sizes)) for n in sizes]
-    for part, q, log_f in zip(layer.parts, query.split(heads, 1), gates.new_log_f.split(heads, -1), strict=True):
-        view = GateCache(None, log_f, gates.hidden_states, gates.position_ids)
-        view.layer = part
-        outputs.append(attend(q, part.keys[..., :width], part.values, view, None, None, options))
-    layer.forget()
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-
-
 def _at_clock(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: GrowingLayer, options: dict[str, Any]
 ) -> torch.Tensor:
@@ -106,8 +81,7 @@ def _at_clock(
     clock, (high, low) = layer.clock, layer.cumulative()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if decodes_at(q, k):
-        bound = None if options["prune"] is None else layer.key_bound(query.shape[-1])
-        return decode_at(q, k, v, high, low, clock.length, seq_start=clock.seq_start, k_bound=bound, **options)
+        return decode_at(q, k, v, high, low, clock.length, seq_start=clock.seq_start, **options | {"prune": None})
     return _masked(query, key, value, (high, low), visible_at(clock, query.shape[2], options["window"]), options)
 
 

@@ -14,7 +14,7 @@ import retrofox
 from retrofox.generation.chat import ChatSession
 from retrofox.generation.generate import generate
 from retrofox.loading.opened import open_model
-from retrofox.model import captured, fixed, forgetting
+from retrofox.model import captured, fixed
 from retrofox.model.cache import CACHE
 
 STEP = "the step of a captured graph, uncaptured on a CPU"
@@ -266,61 +266,3 @@ def test_an_interruption_leaves_a_cache_that_goes_on(pico_fox, fixed_on_cpu):
     assert not any(isinstance(x, fixed.FixedLayer) for x in cache.layers)
     again = model.generate(whole[:, : kept + 1], **{CACHE: cache}, **OPTIONS | {"max_new_tokens": 43 - kept})
     assert torch.equal(again, whole)
-
-
-@pytest.mark.parametrize(
-    "spec", [{}, {"sink_tokens": 3, "prune": -6.0, "log_n": 16}, {"pro": ("k-shift", "v-shift")}], ids=str
-)
-def test_a_cache_that_forgets_is_decoded_by_the_same_step(pico_fox, fixed_on_cpu, spec):
-    """Tokens, what is kept of each head, and what a further call makes of it."""
-    fixed_on_cpu.setattr(forgetting, "PAGE", 4)
-    fixed_on_cpu.setattr(forgetting, "EVERY", 4)
-    fixed_on_cpu.setattr(fixed, "PART_ROOM", 7)  # rooms fill within the text
-    model, ids = pico_fox(half_life=(1.0, 1.2), config={"initializer_range": 0.1}, **spec), tokens(2, 150)
-    seen = []
-    for devices in (("cpu",), ()):
-        fixed_on_cpu.setattr(captured, "DEVICES", devices)
-        cache: Any = forgetting.ForgettingCache(model, -9.0)
-        text = model.generate(ids, **{CACHE: cache}, **OPTIONS | {"max_new_tokens": 60})
-        assert (model.decoded_by == STEP) == bool(devices)
-        report = cache.report()
-        assert report["seen"] == cache.get_seq_length() == 209
-        assert report["kept_share"] < 0.9
-        text = torch.cat([text, tokens(2, 5)], 1)
-        seen.append((model.generate(text, **{CACHE: cache}, **OPTIONS), report["kept"]))
-    assert torch.equal(seen[0][0], seen[1][0])
-    for ours, theirs in zip(seen[0][1], seen[1][1], strict=True):  # looked at one token earlier, at most
-        assert all(abs(a - b) <= 8 for a, b in zip(ours, theirs, strict=True))
-
-
-def test_parts_split_between_captured_steps(pico_fox, fixed_on_cpu):
-    """A prompt too short to forget anything of: the one part splits while tokens are decoded, and the text is the same.
-
-    Gates of the first kv head's queries are shut, the others open.
-    """
-    fixed_on_cpu.setattr(forgetting, "PAGE", 4)
-    fixed_on_cpu.setattr(forgetting, "EVERY", 4)
-    fixed_on_cpu.setattr(fixed, "PART_ROOM", 7)
-    model, ids = pico_fox(prune=-6.0, config={"initializer_range": 0.1}), tokens(2, 10)
-    for layer in model.model.layers:
-        with torch.no_grad():
-            layer.self_attn.forget_gate.weight.zero_()
-            layer.self_attn.forget_gate.bias.copy_(torch.tensor([-2.0, -2.0, 12.0, 12.0]))
-    sizes, drop = [], fixed.FixedParts.drop
-
-    def noted(self):
-        changed = drop(self)
-        sizes.append((changed, len(self.parts)))
-        return changed
-
-    fixed_on_cpu.setattr(fixed.FixedParts, "drop", noted)
-    cache: Any = forgetting.ForgettingCache(model, -9.0)
-    options = OPTIONS | {"max_new_tokens": 60}
-    text = model.generate(ids, **{CACHE: cache}, **options)
-    assert model.decoded_by == STEP
-    assert (True, 2) in sizes
-    assert sizes[0] == (False, 1)
-    assert torch.equal(text, model.generate(ids, **options))
-    first, second = cache.report()["kept"][0]
-    assert first < 40
-    assert second == 69
