@@ -57,7 +57,7 @@ class FoxMixin(nn.Module):
         heads = config.num_attention_heads
         self.mode = "fox"
         self.log_n = spec.log_n
-        self.prune = spec.prune
+        self.prune, self.horizon = spec.prune, spec.horizon
         self.sink_tokens = spec.sink_tokens
         self.window = _window(self, config)
         self.num_fox_heads = heads
@@ -86,6 +86,9 @@ class FoxMixin(nn.Module):
         forward, cos_sin = self._rotary(position_embeddings, kwargs.get("position_ids"), hidden_states)
         projections = self._projections(forward, hidden_states, cos_sin)
         log_f = self.log_f(hidden_states) if projections is None else projections.log_f
+        hidden_tokens = kwargs.pop("hidden_tokens", None)
+        if hidden_tokens is not None:
+            log_f = log_f.masked_fill(hidden_tokens[..., None], 0.0)
         cache = kwargs.pop("cache", past_key_values)
         gates = GateCache(cache, log_f, hidden_states, kwargs.get("position_ids"))
         stand_in: Any = self
@@ -181,6 +184,7 @@ class FoxMixin(nn.Module):
             "sink": self.sink_tokens if sliding_window is None else 0,
             "softcap": softcap,
             "prune": None if self.mode == "original" else self.prune,
+            "horizon": self.horizon if self.mode in ("fox", "shuffled") else None,
         }
         if shards is None:
             output = attend(query, key, value, gates, attention_mask, cu_seqlens, options)

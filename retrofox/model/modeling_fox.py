@@ -254,24 +254,34 @@ class FoxModelMixin(FoxPreTrained):
     ):
         """As the base model's forward; packed documents by restarting position_ids or by `cu_seqlens`.
 
+        Tokens that a 2D attention mask hides don't decay what lies before them: their log f is 0.
+
         Args:
             past_key_values: the cache; `cache`, as transformers calls it from 5.24 on, says the same.
-            position_ids: (B, T); where they restart without an attention mask and a cache, a new document starts. None
-                = counted from each document's start where `cu_seqlens` tells it.
-            cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included.
+            position_ids: (B, T); where they restart, p[t + 1] <= p[t], a new document starts, unless there is a cache.
+                Positions that skip forward stay in their document. None = counted from each document's start where
+                `cu_seqlens` tells it.
+            cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included;
+                `cu_seq_lens_q` and `cu_seq_lens_k`, as transformers and TRL call them, say the same.
             shards: what this process holds of rows that several processes share, and how attention finds the rest
                 (`retrofox.parallel.shards.Shards`); it knows the documents, position_ids count from their starts.
 
         Raises:
-            ValueError: cu_seqlens together with an attention mask or a filled cache; shards with any of these.
+            ValueError: cu_seqlens together with a mask that hides tokens or a filled cache; cu_seq_lens that differ; a
+                mask with a hole inside a packed document; shards with any of these.
         """
         if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
             raise ValueError("Forgetting Attention never forms attention weights: output_attentions must be False")
         cache = kwargs.pop("cache", past_key_values)
         refuse_paged(cache)
-        cached = cache is not None and cache.get_seq_length() > 0
-        if cu_seqlens is not None and (cached or attention_mask is not None):
-            raise ValueError("cu_seqlens (packed documents) excludes attention_mask and a filled key/value cache")
+        past = 0 if cache is None else int(cache.get_seq_length())
+        cu_seqlens = _told_documents(cu_seqlens, kwargs)
+        source: Any = input_ids if input_ids is not None else inputs_embeds
+        length = source.shape[1]
+        hidden = _hidden_tokens(attention_mask, past, length)
+        flat = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2)
+        if cu_seqlens is not None and (past or hidden is not None or not flat):
+            raise ValueError("cu_seqlens (packed documents) excludes a mask that hides tokens and a filled cache")
         if shards is not None:
             if attention_mask is not None or cu_seqlens is not None or cache is not None or use_cache:
                 raise ValueError("rows shared between processes take position_ids only: no mask, cu_seqlens or cache")
@@ -279,19 +289,22 @@ class FoxModelMixin(FoxPreTrained):
                 raise ValueError("rows shared between processes need position_ids, counted from each document's start")
             kwargs["shards"], use_cache = shards, False
             attention_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=position_ids.device)
-        source: Any = input_ids if input_ids is not None else inputs_embeds
-        if cu_seqlens is None and attention_mask is None and position_ids is not None and cache is None:
-            cu_seqlens = _document_starts(position_ids, source.shape[0])
+        if cu_seqlens is None and flat and position_ids is not None and cache is None:
+            cu_seqlens = _document_starts(position_ids, source.shape[0], hidden)
+            if attention_mask is None:  # transformers takes positions that skip for documents where it gets no mask
+                attention_mask = torch.ones(source.shape[:2], dtype=torch.bool, device=source.device)
         if position_ids is None and cu_seqlens is not None:
             position_ids = _positions_in_documents(cu_seqlens, *source.shape[:2])
         padded = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
-        if position_ids is None and padded and self.config.fox["log_n"] is not None:
+        if cu_seqlens is None and position_ids is None and padded and self.config.fox["log_n"] is not None:
             # A rotary angle can count from the padding on, the logit scaling of a position can't.
             position_ids = (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, -source.shape[1] :]  # type: ignore
         if cu_seqlens is not None:
             # A 4D mask is taken as ready-made by every family; an empty one says that cu_seqlens tells it all.
             attention_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=cu_seqlens.device)
             kwargs["cu_seqlens"] = cu_seqlens.to(torch.int32)
+        if hidden is not None:
+            kwargs["hidden_tokens"] = hidden
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -303,12 +316,50 @@ class FoxModelMixin(FoxPreTrained):
         )
 
 
-def _document_starts(position_ids: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """cu_seqlens (N + 1,) int32 over flattened tokens where positions don't follow on; None if rows are whole."""
+def _told_documents(cu_seqlens: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """`cu_seqlens`, or what transformers' names for it say; these leave `kwargs`.
+
+    Raises:
+        ValueError: they differ, or queries and keys have documents of their own.
+    """
+    told = [x for x in (cu_seqlens, *(kwargs.pop(f"cu_seq_lens_{of}", None) for of in "qk")) if x is not None]
+    for of in "qk":
+        kwargs.pop(f"max_length_{of}", None)
+    if any(not torch.equal(told[0], x.to(told[0])) for x in told[1:]):
+        raise ValueError("cu_seqlens, cu_seq_lens_q and cu_seq_lens_k must name the same documents: give one of them")
+    return told[0] if told else None
+
+
+def _hidden_tokens(attention_mask: Any, past: int, length: int) -> torch.Tensor | None:
+    """(B, T) bool: which of the newest T tokens a 2D mask hides; None where it hides none, or is no 2D mask."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+        return None
+    start = past if attention_mask.shape[1] >= past + length else attention_mask.shape[1] - length
+    hidden = ~attention_mask[:, start : start + length].bool()
+    return hidden if bool(hidden.any()) else None
+
+
+def _document_starts(position_ids: torch.Tensor, batch: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
+    """cu_seqlens (N + 1,) int32 over flattened tokens where positions restart; None if rows are whole.
+
+    Hidden tokens (B, T) beside documents become documents of their own, which nothing else sees.
+    """
     position_ids = position_ids.expand(batch, -1)
-    restart = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    restart = position_ids[:, 1:] <= position_ids[:, :-1]
+    if hidden is not None:
+        restart = restart & ~hidden[:, 1:]
+        text = (~hidden).cumsum(1)
+        restart = restart & (text[:, :-1] > 0)  # a row's first token after its padding restarts nothing
     if not bool(restart.any()):
         return None
+    if hidden is not None:
+        ends = hidden[:, 1:] != hidden[:, :-1]
+        inside = ends & ~hidden[:, 1:] & (text[:, :-1] > 0) & ~restart
+        if bool(inside.any()):
+            raise ValueError(
+                "attention_mask hides tokens within a packed document: leave them out, or give a 4D attention mask"
+            )
+        restart = restart | ends
     starts = torch.nn.functional.pad(restart, (1, 0), value=True).flatten().nonzero()[:, 0]
     return torch.nn.functional.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
 

@@ -50,9 +50,9 @@ def attend(
         return _masked(query, key, value, (high, low), visible, options)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     layer = gates.layer
-    if layer is not None and not SLOW_PATH and decodes(q, k, v):
+    if layer is not None and not SLOW_PATH and options["horizon"] is None and decodes(q, k, v):
         high, low = (x[..., :length] for x in layer.cumulative())
-        return decode_attention(q, k, v, high, low, seq_start=seq_start, **options | {"prune": None})
+        return decode_attention(q, k, v, high, low, seq_start=seq_start, **_decoding(options))
     log_f = gates.log_f[:, :length]
     if cu_seqlens is None:
         return cast(torch.Tensor, forgetting_attention(q, k, v, log_f, seq_start=seq_start, **options))
@@ -60,6 +60,11 @@ def attend(
     q, k, v, log_f = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, log_f))
     out = cast(torch.Tensor, forgetting_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, **options))
     return out.view(batch, length, *out.shape[2:])
+
+
+def _decoding(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of the kernels for decoding, which read every key that is not masked."""
+    return {name: value for name, value in options.items() if name not in ("prune", "horizon")}
 
 
 def attend_locally(
@@ -80,8 +85,8 @@ def _at_clock(
     """A decoding step whose length only the device knows: its clock counts the filled positions of key and value."""
     clock, (high, low) = layer.clock, layer.cumulative()
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if decodes_at(q, k):
-        return decode_at(q, k, v, high, low, clock.length, seq_start=clock.seq_start, **options | {"prune": None})
+    if options["horizon"] is None and decodes_at(q, k):
+        return decode_at(q, k, v, high, low, clock.length, seq_start=clock.seq_start, **_decoding(options))
     return _masked(query, key, value, (high, low), visible_at(clock, query.shape[2], options["window"]), options)
 
 
@@ -109,7 +114,7 @@ def _masked(
     see, sinks are the first; without a mask a single query sees all keys. With open gates the bias is 0 and the result
     is bit for bit what SDPA gives the base model, but for single queries: those of a kv head are rows of one product.
     """
-    scaling, softcap, sink = options["scale"], options["softcap"], options["sink"]
+    scaling, softcap, sink, horizon = (options[name] for name in ("scale", "softcap", "sink", "horizon"))
     own = None
     if mask is not None:
         mask = mask if mask.dtype == torch.bool else mask >= 0  # additive: 0 lets through, a large negative does not
@@ -121,10 +126,13 @@ def _masked(
         own = own.expand(*high.shape[:2], -1)
         decay, lost = (x.gather(-1, own)[..., None] - x[..., None, :] for x in (high, low))
     decay = (decay + lost) * LN_2
+    gone = None if horizon is None else decay <= -horizon  # never the query's own key, whose decay is 0
     if mask is None:
         decay[..., :sink] = 0.0
     elif sink:
         decay = decay.masked_fill(mask & (mask.cumsum(-1) <= sink), 0.0)
+    if gone is not None:  # sinks' decay is 0 by now
+        decay = decay.masked_fill(gone & (decay < 0.0), float("-inf"))
     bias = decay.to(query.dtype if softcap is None else torch.float32)
     if mask is not None:
         bias = bias.masked_fill(~mask, float("-inf"))

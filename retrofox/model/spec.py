@@ -72,6 +72,8 @@ class FoxSpec:
             long as the keys left out hold at most eps of a query's attention weight, by a bound that holds for any
             q and k (Lin et al. 2025, "Adaptive Computation Pruning"). Small texts on a CPU and custom masks compute
             every key, which is within the same bound.
+        horizon: nats, above 0: a key counts for a query only while c_i - c_j > -horizon; beyond, it is masked, in
+            training and generation alike. Sink tokens and a query's own key always count. None = none is masked.
         base: model id or path the weights come from (filled in by convert).
         base_revision: commit of `base` on the Hub, if known.
         version: retrofox version that converted the model.
@@ -100,6 +102,7 @@ class FoxSpec:
     pro: tuple[str, ...] = ()
     log_n: int | None = None
     prune: float | None = None
+    horizon: float | None = None
     base: str | None = None
     base_revision: str | None = None
     version: str | None = None
@@ -162,6 +165,12 @@ class FoxSpec:
                     f"prune must be ln(eps) of the attention weight that may be lost, <= 0, say -10; got {self.prune!r}"
                 )
             self.prune = float(self.prune)
+        if self.horizon is not None:
+            if not (math.isfinite(self.horizon) and self.horizon > 0):
+                raise ValueError(
+                    f"horizon must be the nats a key may decay by, a number above 0, say 16; got {self.horizon!r}"
+                )
+            self.horizon = float(self.horizon)
         if not (0 <= self.anneal_tokens < math.inf and 0 <= self.annealed_tokens < math.inf):
             raise ValueError(
                 "anneal_tokens and annealed_tokens must be finite numbers of tokens, 0 or more; got "
@@ -232,6 +241,7 @@ IDLE = {
     "init": "where gates start",
     "sink_tokens": "which tokens never decay",
     "prune": "which keys are skipped",
+    "horizon": "which keys are masked",
 }
 """Fields of a FoxSpec that others can leave without effect, and the thing each sets."""
 
@@ -255,11 +265,11 @@ def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[
     if rope != "anneal":
         idle |= dict.fromkeys(("anneal_to", "anneal_tokens", "annealed_tokens"), "rope")
     if init == "open":
-        idle |= dict.fromkeys(("half_life", "prune"), "init")
+        idle |= dict.fromkeys(("half_life", "prune", "horizon"), "init")
     if init == "alibi":
         idle["half_life"] = "init"
     if gate == "none":
-        idle |= dict.fromkeys(("half_life", "init", "sink_tokens", "prune"), "gate")
+        idle |= dict.fromkeys(("half_life", "init", "sink_tokens", "prune", "horizon"), "gate")
     return idle
 
 
@@ -284,6 +294,7 @@ TAKES: dict[str, tuple[tuple[type, ...], str]] = {
     "half_life": ((tuple, list), "two numbers, (shortest, longest) in tokens"),
     "pro": ((str, tuple, list), "names of parts"),
     "prune": ((int, float), "ln(eps) of the attention weight that may be lost"),
+    "horizon": ((int, float), "the nats that a key may decay by"),
 }
 """Field of a FoxSpec -> the types that its value may have, and words for errors; others have their own checks."""
 

@@ -129,6 +129,11 @@ def refuse_sharing(model: Any, length: int, split: Degrees, name: str = "context
         )
     check_length(length, split)
     chunk = length // split.chunks
+    if split.ring > 1 and any(module.horizon is not None for _, module in attentions(causal_lm(model))):
+        raise ValueError(
+            f"{name}: the ring doesn't mask keys beyond fox.horizon yet. Take a {name} that divides the "
+            f"{key_value_heads(config)} key/value heads (there is no ring then)"
+        )
     windows = {module.window for _, module in attentions(causal_lm(model)) if module.window is not None}
     if split.ring > 1 and windows and min(windows) < chunk:
         raise ValueError(

@@ -55,6 +55,8 @@ def refusal(base_type: str, spec: FoxSpec, heads: int, kv_heads: int, settings: 
             f"a {settings.cache_dtype} cache would round the gates' sums away: leave --kv-cache-dtype at auto "
             f"(the model's {dtype})"
         )
+    if spec.horizon is not None:
+        return f"horizon {spec.horizon:g} is not served yet: vLLM's kernels would read the keys that it masks"
     ranks = settings.tensor_parallel
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         return f"{heads} query heads and {kv_heads} kv heads don't split over {ranks} ranks of tensor parallelism"

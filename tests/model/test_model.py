@@ -291,8 +291,10 @@ def test_packing_over_several_rows(fox, tokens, path):
 
 def test_cu_seqlens_with_a_mask_or_a_filled_cache_is_refused(fox, tokens):
     cu_seqlens = torch.tensor([0, 24, 48], dtype=torch.int32)
+    mask = torch.ones_like(tokens)
+    mask[0, 0] = 0
     with pytest.raises(ValueError, match="cu_seqlens"):
-        fox(tokens, cu_seqlens=cu_seqlens, attention_mask=torch.ones_like(tokens))
+        fox(tokens, cu_seqlens=cu_seqlens, attention_mask=mask)
     cache = DynamicCache(config=fox.config)
     logits(fox, tokens, **{CACHE: cache})
     with pytest.raises(ValueError, match="cu_seqlens"):

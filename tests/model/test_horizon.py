@@ -1,0 +1,121 @@
+"""The horizon: keys that have decayed by more are masked, alike in every path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fox_kernels.reference import forgetting_attention as reference
+from transformers import MistralConfig, MistralForCausalLM
+
+import retrofox
+from retrofox.model import captured, scores
+from retrofox.model.cache import CACHE
+
+SPEC = {"half_life": (1.0, 40.0), "horizon": 3.0}
+OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+
+
+def ids_of(rows: int, length: int, seed: int = 5) -> torch.Tensor:
+    return torch.randint(2, 288, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model, ids, **inputs) -> torch.Tensor:
+    return model(input_ids=ids, use_cache=False, **inputs).logits
+
+
+@pytest.mark.parametrize("sink", [0, 2])
+def test_a_layers_attention_is_the_references(pico_fox, path, monkeypatch, sink):
+    seen = []
+    attend = scores.attend
+
+    def noted(query, key, value, gates, mask, cu_seqlens, options):
+        out = attend(query, key, value, gates, mask, cu_seqlens, options)
+        seen.append((query, key, value, gates.log_f, options, out))
+        return out
+
+    monkeypatch.setattr("retrofox.model.attention.attend", noted)
+    logits(pico_fox(**SPEC, sink_tokens=sink), ids_of(2, 60))
+    for query, key, value, log_f, options, out in seen:
+        q, k, v = (x.transpose(1, 2).double() for x in (query, key, value))
+        given = {"scale": options["scale"], "sink": sink}
+        wanted, open_ = (reference(q, k, v, log_f.double(), horizon=h, **given) for h in (3.0, None))
+        torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+        assert (wanted - open_).abs().max() > 1e-2
+
+
+def test_gates_in_other_modes_have_no_horizon(pico_fox):
+    model, whole = pico_fox(**SPEC), pico_fox(half_life=SPEC["half_life"])
+    for mode in ("original", "open"):
+        for each in (model, whole):
+            for layer in each.model.layers:
+                layer.self_attn.mode = mode
+        assert torch.equal(logits(model, ids_of(1, 40)), logits(whole, ids_of(1, 40)))
+
+
+def test_a_cache_gives_the_whole_forwards_logits(pico_fox, path):
+    model, ids = pico_fox(**SPEC), ids_of(2, 70)
+    whole, parts, cache = logits(model, ids), [], {}
+    with torch.no_grad():
+        for a, b in ((0, 40), (40, 41), (41, 60), *((n, n + 1) for n in range(60, 70))):
+            out = model(input_ids=ids[:, a:b], use_cache=True, **cache)
+            cache = {CACHE: out[CACHE]}
+            parts.append(out.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=3e-5, rtol=3e-5)
+
+
+def test_padded_rows_that_differ_give_what_each_gives_alone(pico_fox, path):
+    model, mask = pico_fox(**SPEC), torch.ones(3, 50, dtype=torch.long)
+    ids = ids_of(3, 50)
+    for row, pads in enumerate((0, 7, 31)):
+        mask[row, :pads] = 0
+    together = model.generate(ids, attention_mask=mask, **OPTIONS)[:, 50:]
+    for row, pads in enumerate((0, 7, 31)):
+        assert torch.equal(model.generate(ids[row : row + 1, pads:], **OPTIONS)[0, 50 - pads :], together[row])
+
+
+@pytest.mark.parametrize("kind", ["captured", "static"])
+def test_other_caches_give_the_growing_caches_tokens(pico_fox, monkeypatch, kind):
+    model, ids = pico_fox(**SPEC), ids_of(2, 50)
+    wanted = model.generate(ids, **OPTIONS)
+    assert not torch.equal(wanted, pico_fox(half_life=SPEC["half_life"]).generate(ids, **OPTIONS))
+    if kind == "captured":
+        monkeypatch.setattr(captured, "DEVICES", ("cpu",))
+        assert torch.equal(model.generate(ids, **OPTIONS), wanted)
+        assert "captured" in model.decoded_by
+    else:
+        assert torch.equal(model.generate(ids, cache_implementation="static", **OPTIONS), wanted)
+
+
+def test_under_a_sliding_window(path):
+    torch.manual_seed(0)
+    config = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "sliding_window": 17}
+    base = MistralForCausalLM(MistralConfig(**config, **heads))
+    model = retrofox.convert(base, fox=retrofox.FoxSpec(rope="keep", **SPEC)).eval()
+    text = model.generate(ids_of(1, 40), **OPTIONS)
+    assert torch.equal(logits(model, text)[:, 39:-1].argmax(-1), text[:, 40:])
+
+
+def test_gradients_are_those_of_a_masked_softmax(pico_fox, monkeypatch):
+    ids, gradients = ids_of(1, 40), []
+    for short in (0, 1 << 30):
+        monkeypatch.setattr(scores, "SHORT_SCORES", short)
+        if short:
+            monkeypatch.setattr(scores, "_short_on_cpu", lambda *_: True)
+        model = pico_fox(**SPEC)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "16", True])
+def test_a_horizon_that_is_no_number_of_nats_is_refused(value):
+    with pytest.raises(ValueError, match="horizon"):
+        retrofox.FoxSpec(horizon=value)
+
+
+def test_a_horizon_without_gates_is_refused():
+    with pytest.raises(ValueError, match="horizon sets which keys are masked, but gate none"):
+        retrofox.FoxSpec(horizon=16.0, gate="none")
