@@ -23,8 +23,8 @@ from retrofox.anatomy import attention_mode, token_losses
 from retrofox.calibration.calibrate import apply_to, calibrate
 from retrofox.calibration.windows import documents_of, fitting_windows
 from retrofox.data.windows import choose_windows
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
-from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.files import write_result
 from retrofox.support.report import environment
 from retrofox.surgery import apply, make_plan

@@ -23,8 +23,8 @@ from retrofox.anatomy import attentions
 from retrofox.calibration import capture, pairs
 from retrofox.calibration.source import open_source
 from retrofox.calibration.windows import documents_of, fitting_windows
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
-from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.files import write_result
 from retrofox.support.report import environment
 

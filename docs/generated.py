@@ -22,7 +22,8 @@ from figures import table
 
 from retrofox.cli.app import app
 from retrofox.config import schema
-from retrofox.model.configuration_fox import PRESETS, SUPPORTED, FoxSpec
+from retrofox.fox_spec import PRESETS, FoxSpec
+from retrofox.model.configuration_fox import SUPPORTED
 
 MARK = re.compile(r"<!-- generated: ([a-z_]+) -->(?:\n\n(?:(?!<!--).)*?<!-- end -->)?", re.S)
 

@@ -13,11 +13,11 @@ from retrofox.version import __version__
 if TYPE_CHECKING:
     from retrofox.calibration.calibrate import calibrate
     from retrofox.conversion.convert import convert
+    from retrofox.fox_spec import FoxSpec
     from retrofox.loading.converted import load
-    from retrofox.model.configuration_fox import FoxSpec
 
 _HOMES = {
-    "FoxSpec": "retrofox.model.configuration_fox",
+    "FoxSpec": "retrofox.fox_spec",
     "calibrate": "retrofox.calibration.calibrate",
     "convert": "retrofox.conversion.convert",
     "load": "retrofox.loading.converted",

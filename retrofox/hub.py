@@ -18,6 +18,7 @@ from retrofox.conversion.card import HERE, adapter_card, card_of, own_card, with
 from retrofox.conversion.history import history
 from retrofox.conversion.licence import agreed, licence_in, read_licence
 from retrofox.conversion.upload import publish
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
 from retrofox.loading.adapter import base_of
 from retrofox.loading.added import check_added, check_finite
@@ -25,7 +26,7 @@ from retrofox.loading.converted import load
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import hub_errors, read_config
 from retrofox.loading.tokenizers import refuse_damaged_tokenizer
-from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.reporting.pushed import FOLDER, report_of, with_section
 
 LEFT_AT_HOME = (".pt", ".pth", ".bin", ".pkl", ".pyc", ".gguf", ".partial", ".lock", ".tmp")

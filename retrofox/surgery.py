@@ -22,9 +22,10 @@ from retrofox.families import (
     trained_length,
     unconverted_config,
 )
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.errors import understood
 from retrofox.model import configuration_fox, modeling_fox
-from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.model.gates import half_life_tokens
 from retrofox.version import __version__
 

@@ -182,7 +182,7 @@ def pico_fox(pico_llama, stir) -> Callable[..., Any]:
 
     def build(*, stirred: bool = True, config: dict[str, Any] | None = None, **spec: Any) -> Any:
         import retrofox
-        from retrofox.model.configuration_fox import FoxSpec, idle_fields
+        from retrofox.fox_spec import FoxSpec, idle_fields
 
         values = {"half_life": (2.0, 200.0), "max_wavelength": 40.0}
         idle = idle_fields(*(spec.get(name, getattr(FoxSpec, name)) for name in ("rope", "anneal_to", "gate", "init")))

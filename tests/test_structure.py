@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ORDER = (
-    *("version", "support", "model", "families", "config", "anatomy", "loading", "serving", "surgery"),
+    *("version", "support", "model", "fox_spec", "families", "config", "anatomy", "loading", "serving", "surgery"),
     *("data", "parallel", "calibration", "conversion", "training", "planning", "generation", "evaluation"),
     *("reporting", "hub", "cli", "__main__"),
 )

@@ -27,8 +27,9 @@ from retrofox.calibration.state import State, fingerprint
 from retrofox.calibration.steps import STEPS
 from retrofox.calibration.windows import Text, documents_of, fitting_windows, full_windows
 from retrofox.families import trained_length
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.tokenizers import load_tokenizer
-from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
+from retrofox.model.configuration_fox import bias_from_half_life
 from retrofox.support.files import write_result
 from retrofox.support.report import environment, progress_bar
 from retrofox.version import __version__

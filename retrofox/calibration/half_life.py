@@ -17,7 +17,7 @@ from retrofox.anatomy import is_converted
 from retrofox.calibration.capture import Operands, enter, run_original
 from retrofox.calibration.source import LayerSource
 from retrofox.calibration.student import hidden_keys, scores
-from retrofox.model.configuration_fox import FoxSpec
+from retrofox.fox_spec import FoxSpec
 from retrofox.support.files import write_result
 from retrofox.support.plots import half_life_figure, save_csv, save_figure
 from retrofox.surgery import apply, make_plan

@@ -11,7 +11,7 @@ import torch
 from retrofox.anatomy import attentions
 from retrofox.calibration.capture import Operands, converted_operands, enter, run_original
 from retrofox.calibration.source import LayerSource
-from retrofox.model.configuration_fox import FoxSpec
+from retrofox.fox_spec import FoxSpec
 from retrofox.model.rope import RotaryFade
 
 WINDOWS, LENGTH = 2, 8192

@@ -15,8 +15,8 @@ from retrofox.calibration.half_life import LONGEST
 from retrofox.calibration.source import LayerSource
 from retrofox.calibration.state import State
 from retrofox.calibration.student import Student, Window, best_constant_gates, divergence, half_lives, worse
+from retrofox.fox_spec import FoxSpec
 from retrofox.model.attention import FoxMixin
-from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.report import progress_bar
 
 WINDOWS_AT_ONCE = 16

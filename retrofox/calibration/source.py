@@ -15,11 +15,11 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import inner_model, is_new_tensor, on_meta
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import base_config
 from retrofox.loading.shards import find
 from retrofox.loading.tokenizers import load_tokenizer
-from retrofox.model.configuration_fox import FoxSpec
 from retrofox.surgery import apply, make_plan, with_new_modules
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from retrofox.calibration.capture import Finish, Operands
-from retrofox.model.half_lives import bias_from_half_life
+from retrofox.model.configuration_fox import bias_from_half_life
 
 BLOCK = 128
 """Consecutive queries in one block of scores: (H, 128, keys) float32 exist at one time, never (H, T, T)."""

@@ -10,7 +10,7 @@ import typer
 
 from retrofox.calibration.steps import STEPS
 from retrofox.cli.tokens import METAVAR, count, length
-from retrofox.model.configuration_fox import IDLE, PRESETS, FoxSpec, default_rope, idle_fields
+from retrofox.fox_spec import IDLE, PRESETS, FoxSpec, default_rope, idle_fields
 from retrofox.support.counts import parse_tokens
 from retrofox.support.interruptions import Interruptions
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from retrofox.model.configuration_fox import FoxSpec
+from retrofox.fox_spec import FoxSpec
 from retrofox.support.counts import ALLOWED, PATTERN, parse_count
 
 FOX_COUNTS = {"anneal_tokens", "annealed_tokens"}

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from retrofox.config.fields import FOX_COUNTS, FOX_TOKENS
 from retrofox.config.recipe import Recipe
 from retrofox.config.yaml_text import apply_override, read_yaml, write_yaml
-from retrofox.model.configuration_fox import PRESETS
+from retrofox.fox_spec import PRESETS
 from retrofox.support.counts import PATTERN
 
 

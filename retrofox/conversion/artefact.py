@@ -25,13 +25,13 @@ from retrofox.conversion.licence import licence_of
 from retrofox.conversion.norm_gains import gains_of, has_norms, set_gains
 from retrofox.conversion.tensors import check_weights
 from retrofox.conversion.verify import prove
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
 from retrofox.loading.appearing import Appearing, Progress, refuse_existing, refuse_full_disk
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config, base_config
 from retrofox.loading.source import check_live, check_out, fetch, recorded
 from retrofox.loading.tokenizers import refuse_damaged_tokenizer, tokenizer_of_live
-from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.files import new_file_mode
 from retrofox.support.memory import peak_bytes
 from retrofox.surgery import Plan, apply, make_plan, starting_half_lives

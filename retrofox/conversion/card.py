@@ -10,9 +10,9 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from retrofox.anatomy import attentions, lm_class, on_meta
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import read_config
-from retrofox.model.configuration_fox import FoxSpec
 from retrofox.serving.refusals import Settings, refusal
 
 if TYPE_CHECKING:

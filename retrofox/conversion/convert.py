@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from retrofox.calibration.windows import Text
 from retrofox.conversion.artefact import plan_for, write
 from retrofox.conversion.norm_gains import has_norms, set_gains
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
 from retrofox.loading.tokenizers import tokenizer_of_live
-from retrofox.model.configuration_fox import FoxSpec
 from retrofox.surgery import apply
 
 

@@ -14,7 +14,7 @@ from retrofox.calibration import capture
 from retrofox.calibration.source import open_source
 from retrofox.calibration.windows import Text, documents_of
 from retrofox.data.fixed_text import fixed_tokens
-from retrofox.model.configuration_fox import FoxSpec
+from retrofox.fox_spec import FoxSpec
 from retrofox.model.pro import HeadNorm, calibrate_norms
 from retrofox.surgery import Plan
 

@@ -25,10 +25,10 @@ from retrofox.anatomy import is_converted
 from retrofox.conversion.convert import convert
 from retrofox.evaluation.windowed_attention import use_window
 from retrofox.families import check_supported
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.opened import Opened
 from retrofox.loading.rope_scaling import set_rope
 from retrofox.loading.source import holds_converted
-from retrofox.model.configuration_fox import FoxSpec
 from retrofox.support.counts import parse_count
 
 FORMS = "pi:4, ntk:4, yarn:4 (factor), drope, window:4Ki (tokens), streaming:4096,4 (window, first tokens kept)"

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.appearing import Appearing, refuse_existing
 from retrofox.loading.errors import first_line
 from retrofox.loading.shards import Shards, find
-from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.model.configuration_fox import SUPPORTED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

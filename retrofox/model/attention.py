@@ -11,12 +11,12 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache import CACHE, GateCache
+from .configuration_fox import FoxFields
 from .fused import Projections, available, enterable, untouched
 from .gates import ForgetGate
 from .pro import PRO_MODULES, ProjectedAttention, add_pro
 from .rope import RotaryFade
 from .scores import SLOW_PATH, attend, attend_locally, scale_by_position
-from .spec import FoxSpec
 
 logger = logging.getLogger(__name__)
 MODES = ("fox", "open", "shuffled", "original")
@@ -50,7 +50,7 @@ class FoxMixin(nn.Module):
     layer_idx: int
     head_dim: int
 
-    def add_fox(self, config: Any, spec: FoxSpec, fade: RotaryFade | None) -> None:
+    def add_fox(self, config: Any, spec: FoxFields, fade: RotaryFade | None) -> None:
         """Adds the new modules to a freshly built native attention; `fade` is None for a layer without RoPE."""
         if not getattr(self, "is_causal", True):
             raise ValueError("bidirectional attention can't forget: gates need a causal model")

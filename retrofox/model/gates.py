@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import fused
-from .half_lives import OPEN_BIAS, alibi_half_lives, bias_from_half_life, half_life_ladder
-from .spec import FoxSpec
+from .configuration_fox import FoxFields
 
 DEAD_DECAY = 1e-4
 """Nats: a gate that decays less over a whole row changes no attention weight by more than 0.01 %: it is dead."""
@@ -55,10 +54,10 @@ class ForgetGate(AddedModule):
     weight: torch.Tensor | None
     bias: torch.Tensor
 
-    def __init__(self, hidden_size: int, num_heads: int, spec: FoxSpec):
+    def __init__(self, hidden_size: int, num_heads: int, spec: FoxFields):
         super().__init__()
         self.kind = spec.gate
-        self.initial_bias = initial_bias(spec, num_heads)
+        self.initial_bias = spec.initial_bias(num_heads)
         if spec.gate == "data":
             self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, dtype=torch.float32))
         else:
@@ -94,20 +93,6 @@ class ForgetGate(AddedModule):
 
     def extra_repr(self) -> str:
         return f"kind={self.kind}, heads={self.bias.shape[0]}"
-
-
-def initial_bias(spec: FoxSpec, num_heads: int) -> list[float]:
-    """The gate biases a layer starts with: open, ALiBi's, or the ladder of half-lives (calibration starts there)."""
-    if spec.init == "open":
-        return [OPEN_BIAS] * num_heads
-    if spec.init == "alibi":
-        return [bias_from_half_life(h) for h in alibi_half_lives(num_heads)]
-    if spec.half_life is None:
-        raise ValueError(
-            "the fox section lacks half_life: its config.json is incomplete (in Python: "
-            "FoxSpec.resolved(trained_length))"
-        )
-    return [bias_from_half_life(h) for h in half_life_ladder(num_heads, spec.half_life)]
 
 
 def half_life_tokens(mean_log_f: Any) -> Any:

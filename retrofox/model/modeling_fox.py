@@ -31,7 +31,7 @@ from . import configuration_fox
 from .attention import NEW_MODULES, PAGED, FoxMixin, refuse_paged
 from .cache import CACHE
 from .captured import decode
-from .configuration_fox import SUPPORTED, FoxSpec
+from .configuration_fox import SUPPORTED, FoxFields
 from .fused import fused_forward, is_plain, unrotated, with_rotary
 from .gates import AddedModule
 from .pro import calibrate_norms
@@ -47,13 +47,11 @@ REMOTE_FILES = (
     "forgetting_eager.py",
     "fused.py",
     "gates.py",
-    "half_lives.py",
     "lean.py",
     "masks.py",
     "pro.py",
     "rope.py",
     "scores.py",
-    "spec.py",
 )
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -124,7 +122,7 @@ class FoxPreTrained:
     def set_annealed_tokens(self, tokens: int) -> None:
         """Moves the rotary dial of an annealing model to `tokens` training tokens; saved with the config."""
         self.config.fox["annealed_tokens"] = int(tokens)
-        spec = FoxSpec.from_dict(self.config.fox)
+        spec = FoxFields.read(self.config.fox)
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, FoxMixin) and module.rotary_fade is not None:
                 module.rotary_fade.set(spec)
@@ -206,7 +204,7 @@ def _install(model: Any, config: Any) -> None:
     """Puts a Fox attention of the native class in each decoder layer of a freshly built inner model."""
     if config.fox is None:
         raise ValueError("config.fox is missing: this is not a converted checkpoint (run `retrofox convert` first)")
-    spec = FoxSpec.from_dict(config.fox)
+    spec = FoxFields.read(config.fox)
     rotates_if, fades = ROTATES_IF.get(config.model_type.removeprefix("fox_")), Fades()
     for layer in model.layers:
         native = layer.self_attn

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .spec import FoxSpec
+from .configuration_fox import FoxFields
 
 FEW_TURNS, MANY_TURNS = 1.0, 32.0
 """Turns within the trained length below which a pair is slow, and from which it is fast."""
 
 
-def fades(inv_freq: list[float], spec: FoxSpec, layer_idx: int) -> list[float]:
+def fades(inv_freq: list[float], spec: FoxFields, layer_idx: int) -> list[float]:
     """Fade of each rotary pair of one layer.
 
     keep: all 1; drop: all 0; interpolate: see `interpolated`; partial: 1 where the wavelength 2 pi / inv_freq is at
@@ -154,7 +154,7 @@ class RotaryFade(nn.Module):
         rotary: nn.Module,
         config: Any,
         layer_type: str | None,
-        spec: FoxSpec,
+        spec: FoxFields,
         layer_idx: int,
         together: Fades,
     ):
@@ -175,7 +175,7 @@ class RotaryFade(nn.Module):
         self.inv_freq = inv_freq.tolist()
         self.set(spec)
 
-    def set(self, spec: FoxSpec) -> None:
+    def set(self, spec: FoxFields) -> None:
         """Takes the fades of `spec`, whose `annealed_tokens` may have moved."""
         self.take(fades(self.inv_freq, spec, self.layer_idx))
 

@@ -8,8 +8,9 @@ from transformers import AutoConfig
 from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
+from retrofox.fox_spec import FoxSpec
 from retrofox.model import configuration_fox
-from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.serving.installed import wrong_vllm
 from retrofox.serving.refusals import NATIVE, SERVED, STATIC_ROPE, Settings, refusal
 

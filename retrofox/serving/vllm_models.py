@@ -24,7 +24,8 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from retrofox.anatomy import attentions, on_meta
 from retrofox.families import unconverted_config
-from retrofox.model.configuration_fox import SUPPORTED, FoxSpec
+from retrofox.fox_spec import FoxSpec
+from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.serving.lanes import Lanes
 from retrofox.serving.plugin import check
 from retrofox.serving.refusals import NATIVE, THROUGH_TRANSFORMERS

@@ -11,10 +11,10 @@ from accelerate import PartialState
 from retrofox.anatomy import causal_lm, is_new_tensor
 from retrofox.config import TAUGHT, Recipe, Stage
 from retrofox.conversion.convert import convert
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.source import read_config
-from retrofox.model.configuration_fox import FoxSpec
 from retrofox.training import checkpoint
 from retrofox.training.model import load_any
 

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from retrofox.model.configuration_fox import FoxSpec
+from retrofox.fox_spec import FoxSpec
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,

@@ -23,7 +23,8 @@ from retrofox.calibration.windows import documents_of, full_windows, pieces
 from retrofox.config import validate
 from retrofox.conversion.artefact import write
 from retrofox.data.sources import DataSource
-from retrofox.model.configuration_fox import FoxSpec, bias_from_half_life
+from retrofox.fox_spec import FoxSpec
+from retrofox.model.configuration_fox import bias_from_half_life
 from tests.calibration.picos import FAMILIES, SHAPE, SPEC, sharp
 
 

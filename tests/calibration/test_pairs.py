@@ -14,7 +14,7 @@ from retrofox.calibration import pairs as choosing
 from retrofox.calibration.calibrate import apply_to, calibrate
 from retrofox.calibration.pairs import OUTPUT_WEIGHT, choose_pairs
 from retrofox.calibration.source import open_source
-from retrofox.model.configuration_fox import FoxSpec
+from retrofox.fox_spec import FoxSpec
 from tests.calibration.picos import FAMILIES, SPEC, sharp
 
 ALL = {"llama": 4, "qwen2": 4, "qwen3": 8, "phi3": 2, "mistral": 4, "gemma2": 4, "gemma3": 4}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from retrofox.config import Recipe, dump, load_recipe, schema, validate
 from retrofox.config.yaml_text import apply_override, read_yaml
-from retrofox.model.configuration_fox import FoxSpec
+from retrofox.fox_spec import FoxSpec
 from retrofox.support.counts import parse_count
 
 MINIMAL = """

@@ -12,9 +12,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import retrofox
 from retrofox.anatomy import attentions
+from retrofox.fox_spec import FoxSpec
 from retrofox.model.attention import fox_attention
 from retrofox.model.cache import CACHE, GateCache
-from retrofox.model.configuration_fox import FoxSpec
 
 TOKENS = torch.arange(2, 14)[None]
 

@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions, is_new_tensor
+from retrofox.fox_spec import PRO_PARTS
 from retrofox.model.cache import CACHE
-from retrofox.model.configuration_fox import PRO_PARTS
 from retrofox.model.pro import HeadNorm, OutputGate, Shift
 
 LENGTH = 24

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import difflib
 import math
-from dataclasses import MISSING, InitVar, asdict, dataclass, field, fields
+from dataclasses import MISSING, InitVar, dataclass, fields
 from typing import Any
 
-from .half_lives import half_life_of_time_constants
+from retrofox.model.configuration_fox import FoxFields
 
 ROPE_MODES = ("interpolate", "keep", "partial", "drop", "anneal")
 GATE_KINDS = ("data", "bias", "fixed", "none")
@@ -38,7 +38,7 @@ OPEN = (1 / 2, 128.0)
 
 
 @dataclass
-class FoxSpec:
+class FoxSpec(FoxFields):
     """The whole description of a retrofit: positions, gates, sinks and Pro parts.
 
     With f_t = sigmoid(w_f . x_t + b_f) and c_t = sum_{l<=t} log f_l, attention logits become
@@ -86,27 +86,6 @@ class FoxSpec:
         ValueError: a field has a value outside the ones above, or no effect beside the others.
     """
 
-    rope: str | None = None
-    rope_factor: float | None = None
-    rope_length: float | None = None
-    max_wavelength: float | None = None
-    layer_max_wavelength: dict[int, float] = field(default_factory=dict)
-    layer_pairs: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    anneal_to: str = "partial"
-    anneal_tokens: int = 0
-    annealed_tokens: int = 0
-    gate: str = "data"
-    init: str = "slopes"
-    half_life: tuple[float, float] | None = None
-    sink_tokens: int = 1
-    pro: tuple[str, ...] = ()
-    log_n: int | None = None
-    prune: float | None = None
-    horizon: float | None = None
-    base: str | None = None
-    base_revision: str | None = None
-    version: str | None = None
-    preset: str | None = field(default=None, init=False, compare=False)
     t_min: InitVar[float | None] = None
     t_max: InitVar[float | None] = None
 
@@ -206,15 +185,6 @@ class FoxSpec:
             ValueError: no such preset, no such field, or a value outside its range.
         """
         return cls.from_dict({"preset": name, **changes})
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON form: plain lists, numbers and strings, layer numbers as strings."""
-        values = asdict(self)
-        values["pro"] = list(self.pro)
-        values["half_life"] = None if self.half_life is None else list(self.half_life)
-        values["layer_max_wavelength"] = {str(k): v for k, v in self.layer_max_wavelength.items()}
-        values["layer_pairs"] = {str(k): list(v) for k, v in self.layer_pairs.items()}
-        return values
 
     def resolved(self, trained_length: int) -> FoxSpec:
         """This spec with its None defaults filled in from the length (tokens) the base model was trained to."""
@@ -336,3 +306,23 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         near = difflib.get_close_matches(str(value), allowed, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{hint}")
+
+
+def half_life_of_time_constants(t_min: Any, t_max: Any, half_life: object = None) -> tuple[float, float]:
+    """(t_min ln 2, t_max ln 2): the half-lives of gates with f = exp(-1/T), T from t_min to t_max tokens.
+
+    Raises:
+        ValueError: one of them is missing or no number, t_min is above t_max, or a half-life is given as well.
+    """
+    if half_life is not None:
+        raise ValueError(
+            f"give half_life, or t_min and t_max (half-life = T ln 2), not both: got half_life {half_life}, "
+            f"t_min {t_min}, t_max {t_max}"
+        )
+    numbers = all(isinstance(t, (int, float)) and not isinstance(t, bool) for t in (t_min, t_max))
+    if not numbers or not (0 < t_min <= t_max and math.isfinite(t_max)):
+        raise ValueError(
+            "t_min and t_max, time constants in tokens, belong together and must be numbers, 0 < t_min <= t_max, "
+            f"finite; got t_min {t_min!r} and t_max {t_max!r}"
+        )
+    return t_min * math.log(2.0), t_max * math.log(2.0)
