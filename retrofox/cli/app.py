@@ -16,7 +16,7 @@ from rich.text import Text
 from retrofox.cli import adapt, measure, recipe_config, recipes, use
 from retrofox.cli.convert import convert
 from retrofox.cli.report import report
-from retrofox.support.launches import processes, say_once
+from retrofox.support.launches import processes, said, say_once
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -121,6 +121,10 @@ def main() -> None:
             # A lost first process, which holds torch's store, would have the others print a C++ stack trace each.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         app()
+    except RuntimeError:
+        if processes() > 1 and said():  # another process told why it ended, which broke this one's connection
+            sys.exit(1)
+        raise
     except (ValueError, OSError) as error:
         if os.environ.get("RETROFOX_TRACEBACK"):
             raise

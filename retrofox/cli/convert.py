@@ -200,11 +200,8 @@ def convert(
         )
         print(json.dumps(values, indent=2)) if as_json else report.print_plan(plan, values)
         return
-    from retrofox.loading.source import begun
-
     stands = "the layers that calibration fitted are kept" if files else "nothing was written"
-    # `begun` copies while the next lines import torch; a plain kill cleans up as Ctrl-C does.
-    with Interruptions(stands), begun(source, out, link, wanted=not files) as appearing:
+    with Interruptions(stands):  # a plain kill cleans up as Ctrl-C does
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report
         from retrofox.loading.trust import trusting_code
@@ -223,7 +220,6 @@ def convert(
                 calibrate_length=calibrate_length,
                 refit_queries=not no_refit_queries,
                 choose_pairs=not no_choose_pairs,
-                appearing=appearing,
             )
     print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)
 

@@ -65,10 +65,9 @@ def evaluate(
     """
     from retrofox.evaluation.evaluate import evaluate as run
     from retrofox.loading.trust import trusting_code
-    from retrofox.parallel.launched import watched
 
     names = task_names(tasks)
-    with trusting_code(trust_remote_code), watched(context, "eval MODEL", "nothing was written"):
+    with trusting_code(trust_remote_code):
         run(
             model,
             against=against or None,

@@ -27,7 +27,7 @@ from retrofox.conversion.tensors import check_weights
 from retrofox.conversion.verify import prove
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
-from retrofox.loading.appearing import Appearing, Progress, refuse_existing, refuse_full_disk
+from retrofox.loading.atomic_directory import AtomicDirectory, Progress, refuse_existing, refuse_full_disk
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config, base_config
 from retrofox.loading.source import check_live, check_out, fetch, recorded
@@ -109,7 +109,6 @@ def write(
     calibrate_length: int | None = None,
     refit_queries: bool = True,
     choose_pairs: bool = True,
-    appearing: Appearing | None = None,
 ) -> dict[str, Any]:
     """Converts `source` into the directory `out`, which appears whole or not at all; returns the report.
 
@@ -122,7 +121,6 @@ def write(
         calibrate_length: tokens of the windows to fit on; None = `retrofox.calibrate`'s own choice.
         refit_queries: whether calibration may rewrite the query projections.
         choose_pairs: whether it may choose which rotary pairs the layers of rope "partial" keep.
-        appearing: `out` in the making, as `retrofox.loading.source.begun` gives it.
 
     Raises:
         ValueError: `out` exists, `source` can't be converted, the parity proof failed, or linking is impossible.
@@ -130,26 +128,24 @@ def write(
     """
     if isinstance(source, PreTrainedModel):
         refuse_existing(out)
-    elif appearing is None:
+    else:
         check_out(source, out)
     _check_options(source, spec, link, calibrate)
     started = time.perf_counter()
-    job = _job(source, spec, link, revision)
+    job = _job(source, spec, link, revision, progress)
     plan = job.plan
     work = out.parent / f".{out.name}.calibration"
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disk_of(out))
-        if appearing is None:
-            appearing = stack.enter_context(Appearing(out))
-        partial = appearing.partial
+        directory = stack.enter_context(AtomicDirectory(out))
+        partial = directory.partial
         options = {"steps": calibrate_steps, "length": calibrate_length, "refit_queries": refit_queries}
         options |= {"choose_pairs": choose_pairs, "out_dir": work}
         calibration, gains = _calibrated(job.place, plan, calibrate, options)
         if calibration is not None and calibration.layer_pairs:
             plan.spec.layer_pairs = calibration.layer_pairs
             plan.config.fox = plan.spec.to_dict()
-        how = job.write(appearing, calibration, gains)
-        appearing.wait(progress)
+        how = job.write(partial, calibration, gains)
         report: dict[str, Any] = {
             "retrofox": __version__,
             "plan": plan.to_dict(),
@@ -172,7 +168,7 @@ def write(
         for file in partial.rglob("*"):
             if file.is_file() and not (link and file.stat().st_nlink > 1):
                 file.chmod(new_file_mode())
-        appearing.commit()
+        directory.commit()
     shutil.rmtree(work, ignore_errors=True)
     return report
 
@@ -189,16 +185,22 @@ class _Job:
 
     plan: Plan
     place: str | Path | PreTrainedModel
-    write: Callable[[Appearing, Calibration | None, Gains], str]
+    write: Callable[[Path, Calibration | None, Gains], str]
 
 
-def _job(source: str | Path | PreTrainedModel, spec: FoxSpec, link: bool, revision: str | None) -> _Job:
+def _job(
+    source: str | Path | PreTrainedModel,
+    spec: FoxSpec,
+    link: bool,
+    revision: str | None,
+    progress: Progress | None = None,
+) -> _Job:
     if isinstance(source, PreTrainedModel):
         return _from_memory(source, spec, revision)
     return (
         _from_gguf(source, spec, revision)
         if str(source).endswith(".gguf")
-        else _from_disk(source, spec, link, revision)
+        else _from_disk(source, spec, link, revision, progress)
     )
 
 
@@ -210,8 +212,8 @@ def _from_memory(model: PreTrainedModel, spec: FoxSpec, revision: str | None) ->
         )
     plan = plan_for(model, spec, revision)
 
-    def save(appearing: Appearing, calibration: Calibration | None, gains: Gains) -> str:
-        _save(model, tokenizer_of_live(model), plan, appearing.partial, calibration, gains)
+    def save(partial: Path, calibration: Calibration | None, gains: Gains) -> str:
+        _save(model, tokenizer_of_live(model), plan, partial, calibration, gains)
         return "saved from memory"
 
     return _Job(plan, model, save)
@@ -220,14 +222,14 @@ def _from_memory(model: PreTrainedModel, spec: FoxSpec, revision: str | None) ->
 def _from_gguf(file: str | Path, spec: FoxSpec, revision: str | None) -> _Job:
     plan = plan_for(file, spec, revision)
 
-    def save(appearing: Appearing, calibration: Calibration | None, gains: Gains) -> str:
-        _save(*load_base(file), plan, appearing.partial, calibration, gains)
+    def save(partial: Path, calibration: Calibration | None, gains: Gains) -> str:
+        _save(*load_base(file), plan, partial, calibration, gains)
         return "dequantised from GGUF"
 
     return _Job(plan, file, save)
 
 
-def _from_disk(source: str | Path, spec: FoxSpec, link: bool, revision: str | None) -> _Job:
+def _from_disk(source: str | Path, spec: FoxSpec, link: bool, revision: str | None, progress: Progress | None) -> _Job:
     """A directory, or a Hub id: its config.json by which it may be refused first, then the rest."""
     plan = plan_for(source, spec, revision)
     directory, plan.spec.base_revision = fetch(source, revision)
@@ -237,8 +239,8 @@ def _from_disk(source: str | Path, spec: FoxSpec, link: bool, revision: str | No
     if not found.pickled:
         check_weights(directory, found.tensors, plan)
 
-    def place(appearing: Appearing, calibration: Calibration | None, gains: Gains) -> str:
-        return write_directory(directory, found, plan, appearing, link, calibration, gains)
+    def place(partial: Path, calibration: Calibration | None, gains: Gains) -> str:
+        return write_directory(directory, found, plan, partial, link, calibration, gains, progress)
 
     return _Job(plan, directory, place)
 

@@ -14,7 +14,7 @@ from retrofox.calibration.calibrate import Calibration
 from retrofox.conversion.norm_gains import has_norms, measure_gains
 from retrofox.conversion.tensors import check_weights, from_bin, replace_tensors
 from retrofox.loading import shards
-from retrofox.loading.appearing import Appearing
+from retrofox.loading.atomic_directory import Progress, place
 from retrofox.loading.shards import INDEX, Shards
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model.configuration_fox import NOT_FOR_PLAIN_CLASSES
@@ -32,13 +32,14 @@ def write_directory(
     directory: Path,
     found: Shards,
     plan: Plan,
-    appearing: Appearing,
+    partial: Path,
     link: bool,
     calibration: Calibration | None,
     gains: Gains,
+    progress: Progress | None = None,
 ) -> str:
     """Places shards, the new shard, index, config, tokenizer and code; no weight passes through memory."""
-    partial, how = appearing.partial, "linked" if link else "copied"
+    how = "linked" if link else "copied"
     if GATES_SHARD in found.files:
         raise ValueError(
             f"{directory} has a shard called {GATES_SHARD}, as the one that is added: load it, save_pretrained it "
@@ -50,8 +51,8 @@ def write_directory(
             from_bin(file, partial / name, plan.tied)
         found = shards.read(partial, list(found.files))
         check_weights(directory, found.tensors, plan)
-    elif appearing.placed is None:
-        appearing.place(found, link)
+    else:
+        place(found, partial, link, progress)
     new = _new_tensors(plan)
     if has_norms(plan):
         new |= gains or measure_gains(directory, plan.spec, load_tokenizer(directory))
@@ -86,7 +87,6 @@ def write_directory(
             shutil.copyfile(file, target)
     write_remote_code(partial)
     if calibration is not None:
-        appearing.wait()
         replace_tensors(partial, calibration.tensors(), weight_map)
     return how
 

@@ -1,6 +1,6 @@
 """The weight files of a checkpoint: found, their headers read without loading a tensor, written a tensor at a time.
 
-Standard library only, as `appearing`, so that copying can begin while torch is still being imported.
+Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where a model comes from: its config before anything else, refusals, fetching it from the Hub.
 
-Imports no torch: a conversion is refused, or its copying begun, before torch is there.
+Imports no torch: a conversion is refused before torch is there.
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ import os
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrofox.fox_spec import FoxSpec
-from retrofox.loading.appearing import Appearing, refuse_existing
+from retrofox.loading.atomic_directory import refuse_existing
 from retrofox.loading.errors import first_line
-from retrofox.loading.shards import Shards, find
-from retrofox.model.configuration_fox import SUPPORTED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -187,36 +183,6 @@ def check_out(source: str | Path, out: Path) -> None:
     directory = Path(source)
     if directory.is_dir() and directory.resolve() in out.resolve().parents:
         raise ValueError(f"OUT {out} lies inside SOURCE {source}: choose a directory outside it")
-
-
-@contextmanager
-def begun(source: str, out: Path, link: bool, wanted: bool = True) -> Iterator[Appearing | None]:
-    """Starts copying the weights while torch is imported; yields the directory that becomes OUT, or None.
-
-    Copying starts for a local directory of safetensors only. Other faults of the source are reported by the conversion,
-    which then ends the copying.
-    """
-    shards = _at_once(source, out) if wanted else None
-    if shards is None:
-        yield None
-        return
-    with Appearing(out) as appearing:
-        appearing.place(shards, link)
-        yield appearing
-
-
-def _at_once(source: str, out: Path) -> Shards | None:
-    try:
-        if not Path(source).is_dir():
-            return None
-        refuse_adapter(source)
-        values = read_config(source)
-        check_source(source, values)
-        check_out(source, out)
-        shards = find(Path(source))
-    except (ValueError, OSError):
-        return None
-    return None if shards.pickled or values["model_type"] not in SUPPORTED else shards
 
 
 def fetch(source: str | Path, revision: str | None) -> tuple[Path, str | None]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from retrofox.loading.source import holds_converted
-from retrofox.parallel.watch import Watch
 from retrofox.support.launches import processes
 
 
@@ -44,20 +41,6 @@ def join(context: int, command: str) -> str | None:
         return None
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return f"cuda:{torch.cuda.current_device()}"
-
-
-@contextlib.contextmanager
-def watched(context: int, command: str, stands: str) -> Iterator[None]:
-    """Joins the processes that share a text, and ends this one where another is lost: see `Watch`.
-
-    Where not as many were launched it does nothing: `join` will refuse that.
-    """
-    if context < 2 or processes() != context:
-        yield
-        return
-    join(context, command)
-    with Watch(lambda: f"{stands}; run the same command again"):
-        yield
 
 
 def is_first() -> bool:

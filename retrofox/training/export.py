@@ -11,7 +11,7 @@ import torch
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading.adapter import say_where_the_base_is
-from retrofox.loading.appearing import Appearing
+from retrofox.loading.atomic_directory import AtomicDirectory
 from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.support.files import new_file_mode, write_json
@@ -81,14 +81,14 @@ def export_original(adapted: Path, out: Path, dtype: torch.dtype, tokenizer: Any
     """
     if out.exists():
         return
-    with Appearing(out) as appearing:
+    with AtomicDirectory(out) as directory:
         model: Any = unconverted(load(str(adapted), dtype=dtype))
-        model.to(dtype).save_pretrained(str(appearing.partial))
+        model.to(dtype).save_pretrained(str(directory.partial))
         if tokenizer is not None:
-            tokenizer.save_pretrained(str(appearing.partial))
-        for path in appearing.partial.rglob("*.safetensors"):
+            tokenizer.save_pretrained(str(directory.partial))
+        for path in directory.partial.rglob("*.safetensors"):
             path.chmod(new_file_mode())
-        appearing.commit()
+        directory.commit()
 
 
 def _tie(weights: dict[str, torch.Tensor], model: Any) -> None:

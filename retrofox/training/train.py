@@ -21,7 +21,6 @@ from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.mesh import build_mesh
 from retrofox.parallel.settings import readers_of, split_of, take_over
-from retrofox.parallel.watch import Watch
 from retrofox.support.files import write_json
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import environment
@@ -33,7 +32,7 @@ from retrofox.training.document_attention import attends_by_document
 from retrofox.training.export import export, export_original
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import accumulation, count_steps, role_of, set_trainable, stage_rows
-from retrofox.training.lock import OutputLock
+from retrofox.training.lock import output_lock
 from retrofox.training.loop import FoxTrainer, StageRun
 from retrofox.training.model import build_model, resolve_source
 from retrofox.training.objectives import OBJECTIVES, stage_objective, trained_form
@@ -68,7 +67,6 @@ def train(recipe: Recipe) -> dict[str, Any]:
     Raises:
         ValueError: the recipe can't run here, OUTPUT holds another run, the data changed, the loss diverged, a
             checkpoint could not be written.
-        ProcessLost: another process of the run ended (the rest leave with SystemExit 1).
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, the state saved.
     """
     transformers.utils.logging.disable_progress_bar()
@@ -76,8 +74,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     state: Any = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     out = Path(recipe.output)
     interruptions = Interruptions("nothing was trained yet", quiet=not state.is_main_process)
-    watch = Watch(lambda: _stands(out, recipe)) if state.num_processes > 1 else contextlib.nullcontext()
-    with interruptions, repeatable(recipe.deterministic), watch:
+    with interruptions, repeatable(recipe.deterministic):
         refuse_mingling(recipe)
         batches_of(out, recipe)
         for line in unmark_damaged(out, recipe, state):
@@ -86,17 +83,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
             return _complete(out, recipe, state)
         for refusal in preflight(recipe, state.num_processes, state.device).refusals:
             raise refusal
-        with OutputLock(out) if state.is_main_process else contextlib.nullcontext():
+        with output_lock(out) if state.is_main_process else contextlib.nullcontext():
             return _train(recipe, out, interruptions, state)
-
-
-def _stands(out: Path, recipe: Recipe) -> str:
-    """What is on disk of a run that ends now."""
-    for number in reversed(range(len(recipe.stages))):
-        for place in reversed(checkpoint.checkpoints(stage_folder(out, recipe, number))):
-            if (place / checkpoint.MARKER).is_file():
-                return f"{place} stands; run the same command again to resume"
-    return "there is no checkpoint yet; run the same command again"
 
 
 def _complete(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from retrofox import FoxSpec
 from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.report import print_conversion
 from retrofox.conversion.verify import compare
-from retrofox.loading.appearing import Appearing
+from retrofox.loading.atomic_directory import AtomicDirectory
 from retrofox.loading.shards import INDEX
 
 TOKENS = torch.arange(2, 34)[None]
@@ -254,10 +254,9 @@ def test_loading_a_plain_model_is_refused(source):
 def test_a_failed_proof_leaves_nothing(source, tmp_path, monkeypatch):
     import retrofox.conversion.artefact
 
-    def spoiled(directory, found, plan, appearing, *rest):
-        how = original(directory, found, plan, appearing, *rest)
-        appearing.wait()
-        partial, name = appearing.partial, "model-00001-of-00001.safetensors"
+    def spoiled(directory, found, plan, partial, *rest):
+        how = original(directory, found, plan, partial, *rest)
+        name = "model-00001-of-00001.safetensors"
         state = load_file(partial / name)
         state["model.norm.weight"] = state["model.norm.weight"] * 1.01
         save_file(state, partial / name, metadata={"format": "pt"})
@@ -385,7 +384,7 @@ def test_calibration_lands_in_the_checkpoint(pico_checkpoint, tmp_path, capsys):
 def test_a_second_calibrated_conversion_into_one_out_is_refused_before_it_calibrates(pico_checkpoint, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The fox forgets the gate. " * 200)
-    with Appearing(tmp_path / "out"), pytest.raises(ValueError, match="another conversion is writing"):
+    with AtomicDirectory(tmp_path / "out"), pytest.raises(ValueError, match="another conversion is writing"):
         retrofox.convert(pico_checkpoint, tmp_path / "out", calibrate=[str(text)])
     assert not (tmp_path / ".out.calibration").exists()
 

@@ -18,12 +18,11 @@ import retrofox
 import retrofox.conversion.directory
 from retrofox import FoxSpec
 from retrofox.calibration.source import tensor_files
-from retrofox.loading import appearing as appearing_module
+from retrofox.loading import atomic_directory as atomic_module
 from retrofox.loading import shards
-from retrofox.loading.appearing import Appearing, copy
+from retrofox.loading.atomic_directory import AtomicDirectory
 from retrofox.loading.opened import open_model
 from retrofox.loading.shards import INDEX, SINGLE
-from retrofox.loading.source import begun
 
 SINGLE_FILE = "model.safetensors"
 
@@ -258,7 +257,7 @@ def test_out_without_a_name_of_its_own(sharded, tmp_path, monkeypatch):
 
 
 def test_a_full_disk(single, monkeypatch):
-    monkeypatch.setattr(appearing_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore
+    monkeypatch.setattr(atomic_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore
     refused(single, "has 1 bytes free")
 
 
@@ -278,59 +277,22 @@ def test_a_place_that_can_not_be_written_to(single, tmp_path, monkeypatch):
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        appearing_module.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented"))
-    )
-    with Appearing(tmp_path / "out") as appearing:
-        appearing.commit()
+    monkeypatch.setattr(atomic_module.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented")))
+    with AtomicDirectory(tmp_path / "out") as directory:
+        directory.commit()
     assert (tmp_path / "out").is_dir()
 
 
 def test_two_conversions_into_one_out(tmp_path):
-    with Appearing(tmp_path / "out"), pytest.raises(ValueError, match="another conversion is writing"):
-        Appearing(tmp_path / "out").__enter__()
+    with AtomicDirectory(tmp_path / "out"), pytest.raises(ValueError, match="another conversion is writing"):
+        AtomicDirectory(tmp_path / "out").__enter__()
     assert not list(tmp_path.iterdir())
-
-
-def test_an_error_while_copying_is_told(sharded, tmp_path, monkeypatch):
-    def failing(file: Path, target: Path):
-        target.touch()
-        yield 5
-        raise OSError(5, "Input/output error", str(file))
-
-    monkeypatch.setattr(appearing_module, "copy", failing)
-    refused(sharded, "Input/output error", OSError)
-
-
-def test_copying_without_the_kernels_help(sharded, tmp_path, monkeypatch):
-    def cant(*_: Any) -> int:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(os, "copy_file_range", cant)
-    monkeypatch.setattr(appearing_module, "COPY_STEP", 1000)
-    source = next(sharded.glob("*.safetensors"))
-    assert sum(copy(source, tmp_path / "copy")) == source.stat().st_size
-    assert (tmp_path / "copy").read_bytes() == source.read_bytes()
 
 
 def test_a_source_is_looked_at_without_torch():
     code = "import sys, retrofox.loading.source; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_copying_begins_before_torch_only_where_it_can(sharded, tmp_path):
-    with begun(str(sharded), tmp_path / "out", link=False) as appearing:
-        assert appearing is not None
-        appearing.wait()
-        copied = {file.name for file in appearing.partial.iterdir()}
-        assert copied == {file.name for file in sharded.glob("*.safetensors")}
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / ".out.partial").exists()
-    edit(sharded / "config.json", model_type="gpt2")
-    for source in (str(sharded), "some/model", str(tmp_path / "x.gguf")):
-        with begun(source, tmp_path / "out", link=False) as appearing:
-            assert appearing is None
 
 
 def test_replaced_tensors_pass_one_at_a_time(sharded, tmp_path):
@@ -349,19 +311,3 @@ def test_replaced_tensors_pass_one_at_a_time(sharded, tmp_path):
     assert torch.equal(load_file(sharded / file)[name], before[name])
     with pytest.raises(ValueError, match="its replacement"):
         replace_tensors(tmp_path / "out", {name: new[:4]}, weight_map)
-
-
-def test_a_file_too_large_for_the_target_is_named(tmp_path):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(bytes(1 << 20))
-    script = (
-        "import resource, sys; from pathlib import Path; from retrofox.loading.appearing import copy;"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096));"
-        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); list(copy(Path(sys.argv[1]), Path(sys.argv[2])))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(file), str(tmp_path / "target")], capture_output=True, text=True
-    )
-    assert done.returncode == 1
-    assert "File too large: " in done.stderr
-    assert str(tmp_path / "target") in done.stderr

@@ -11,7 +11,7 @@ import yaml
 
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.launches import processes, say_once
-from retrofox.training.lock import OutputLock
+from retrofox.training.lock import output_lock
 
 SAYING = """
 import os, sys, time
@@ -80,10 +80,10 @@ def test_two_processes_that_train_refuse_a_recipe_once(as_torchrun, recipe, chan
 
 def test_what_only_the_first_process_refuses_ends_all_with_its_reason(as_torchrun, recipe, tmp_path):
     started = time.monotonic()
-    with OutputLock(tmp_path / "run"):
+    with output_lock(tmp_path / "run"):
         done = as_torchrun(TRAINING, str(recipe), processes=2)
     assert len(told(done)) == 1, done.stderr
-    assert f"{tmp_path / 'run'} is in use by process" in told(done)[0]
+    assert f"{tmp_path / 'run'} is in use by another run" in told(done)[0]
     assert "Traceback" not in done.stderr
     assert done.returncode == 2
     assert time.monotonic() - started < 30

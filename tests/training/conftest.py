@@ -23,9 +23,6 @@ if event.startswith("SIG") and rank in ("all", os.environ.get("RANK")):
             os.kill(os.getpid(), getattr(signal, event))
         return plain(self, *args, **kwargs)
     FoxTrainer.training_step = training_step
-if event == "kill-start" and rank in ("all", os.environ.get("RANK")):
-    from retrofox.training import train
-    train.preflight = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 if event == "kill-save":
     whole = checkpoint.commit
     def commit(directory, note):
@@ -69,8 +66,7 @@ FSDP = {
 def run_recipe(launch) -> Callable[..., subprocess.CompletedProcess[str]]:
     """run_recipe(recipe, event, when, processes=1, rank="all", mode="ddp", **environment) -> as `launch` gives it.
 
-    `event` happens before step `when` in process `rank`: a signal by name, or "kill-save", a kill amid a checkpoint;
-    "kill-start" is a kill before anything is checked.
+    `event` happens before step `when` in process `rank`: a signal by name, or "kill-save", a kill amid a checkpoint.
     """
 
     def run(recipe: Path, event="none", when=0, processes=1, rank: int | str = "all", mode="ddp", **environment: str):

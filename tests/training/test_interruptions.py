@@ -100,8 +100,6 @@ def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(rec
     file = recipe_for("two")
     killed = run_recipe(file, "SIGKILL", 3, processes=2, rank=1)
     assert killed.returncode != 0
-    assert "error: process 1 (pid" in killed.stderr
-    assert "Traceback" not in killed.stderr, killed.stderr
     resumed = run_recipe(file, "SIGTERM", 5, processes=2)
     assert resumed.returncode == 128 + signal.SIGTERM
     assert "resumed stage 0 at step 2 of 8" in resumed.stderr
@@ -110,15 +108,6 @@ def test_two_processes_equal_one_through_a_kill_and_a_change_of_their_number(rec
     assert result["stages"][0]["resumed_at"] == 6
     # Two summands commute, so even one process and two agree to the last bit here.
     assert curve(file) == curve(whole)
-
-
-def test_a_process_killed_before_the_checks_ends_the_others_with_one_line(recipe_for, run_recipe):
-    file = recipe_for("early")
-    killed = run_recipe(file, "kill-start", processes=2, rank=1)
-    told = [line for line in killed.stderr.splitlines() if "error" in line.lower()]
-    assert len(told) == 1, killed.stderr
-    assert "error: process 1 (pid" in told[0]
-    assert not Path(load_recipe(file).output).exists()
 
 
 def test_fsdp2_keeps_gates_float32_and_equals_one_process(recipe_for, run_recipe):
