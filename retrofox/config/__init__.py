@@ -16,12 +16,13 @@ from retrofox.config.recipe import (
     RopeScaling,
     Source,
 )
-from retrofox.config.stage import GATE_RATE_FACTOR, ROLES, TAUGHT, Rates, Stage
+from retrofox.config.stage import GATE_RATE_FACTOR, ROLES, TAUGHT, Budget, Rates, Stage
 
 __all__ = [
     "GATE_RATE_FACTOR",
     "ROLES",
     "TAUGHT",
+    "Budget",
     "CheckpointConfig",
     "DataConfig",
     "LogConfig",

@@ -25,6 +25,18 @@ class Rates(Section):
     rest: Rate | None = Field(default=None, description="everything else: MLPs, norms, embeddings, head")
 
 
+class Budget(Section):
+    """A pressure on the gates until few enough keys are left alive (`retrofox.training.budget`)."""
+
+    share: float = Field(gt=0, lt=1, description="of the keys that are to be left alive")
+    length: Positive = Field(default=32768, description="tokens of the text of which it is the share")
+    weight: float = Field(default=0.03, gt=0, description="of the pressure beside the loss")
+    anneal: float = Field(default=0.5, ge=0, le=1, description="part of the stage in which the target falls from 1")
+    form: Literal["equal", "hinge"] = Field(
+        default="equal", description="equal: on every head's log half-life; hinge: on the share itself"
+    )
+
+
 class Stage(Section):
     """One stage of adaptation: its objective, its tokens, its rates."""
 
@@ -58,6 +70,9 @@ class Stage(Section):
     gate_delay_tokens: Count = Field(default=0, description="gates keep their start this long")
     anneal: bool = Field(
         default=True, description="whether this stage moves the annealing of a model with rope: anneal"
+    )
+    budget: Budget | None = Field(
+        default=None, description="extend, distill: pressure on the gates that ends at a share of live keys"
     )
     teacher: Literal["auto", "shared", "copy"] | None = Field(
         default=None, description="align, distill: shared = the frozen weights themselves, copy = a second model"
@@ -119,6 +134,10 @@ class Stage(Section):
             raise ValueError(
                 f"max_position must exceed sequence_length ({self.sequence_length}), got {self.max_position}: give the "
                 "length that the model is to reach, or remove it"
+            )
+        if self.budget is not None and self.objective not in ("extend", "distill"):
+            raise ValueError(
+                f"budget belongs to objectives extend and distill, and this stage's is {self.objective}: remove it"
             )
         if self.teacher is not None and self.objective not in TAUGHT:
             raise ValueError(

@@ -21,6 +21,7 @@ from retrofox.parallel.mesh import Mesh
 from retrofox.support.files import write_whole
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.memory import bytes_in_use, peak_bytes
+from retrofox.training.budget import LENGTHS, horizon_of, live_shares
 
 SATURATED_SLOPE = 1e-6
 """A gate value with f (1 - f) below it hardly moves in training; a head is saturated if 99 % of its values are so."""
@@ -115,10 +116,11 @@ class LogWithSaves(TrainerCallback):
 class GateRecorder(TrainerCallback):
     """Keeps the gates of the last micro-batch before each log line, and only of that."""
 
-    def __init__(self, model: torch.nn.Module, every: int, save_steps: int, mesh: Mesh | None = None):
+    def __init__(self, model: Any, every: int, save_steps: int, mesh: Mesh | None = None):
         self.mesh = mesh
         self.gates = [module for module in model.modules() if isinstance(module, ForgetGate)]
         self.every, self.save_steps = every, save_steps
+        self.horizon, self.kv_heads = horizon_of(model), getattr(model.config, "num_key_value_heads", None)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         due = self.is_due(state.global_step + 1, state.max_steps)
@@ -141,7 +143,9 @@ class GateRecorder(TrainerCallback):
         found = found.cpu()
         for gate in self.gates:
             gate.last_log_f = None
-        return half_life_statistics(found[0], found[1], length)
+        by_layer = found[0].reshape(len(recorded), -1)
+        live = live_shares(by_layer, self.horizon, self.kv_heads or by_layer.shape[1])
+        return half_life_statistics(found[0], found[1], length) | live
 
 
 def _per_head(log_f: torch.Tensor) -> torch.Tensor:
@@ -244,6 +248,9 @@ def log_line(logs: dict[str, Any], step: int, max_steps: int) -> str:
         parts.append(f"p10-p90 {logs['half_life_p10']:.0f}-{logs['half_life_p90']:.3g}")
     if "gates_saturated" in logs:
         parts.append(f"saturated {logs['gates_saturated']:.0%} dead {logs['gates_dead']:.0%}")
+    if "live_cache_32k" in logs:
+        shares = (f"{n} {logs[f'live_operations_{n}']:.0%}/{logs[f'live_cache_{n}']:.0%}" for n in LENGTHS)
+        parts.append("live operations/cache " + " ".join(shares))
     if "eta_seconds" in logs:
         seconds = int(logs["eta_seconds"])
         parts.append(f"eta {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}")

@@ -21,6 +21,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from retrofox.anatomy import causal_lm
 from retrofox.parallel.shards import Shards
 from retrofox.training import checkpoint
+from retrofox.training.budget import GatePressure
 from retrofox.training.callbacks import (
     Anneal,
     GateRecorder,
@@ -65,6 +66,7 @@ class FoxTrainer(Trainer):
         self.own_autocast = own_autocast(recipe)
         self.guard = Guard(stage.spike_factor, fp16=recipe.precision == "fp16")
         self.history: list[dict[str, float]] = []
+        self.live_share: dict[str, float] = {}
         self.eval_before: float | None = None
         self.wrap_policy: Any = None
         super().__init__(model=model, args=args)
@@ -79,6 +81,8 @@ class FoxTrainer(Trainer):
         signals = Signals(args.world_size, self.interruptions)
         for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
             self.add_callback(callback)
+        if stage.budget is not None:
+            self.add_callback(GatePressure(lm, stage, run.batch_tokens, args.world_size, args.device))
         fox = getattr(lm.config, "fox", None)
         anneals = stage.anneal and stage.objective != "adapt"
         if anneals and fox is not None and fox["rope"] == "anneal":  # last: it asks whether others want a save
@@ -228,6 +232,7 @@ class FoxTrainer(Trainer):
             logs["tokens"] = step * self.batch_tokens
             logs.update(self.clock.read(step, self.state.max_steps, args.world_size))
             logs.update(self.gates.statistics())
+            self.live_share = {key: value for key, value in logs.items() if key.startswith("live_")}
             if self.heads.is_due(step, self.state.max_steps):
                 held_out = None if self.eval_batches is None else next(iter(self.eval_batches()), None)
                 with self.accelerator.autocast():

@@ -178,6 +178,10 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
     trained = set_trainable(model, stage, adapters=recipe.lora is not None)
     if stage.gate_delay_tokens and not any(role_of(name).startswith("gate") for name in trained):
         raise ValueError("gate_delay_tokens holds gates back, and this stage trains none: remove it")
+    if stage.budget is not None and not any(role_of(name).startswith("gate") for name in trained):
+        raise ValueError("budget presses on the gates, and this stage trains none: remove it")
+    if stage.budget is not None and recipe.precision == "fp16":
+        raise ValueError("budget adds to gradients, which fp16 scales: take precision bf16 or fp32")
     if stage.gate_weight_decay and not any(role_of(name) == "gate_weight" for name in trained):
         raise ValueError("gate_weight_decay decays the gates' weights, and this stage trains none: remove it")
     if needs_teacher(recipe, stage, model, source) and source is not None:

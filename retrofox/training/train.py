@@ -320,6 +320,7 @@ def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
         "loss_last": trainer.history[-1]["loss"] if trainer.history else None,
         "eval_before": before,
         "eval_after": after,
+        "live_share": trainer.live_share or None,
         "seconds": time.perf_counter() - started,
         "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
     }

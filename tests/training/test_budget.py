@@ -1,0 +1,199 @@
+"""The budget: a pressure on the gates' gradients that leaves the forward alone and ends at its target."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from retrofox.config import Budget, Stage, load_recipe, validate
+from retrofox.training.budget import SHORT, GatePressure, live_shares, pressed_gates
+from retrofox.training.loop import FoxTrainer
+from retrofox.training.speed import save_memory
+from retrofox.training.train import train
+
+TOKENS = 24
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(0, 64, (2, TOKENS // 2), generator=torch.Generator().manual_seed(0))
+
+
+def pressure_on(model, world=1, **budget) -> GatePressure:
+    stage = Stage(objective="extend", tokens=960, sequence_length=12, budget=Budget(**{"share": 0.1, **budget}))
+    return GatePressure(model, stage, TOKENS, world)
+
+
+def gradients(model, ids) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    logits = model(ids, use_cache=False).logits
+    logits.square().mean().backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def penalty(pressure: GatePressure, log_f: list[torch.Tensor]) -> torch.Tensor:
+    """The penalty as the module's docstring writes it."""
+    falling = -torch.stack(log_f)
+    if pressure.budget.form == "hinge":
+        spans = pressure.horizon / falling.mean((1, 2))
+        return torch.relu((1 - torch.exp(-spans / pressure.budget.length)).mean() - pressure.target)
+    lives = math.log(2) / falling
+    return torch.where(lives > SHORT, lives.log2(), 0.0).mean()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("form", ["equal", "hinge"])
+def test_the_gradient_is_that_of_the_written_penalty(pico_fox, ids, form, world):
+    model = pico_fox(half_life=(50.0, 5000.0)).train()
+    pressure = pressure_on(model, world, form=form, weight=0.5, length=300)
+    _, plain = gradients(model, ids)
+    pressure.attach()
+    pressure.target = 0.1
+    _, pressed = gradients(model, ids)
+    pressure.detach()
+    heard: list[torch.Tensor] = []
+    hooks = [gate.register_forward_hook(lambda *found: heard.append(found[2])) for gate in pressure.gates]
+    model.zero_grad()
+    model(ids, use_cache=False)
+    (0.5 * world * penalty(pressure, heard)).backward()
+    for hook in hooks:
+        hook.remove()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert any("forget_gate" in name for name in wanted)
+    for name, added in wanted.items():
+        torch.testing.assert_close(pressed[name] - plain[name], added, rtol=1e-3, atol=1e-6)
+
+
+def test_the_forward_is_the_same_to_the_bit(pico_fox, ids):
+    model = pico_fox(half_life=(50.0, 5000.0)).train()
+    before, _ = gradients(model, ids)
+    pressure = pressure_on(model)
+    pressure.attach()
+    after, _ = gradients(model, ids)
+    assert torch.equal(before, after)
+
+
+def test_it_ends_where_the_target_is_reached(pico_fox, ids):
+    model = pico_fox(half_life=(2.0, 20.0)).train()
+    _, plain = gradients(model, ids)
+    pressure = pressure_on(model, share=0.9, length=1 << 20)
+    pressure.attach()
+    pressure.target = 0.9
+    _, pressed = gradients(model, ids)
+    assert float(pressure.live()) < 0.9
+    assert all(torch.equal(plain[name], pressed[name]) for name in plain)
+
+
+def test_recomputed_layers_press_once(pico_fox, ids):
+    model = pico_fox(half_life=(50.0, 5000.0)).train()
+    pressure = pressure_on(model, weight=0.5)
+    pressure.attach()
+    _, kept = gradients(model, ids)
+    save_memory(model, Stage(objective="extend", tokens=960, sequence_length=12, gradient_checkpointing="full"))
+    _, again = gradients(model, ids)
+    for name, grad in kept.items():
+        torch.testing.assert_close(again[name], grad, rtol=1e-5, atol=1e-7)
+
+
+def test_the_target_falls_over_the_first_part_of_the_stage(pico_fox):
+    pressure = pressure_on(pico_fox(), share=0.2, anneal=0.5)  # 960 tokens, 24 a step: 20 steps of 40
+    targets = []
+    for step in (0, 9, 19, 39):
+        pressure.move(step)
+        targets.append(pressure.target)
+    assert targets == pytest.approx([0.96, 0.6, 0.2, 0.2])
+
+
+def test_the_closed_form_of_the_live_share():
+    rates = torch.tensor([[-16 / 8192, -16 / 16384], [-1e-9, -1e-9]])
+    found = live_shares(rates, 16.0, kv_heads=1)
+    assert found["live_operations_8k"] == pytest.approx(1.0)
+    assert found["live_cache_32k"] == pytest.approx((0.5 + 1) / 2)
+    assert found["live_operations_32k"] == pytest.approx((0.4375 + 0.75 + 1 + 1) / 4)
+
+
+@pytest.fixture
+def recipe(tmp_path, pico_fox, pico_tokenizer) -> Path:
+    (tmp_path / "text.txt").write_text("the fox forgets the gate, " * 400)
+    pico_fox(half_life=(50.0, 5000.0)).save_pretrained(tmp_path / "model")
+    pico_tokenizer.save_pretrained(tmp_path / "model")
+    stage = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
+    values = {
+        "model": str(tmp_path / "model"),
+        "output": str(tmp_path / "run"),
+        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
+        "stages": [{**stage, "budget": {"share": 0.1, "length": "1Ki", "weight": 1.0}}],
+        "precision": "fp32",
+        "log": {"every": 1},
+        "checkpoint": {"every_steps": 1, "keep": 9},
+        "dataloader_workers": 0,
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def test_training_presses_logs_the_share_and_leaves_no_hook(recipe, monkeypatch):
+    left = []
+    release = FoxTrainer.release
+
+    def noted(self):
+        model = release(self)
+        left.extend(hook for gate in pressed_gates(model) for hook in gate._forward_hooks)
+        return model
+
+    monkeypatch.setattr(FoxTrainer, "release", noted)
+    found = train(load_recipe(recipe))["stages"][0]["live_share"]
+    plain = train(load_recipe(recipe, ["stages.0.budget=null", f"output={recipe.parent / 'plain'}"]))
+    assert found["live_cache_8k"] < plain["stages"][0]["live_share"]["live_cache_8k"]
+    assert left == []
+    lines = [json.loads(line) for line in (recipe.parent / "run" / "log.jsonl").read_text().splitlines()]
+    assert lines[-1]["live_operations_32k"] == found["live_operations_32k"]
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(recipe, monkeypatch):
+    train(load_recipe(recipe))
+    plain = FoxTrainer.training_step
+
+    def stopping(self, *args, **kwargs):
+        if self.state.global_step == 2:
+            self.control.should_training_stop = True
+            raise KeyboardInterrupt
+        return plain(self, *args, **kwargs)
+
+    again = load_recipe(recipe, [f"output={recipe.parent / 'again'}"])
+    monkeypatch.setattr(FoxTrainer, "training_step", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        train(again)
+    monkeypatch.setattr(FoxTrainer, "training_step", plain)
+    assert train(again)["stages"][0]["resumed_at"] == 2
+    left, right = (recipe.parent / run / "model" / "model.safetensors" for run in ("run", "again"))
+    assert left.read_bytes() == right.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("stages.0.budget={share: 1.5}", "less than 1"),
+        ("stages.0.budget={shar: 0.5}", "did you mean 'share'"),
+        ("stages.0.objective=adapt", "budget belongs to objectives extend and distill"),
+    ],
+)
+def test_a_budget_that_can_not_be_meant_is_refused(recipe, change, said):
+    with pytest.raises(ValueError, match=said):
+        load_recipe(recipe, [change])
+
+
+def test_without_trained_gates_it_is_refused(recipe):
+    with pytest.raises(ValueError, match="budget presses on the gates, and this stage trains none"):
+        train(load_recipe(recipe, ["stages.0.rates={gate_bias: 0, gate_weight: 0}"]))
+
+
+def test_a_budget_survives_the_dump(recipe):
+    loaded = load_recipe(recipe)
+    assert validate(loaded.model_dump(mode="python")).stages[0].budget == loaded.stages[0].budget
