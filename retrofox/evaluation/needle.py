@@ -1,6 +1,10 @@
-"""Needle in a haystack: facts hidden in a long text, asked for at the end (Lin et al., ICLR 2025, section 4.4; RULER).
+"""Needle in a haystack: facts hidden in a long text, asked for at the end (Lin et al., ICLR 2025, section 4.4).
 
-`needles.tasks` says what each mode hides and asks, `needles.scoring` when a needle counts as found.
+A needle is found if greedy decoding, given the prompt, would emit exactly the answer's tokens a_1 ... a_n:
+
+    found  <=>  argmax_v p(v | prompt, a_1 ... a_k-1) = a_k  for k = 1 ... n.
+
+One forward pass over prompt and answer decides it: decoding emits a_1 iff it is the argmax, then reads a_1, and so on.
 """
 
 from __future__ import annotations
@@ -18,13 +22,13 @@ import torch
 from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import _require_files
 from retrofox.evaluation.baselines import Baseline, base_for, parse_all
-from retrofox.evaluation.columns import columns
+from retrofox.evaluation.compared_models import columns
 from retrofox.evaluation.needles.haystack import read_haystack
 from retrofox.evaluation.needles.prompts import Prompt, make_prompts
 from retrofox.evaluation.needles.report import print_tables, write_files
-from retrofox.evaluation.needles.scoring import Verdict, generated, same_words, teacher_forced, tokens_read
 from retrofox.evaluation.needles.shares import by_length, grid
-from retrofox.evaluation.needles.tasks import MODES, PLACED
+from retrofox.evaluation.needles.tasks import MODES
+from retrofox.evaluation.token_scores import score_tokens
 from retrofox.loading.device import check_place
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
@@ -46,7 +50,6 @@ def needle(
     trials: int = 2,
     seed: int = 0,
     batch: int | str = "auto",
-    generate: bool = False,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     text_field: str = "text",
@@ -56,27 +59,23 @@ def needle(
 ) -> dict[str, Any]:
     """Share of needles found over context lengths and depths, and the mean log-probability of their answers.
 
-    One forward pass over prompt and answer decides what greedy decoding would emit (`needles.scoring` has the rule).
-    Of several values, such as the four of multi-value, each is judged after the true earlier ones, and the share of
-    them counts. All models read the same prompts. Prints a table for each mode with Wilson intervals; into `out` go
-    needle.json, needle.csv (answers), needle_lengths.csv, and as .png and .svg needle (share by length) and a heat-map
-    over depths for each model and mode that has them.
+    All models read the same prompts. Prints a table for each mode with Wilson intervals; into `out` go needle.json,
+    needle.csv (answers), needle_lengths.csv, and as .png and .svg needle (share by length) and a heat-map over depths
+    for each model and mode. Harder tasks are RULER's: `retrofox eval --tasks ruler`.
 
     Args:
         against: models to compare with, one or several: Hub ids, directories or live models.
         data: files whose text is the haystack; it is repeated if shorter than twice the longest context.
         lengths: whole prompts' lengths in tokens, to which the answer comes.
         depths: where in the haystack the needle goes, 0 = its start, 1 = its end; a number spaces so many evenly.
-            Modes whose answer needs several places run as many prompts, at places drawn at random.
-        mode: one or several of `needles.tasks.MODES`, or "all".
+        mode: easy, standard, or several of them, or "all".
         trials: prompts per cell, each with another fact and another stretch of the haystack.
         seed: of facts and stretches.
         batch: prompts run at one time; "auto": as many as a budget of tokens allows.
         baselines: made of the base and asked too, such as "yarn:4" (see `baselines`).
-        generate: generate each value instead, as a user would: the same verdicts, slower, without log-probabilities.
 
     Returns:
-        {"models": {name: {"found": depths x lengths shares of the first mode, "modes": {mode: {"depths", "found",
+        {"models": {name: {"found": depths x lengths shares of the first mode, "modes": {mode: {"found",
         "by_length": [{"length", "prompts", "found", "interval", "log_probability", ...}]}}}}, "answers": [...], ...}.
 
     Raises:
@@ -103,7 +102,6 @@ def needle(
     result: dict[str, Any] = {
         "mode": modes[0] if len(modes) == 1 else modes,
         "modes": modes,
-        "decided_by": "generation" if generate else "teacher forcing",
         "lengths": list(lengths),
         "depths": places,
         "trials": trials,
@@ -115,7 +113,7 @@ def needle(
     }
     for role, opened in columns(model, others, wanted, tokenizer=tokenizer, dtype=dtype, device=device):
         begun = time.perf_counter()
-        answers = _answers(opened, prompts, _verdicts(opened, prompts, batch, generate, progress))
+        answers = _answers(opened, prompts, batch, progress)
         name = _free_name(opened.name, result["models"])
         result["models"][name] = {
             "source": opened.source,
@@ -139,33 +137,26 @@ def needle(
     return result
 
 
-def _verdicts(
-    opened: Opened, prompts: Sequence[Prompt], batch: int | str, generate: bool, progress: bool
-) -> list[list[Verdict]]:
+def _answers(opened: Opened, prompts: Sequence[Prompt], batch: int | str, progress: bool) -> list[dict[str, Any]]:
+    """One record for each prompt, as in needle.csv; the answer is what is emitted up to the first wrong token."""
+    texts = [prompt.scored for prompt in prompts]
     with progress_bar("tokens", progress) as bar:
-        task = bar.add_task(opened.name, total=tokens_read(prompts, generate))
-        judge = generated if generate else teacher_forced
-        return judge(opened, prompts, batch, lambda tokens: bar.advance(task, tokens))
-
-
-def _answers(opened: Opened, prompts: Sequence[Prompt], verdicts: Sequence[Sequence[Verdict]]) -> list[dict[str, Any]]:
-    """One record for each prompt, as in needle.csv."""
+        task = bar.add_task(opened.name, total=sum(text.needed for text in texts))
+        scores = score_tokens(opened.model, texts, batch, lambda tokens: bar.advance(task, tokens))
     answers = []
-    for prompt, own in zip(prompts, verdicts, strict=True):
-        texts = [opened.tokenizer.decode(verdict.emitted, skip_special_tokens=True) for verdict in own]
-        log_p = [value for verdict in own for value in verdict.log_probabilities]
+    for prompt, (loss, best) in zip(prompts, scores, strict=True):
+        wrong = np.flatnonzero(best != prompt.answer)
+        emitted = best[: wrong[0] + 1] if len(wrong) else best
         answers.append(
             {
                 "mode": prompt.task.mode,
                 "length": prompt.length,
                 "depth": prompt.depth,
-                "needle": prompt.task.answer,
-                "city": prompt.task.subject,
-                "answer": " | ".join(texts),
-                "found": all(verdict.found for verdict in own),
-                "share": sum(verdict.found for verdict in own) / len(own),
-                "log_probability": float(np.mean(log_p)) if log_p else None,
-                "same_words": all(same_words(t, p.answer) for t, p in zip(texts, prompt.task.parts, strict=True)),
+                "needle": prompt.task.answer.strip(),
+                "city": prompt.task.city,
+                "answer": opened.tokenizer.decode(emitted.tolist(), skip_special_tokens=True),
+                "found": not len(wrong),
+                "log_probability": -float(loss.mean()),
             }
         )
     return answers
@@ -178,12 +169,7 @@ def _summary(
     summaries = {}
     for mode in modes:
         own = [answer for answer in answers if answer["mode"] == mode]
-        rows = list(depths) if mode in PLACED else None
-        summaries[mode] = {
-            "depths": rows,
-            "found": grid(own, lengths, rows or [None]),
-            "by_length": by_length(own, lengths),
-        }
+        summaries[mode] = {"found": grid(own, lengths, depths), "by_length": by_length(own, lengths)}
     return {"found": summaries[modes[0]]["found"], "modes": summaries}
 
 

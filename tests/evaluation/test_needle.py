@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 
+from retrofox.evaluation import needle as needle_module
 from retrofox.evaluation.needle import MODES, needle
-from retrofox.evaluation.needles import report, scoring
+from retrofox.evaluation.needles import report
 from retrofox.evaluation.needles.shares import wilson_interval
-from retrofox.evaluation.needles.tasks import ACTS
 
 SENTENCES = "A fox crossed the field. Rain fell on the mill! Nobody came. Who would? "
 
@@ -39,23 +40,22 @@ def llama(pico_llama) -> Any:
 
 @pytest.fixture
 def near_reader(pico_tokenizer, monkeypatch) -> None:
-    """Generation by a model that reads only the last 500 tokens, and those perfectly."""
+    """Scores of a model that reads only the last 500 tokens, and those perfectly."""
 
-    def answer(opened, token_ids, max_new_tokens):
-        answers = []
-        for ids in token_ids:
-            seen = pico_tokenizer.decode(ids[-500:])
-            act = next((act for act in ACTS if f"is to {act}" in seen), "do nothing")
-            answers.append(pico_tokenizer(f" {act}.", add_special_tokens=False)["input_ids"][:max_new_tokens])
-        return answers
+    def score(model, texts, batch, advance):
+        scores = []
+        for text in texts:
+            answer = text.token_ids[text.positions]
+            seen = pico_tokenizer.decode(text.token_ids[: text.positions[0]][-500:].tolist())
+            knows = f"is to{pico_tokenizer.decode(answer.tolist())}" in seen
+            scores.append((np.full(len(answer), 0.5, np.float32), answer if knows else answer + 1))
+        return scores
 
-    monkeypatch.setattr(scoring, "complete", answer)
+    monkeypatch.setattr(needle_module, "score_tokens", score)
 
 
 def test_the_grid_counts_exact_matches_and_the_files_hold_it(haystack, llama, options, near_reader, tmp_path):
-    result = needle(
-        llama, [llama, llama], haystack, [480, 1200], [0.0, 1.0], "easy", tmp_path, trials=3, generate=True, **options
-    )
+    result = needle(llama, [llama, llama], haystack, [480, 1200], [0.0, 1.0], "easy", tmp_path, trials=3, **options)
     assert list(result["models"]) == ["LlamaForCausalLM", "LlamaForCausalLM (2)", "LlamaForCausalLM (3)"]
     assert [values["found"] for values in result["models"].values()] == [[[1.0, 0.0], [1.0, 1.0]]] * 3
     assert [values["role"] for values in result["models"].values()] == ["model", "base", "base2"]
@@ -77,7 +77,7 @@ def test_the_grid_counts_exact_matches_and_the_files_hold_it(haystack, llama, op
 
 
 def test_the_table_shows_shares_with_wilson_intervals_side_by_side(haystack, llama, options, near_reader, capsys):
-    needle(llama, llama, haystack, [480, 1200], [0.0, 1.0], trials=3, generate=True, **options)
+    needle(llama, llama, haystack, [480, 1200], [0.0, 1.0], trials=3, **options)
     cells = [
         [cell.strip() for cell in line.split("│")[1:-1]]
         for line in capsys.readouterr().out.splitlines()
@@ -85,18 +85,18 @@ def test_the_table_shows_shares_with_wilson_intervals_side_by_side(haystack, lla
     ]
     one, two = "LlamaForCausalLM", "LlamaForCausalLM (2)"
     assert cells == [
-        ["480", one, "100%", "61-100 %", "-"],
-        ["", two, "100%", "61-100 %", "-"],
-        ["1.17k", one, "50%", "19-81 %", "-"],
-        ["", two, "50%", "19-81 %", "-"],
+        ["480", one, "100%", "61-100 %", "-0.500"],
+        ["", two, "100%", "61-100 %", "-0.500"],
+        ["1.17k", one, "50%", "19-81 %", "-0.500"],
+        ["", two, "50%", "19-81 %", "-0.500"],
     ]
 
 
 def test_the_figure_draws_each_modes_shares_and_intervals():
     rows = [{"found": 0.5, "interval": [0.2, 0.8]}, {"found": 1.0, "interval": [0.7, 1.0]}]
     other = [{"found": 0.0, "interval": [0.0, 0.3]}] * 2
-    modes = {"easy": {"by_length": rows}, "multi-key": {"by_length": other}}
-    result = {"modes": list(modes), "lengths": [64, 128], "models": {"m": {"modes": modes}}, "decided_by": "x"}
+    modes = {"easy": {"by_length": rows}, "standard": {"by_length": other}}
+    result = {"modes": list(modes), "lengths": [64, 128], "models": {"m": {"modes": modes}}}
     figure = report.length_figure(result)
     assert isinstance(figure, Figure)
     assert [axes.get_title(loc="left") for axes in figure.axes] == list(modes)
@@ -106,33 +106,31 @@ def test_the_figure_draws_each_modes_shares_and_intervals():
     np.testing.assert_allclose(ends, [[0.2, 0.8], [0.7, 1.0]])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_asks_its_own_questions_in_both_ways(haystack, llama, options, mode):
-    size = {"lengths": [2500], "trials": 1} if mode == "common-words" else {"lengths": [1200], "trials": 2}
-    options = {**options, **size, "depths": 1, "mode": mode}
-    forced, decoded = (needle(llama, None, haystack, generate=generate, **options) for generate in (False, True))
-    assert (forced["mode"], forced["modes"]) == (mode, [mode])
-    assert {answer["mode"] for answer in forced["answers"]} == {mode}
-    assert [a["share"] for a in forced["answers"]] == [a["share"] for a in decoded["answers"]]
-    assert all(answer["log_probability"] < 0 for answer in forced["answers"])
-    assert all(answer["log_probability"] is None for answer in decoded["answers"])
-    values = {"multi-value": 4, "multi-query": 4, "variable-tracking": 5, "common-words": 10}.get(mode, 1)
-    assert all(len(answer["answer"].split(" | ")) == values for answer in forced["answers"])
+def test_a_needle_is_found_where_greedy_decoding_emits_its_answer(haystack, llama, options):
+    result = needle(llama, None, haystack, [480], 2, "all", trials=2, **options)
+    assert result["modes"] == list(MODES)
+    tokenizer = options["tokenizer"]
+    hay = needle_module.read_haystack(tokenizer, haystack, 480, "text")
+    prompts = needle_module.make_prompts(hay, MODES, [480], [0.0, 1.0], 2, 0)
+    for prompt, answer in zip(prompts, result["answers"], strict=True):
+        ids = torch.tensor([prompt.token_ids.tolist()])
+        decoded = llama.generate(ids, max_new_tokens=len(prompt.answer), do_sample=False)[0, ids.shape[1] :].tolist()
+        assert answer["found"] == (decoded == prompt.answer)
+        assert tokenizer.decode(decoded, skip_special_tokens=True).startswith(answer["answer"])
+        assert answer["log_probability"] < 0
 
 
 def test_several_modes_share_one_run(haystack, llama, options, tmp_path, capsys):
-    modes = ["standard", "multi-value", "standard"]
-    result = needle(llama, None, haystack, [1100], [0.0, 1.0], modes, tmp_path, trials=1, **options)
-    assert result["modes"] == ["standard", "multi-value"]
+    result = needle(llama, None, haystack, [1100], [0.0, 1.0], ["standard", "easy", "standard"], tmp_path, **options)
+    assert result["modes"] == ["standard", "easy"]
     own = result["models"]["LlamaForCausalLM"]["modes"]
-    assert (own["standard"]["depths"], own["multi-value"]["depths"]) == ([0.0, 1.0], None)
-    assert np.shape(own["standard"]["found"]) == (2, 1)
-    assert np.shape(own["multi-value"]["found"]) == (1, 1)
-    assert [rows["by_length"][0]["prompts"] for rows in own.values()] == [2, 2]
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"needle", "needle_model_standard"}
+    assert [np.shape(rows["found"]) for rows in own.values()] == [(2, 1), (2, 1)]
+    assert [rows["by_length"][0]["prompts"] for rows in own.values()] == [4, 4]
+    stems = {path.stem for path in tmp_path.glob("*.png")}
+    assert stems == {"needle", "needle_model_standard", "needle_model_easy"}
     printed = capsys.readouterr().out
     assert "standard mode" in printed
-    assert "multi-value mode" in printed
+    assert "easy mode" in printed
 
 
 def test_the_command_line_hands_every_option_on(run, monkeypatch):
@@ -142,22 +140,20 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch):
         given.update(options, model=model, against=against, data=data, lengths=lengths)
 
     monkeypatch.setattr("retrofox.evaluation.needle.needle", record)
-    words = (
-        "M --data a b --against B C --lengths 64,128 --depths 3 --mode multi-key --mode standard --trials 7 --seed 5"
-    )
-    assert run("needle", *words.split(), "--batch", "4", "--generate", "--out", "o", "--baseline", "drope")[0] == 0
+    words = "M --data a b --against B C --lengths 64,128 --depths 3 --mode easy --mode standard --trials 7 --seed 5"
+    assert run("needle", *words.split(), "--batch", "4", "--out", "o", "--baseline", "drope")[0] == 0
     assert given == {
         "model": "M", "against": ["B", "C"], "data": ["a", "b"], "lengths": [64, 128], "depths": 3, "batch": 4,
-        "mode": ["multi-key", "standard"], "trials": 7, "seed": 5, "generate": True, "out": Path("o"),
+        "mode": ["easy", "standard"], "trials": 7, "seed": 5, "out": Path("o"),
         "text_field": "text", "device": None, "dtype": None, "baselines": ["drope"],
     }  # fmt: skip
     assert run("needle", "M", "--data", "a")[0] == 0
-    assert (given["mode"], given["batch"], given["generate"], given["against"]) == (["easy"], "auto", False, None)
+    assert (given["mode"], given["batch"], given["against"]) == (["easy"], "auto", None)
 
 
 def test_the_mode_of_the_command_line_is_the_mode_that_runs(run, pico_checkpoint, haystack, tmp_path):
     for name, modes in (("standard", ["standard"]), ("all", list(MODES))):
-        words = ["--lengths", 2500, "--depths", 1, "--trials", 1, "--mode", name, "--out", tmp_path / name]
+        words = ["--lengths", 600, "--depths", 1, "--trials", 1, "--mode", name, "--out", tmp_path / name]
         code, printed, _ = run("needle", pico_checkpoint, "--data", haystack[0], *words)
         assert code == 0
         written = json.loads((tmp_path / name / "needle.json").read_text())

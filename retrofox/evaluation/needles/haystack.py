@@ -1,8 +1,7 @@
-"""The text that needles are hidden in: the user's files as tokens, where its sentences end, and its words."""
+"""The text that needles are hidden in: the user's files as tokens, and where its sentences end."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -22,27 +21,14 @@ class Haystack:
         self.tokenizer = tokenizer
         self.token_ids = token_ids
         self._ends: dict[int, bool] = {}
-        self._sizes: dict[str, int] = {}
 
     @cached_property
     def start(self) -> list[int]:
         """What the tokenizer puts before every text, such as <s>."""
         return list(self.tokenizer("")["input_ids"])
 
-    @cached_property
-    def words(self) -> list[str]:
-        """Different words of 4 to 10 letters, in lower case and alphabetical order."""
-        text = self.tokenizer.decode(self.token_ids.tolist()).lower()
-        return sorted(set(re.findall(r"\b[a-z]{4,10}\b", text)))
-
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def size(self, word: str) -> int:
-        """Tokens of a word after a space."""
-        if word not in self._sizes:
-            self._sizes[word] = len(self.encode(f" {word}"))
-        return self._sizes[word]
 
     def stretch(self, length: int, place: float) -> np.ndarray:
         """`length` tokens from `place` in [0, 1): of the positions where such a stretch can start."""

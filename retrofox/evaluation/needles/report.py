@@ -17,12 +17,8 @@ from rich.table import Table
 from retrofox.support.files import write_result
 from retrofox.support.plots import COLOURS, LINES, STYLE, needle_figure, save_csv, save_figure, tokens_label
 
-ANSWER_COLUMNS = (
-    *("model", "mode", "length", "depth", "city", "needle", "found", "share", "log_probability", "answer"),
-)
+ANSWER_COLUMNS = (*("model", "mode", "length", "depth", "city", "needle", "found", "log_probability", "answer"),)
 LENGTH_COLUMNS = ("model", "mode", "length", "prompts", "found", "low", "high", "log_probability", "error")
-PANELS = 3
-"""Panels of the figure beside each other."""
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
@@ -30,8 +26,8 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     count = len(result["depths"]) * result["trials"]
     for mode in result["modes"]:
         console.print(
-            f"Needles found, {mode} mode, by {result['decided_by']}: {count} prompts per length, 95 % Wilson interval; "
-            "log p: mean of an answer's tokens, nats",
+            f"Needles found, {mode} mode: {count} prompts per length, 95 % Wilson interval; log p: mean of an answer's "
+            "tokens, nats",
             highlight=False,
         )
         table = Table()
@@ -43,16 +39,10 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             for place, (name, values) in enumerate(result["models"].items()):
                 row = values["modes"][mode]["by_length"][number]
                 low, high = row["interval"]
-                log_p = "-" if row["log_probability"] is None else f"{row['log_probability']:.3f}"
+                log_p = f"{row['log_probability']:.3f}"
                 label = "" if place else tokens_label(length)
                 table.add_row(label, name, f"{row['found']:.0%}", f"{100 * low:.0f}-{100 * high:.0f} %", log_p)
         console.print(table)
-    other = sum(bool(answer["same_words"]) and not answer["found"] for answer in result["answers"])
-    if other:
-        console.print(
-            f"{other} more generated answers hold the needle's words in other tokens (case, spaces): not counted",
-            highlight=False,
-        )
 
 
 def write_files(result: dict[str, Any], folder: Path) -> dict[str, str]:
@@ -67,15 +57,13 @@ def write_files(result: dict[str, Any], folder: Path) -> dict[str, str]:
     files["png"], files["svg"] = save_figure(length_figure(result), folder / "needle")
     for name, values in result["models"].items():
         for mode, own in values["modes"].items():
-            if own["depths"] is None:
-                continue
             figure = needle_figure(
                 np.array(own["found"]),
                 result["lengths"],
-                own["depths"],
+                result["depths"],
                 trained_length=values["trained_length"],
                 title=f"Needle retrieval, {mode} mode: {name}",
-                subtitle=f"answers by {result['decided_by']}, {result['trials']} trials per cell",
+                subtitle=f"{result['trials']} trials per cell",
             )
             key = values["role"] if len(result["modes"]) == 1 else f"{values['role']}_{mode}"
             files[f"{key}_png"], files[f"{key}_svg"] = save_figure(figure, folder / f"needle_{key}")
@@ -87,18 +75,13 @@ def write_files(result: dict[str, Any], folder: Path) -> dict[str, str]:
 def length_figure(result: dict[str, Any]) -> Figure:
     """Share found against context length: a panel for each mode, a line for each model, bars the Wilson intervals."""
     modes, lengths = result["modes"], result["lengths"]
-    columns = min(PANELS, len(modes))
-    lines = -(-len(modes) // columns)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(max(6.8, 2.0 + 3.6 * columns), 1.0 + 3.0 * lines), layout="constrained")
+        figure = Figure(figsize=(max(6.8, 2.0 + 3.6 * len(modes)), 4.0), layout="constrained")
         FigureCanvasAgg(figure)
-        panels = figure.subplots(lines, columns, squeeze=False, sharey=True)
-        for number, panel in enumerate(panels.flat):
-            if number >= len(modes):
-                panel.remove()
-                continue
+        panels = figure.subplots(1, len(modes), squeeze=False, sharey=True)
+        for mode, panel in zip(modes, panels.flat, strict=True):
             for place, (name, values) in enumerate(result["models"].items()):
-                rows = values["modes"][modes[number]]["by_length"]
+                rows = values["modes"][mode]["by_length"]
                 share = np.array([row["found"] for row in rows])
                 low, high = np.array([row["interval"] for row in rows]).T
                 panel.errorbar(
@@ -112,17 +95,16 @@ def length_figure(result: dict[str, Any]) -> Figure:
                     capsize=3,
                     label=f" {name}" if name.startswith("_") else name,  # a legend leaves out _names
                 )
-            panel.set_title(modes[number], fontsize=11)
+            panel.set_title(mode, fontsize=11)
             panel.set_xscale("log", base=2)
             panel.set_xticks(lengths, [tokens_label(length) for length in lengths])
             panel.xaxis.set_minor_formatter(NullFormatter())
             panel.set_ylim(-0.03, 1.03)
             panel.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
             panel.set_xlabel("Context length (tokens)")
-            if number % columns == 0:
-                panel.set_ylabel("Needles found")
+        panels.flat[0].set_ylabel("Needles found")
         panels.flat[0].legend(loc="best", fontsize=9)
-        title = f"Needles found, by {result['decided_by']}; bars: 95 % Wilson intervals"
+        title = "Needles found; bars: 95 % Wilson intervals"
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     return figure
 

@@ -16,9 +16,7 @@ def wilson_interval(share: float, count: int, z: float = Z_95) -> tuple[float, f
 
     (p + z^2 / 2n ± z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
-    Unlike p ± z sqrt(p (1 - p) / n) it has a width at p = 0 and p = 1. For a mean of values in [0, 1] other than 0
-    and 1, such as the share of one prompt's values, it is at least as wide as needed, since their variance is at most
-    p (1 - p).
+    Unlike p ± z sqrt(p (1 - p) / n) it has a width at p = 0 and p = 1.
     """
     middle = share + z * z / (2 * count)
     spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
@@ -29,36 +27,23 @@ def wilson_interval(share: float, count: int, z: float = Z_95) -> tuple[float, f
 def by_length(answers: Sequence[dict[str, Any]], lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Per length: prompts, share found with its interval, mean log-probability (nats per token) with its error.
 
-    Prompts, not values or tokens, are the sample; where answers were generated there are no log-probabilities.
+    Prompts, not tokens, are the sample.
     """
     rows = []
     for length in lengths:
         own = [answer for answer in answers if answer["length"] == length]
-        share = float(np.mean([answer["share"] for answer in own]))
-        low, high = wilson_interval(share, len(own))
-        known = [answer["log_probability"] for answer in own if answer["log_probability"] is not None]
-        rows.append(
-            {
-                "length": length,
-                "prompts": len(own),
-                "found": share,
-                "interval": [low, high],
-                "log_probability": float(np.mean(known)) if known else None,
-                "log_probability_error": float(np.std(known, ddof=1) / math.sqrt(len(known)))
-                if len(known) > 1
-                else None,
-            }
-        )
+        share = float(np.mean([answer["found"] for answer in own]))
+        log_p = [answer["log_probability"] for answer in own]
+        error = float(np.std(log_p, ddof=1) / math.sqrt(len(own))) if len(own) > 1 else None
+        interval = list(wilson_interval(share, len(own)))
+        row = {"length": length, "prompts": len(own), "found": share, "interval": interval}
+        rows.append({**row, "log_probability": float(np.mean(log_p)), "log_probability_error": error})
     return rows
 
 
-def grid(
-    answers: Sequence[dict[str, Any]], lengths: Sequence[int], depths: Sequence[float | None]
-) -> list[list[float]]:
+def grid(answers: Sequence[dict[str, Any]], lengths: Sequence[int], depths: Sequence[float]) -> list[list[float]]:
     """Shares found, depths x lengths."""
-
-    def share(depth: float | None, length: int) -> float:
-        own = [a["share"] for a in answers if a["length"] == length and a["depth"] == depth]
-        return sum(own) / len(own)
-
-    return [[share(depth, length) for length in lengths] for depth in depths]
+    return [
+        [float(np.mean([a["found"] for a in answers if (a["length"], a["depth"]) == (n, d)])) for n in lengths]
+        for d in depths
+    ]

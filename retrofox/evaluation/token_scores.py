@@ -1,0 +1,119 @@
+"""Loss and argmax at chosen tokens of texts, by one forward pass, without the logits of the other tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from retrofox import anatomy
+from retrofox.anatomy import inner_model, logits_from_hidden, require_known_tokens, vocabulary_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BATCH_TOKENS = {"cpu": 1 << 13, "cuda": 1 << 17}
+"""Tokens of a batch where `batch` is "auto"; on a GPU that runs out of memory, less."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A text and the positions (P,), each >= 1, of the tokens to score in it."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    name: str = ""
+
+    @property
+    def needed(self) -> int:
+        """Tokens that the forward pass reads: those before the last position."""
+        return int(self.positions.max()) if len(self.positions) else 0
+
+
+def score_tokens(
+    model: PreTrainedModel,
+    texts: Sequence[Scored],
+    batch: int | str = "auto",
+    advance: Callable[[int], Any] | None = None,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Per text (loss, argmax) at each of its positions: -ln p(x_i | x_0 .. x_{i-1}), and the likeliest token there.
+
+    Texts of like length share a batch and are padded at the end, out of sight of every real token. The head is applied
+    to the positions asked for alone, at most LOGIT_BYTES of logits at a time.
+
+    Args:
+        batch: texts run at one time; "auto": as many as BATCH_TOKENS holds, fewer where a GPU's memory is short.
+        advance: called after each batch with the number of tokens run.
+
+    Returns:
+        ((P,) float32 in nats, (P,) int64) for each text, in the order given.
+
+    Raises:
+        ValueError: the device ran out of memory, a token id lies outside the vocabulary, or a loss is no number.
+    """
+    require_known_tokens(model, max((int(text.token_ids.max()) for text in texts), default=0))
+    order = sorted((n for n, text in enumerate(texts) if len(text.positions)), key=lambda n: -texts[n].needed)
+    found = [(np.empty(0, np.float32), np.empty(0, np.int64))] * len(texts)
+    device = next(model.parameters()).device
+    budget = BATCH_TOKENS.get(device.type, BATCH_TOKENS["cpu"])
+    start = 0
+    while start < len(order):
+        longest = texts[order[start]].needed
+        count = max(1, budget // longest) if isinstance(batch, str) else batch
+        numbers = order[start : start + count]
+        try:
+            scores = _score([texts[n] for n in numbers], model, device)
+        except torch.cuda.OutOfMemoryError as error:
+            if isinstance(batch, str) and len(numbers) > 1:
+                budget = longest * (len(numbers) // 2)
+                scores = None
+            else:
+                raise ValueError(
+                    f"the GPU ran out of memory at batch {len(numbers)} x {longest} tokens; lower the batch or the "
+                    "length, or load the model in bfloat16"
+                ) from error
+        if scores is None:
+            torch.cuda.empty_cache()
+            continue
+        for n, score in zip(numbers, scores, strict=True):
+            _require_finite(model, texts[n], score[0])
+            found[n] = score
+        if advance is not None:
+            advance(sum(texts[n].needed for n in numbers))
+        start += len(numbers)
+    return found
+
+
+@torch.no_grad()
+def _score(texts: Sequence[Scored], model: PreTrainedModel, device: torch.device) -> list[tuple[np.ndarray, ...]]:
+    ids = np.zeros((len(texts), texts[0].needed), np.int64)
+    for row, text in enumerate(texts):
+        ids[row, : text.needed] = text.token_ids[: text.needed]
+    hidden = inner_model(model)(input_ids=torch.from_numpy(ids).to(device), use_cache=False).last_hidden_state
+    rows = torch.from_numpy(np.repeat(np.arange(len(texts)), [len(text.positions) for text in texts])).to(device)
+    before = torch.from_numpy(np.concatenate([text.positions for text in texts]) - 1).to(device)
+    tokens = np.concatenate([text.token_ids[text.positions] for text in texts]).astype(np.int64)
+    target = torch.from_numpy(tokens).to(device)
+    losses, best = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
+    step = max(1, anatomy.LOGIT_BYTES.get(device.type, anatomy.LOGIT_BYTES["cpu"]) // (4 * vocabulary_size(model)))
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        logits = logits_from_hidden(model, hidden[rows[part], before[part]]).float()
+        losses[part] = F.cross_entropy(logits, target[part], reduction="none").cpu()
+        best[part] = logits.argmax(-1).cpu()
+    ends = np.cumsum([len(text.positions) for text in texts])[:-1]
+    return list(zip(np.split(losses.numpy(), ends), np.split(best.numpy(), ends), strict=True))
+
+
+def _require_finite(model: PreTrainedModel, text: Scored, loss: np.ndarray) -> None:
+    broken = np.flatnonzero(~np.isfinite(loss))
+    if len(broken):
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the loss at position {text.positions[broken[0]]} of {text.name or 'a text'} is {loss[broken[0]]} in "
+            f"{dtype}: the weights are damaged, or too large for this dtype"
+        )
