@@ -29,10 +29,13 @@ PRESETS = {
         *("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "copa"),
         *("openbookqa", "sciq", "boolq"),
     ),
-    "ruler": ("ruler",),
+    "ruler": ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe"),
     "longbench": ("longbench",),
 }
-"""Name -> lm-eval's own tasks: `short` is the list of the FoX paper (Lin et al., ICLR 2025, table 2)."""
+"""Name -> lm-eval's own tasks: `short` is the list of the FoX paper (Lin et al., ICLR 2025, table 2); `ruler` those of
+RULER (arXiv 2404.06654) that are made without a network: the others read essays or questions from the Hub."""
+RULER_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+"""Lengths for which lm-eval's RULER has a metric."""
 BOOTSTRAP = 200
 """Resamplings for the standard errors of metrics that are no means, such as perplexity."""
 
@@ -144,6 +147,8 @@ def _run(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any]:
             log_samples=True,
         )
     metrics = {metric: _plain(value) for metric, value in output["results"][name].items()}
+    other_lengths = [metric for metric, value in metrics.items() if value == -1 and metric.split(",")[0].isdigit()]
+    metrics = {metric: value for metric, value in metrics.items() if metric not in other_lengths}  # RULER's
     documents: dict[str, dict[str, float]] = {}
     for sample in output["samples"][name]:
         for metric in sample["metrics"]:
@@ -202,7 +207,7 @@ def find_tasks(
         tasks: names of tasks, groups and tags, patterns such as "arc_*", or presets: short, ruler, longbench.
         include_path: a directory with further task files.
         limit: examples per task, None = all.
-        length: tokens of the prompts of tasks that are made for a length (RULER).
+        length: tokens of the prompts of tasks that are made for a length: RULER's, one of RULER_LENGTHS.
         tokenizer: Hub id or directory of the tokenizer that such tasks count with.
 
     Raises:
@@ -210,6 +215,8 @@ def find_tasks(
         ValueError: lm-eval is not installed, or a task is unknown.
     """
     require_harness()
+    if length not in RULER_LENGTHS and any(name.startswith(("niah_", "ruler")) for name in expand(tasks)):
+        raise ValueError(f"RULER's lengths are {', '.join(map(str, RULER_LENGTHS))} tokens; got length {length}")
     manager, names = _manager_of(expand(tasks), include_path, {"max_seq_lengths": [length], "tokenizer": tokenizer})
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the stream that lm-eval's tasks draw from
     try:
