@@ -5,7 +5,7 @@
     python benchmarks/retrofit_arm.py RUNS/base --model BASE --dev ... --haystack ...
 
 The last words change the recipe, as `retrofox train` takes them; `output` is the folder. With --model nothing is
-trained. Needles run beside losses, recall and tasks, in two processes on one GPU. What is finished is not run again,
+trained. Needles run beside losses and tasks, in two processes on one GPU. What is finished is not run again,
 so an interrupted arm goes on where it ended; each part's output is in FOLDER/PART.log.
 """
 
@@ -31,8 +31,6 @@ def parts(options: argparse.Namespace) -> list[dict[str, list[str]]]:
         name: ["eval", *dev, "--length", length, "--min-tokens", length, "--max-documents", str(documents), *plain]
         for name, length, documents in (("eval", str(options.length), 16), ("eval-128k", longest, 6))
     }
-    near = str(options.length // 2)
-    second["recall"] = ["recall", *dev, "--length", near, "--max-documents", "16", "--ngram", "3"]
     if options.tasks:
         names = ",".join(sorted(f"local_{path.stem}" for path in options.tasks.glob("*.yaml")))
         where = ["--data", str(options.haystack), "--length", "512", *plain, "--no-cache"]
@@ -70,7 +68,7 @@ def main() -> None:
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--recipe", type=Path, help="what to train")
     chosen.add_argument("--model", help="judge this one: nothing is trained")
-    parser.add_argument("--dev", type=Path, required=True, help="documents for losses and recall")
+    parser.add_argument("--dev", type=Path, required=True, help="documents for losses")
     parser.add_argument("--haystack", type=Path, required=True, help="essays to hide needles in")
     parser.add_argument("--tasks", type=Path, help="folder of lm-eval's task files, each named local_FILE within")
     parser.add_argument("--lengths", default="1Ki,4Ki,8Ki,16Ki,32Ki", help="of the needles' contexts")

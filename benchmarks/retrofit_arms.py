@@ -44,7 +44,7 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="one folder in it for every arm")
     parser.add_argument("arms", nargs="+", type=named, metavar="NAME=RECIPE")
-    parser.add_argument("--dev", required=True, help="documents for losses and recall")
+    parser.add_argument("--dev", required=True, help="documents for losses")
     parser.add_argument("--haystack", required=True, help="essays to hide needles in")
     parser.add_argument("--tasks", help="folder of lm-eval's task files")
     parser.add_argument("--only", default="", help="parts to judge by, with commas between; all if not given")

@@ -5,7 +5,7 @@
 
 Arms go into benchmarks/retrofit/arms.json, or FILE, beside those that are there; docs/results.md draws its tables from
 it. A folder that holds evaluations without a result.json adds them to an arm that is there. RUNS/untrained/ with
-needle-easy/, needle-standard/, recall/ and eval/ of the base with --baseline, those that there are, make or add to an
+needle-easy/, needle-standard/ and eval/ of the base with --baseline, those that there are, make or add to an
 arm of each baseline: "yarn:4" and so on.
 """
 
@@ -65,21 +65,6 @@ def losses(path: Path, model: str = "model") -> list[dict[str, Any]]:
     ]
 
 
-def recall(path: Path, model: str = "model") -> list[dict[str, Any]]:
-    """By octave of distance: tokens, loss and its 95 % interval, and what the loss rises by with the source cut out."""
-    if not path.exists():
-        return []
-    return [
-        {
-            **{key: octave[key] for key in ("from", "to", "tokens")},
-            "loss": octave["loss"][model],
-            "accuracy": octave["accuracy"][model],
-            "recalled": octave["control"][model]["recalled"]["loss"],
-        }
-        for octave in read(path)["octaves"]
-    ]
-
-
 def tasks(path: Path) -> dict[str, dict[str, float]]:
     """By task: accuracy and its standard error, of lm-eval's `acc`."""
     if not path.exists():
@@ -91,12 +76,11 @@ def tasks(path: Path) -> dict[str, dict[str, float]]:
 
 
 def evaluations(folder: Path) -> dict[str, Any]:
-    """What was measured of an arm: needles, losses, recall, tasks."""
+    """What was measured of an arm: needles, losses, tasks."""
     return {
         "needles": needles(folder),
         "loss": losses(folder / "eval" / "eval.json"),
         "loss_128k": losses(folder / "eval-128k" / "eval.json"),
-        "recall": recall(folder / "recall" / "recall.json"),
         "tasks": tasks(folder / "tasks" / "eval.json"),
     }
 
@@ -128,7 +112,7 @@ def without_folders(environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def untrained(folder: Path, note: str, arms: dict[str, Any]) -> dict[str, Any]:
-    """An arm of each baseline that `eval`, `needle` and `recall` made of the base, on top of what is known of it."""
+    """An arm of each baseline that `eval` and `needle` made of the base, on top of what is known of it."""
     made: dict[str, dict[str, Any]] = {}
     known = {"tokens": 0, "seconds": 0, "needles": {}, "loss": []}
 
@@ -143,9 +127,6 @@ def untrained(folder: Path, note: str, arms: dict[str, Any]) -> dict[str, Any]:
             if found["role"] not in ("model", "base"):
                 baseline = of(found["role"])
                 baseline["needles"] = baseline["needles"] | {mode: needles(folder, label)[mode]}
-    if (path := folder / "recall" / "recall.json").exists():
-        for key in set(read(path)["octaves"][0]["loss"]) - {"model", "base"}:
-            of(key)["recall"] = recall(path, key)
     if (path := folder / "eval" / "eval.json").exists():
         found = read(path)
         for key in set(found["names"]) - {"model", "base"}:
