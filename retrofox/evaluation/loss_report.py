@@ -15,8 +15,6 @@ from rich.table import Table
 
 from retrofox.data.windows import Window
 from retrofox.evaluation.bootstrap import student_t
-from retrofox.evaluation.context_figure import perplexity_figure, short_context_figure
-from retrofox.evaluation.context_use import perplexities, trends
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, slope
 from retrofox.support.files import write_result
 from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_label
@@ -33,11 +31,9 @@ NUMBER = len("+0.1234")
 def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict[str, Any]]:
     """Per position bucket: tokens, documents, and by line its loss, slope (nats per 1000 tokens) and difference.
 
-    "perplexity" is P(to), over all tokens before the bucket's end and not those of the bucket alone.
     Differences are of the other lines to "base" (and of the controls to "model"), paired by document.
     """
     edges = bucket_edges(length, reach(windows))
-    perplexity = {key: perplexities(values) for key, values in mean_losses(losses, windows)[1].items()}
     sums = {key: PositionSums(values, windows, edges) for key, values in losses.items()}
     loss = {key: s.statistics() for key, s in sums.items()}
     difference = {
@@ -53,7 +49,6 @@ def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict
                 "tokens": any_line["tokens"],
                 "documents": any_line["documents"],
                 "loss": {key: _mean(rows[b]) for key, rows in loss.items()},
-                "perplexity": {key: float(values[high - 2]) for key, values in perplexity.items()},
                 "difference": {name: _mean(rows[b]) for name, rows in difference.items()},
                 "slope_per_1k": {
                     key: slope(values, windows, low, high, lambda i: i / 1000) for key, values in losses.items()
@@ -90,10 +85,9 @@ def curves(
 ) -> list[dict[str, Any]]:
     """L(i) by line, smoothed over half an octave of positions: mean and standard error over documents.
 
-    With `less`, the key of a line, the other lines' paired differences to it. "perplexity" is P(l) at those positions.
+    With `less`, the key of a line, the other lines' paired differences to it.
     """
     edges = curve_edges(min(length, reach(windows)))
-    perplexity = {key: perplexities(values) for key, values in mean_losses(losses, windows)[1].items()}
     position = [math.sqrt(a * (b - 1)) for a, b in pairwise(edges)]
     sums = {key: PositionSums(values, windows, edges).smoothed(edges) for key, values in losses.items()}
     result = []
@@ -111,7 +105,6 @@ def curves(
                 "position": [p for p, _ in kept],
                 "mean": [r["mean"] for _, r in kept],
                 "standard_error": [r["standard_error"] for _, r in kept],
-                "perplexity": [float(perplexity[line["key"]][max(0, round(p) - 1)]) for p, _ in kept],
             }
         )
     return result
@@ -172,6 +165,33 @@ def _print_columns(
     console.print(table)
 
 
+def trends(result: dict[str, Any]) -> list[str]:
+    """Per line whether L(i) falls, rises or stays flat over positions, which only an interval can tell.
+
+    "flat" means that the interval covers 0, not that the slope is 0.
+    """
+    start, end = max(8, result["longest"] // 64), result["longest"]
+    sentences = []
+    if all(line["slope_per_doubling"]["interval"] is None for line in result["lines"]):
+        alone = any(line["slope_per_doubling"]["slope"] is not None for line in result["lines"])
+        reach = "only one document reaches, which gives no interval" if alone else "no document reaches"
+        sentences.append(f"beyond position {start} {reach}, so no trend of the loss is named")
+    for line in result["lines"]:
+        octave, late = line["slope_per_doubling"], line["late_slope_per_1k"]
+        if octave["interval"] is None:
+            continue
+        text = f"{line['label']}: the loss is {_named(octave)} per octave over positions {start} to {end}"
+        if late["interval"] is not None:
+            text += f", {_named(late)} per 1000 tokens over the second half"
+        sentences.append(text)
+    return sentences
+
+
+def _named(slope: dict[str, Any]) -> str:
+    low, high = slope["interval"]
+    return f"{slope['trend']} ({slope['slope']:+.4f} nats, {low:+.4f} to {high:+.4f})"
+
+
 def verdicts(result: dict[str, Any]) -> list[str]:
     """Plain sentences on the controls: whether opening or shuffling the gates changes the loss, and by how much.
 
@@ -223,13 +243,6 @@ def write_files(result: dict[str, Any], losses: Losses, windows: Sequence[Window
             subtitle=_documents(result["documents"]),
         )
         files["png"], files["svg"] = save_figure(figure, out / "per_token_loss")
-        trained, subtitle = result.get("trained_length"), _documents(result["documents"])
-        figure = perplexity_figure(drawn, trained_length=trained, subtitle=subtitle.split(",")[0])
-        files["perplexity_png"], files["perplexity_svg"] = save_figure(figure, out / "perplexity")
-        short = [line for line in result["lines"] if line.get("short_context")]
-        if short:
-            figure = short_context_figure(short, subtitle="band: 95 % interval over documents")
-            files["short_context_png"], files["short_context_svg"] = save_figure(figure, out / "short_context")
     files["json"] = str(out / "eval.json")
     content = {**result, "curves": drawn, "files": files}
     write_result(files["json"], (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
@@ -258,11 +271,11 @@ def _bucket_rows(result: dict[str, Any], keys: list[str]) -> tuple[list[str], li
 
 
 def _position_rows(losses: Losses, windows: Sequence[Window], keys: list[str]) -> tuple[list[str], list[list[object]]]:
-    """Mean L(i) and P(i) at every single position i, with the number of windows behind it."""
+    """Mean L(i) at every single position i, with the number of windows behind it."""
     count, means = mean_losses(losses, windows)
-    columns = [means[key].tolist() for key in keys] + [perplexities(means[key]).tolist() for key in keys]
+    columns = [means[key].tolist() for key in keys]
     rows = [[i + 1, int(n), *(f"{values[i]:.6f}" for values in columns)] for i, n in enumerate(count)]
-    return ["position", "windows", *keys, *(f"{key} perplexity" for key in keys)], rows
+    return ["position", "windows", *keys], rows
 
 
 def mean_losses(losses: Losses, windows: Sequence[Window]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
