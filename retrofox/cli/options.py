@@ -19,9 +19,7 @@ TrustRemoteCode = Annotated[
 TextField = Annotated[str, typer.Option(help="Field of JSON or Parquet records that holds the text.")]
 Baselines = Annotated[
     list[str] | None,
-    typer.Option(
-        help="Made of the base, untrained: pi:4, ntk:4, yarn:4, drope, window:4Ki or streaming:4096,4; repeatable."
-    ),
+    typer.Option(help="Made of the base, untrained: pi:4, ntk:4, yarn:4 or drope; repeatable."),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")

@@ -4,11 +4,9 @@
     ntk:4             dynamic NTK: RoPE's base grows with the text's length    transformers' rope_type "dynamic"
     yarn:4            YaRN                                                     transformers' rope_type "yarn"
     drope             RoPE dropped from every layer, no gates in its place
-    window:4096       sliding window: a query sees the last 4096 tokens, its own among them; also window:4Ki
-    streaming:4096,4  StreamingLLM: such a window, and the first 4 tokens; positions as in its cache
 
 None of them is trained further. Sources: Chen et al. 2023, arXiv 2306.15595 (pi); bloc97 and emozilla 2023 (ntk); Peng
-et al. 2024, arXiv 2309.00071 (yarn); Xiao et al. 2024, arXiv 2309.17453 (streaming).
+et al. 2024, arXiv 2309.00071 (yarn).
 """
 
 from __future__ import annotations
@@ -23,19 +21,15 @@ from typing import Any
 
 from retrofox.anatomy import is_converted
 from retrofox.conversion.convert import convert
-from retrofox.evaluation.windowed_attention import use_window
 from retrofox.families import check_supported
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.opened import Opened
 from retrofox.loading.rope_scaling import set_rope
 from retrofox.loading.source import holds_converted
-from retrofox.support.counts import parse_count
 
-FORMS = "pi:4, ntk:4, yarn:4 (factor), drope, window:4Ki (tokens), streaming:4096,4 (window, first tokens kept)"
+FORMS = "pi:4, ntk:4, yarn:4 (factor), drope"
 SCALED = {"pi": ("linear", "position interpolation"), "ntk": ("dynamic", "dynamic NTK"), "yarn": ("yarn", "YaRN")}
 """Kind -> (transformers' rope_type, name in tables)."""
-MOST_TOKENS = {"window": (999_999_999,), "streaming": (999_999_999, 9999)}
-"""Kind -> the largest of each of its counts of tokens."""
 
 
 @dataclass(frozen=True)
@@ -43,47 +37,31 @@ class Baseline:
     """One baseline, as parsed: `text` is its canonical spelling, `label` its suffix to the base's name."""
 
     kind: str
-    numbers: tuple[float, ...] = ()
+    factor: float | None = None
 
     @property
     def text(self) -> str:
-        return self.kind + (":" if self.numbers else "") + ",".join(f"{number:.12g}" for number in self.numbers)
+        return self.kind if self.factor is None else f"{self.kind}:{self.factor:.12g}"
 
     @property
     def label(self) -> str:
-        if self.kind in SCALED:
-            return f"{SCALED[self.kind][1]} x{self.numbers[0]:g}"
-        if self.kind == "drope":
-            return "no RoPE"
-        window, *sinks = (f"{number:.12g}" for number in self.numbers)
-        return f"StreamingLLM {window} and {sinks[0]}" if sinks else f"window {window}"
+        return f"{SCALED[self.kind][1]} x{self.factor:g}" if self.kind in SCALED else "no RoPE"
 
 
 def parse(text: str) -> Baseline:
-    """Reads "yarn:4", "drope", "window:4Ki" or "streaming:4096,4"; raises ValueError that lists the forms.
-
-    Tokens take the suffixes of every other count: K, M, Ki, Mi (`support.counts`).
-    """
+    """Reads "yarn:4" or "drope"; raises ValueError that lists the forms."""
     kind, colon, rest = text.strip().partition(":")
-    known = (*SCALED, "drope", "window", "streaming")
+    known = (*SCALED, "drope")
     if kind not in known:
         near = difflib.get_close_matches(kind, known, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(f"unknown baseline {text!r}{hint}; forms: {FORMS}")
     if kind in SCALED and re.fullmatch(r"[0-9]+(\.[0-9]+)?", rest) and 1 < float(rest) < 1e6:
-        return Baseline(kind, (float(rest),))
+        return Baseline(kind, float(rest))
     if kind == "drope" and not colon:
         return Baseline(kind)
-    counts = [parse_count(part) for part in rest.split(",")]
-    most = MOST_TOKENS.get(kind, ())
-    if len(counts) == len(most) and all(isinstance(n, int) and 1 <= n <= m for n, m in zip(counts, most, strict=True)):
-        return Baseline(kind, tuple(counts))  # type: ignore[arg-type]
-    needs = {
-        "drope": "no number",
-        "window": "a window of 1 token or more",
-        "streaming": "a window and a number of first tokens, each 1 or more",
-    }
-    raise ValueError(f"baseline {text!r}: {kind} takes {needs.get(kind, 'a factor above 1')}; forms: {FORMS}")
+    needs = "no number" if kind == "drope" else "a factor above 1"
+    raise ValueError(f"baseline {text!r}: {kind} takes {needs}; forms: {FORMS}")
 
 
 def parse_all(baselines: Sequence[str | Baseline]) -> list[Baseline]:
@@ -122,7 +100,7 @@ def _shared(model: Any) -> Any:
 
 def _rescaled(base: Any, baseline: Baseline) -> Any:
     model = _shared(base)
-    set_rope(model, {"rope_type": SCALED[baseline.kind][0], "factor": baseline.numbers[0]})
+    set_rope(model, {"rope_type": SCALED[baseline.kind][0], "factor": baseline.factor})
     for module in model.modules():
         if baseline.kind == "ntk" and hasattr(module, "max_seq_len_cached"):
             module.register_forward_pre_hook(_forget_longest)
@@ -140,19 +118,7 @@ def _dropped(base: Any, baseline: Baseline) -> Any:
     return convert(base, fox=FoxSpec(rope="drop", gate="none"))
 
 
-def _windowed(base: Any, baseline: Baseline) -> Any:
-    model = _shared(base)
-    window, sinks = (*map(int, baseline.numbers), 0)[:2]
-    use_window(model, f"retrofox_{baseline.text}", window, sinks)
-    return model
-
-
-_MAKE: dict[str, Callable[[Any, Baseline], Any]] = {
-    **dict.fromkeys(SCALED, _rescaled),
-    "drope": _dropped,
-    "window": _windowed,
-    "streaming": _windowed,
-}
+_MAKE: dict[str, Callable[[Any, Baseline], Any]] = {**dict.fromkeys(SCALED, _rescaled), "drope": _dropped}
 
 
 def base_for(baselines: Sequence[Baseline], model: Any, against: Sequence[Any]) -> Any:
