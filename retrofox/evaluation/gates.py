@@ -15,12 +15,10 @@ import torch
 from retrofox.anatomy import attentions, inner_model
 from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import Window, choose_windows
-from retrofox.evaluation.evaluate import tell_apart
-from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_heads, write_gates
-from retrofox.evaluation.heads import check_prune_eps, head_places, look
+from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_live_share, write_gates
+from retrofox.evaluation.live_share import LENGTHS, measure_live_share
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.source import holds_converted
-from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.model.gates import DEAD_DECAY
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
 
@@ -39,9 +37,7 @@ def inspect(
     length: int = 2048,
     out: str | os.PathLike | None = None,
     *,
-    against: str | os.PathLike | PreTrainedModel | None = None,
-    maps: Sequence[str] = (),
-    prune_eps: float | None = None,
+    horizon: float | None = None,
     max_documents: int | None = 8,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -58,25 +54,21 @@ def inspect(
     it decays by less than 1e-4 nats over `length` tokens, so it never forgets. Saturated: at 99 % of the tokens the
     gate's slope f (1 - f) is under 1e-6.
 
-    With data, what the heads look at too: the share of attention mass beyond 64, 512 and 4096 tokens (means over the
-    queries that have keys so far back, the first tokens counted apart), the copy score on random tokens that stand
-    twice in a row, and with `prune_eps` the share of query-key pairs that pruning may skip. A head with a copy score of
-    0.1 or more is a retrieval head.
+    With data, the live share too (`live_share`): what attention and the cache keep at a horizon of e^-t, at 8k, 32k,
+    128k and `length` tokens as far as the text reaches, and the heads that stay open.
 
-    Prints tables by layer; into `out` go gates.json, gates.csv, heads.csv, half_lives.png and .svg and the maps.
+    Prints tables; into `out` go gates.json, gates.csv, half_lives.png and .svg.
 
     Args:
         model: directory, Hub id, adapter directory or a live model; converted.
         data: files to measure over; None = parameters alone.
         length: tokens read of each document.
-        against: another model to measure the same way, converted or not, such as the base: before against after.
-        maps: heads, "LAYER.HEAD", whose attention and forget-gate matrix over the first document are drawn into `out`.
-        prune_eps: share of a query's attention that pruning may lose.
+        horizon: t in nats; None = the model's own, else 16.
         max_documents: documents read; None = all.
 
     Returns:
         {"heads": [...], "layers": [...], "summary": {...}, ...}; a half-life too long for a number is None. With data,
-        "attention": per model {"label", "source", "heads", "summary"}, the inspected one first.
+        "live_share": as `measure_live_share` returns it.
 
     Raises:
         FileNotFoundError: a model or data file that is not there.
@@ -86,25 +78,20 @@ def inspect(
         raise ValueError(f"length must be at least 2 tokens and below 2^31, got {length}")
     if max_documents is not None and max_documents < 1:
         raise ValueError(f"max_documents must be at least 1, got {max_documents}")
-    places = head_places(maps)
-    check_prune_eps(prune_eps)
-    if not data and (against is not None or places or prune_eps is not None):
-        raise ValueError("against, maps and prune_eps look at attention over a text: give data (--data)")
-    if places and out is None:
-        raise ValueError("maps are files: name a directory for them (--out)")
+    if horizon is not None and not data:
+        raise ValueError("a horizon is measured on a text: give data (--data)")
+    if horizon is not None and not 0 < horizon < math.inf:
+        raise ValueError(f"horizon must be a positive number of nats, such as 16; got {horizon}")
     check_folder(out)
     check_results_outside(out, listed(data))
     if isinstance(model, (str, os.PathLike)) and not holds_converted(os.fspath(model)):
         raise _no_gates(os.fspath(model))  # before gigabytes are loaded
-    if isinstance(against, (str, os.PathLike)):
-        open_tokenizer(os.fspath(against))  # one that isn't there, or doesn't open, before gigabytes are loaded
     opened = open_model(model, tokenizer=tokenizer, reads_text=bool(data), dtype=dtype, device=device)
     if opened.fox is None:
         raise _no_gates(opened.source)
     measured: dict[int, _Measured] = {}
     windows: list[Window] = []
     if data:
-        require_same_tokenizer(opened.tokenizer, against)
         windows = choose_windows(data, opened.tokenizer, length, max_documents=max_documents, text_field=text_field)
         measured = _measure(opened, windows, progress)
     trained = int(opened.model.config.max_position_embeddings)
@@ -125,22 +112,16 @@ def inspect(
         "environment": environment(),
         "files": {},
     }
-    images: dict[str, dict[str, Any]] = {}
-    if data:
-        reads: dict[str, Any] = {"windows": windows, "length": length, "prune_eps": prune_eps, "maps": places}
-        result["attention"] = [look(opened, images, progress, reads)]
-        if against is not None:
-            tokenizer = opened.tokenizer
-            del opened  # frees the weights before the next model is loaded
-            other = open_model(against, tokenizer=tokenizer, dtype=dtype, device=device)
-            result["attention"].append(look(other, images, progress, reads))
-        tell_apart(result["attention"])
+    if data and heads:
+        longest = max(len(window.token_ids) for window in windows)
+        lengths = sorted({*(n for n in LENGTHS if n < longest), longest})
+        result["live_share"] = measure_live_share(opened, windows, horizon, lengths, progress)
     console = output_console()
     print_gates(result, console)
-    if "attention" in result:
-        print_heads(result["attention"], console)
+    if "live_share" in result:
+        print_live_share(result["live_share"], console)
     if out is not None:
-        result["files"] = write_gates(result, Path(out), images)
+        result["files"] = write_gates(result, Path(out))
         console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
     return result
 

@@ -131,6 +131,15 @@ def test_table_and_files(make_fox, tokenizer, text, tmp_path, capsys):
     assert Path(result["files"]["png"]).read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_live_share_of_the_text_is_measured_and_written(make_fox, tokenizer, text, tmp_path, capsys):
+    result = inspect(make_fox(), text, 64, tmp_path, horizon=1.0, tokenizer=tokenizer, progress=False)
+    [row] = result["live_share"]["lengths"]
+    assert (row["length"], result["live_share"]["horizon"]) == (64, 1.0)
+    assert 0 < row["ops"] < 1
+    assert json.loads((tmp_path / "gates.json").read_text())["live_share"] == result["live_share"]
+    assert "Live share at a horizon of 1 nats" in capsys.readouterr().out
+
+
 def test_a_checkpoint_without_a_tokenizer_shows_its_parameters(make_fox, text, tmp_path):
     make_fox().save_pretrained(tmp_path)
     assert len(inspect(tmp_path)["heads"]) == 8
@@ -166,3 +175,7 @@ def test_refusals(pico_llama, make_fox, tokenizer, tmp_path):
         inspect(make_fox(), None, 1, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="max_documents must be at least 1"):
         inspect(make_fox(), ["nowhere.txt"], tokenizer=tokenizer, max_documents=0)
+    with pytest.raises(ValueError, match="a horizon is measured on a text"):
+        inspect(make_fox(), tokenizer=tokenizer, horizon=8.0)
+    with pytest.raises(ValueError, match="positive number of nats"):
+        inspect(make_fox(), ["nowhere.txt"], tokenizer=tokenizer, horizon=-1.0)
