@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,7 @@ from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import Window, _require_files, choose_windows
 from retrofox.evaluation import loss_report, shared_context, task_cache
 from retrofox.evaluation.baselines import Baseline, base_for, parse_all
-from retrofox.evaluation.columns import columns, of_run
-from retrofox.evaluation.context_use import ShortContexts, short_contexts
+from retrofox.evaluation.compared_models import columns, of_run
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_report import differences, print_tasks
@@ -42,6 +42,67 @@ if TYPE_CHECKING:
 CONTROLS = {"open": "gates forced open", "shuffled": "gates shuffled"}
 
 
+@dataclass(frozen=True)
+class EvalOptions:
+    """What `evaluate` reads and runs; checked when it is made.
+
+    Attributes:
+        length: tokens per window; a shorter document contributes the positions it has.
+        max_documents: take the first so many documents that are long enough; None = all.
+        windows: windows of `length` tokens per document, each read without the text before it; None = all.
+        min_tokens: leave out documents shorter than this; `length` makes every position an average over the same
+            documents.
+        batch: windows run at one time.
+        controls: False skips the two control runs.
+        text_field: field of JSON records that holds the text.
+        baselines: what a user would try instead, made of the first `against`, or of the model if that is unconverted:
+            "pi:4", "ntk:4", "yarn:4", "drope" (see `baselines`).
+        tasks: lm-eval tasks or presets (short, ruler, longbench) to run as well, with further task files from
+            `include_path` and `limit` examples each; with tasks, `data` may be empty.
+        task_batch: requests of lm-eval run at one time; "auto" = as many as a fixed number of tokens holds.
+        task_cache_folder: where results of tasks are kept, by model, prompts and versions, and an interrupted run goes
+            on; None = $XDG_CACHE_HOME/retrofox/tasks. `cache=False` neither reads nor writes any.
+        context: processes that share each window, launched as many; the first prints and writes.
+        dtype, device: as `open_model` takes them.
+    """
+
+    length: int = 4096
+    max_documents: int | None = None
+    windows: int | None = 1
+    min_tokens: int = 2
+    batch: int = 1
+    controls: bool = True
+    text_field: str = "text"
+    baselines: Sequence[str | Baseline] = ()
+    tasks: Sequence[str] = ()
+    include_path: str | None = None
+    limit: int | None = None
+    task_batch: int | str = "auto"
+    task_cache_folder: str | os.PathLike | None = None
+    cache: bool = True
+    context: int = 1
+    dtype: str | torch.dtype | None = None
+    device: str | torch.device | None = None
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.length < 2**31:
+            raise ValueError(f"length must be at least 2 tokens and below 2^31, got {self.length}")
+        if not 2 <= self.min_tokens <= self.length:
+            raise ValueError(f"min_tokens must lie between 2 and the length, {self.length}; got {self.min_tokens}")
+        for name in ("windows", "batch", "max_documents", "limit", "context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        of_tasks = (self.include_path, self.limit, self.task_cache_folder)
+        if not self.tasks and (any(value is not None for value in of_tasks) or self.task_batch != "auto"):
+            raise ValueError(
+                "include_path, limit, task_batch and task_cache_folder say how lm-eval tasks run: name tasks, or drop "
+                "them"
+            )
+        if self.task_batch != "auto" and not (isinstance(self.task_batch, int) and self.task_batch >= 1):
+            raise ValueError(f"task_batch must be 'auto' or a number of requests, 1 or more; got {self.task_batch!r}")
+
+
 def evaluate(
     model: str | os.PathLike | PreTrainedModel,
     against: str | os.PathLike | PreTrainedModel | Sequence[Any] | None = None,
@@ -49,25 +110,9 @@ def evaluate(
     length: int = 4096,
     out: str | os.PathLike | None = None,
     *,
-    max_documents: int | None = None,
-    windows: int | None = 1,
-    min_tokens: int = 2,
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    batch: int = 1,
-    controls: bool = True,
-    short_context: str | Sequence[int | str] = (),
-    text_field: str = "text",
     tokenizer: Any = None,
-    baselines: Sequence[str | Baseline] = (),
-    tasks: Sequence[str] = (),
-    include_path: str | None = None,
-    limit: int | None = None,
-    task_batch: int | str = "auto",
-    task_cache_folder: str | os.PathLike | None = None,
-    cache: bool = True,
     progress: bool = True,
-    context: int = 1,
+    **options: Any,
 ) -> dict[str, Any]:
     """Measures L(i), the loss of document position i in nats, for a model and for those it is compared with.
 
@@ -81,25 +126,8 @@ def evaluate(
         against: the same, one or several; differences are taken to the first.
         data: files, directories, globs or hf:org/name, as `data.windows.documents` reads them (a document ends with
             the tokenizer's end-of-text token, as in training).
-        length: tokens per window; a shorter document contributes the positions it has.
         out: directory for the results; None = only print and return them.
-        max_documents: take the first so many documents that are long enough; None = all.
-        windows: windows of `length` tokens per document, each read without the text before it; None = all.
-        min_tokens: leave out documents shorter than this; `length` makes every position an average over the same
-            documents.
-        batch: windows run at one time.
-        controls: False skips the two control runs.
-        short_context: also measure the loss given only the last k tokens, for these k or for half of the length, a
-            quarter, ... ("auto"): where it equals the loss given all, a model has stopped using more context.
-        text_field: field of JSON records that holds the text.
-        baselines: what a user would try instead, made of the first `against`, or of the model if that is unconverted:
-            "pi:4", "ntk:4", "yarn:4", "drope", "window:4096", "streaming:4096,4" (see `baselines`).
-        tasks: lm-eval tasks or presets (short, ruler, longbench) to run as well, with further task files from
-            `include_path` and `limit` examples each; with tasks, `data` may be empty.
-        task_batch: requests of lm-eval run at one time; "auto" = as many as a fixed number of tokens holds.
-        task_cache_folder: where results of tasks are kept, by model, prompts and versions, and an interrupted run goes
-            on; None = $XDG_CACHE_HOME/retrofox/tasks. `cache=False` neither reads nor writes any.
-        context: processes that share each window, launched as many; the first prints and writes.
+        options: the fields of `EvalOptions`.
 
     Returns:
         A dict, as in eval.json: "lines" (per line: key, label, source, seconds, peak_memory_bytes, mean, slopes),
@@ -111,43 +139,67 @@ def evaluate(
         FileNotFoundError: a model or data file that is not there.
         ValueError: no document, all too short, a tokenizer that differs between model and `against`, bad options.
     """
+    asked = EvalOptions(length=length, **options)
     sources, others = listed(data), _listed(against)
-    _check(length, sources, tasks, windows, min_tokens, batch, max_documents, limit)
-    _check_tasks(tasks, include_path=include_path, limit=limit, task_batch=task_batch, folder=task_cache_folder)
-    if context < 1:
-        raise ValueError(f"context is the number of processes that share a window, at least 1, got {context}")
-    if context > 1:
-        alone = {"against": others, "baselines": baselines, "tasks": tasks, "short_context": short_context}
-        device = shared_context.join(context, model, **alone, device=device)
+    if not sources and not asked.tasks:
+        raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
+    _require_files(sources)
+    device = asked.device
+    if asked.context > 1:
+        alone = {"against": others, "baselines": asked.baselines, "tasks": asked.tasks}
+        device = shared_context.join(asked.context, model, **alone, device=device)
         progress = progress and is_first()
-    wanted = parse_all(baselines)
+    wanted = parse_all(asked.baselines)
     base_for(wanted, model, others)
     check_folder(out)
     check_results_outside(out, sources)
-    check_place(device, dtype)
-    contexts = short_contexts(short_context, length)
+    check_place(device, asked.dtype)
     started = time.time()
     name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path
-    found = find_tasks(tasks, include_path, limit=limit, length=length, tokenizer=name) if tasks else None
-    folder = Path(task_cache_folder) if task_cache_folder is not None else task_cache.default_folder()
+    found = None
+    if asked.tasks:
+        found = find_tasks(asked.tasks, asked.include_path, limit=asked.limit, length=length, tokenizer=name)
     tokenizer = tokenizer or _tokenizer_of(model)
     for other in others:
         require_same_tokenizer(tokenizer, other)
     chosen: list[Window] = []
     if sources:
-        chosen = choose_windows(
-            sources,
-            tokenizer,
-            length,
-            windows=windows,
-            min_tokens=min_tokens,
-            max_documents=max_documents,
-            text_field=text_field,
-        )
-    result: dict[str, Any] = {
-        "length": length,
-        "windows_per_document": windows,
-        "min_tokens": min_tokens,
+        which = {key: getattr(asked, key) for key in ("windows", "min_tokens", "max_documents", "text_field")}
+        chosen = choose_windows(sources, tokenizer, length, **which)
+    result = _empty_result(asked, sources, chosen)
+    losses: dict[str, list[np.ndarray]] = {}
+    scores: dict[str, Scores] = {}
+    for key, opened in columns(model, others, wanted, tokenizer=tokenizer, dtype=asked.dtype, device=device):
+        if key == "model":
+            result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
+        result["names"][key] = opened.name
+        if chosen:
+            losses_of = token_losses
+            if asked.context > 1:
+                losses_of = shared_context.shared_losses(asked.context, opened.model, result["longest"])
+            controls = asked.controls and key == "model"
+            for line, values in _run(opened, key, chosen, asked.batch, controls, progress, losses_of):
+                result["lines"].append(line)
+                losses[line["key"]] = values
+        if found is not None:
+            folder = asked.task_cache_folder or task_cache.default_folder()
+            kept = Path(folder) if asked.cache else None
+            batch = asked.task_batch
+            scores[key] = run_tasks(opened, found, max_length=length, batch=batch, cache=kept, progress=progress)
+            result["tasks"][key] = scores[key].metrics
+        opened = None  # frees the weights before the next model is loaded
+        _free_memory()
+    tell_apart(result["lines"])
+    if is_first():
+        _report(result, losses, scores, chosen, out, started)
+    return result
+
+
+def _empty_result(asked: EvalOptions, sources: list[str], chosen: Sequence[Window]) -> dict[str, Any]:
+    return {
+        "length": asked.length,
+        "windows_per_document": asked.windows,
+        "min_tokens": asked.min_tokens,
         "data": sources,
         "documents": len({w.document for w in chosen}),
         "tokens": sum(len(w.token_ids) for w in chosen),
@@ -160,44 +212,6 @@ def evaluate(
         "task_differences": {},
         "environment": environment(),
     }
-    short = ShortContexts(contexts, chosen) if contexts and chosen else None
-    losses: dict[str, list[np.ndarray]] = {}
-    scores: dict[str, Scores] = {}
-    measured = columns(model, others, wanted, tokenizer=tokenizer, dtype=dtype, device=device)
-    for key, opened in measured:
-        if key == "model":
-            result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
-        result["names"][key] = opened.name
-        if chosen:
-            losses_of = token_losses
-            if context > 1:
-                losses_of = shared_context.shared_losses(context, opened.model, result["longest"])
-            for line, values in _run(opened, key, chosen, batch, controls and key == "model", progress, losses_of):
-                result["lines"].append(line)
-                losses[line["key"]] = values
-            if short is not None:
-                line = next(line for line in result["lines"] if line["key"] == key)
-                with progress_bar("tokens", progress) as bar:
-                    task = bar.add_task(f"{opened.name}, less context", total=short.tokens)
-                    lost = short.measure(opened.model, losses[key], batch, lambda n, t=task: bar.advance(t, n))
-                line["short_context"] = lost
-        if found is not None:
-            scores[key] = run_tasks(
-                opened,
-                found,
-                max_length=length,
-                batch=task_batch,
-                cache=folder if cache else None,
-                progress=progress,
-            )
-            result["tasks"][key] = scores[key].metrics
-        opened = None  # frees the weights before the next model is loaded
-        _free_memory()
-    tell_apart(result["lines"])
-    if not is_first():
-        return result
-    _report(result, losses, scores, chosen, out, started)
-    return result
 
 
 def _free_memory() -> None:
@@ -231,40 +245,6 @@ def _report(
     if out is not None:
         result["files"] = loss_report.write_files(result, losses, chosen, Path(out))
         console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
-
-
-def _check(
-    length: int,
-    data: Sequence[str],
-    tasks: Sequence[str],
-    windows: int | None,
-    min_tokens: int,
-    batch: int,
-    max_documents: int | None,
-    limit: int | None,
-) -> None:
-    if not 2 <= length < 2**31:
-        raise ValueError(f"length must be at least 2 tokens and below 2^31, got {length}")
-    if not data and not tasks:
-        raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
-    if min_tokens < 2 or min_tokens > length:
-        raise ValueError(f"min_tokens must lie between 2 and the length, {length}; got {min_tokens}")
-    counts = {"windows": windows, "batch": batch, "max_documents": max_documents, "limit": limit}
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    _require_files(data)
-
-
-def _check_tasks(
-    tasks: Sequence[str], *, include_path: str | None, limit: int | None, task_batch: int | str, folder: Any
-) -> None:
-    if not tasks and (include_path is not None or limit is not None or task_batch != "auto" or folder is not None):
-        raise ValueError(
-            "include_path, limit, task_batch and task_cache_folder say how lm-eval tasks run: name tasks, or drop them"
-        )
-    if task_batch != "auto" and not (isinstance(task_batch, int) and task_batch >= 1):
-        raise ValueError(f"task_batch must be 'auto' or a number of requests, 1 or more; got {task_batch!r}")
 
 
 def _listed(against: Any) -> list[Any]:

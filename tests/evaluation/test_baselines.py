@@ -1,4 +1,4 @@
-"""Baselines: each is transformers' own implementation where there is one, an explicit mask or a cache where not."""
+"""Baselines: each is transformers' own implementation where there is one."""
 
 from __future__ import annotations
 
@@ -11,27 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from retrofox.anatomy import has_known_head, token_losses
-from retrofox.evaluation.baselines import FORMS, Baseline, base_for, build, parse, parse_all
-from retrofox.evaluation.columns import columns
+from retrofox.evaluation.baselines import FORMS, base_for, build, parse, parse_all
+from retrofox.evaluation.compared_models import columns
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.needle import needle
-from retrofox.evaluation.recall import recall
 from retrofox.generation.generate import complete
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.outside import register_outside
 
 LENGTH = 150  # beyond the 128 tokens of a pico model
-FAMILIES = {
-    "mistral": {},
-    "qwen3": {},
-    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 64, "attn_implementation": "eager"},
-    "cohere2": {"sliding_window": 64},
-    "smollm3": {"no_rope_layer_interval": 2},
-    "glm4": {"partial_rotary_factor": 0.5},
-}
 
 
 @pytest.fixture(scope="module")
@@ -78,136 +68,14 @@ def test_drope_is_the_base_without_rotation(base, pico_llama, ids):
     assert dropped.name == "pico + no RoPE"
 
 
-def test_window_is_mistrals_sliding_window(base, ids):
-    from transformers import MistralConfig, MistralForCausalLM
-
-    values = {k: v for k, v in base.model.config.to_dict().items() if k not in ("model_type", "architectures")}
-    values |= {"sliding_window": 16, "attn_implementation": "eager"}
-    mistral = MistralForCausalLM(MistralConfig(**values)).eval()
-    mistral.load_state_dict(base.model.state_dict())
-    windowed = build(parse("window:16"), base).model
-    torch.testing.assert_close(logits(windowed, ids), logits(mistral, ids), atol=1e-4, rtol=1e-4)
-    assert (logits(windowed, ids) - logits(base.model, ids)).abs().max() > 0.1
-
-
-@torch.no_grad()
-def streamed(model, ids: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
-    """StreamingLLM by its definition: token by token, keys kept unrotated and numbered by their place in the cache."""
-    inner, steps = model.model, []
-    caches: list[tuple[list, list]] = [([], []) for _ in inner.layers]
-    for t in range(ids.shape[1]):
-        hidden = inner.embed_tokens(ids[:, t : t + 1])
-        for layer, (keys, values) in zip(inner.layers, caches, strict=True):
-            attention, x = layer.self_attn, layer.input_layernorm(hidden)
-            q, k, v = (
-                p(x).view(len(ids), 1, -1, attention.head_dim).transpose(1, 2)
-                for p in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
-            keys.append(k)
-            values.append(v)
-            if len(keys) > window + sinks:
-                del keys[sinks], values[sinks]
-            cos, sin = inner.rotary_emb(x, torch.arange(len(keys))[None])
-            k, _ = apply_rotary_pos_emb(torch.cat(keys, 2), torch.cat(keys, 2), cos, sin)
-            q, _ = apply_rotary_pos_emb(q, q, cos[:, -1:], sin[:, -1:])
-            out = F.scaled_dot_product_attention(q, k, torch.cat(values, 2), enable_gqa=True)
-            hidden = hidden + attention.o_proj(out.transpose(1, 2).flatten(2))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        steps.append(model.lm_head(inner.norm(hidden)))
-    return torch.cat(steps, 1)
-
-
-@pytest.mark.parametrize(("window", "sinks"), [(16, 3), (1, 1), (400, 4)])
-def test_streaming_is_a_cache_of_window_and_sinks_read_token_by_token(base, ids, window, sinks):
-    model = build(parse(f"streaming:{window},{sinks}"), base).model
-    torch.testing.assert_close(logits(model, ids), streamed(base.model, ids, window, sinks), atol=2e-4, rtol=1e-4)
-
-
-def test_streaming_of_a_rope_with_an_attention_scaling_turns_queries_once(pico_llama, pico_tokenizer, ids):
-    yarn = Opened(pico_llama(rope_scaling={"rope_type": "yarn", "factor": 4.0}), pico_tokenizer, "yarn", "yarn")
-    model = build(parse("streaming:16,3"), yarn).model
-    torch.testing.assert_close(logits(model, ids), streamed(yarn.model, ids, 16, 3), atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("text", ["window:16", "streaming:16,3"])
-def test_left_padding_and_a_cache_change_nothing(base, ids, text):
-    opened = build(parse(text), base)
-    prompts = [ids[0, :60].tolist(), ids[1, :41].tolist()]
-    together = complete(opened, prompts, 6, ignore_eos=True)
-    for prompt, answer in zip(prompts, together, strict=True):
-        whole = torch.tensor([[*prompt, *answer]])
-        greedy = logits(opened.model, whole)[0, len(prompt) - 1 : -1].argmax(-1)
-        assert greedy.tolist() == answer
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_windows_fit_every_kind_of_family(family_model, pico_tokenizer, ids, name):
-    model = family_model(name)
-    base = Opened(model, pico_tokenizer, name, name)
-    wide = build(parse("window:4096"), base).model
-    torch.testing.assert_close(logits(wide, ids), logits(model, ids), atol=2e-4, rtol=1e-3)
-    narrow = logits(build(parse("window:8"), base).model, ids)
-    other = ids.clone()
-    other[:, 0] = (ids[:, 0] + 1) % 288  # out of reach: 2 layers see 14 tokens back
-    torch.testing.assert_close(narrow[:, 20:], logits(build(parse("window:8"), base).model, other)[:, 20:])
-    if "sliding_window" in FAMILIES[name]:
-        with pytest.raises(ValueError, match="layers with a sliding window of their own"):
-            build(parse("streaming:8,2"), base)
-    elif name != "mistral":
-        wide = build(parse("streaming:4096,4"), base).model
-        torch.testing.assert_close(logits(wide, ids), logits(model, ids), atol=2e-4, rtol=1e-3)
-
-
-@pytest.fixture
-def family_model():
-    """family_model(name) -> a pico model of that family."""
-
-    def make(name: str):
-        values = {
-            "vocab_size": 288,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "head_dim": 8,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 128,
-            "pad_token_id": 1,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "initializer_range": 0.3,
-            **({"sliding_window": None} if name == "mistral" else {}),
-            **FAMILIES[name],
-        }
-        prefix = {"smollm3": "SmolLM3"}.get(name, name.capitalize())
-        torch.manual_seed(0)
-        return getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**values)).eval()
-
-    return make
-
-
 def test_specs_are_read_and_written_back():
-    for text in ("pi:4", "ntk:2.5", "yarn:16", "drope", "window:4096", "streaming:4096,4"):
+    for text in ("pi:4", "ntk:2.5", "yarn:16", "drope"):
         assert parse(text).text == text
-    assert parse("window:4096") == parse("window:4Ki") == parse("window: 4Ki") == Baseline("window", (4096,))
-    assert parse("streaming:4Ki,4") == parse("streaming:4096,4") == Baseline("streaming", (4096, 4))
-    assert [parse(f"window:{n}").text for n in ("1Mi", "64K")] == ["window:1048576", "window:64000"]
-    assert parse("streaming:1Mi,4").label == "StreamingLLM 1048576 and 4"
-    assert parse("streaming:1Ki,1Ki").numbers == (1024, 1024)
     for text, told in (
         ("yan:4", r"did you mean yarn\?"),
         ("yarn", "a factor above 1"),
         ("yarn:1", "a factor above 1"),
         ("drope:2", "no number"),
-        ("window:0", "a window of 1 token or more"),
-        *(
-            (f"window:{odd}", "window of 1 token or more")
-            for odd in ("-4Ki", "4.5", "4Kib", "1Gi", "4Ki,4", "1e400", "")
-        ),
-        ("streaming:4Ki,1.5", "a window and a number of first tokens"),
-        ("streaming:4Ki,16Ki", "a window and a number of first tokens"),
-        ("streaming:4096", "a window and a number of first tokens"),
-        ("streaming:8,0", "a window and a number of first tokens"),
     ):
         with pytest.raises(ValueError, match=told) as error:
             parse(text)
@@ -224,9 +92,8 @@ def test_baselines_are_made_of_an_unconverted_base(base, pico_fox, pico_llama, p
     assert base_for([], fox, []) is fox
     measured = columns(fox, [base.model], parse_all(["pi:2", "drope"]), tokenizer=pico_tokenizer)
     assert [key for key, _ in measured] == ["model", "base", "pi:2", "drope"]
-    for twice in (["pi:2", "pi:2.0"], ["window:4096", "window:4Ki"]):
-        with pytest.raises(ValueError, match="given twice"):
-            parse_all(twice)
+    with pytest.raises(ValueError, match="given twice"):
+        parse_all(["pi:2", "pi:2.0"])
     scaled = Opened(pico_llama(rope_scaling={"rope_type": "linear", "factor": 2.0}), pico_tokenizer, "s", "s")
     with pytest.raises(ValueError, match=r"baseline yarn:4 of s: .*scaled already"):
         build(parse("yarn:4"), scaled)
@@ -240,7 +107,7 @@ def text(tmp_path_factory) -> str:
 
 
 def test_eval_has_a_column_for_every_baseline(base, pico_fox, pico_tokenizer, text, tmp_path):
-    specs = ["yarn:4", "streaming:16,3"]
+    specs = ["yarn:4", "drope"]
     result = evaluate(
         pico_fox(),
         base.model,
@@ -269,10 +136,10 @@ def test_the_command_line_takes_baselines_and_names_misspelt_ones(pico_checkpoin
     )
     assert code == 0
     assert all(word in out for word in ("interpolation", "x4", "RoPE"))  # headings are folded
-    code, _, err = run("eval", pico_checkpoint, "--data", text, "--baseline", "strming:4")
+    code, _, err = run("eval", pico_checkpoint, "--data", text, "--baseline", "drpe")
     assert code == 2
     assert len(err.strip().splitlines()) == 1
-    assert "did you mean streaming?" in err
+    assert "did you mean drope?" in err
 
 
 def test_windows_of_unequal_length_are_not_padded_under_a_dynamic_rope(base, pico_tokenizer, tmp_path):
@@ -382,14 +249,9 @@ def test_flash_linear_attentions_models_are_columns(name, pico_tokenizer, text, 
     assert 0 < result["lines"][0]["mean"] < 20
 
 
-def test_needle_and_recall_take_baselines_too(base, pico_fox, pico_tokenizer, tmp_path):
+def test_needle_takes_baselines_too(base, pico_fox, pico_tokenizer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the fox forgets the gate and the fox finds the gate again " * 40)
     given = {"baselines": ["drope"], "tokenizer": pico_tokenizer, "progress": False}
     asked = needle(pico_fox(), [base.model], [str(text)], [320], 1, trials=1, **given)
     assert [entry["role"] for entry in asked["models"].values()] == ["model", "base", "drope"]
-    read = recall(pico_fox(), [base.model], [str(text)], 256, unit="tokens", control=0, **given)
-    assert [line["key"] for line in read["lines"]] == ["model", "base", "drope"]
-    losses = [octave["loss"] for octave in read["octaves"] if octave["tokens"]]
-    assert all(set(loss) == {"model", "base", "drope"} for loss in losses)
-    assert any(loss["drope"]["mean"] != loss["base"]["mean"] for loss in losses)

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.parametrize("command", ["eval", "needle", "recall", "inspect", "report"])
+@pytest.mark.parametrize("command", ["eval", "needle", "inspect", "report"])
 def test_results_among_the_texts_are_refused(pico_fox_checkpoint, run, tmp_path, command):
     texts = tmp_path / "texts"
     texts.mkdir()
