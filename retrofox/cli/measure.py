@@ -1,4 +1,4 @@
-"""`eval`, `needle`, `inspect` and `recall` on the command line. Importing it imports no torch."""
+"""`eval`, `needle` and `inspect` on the command line. Importing it imports no torch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,6 @@ def evaluate(
     ] = 2,
     batch: Annotated[int, typer.Option(help="Windows per batch.")] = 1,
     controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
-    short_context: Annotated[
-        list[str] | None,
-        typer.Option(help="Also give only the last N tokens, such as 512 2048: how much context is used; or auto."),
-    ] = None,
     text_field: TextField = "text",
     baseline: Baselines = None,
     tasks: Annotated[
@@ -79,7 +75,6 @@ def evaluate(
             min_tokens=min_tokens,
             batch=batch,
             controls=controls,
-            short_context=short_context or (),
             text_field=text_field,
             baselines=baseline or [],
             tasks=names,
@@ -105,17 +100,13 @@ def needle(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="easy (the needle holds question and answer), standard, multi-key, multi-value, multi-query, "
-            "variable-tracking, common-words, or all; one or more. [default: easy]",
+            help="easy (the needle holds question and answer), standard, or all; one or more. [default: easy]",
             show_default=False,
         ),
     ] = None,
     trials: Annotated[int, typer.Option(help="Prompts per length and depth, each with another fact and text.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of facts and places.")] = 0,
     batch: Annotated[str, typer.Option(help="Prompts per batch, or auto: by length.")] = "auto",
-    generate: Annotated[
-        bool, typer.Option("--generate", help="Generate the answers: the same verdicts, slower, no log-probability.")
-    ] = False,
     baseline: Baselines = None,
     text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
@@ -129,14 +120,12 @@ def needle(
     Wilson interval and the answers' mean log-probability; 100 prompts per length (`--trials 20` at 5 depths) tell
     shares apart that differ by 20 points.
 
-    **Modes.** *easy*, *standard*: one fact; easy asks in the needle's own words, which a base model can follow. After
-    RULER (arXiv 2404.06654): *multi-key* (one of four numbers), *multi-value* (all four of one thing), *multi-query*
-    (four of four things), *variable-tracking* (a chain of assignments), *common-words* (the ten words that a list holds
-    most often). Of several values, each is judged after the true earlier ones.
+    **Modes.** *easy* asks in the needle's own words, which a base model can follow; *standard* in others. Harder tasks
+    are RULER's (arXiv 2404.06654), through lm-eval: `retrofox eval MODEL --tasks ruler --length 32Ki`.
 
     Example:
 
-        retrofox needle RUN/model --against BASE --data books/ --lengths 1024,8192,32768 --mode easy --mode multi-key
+        retrofox needle RUN/model --against BASE --data books/ --lengths 1024,8192,32768 --mode easy --mode standard
     """
     from retrofox.evaluation.needle import needle as run
     from retrofox.loading.trust import trusting_code
@@ -149,7 +138,7 @@ def needle(
             f"takes {ALLOWED}"
         ) from None
     options: dict[str, Any] = {"depths": depths, "mode": mode or ["easy"], "trials": trials, "seed": seed}
-    options |= {"batch": int(batch) if batch.isdecimal() else batch, "generate": generate, "text_field": text_field}
+    options |= {"batch": int(batch) if batch.isdecimal() else batch, "text_field": text_field}
     options |= {"baselines": baseline or []}
     with trusting_code(trust_remote_code):
         run(model, against or None, data, sizes, **options, out=out, device=device, dtype=dtype)
@@ -159,14 +148,8 @@ def inspect(
     model: Annotated[str, typer.Argument(help="A converted model: directory or Hub id.")],
     data: Annotated[list[str] | None, typer.Option(help="Measure the gates on these texts.")] = None,
     length: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens to read of each document.")] = 2048,
-    against: Annotated[
-        str | None, typer.Option(help="Another model whose heads to measure too, such as the base; needs --data.")
-    ] = None,
-    head_map: Annotated[
-        list[str] | None, typer.Option("--map", help="LAYER.HEAD: draw its attention and gate matrix into --out.")
-    ] = None,
-    prune_eps: Annotated[
-        float | None, typer.Option(help="Say what pruning would skip if it may lose this share, such as 1e-4.")
+    horizon: Annotated[
+        float | None, typer.Option(help="Nats of decay at which a key counts as forgotten: the model's own, else 16.")
     ] = None,
     max_documents: Annotated[
         int | None, typer.Option(help="Use only the first N documents (8 if not given); needs --data.")
@@ -181,7 +164,7 @@ def inspect(
 ) -> None:
     """Shows each head's half-life: local and global heads, dead and saturated gates, kept rotary pairs.
 
-    With --data also what the heads look at: attention mass beyond 64, 512 and 4k tokens, and the heads that retrieve.
+    With --data also the live share at 8k, 32k and 128k tokens (--length 128Ki): what attention and cache must keep.
     """
     from retrofox.evaluation.gates import inspect as run
     from retrofox.loading.trust import trusting_code
@@ -191,53 +174,6 @@ def inspect(
         raise ValueError(f"{named} without texts has no effect: give --data, or leave it out")
     options: dict[str, Any] = {"length": length, "out": out, "text_field": "text" if text_field is None else text_field}
     options["max_documents"] = 8 if max_documents is None else max_documents
-    options |= {"against": against, "maps": head_map or (), "prune_eps": prune_eps}
+    options["horizon"] = horizon
     with trusting_code(trust_remote_code):
         run(model, data or None, **options, device=device, dtype=dtype)
-
-
-def recall(
-    model: Annotated[str, typer.Argument(help=MODEL)],
-    data: Annotated[list[str], typer.Option(help="Files or directories of long documents, one or more.")],
-    against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
-    length: Annotated[
-        int, typer.Option(parser=count, metavar=METAVAR, help="Tokens read of each document: distances go up to it.")
-    ] = 8192,
-    out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and a plot.")] = None,
-    ngram: Annotated[int, typer.Option(help="Words that must repeat, the one being completed included.")] = 4,
-    unit: Annotated[str, typer.Option(help="words, or tokens to count each token as a word.")] = "words",
-    control: Annotated[
-        int, typer.Option(help="Tokens per octave and document whose source is cut out as a control; 0 = none.")
-    ] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of the control's sample.")] = 0,
-    max_documents: Annotated[int | None, typer.Option(help="Use only the first N documents.")] = None,
-    min_tokens: Annotated[
-        int, typer.Option(parser=count, metavar=METAVAR, help="Skip documents with fewer tokens.")
-    ] = 2,
-    batch: Annotated[int, typer.Option(help="Texts per batch.")] = 1,
-    baseline: Baselines = None,
-    text_field: TextField = "text",
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """Measures how well a model remembers natural text that it read d tokens back, by octave of d.
-
-    A loss that stays flat is no memory. Text repeats itself: where a token completes words that stood d tokens back,
-    and no nearer, a model that still sees them knows how they go on. The table shows accuracy and loss on such tokens.
-
-    Some of them anyone would guess. So the control cuts the earlier words out of the text and reads the same tokens
-    again: the rise in loss measures memory. Five forward passes per document and model.
-
-    Books seldom repeat four words: give several long documents, or --ngram 3, which finds three to seven times as many.
-
-        retrofox recall RUN/model --against BASE --data books/ --length 32768 --out recall
-    """
-    from retrofox.evaluation.recall import recall as run
-    from retrofox.loading.trust import trusting_code
-
-    options: dict[str, Any] = {"ngram": ngram, "unit": unit, "control": control, "seed": seed, "batch": batch}
-    options |= {"max_documents": max_documents, "text_field": text_field, "device": device, "dtype": dtype}
-    options |= {"min_tokens": min_tokens, "baselines": baseline or []}
-    with trusting_code(trust_remote_code):
-        run(model, against or None, data, length, out, **options)

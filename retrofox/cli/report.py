@@ -23,9 +23,7 @@ def report(
     length: Annotated[
         int | None, typer.Option(parser=count, metavar=METAVAR, help="Tokens of the longest text, not the suite's.")
     ] = None,
-    max_documents: Annotated[
-        int | None, typer.Option(help="Documents that loss and recall read, not the suite's.")
-    ] = None,
+    max_documents: Annotated[int | None, typer.Option(help="Documents that the loss reads, not the suite's.")] = None,
     trials: Annotated[int | None, typer.Option(help="Needle prompts per length and depth, not the suite's.")] = None,
     baseline: Baselines = None,
     tasks: Annotated[
@@ -35,9 +33,6 @@ def report(
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
     task_cache: Annotated[Path | None, typer.Option(help="lm-eval: folder of finished tasks.")] = None,
-    head_map: Annotated[
-        list[str] | None, typer.Option("--map", help="LAYER.HEAD: show its attention and gate matrix.")
-    ] = None,
     text_field: TextField = "text",
     device: Device = None,
     dtype: Dtype = None,
@@ -46,8 +41,8 @@ def report(
     """Measures memory, loss, gates and tasks beside the base, and writes one self-contained HTML page and one JSON.
 
     Parts that are finished are kept: interrupted, it goes on; asked again, it runs what has changed. Suites: *quick*
-    (easy and standard needles, recall, loss and heads to 32k tokens; on a CPU to 2k), *long* (to 64k, more prompts,
-    RULER-style needles, use of context), *full* (still more, and the paper's short tasks).
+    (easy and standard needles, loss and gates to 32k tokens; on a CPU to 2k), *long* (to 64k, more prompts, RULER's
+    tasks), *full* (still more, and the paper's short tasks).
 
         retrofox report RUN/model --against BASE --data books/ --suite quick
     """
@@ -56,6 +51,6 @@ def report(
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "trials": trials}
     options |= {"baselines": baseline or [], "tasks": task_names(tasks)}
-    options |= {"include_path": include_path, "limit": limit, "task_cache_folder": task_cache, "maps": head_map or []}
+    options |= {"include_path": include_path, "limit": limit, "task_cache_folder": task_cache}
     with trusting_code(trust_remote_code):
         run(model, against, data or [], suite, out, **options, text_field=text_field, dtype=dtype, device=device)

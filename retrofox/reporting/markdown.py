@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from retrofox.reporting.cells import cell, difference
+from retrofox.reporting.format_numbers import cell, difference
 from retrofox.reporting.pushed import FOLDER, HEADING, PAGE
 
 
@@ -14,10 +14,16 @@ def card_section(result: dict[str, Any]) -> str:
     labels = summary["labels"]
     with_base = "base" in labels
     header = ["", *labels.values(), *(["difference", ""] if with_base else [])]
-    lines = [HEADING, "", _row(header), _row(["---", *["---:"] * (len(header) - 1)])]
+    lines = [
+        HEADING,
+        "",
+        _plain(summary["headline"]) + ".",
+        "",
+        _row(header),
+        _row(["---", *["---:"] * (len(header) - 1)]),
+    ]
     for row in summary["rows"]:
-        name = {"loss": f"loss at {row['what']}", "recall": f"recall {row['what']} back"}.get(row["topic"])
-        name = name or (row["what"] if row["topic"] == "tasks" else f"{row['topic']} at {row['what']}")
+        name = row["what"] if row["topic"] == "tasks" else f"{row['topic']} at {row['what']}"
         cells = [name, *(cell(row["values"].get(key), row["unit"]) for key in labels)]
         lines.append(_row([*cells, *([difference(row), row["state"] or ""] if with_base else [])]))
     lines.append("")

@@ -9,21 +9,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from retrofox.evaluation.needles.tasks import PLACED
-from retrofox.reporting.cells import number
-from retrofox.reporting.details import gates_table, short_context_table, slopes_table
+from retrofox.reporting.details import gates_table, live_share_table, slopes_table
+from retrofox.reporting.format_numbers import number
 from retrofox.reporting.style import CSS
 from retrofox.reporting.tables import chip, summary_table, table
 
 WIDTH = re.compile(rb'<svg[^>]* width="([0-9.]+)pt"')
 POINT = 4 / 3
 """Pixels of CSS in a point."""
-ENOUGH = 30
-"""Repeated tokens from which an octave of distance may stand in a tile."""
-MEMORY = (
-    "A loss that does not rise is no memory. So memory comes first: facts asked for at the end of a long text, and "
-    "natural text that repeats what stood d tokens back."
-)
+MEMORY = "A loss that does not rise is no memory. So memory comes first: facts asked for at the end of a long text."
 
 
 def render(result: dict[str, Any], folder: Path) -> str:
@@ -36,7 +30,7 @@ def render(result: dict[str, Any], folder: Path) -> str:
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}: retrofox report</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{CSS}</style></head>\n<body><header><div>{_head(result)}<nav>{links}</nav></div></header>\n"
-        f"<main>{_tiles(result)}{bodies}{_foot(result)}</main></body></html>\n"
+        f"<main>{_banner(result['summary']['few'])}{_tiles(result)}{bodies}{_foot(result)}</main></body></html>\n"
     )
 
 
@@ -46,21 +40,27 @@ def _head(result: dict[str, Any]) -> str:
     environment = result["environment"]
     where = environment["gpu"]["name"] if environment["gpu"] else f"CPU, {environment['cpu']['name']}"
     facts = f"{beside} · suite {result['suite']} · {environment['time'][:10]} · {where}"
-    return f'<p class="eyebrow">retrofox report</p><h1>{escape(labels[0])}</h1><p>{escape(facts)}</p>'
+    said = f'<p class="headline">{escape(result["summary"]["headline"])}</p>'
+    return f'<p class="eyebrow">retrofox report</p><h1>{escape(labels[0])}</h1>{said}<p>{escape(facts)}</p>'
+
+
+def _banner(few: list[str]) -> str:
+    """A warning above everything else where the sample is small."""
+    if not few:
+        return ""
+    return f'<p class="banner">Too little to show much: {escape(", ".join(few))}. Intervals are wide.</p>'
 
 
 def _tiles(result: dict[str, Any]) -> str:
-    """The farthest thing measured of each kind: easy needles, recall, loss."""
+    """The farthest thing measured of each kind: easy needles, standard needles, loss."""
     rows = result["summary"]["rows"]
     tiles = []
     for topic, what in (
         ("needle easy", "easy needles found at {}"),
         ("needle standard", "standard needles found at {}"),
-        ("recall", "repeated text recalled from {} tokens back"),
         ("loss", "loss at positions {}, nats per token"),
     ):
         own = [row for row in rows if row["topic"] == topic and row["values"]["model"]["interval"] is not None]
-        own = [row for row in own if row.get("tokens", ENOUGH) >= ENOUGH]
         if own:
             tiles.append(_tile(own[-1], what.format(own[-1]["what"])))
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
@@ -83,29 +83,20 @@ def _sections(result: dict[str, Any], folder: Path) -> Iterator[tuple[str, str, 
     """(anchor, title, HTML) of each section, those of parts that were not measured left out."""
     summary, parts = result["summary"], {name: entry["result"] for name, entry in result["parts"].items()}
     needles = {name: part for name, part in parts.items() if name.startswith("needle-")}
-    memory = _list(summary["sentences"]["memory"]) + _note(needles, parts)
+    memory = _list(summary["sentences"]["memory"])
+    if not needles:
+        memory += _lead("Needles were not measured: this page says nothing about memory.")
     yield "memory", "Memory", f'<p class="lead">{MEMORY}</p>{memory}'
     if needles:
         rows = summary_table(result, "needle")
-        narrow = {name: part for name, part in needles.items() if len(part["modes"]) == 1}
-        figures = "".join(_needle_figure(name, part, folder) for name, part in narrow.items())
-        figures = f'<div class="pair">{figures}</div>' if figures else ""
-        figures += "".join(_needle_figure(name, needles[name], folder) for name in needles if name not in narrow)
+        figures = "".join(_needle_figure(name, part, folder) for name, part in needles.items())
         grids = "".join(_needle_grids(name, part, folder) for name, part in needles.items())
-        figures += _details("By depth", f'<div class="pair">{grids}</div>') if grids else ""
+        figures = f'<div class="pair">{figures}</div>' + _details("By depth", f'<div class="pair">{grids}</div>')
         yield "needles", "Needles in a haystack", _needle_lead(needles) + rows + figures
-    if "recall" in parts:
-        part = parts["recall"]
-        lead = (
-            f"Tokens that complete {part['ngram']} {part['unit']} last seen d tokens back, top-1 accuracy. Where the "
-            "earlier occurrence is cut from the text, a model that remembers does worse."
-        )
-        figure = _figure(folder, "recall", part, "svg", "Solid: the whole text. Dotted: the source cut out of it.")
-        yield "recall", "Recall by distance", _lead(lead) + summary_table(result, "recall") + figure
     if "loss" in parts:
         yield "loss", "Loss by position", _loss(result, parts["loss"], folder)
     if "heads" in parts:
-        yield "heads", "Gates and heads", _heads(summary, parts["heads"], folder)
+        yield "heads", "Gates", _heads(summary, parts["heads"], folder)
     if any(name in parts for name in ("tasks", "tasks-long")):
         lead = "lm-eval's scores; differences paired by document, with their standard error and a two-sided test."
         yield "tasks", "Tasks", _lead(lead) + _list(summary["sentences"]["tasks"]) + summary_table(result, "tasks")
@@ -115,19 +106,12 @@ def _sections(result: dict[str, Any], folder: Path) -> Iterator[tuple[str, str, 
     yield "method", "How it was measured", _method(result)
 
 
-def _note(needles: dict[str, Any], parts: dict[str, Any]) -> str:
-    if needles or "recall" in parts:
-        return ""
-    return _lead("Neither needles nor recall were measured: this page says nothing about memory.")
-
-
 def _needle_lead(needles: dict[str, dict[str, Any]]) -> str:
-    by = next(iter(needles.values()))["decided_by"]
     counts = ", ".join(
         f"{_prompts(len(part['depths']) * part['trials'])} a length in {' and '.join(part['modes'])}"
         for part in needles.values()
     )
-    return _lead(f"Share of needles found, by {by}, with 95 % Wilson intervals: {counts}. All models read the same.")
+    return _lead(f"Share of needles found, with 95 % Wilson intervals: {counts}. All models read the same.")
 
 
 def _prompts(count: int) -> str:
@@ -139,13 +123,12 @@ def _needle_figure(name: str, part: dict[str, Any], folder: Path) -> str:
 
 
 def _needle_grids(name: str, part: dict[str, Any], folder: Path) -> str:
-    """A heat-map for each model and each mode whose needles have a depth."""
+    """A heat-map for each model and mode."""
     grids = []
     for label, values in part["models"].items():
         for mode in part["modes"]:
-            if mode in PLACED:
-                key = values["role"] if len(part["modes"]) == 1 else f"{values['role']}_{mode}"
-                grids.append(_figure(folder, name, part, f"{key}_svg", f"{mode}: {label}"))
+            key = values["role"] if len(part["modes"]) == 1 else f"{values['role']}_{mode}"
+            grids.append(_figure(folder, name, part, f"{key}_svg", f"{mode}: {label}"))
     return "".join(grids)
 
 
@@ -154,11 +137,8 @@ def _loss(result: dict[str, Any], part: dict[str, Any], folder: Path) -> str:
     documents = f"{part['documents']} document{'s' * (part['documents'] > 1)}, {part['tokens']:,} tokens"
     lead = f"L(i), nats per token at each position of a text; {documents}. Intervals are over documents."
     figure = _figure(folder, "loss", part, "svg", "Above L(i); below, paired differences at the same tokens.")
-    more = [("Slopes", slopes_table(part)), ("Perplexity P(l)", _figure(folder, "loss", part, "perplexity_svg", ""))]
-    if "short_context_svg" in part["files"]:
-        drawn = _figure(folder, "loss", part, "short_context_svg", "")
-        more.append(("Loss with less context", short_context_table(part) + drawn))
-    return _lead(lead) + sentences + summary_table(result, "loss") + figure + "".join(_details(*one) for one in more)
+    slopes = _details("Slopes", slopes_table(part))
+    return _lead(lead) + sentences + summary_table(result, "loss") + figure + slopes
 
 
 def _heads(summary: dict[str, Any], part: dict[str, Any], folder: Path) -> str:
@@ -169,8 +149,8 @@ def _heads(summary: dict[str, Any], part: dict[str, Any], folder: Path) -> str:
         f"{counts['dead']} dead, {counts['saturated']} saturated; {measured}."
     )
     figure = _figure(folder, "heads", part, "svg", "One mark per head: its half-life in tokens.")
-    maps = [_figure(folder, "heads", part, key, "") for key in part["files"] if key.startswith("map_") and "svg" in key]
-    return _lead(lead) + _list(summary["sentences"]["heads"]) + figure + "".join(maps) + gates_table(part)
+    live = live_share_table(part["live_share"]) if "live_share" in part else ""
+    return _lead(lead) + _list(summary["sentences"]["heads"]) + live + figure + gates_table(part)
 
 
 def _method(result: dict[str, Any]) -> str:

@@ -18,7 +18,6 @@ from retrofox.data.files import Digests
 from retrofox.data.sources import DataSource, check_results_outside, listed, resolve
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.baselines import base_for, parse_all
-from retrofox.evaluation.heads import head_places
 from retrofox.evaluation.lm_eval import check_names
 from retrofox.loading.converted import check_files
 from retrofox.loading.device import resolve_device, resolve_dtype
@@ -27,8 +26,8 @@ from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.reporting.fingerprint import data_fingerprint, folder_fingerprint, part_fingerprint
 from retrofox.reporting.markdown import card_section
 from retrofox.reporting.page import render
-from retrofox.reporting.parts import Asked, Part, plan_parts
 from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE
+from retrofox.reporting.sections import Asked, Part, plan_parts
 from retrofox.reporting.suites import Suite, choose_suite
 from retrofox.reporting.summary import summarise
 from retrofox.support.files import write_result
@@ -51,7 +50,6 @@ def report(
     include_path: str | None = None,
     limit: int | None = None,
     task_cache_folder: str | os.PathLike | None = None,
-    maps: Sequence[str] = (),
     text_field: str = "text",
     dtype: str | None = None,
     device: str | None = None,
@@ -59,7 +57,7 @@ def report(
 ) -> dict[str, Any]:
     """Measures a model beside its base and writes one HTML page, report.html, and one JSON, report.json.
 
-    Parts: needles, recall, loss by position, gates and heads, tasks. Each one's numbers, tables and figures are kept
+    Parts: needles, loss by position, gates, tasks. Each one's numbers, tables and figures are kept
     in OUT/parts as soon as it is done, under a fingerprint of models, texts, options and versions: a report that was
     interrupted goes on after its last finished part, and one that is asked for again runs what has changed. What
     can't be measured is named on the page with the reason, and tried again the next time.
@@ -67,15 +65,14 @@ def report(
     Args:
         model: Hub id, directory, adapter directory or .gguf file.
         against: the same, one or several; differences are taken to the first.
-        data: texts for needles, recall, loss and heads.
+        data: texts for needles, loss and gates.
         suite: "quick", "long" or "full" (see `suites.SUITES`); on a CPU "quick" is shorter.
         out: where it goes; None = the folder "report" in a converted model's directory, where `push` finds it.
-        length, max_documents, trials: other sizes than the suite's: longest text in tokens, documents of loss and
-            recall, needle prompts for each length and depth.
-        baselines: columns beside the base, such as "yarn:4", for needles, recall and loss.
+        length, max_documents, trials: other sizes than the suite's: longest text in tokens, documents of the
+            loss, needle prompts for each length and depth.
+        baselines: columns beside the base, such as "yarn:4", for needles and loss.
         tasks: lm-eval tasks or presets beside the suite's own; `include_path`, `limit` and `task_cache_folder` as
             in `evaluate`.
-        maps: heads, "LAYER.HEAD", whose attention and gates are drawn.
 
     Returns:
         What report.json holds: "suite", "models", "summary", "parts" (each evaluation's own numbers), "missing",
@@ -100,7 +97,6 @@ def report(
         listed(data),
         parse_all(baselines),
         text_field=text_field,
-        maps=tuple(maps),
         include_path=include_path,
         limit=limit,
         task_cache_folder=None if task_cache_folder is None else Path(task_cache_folder),
@@ -140,9 +136,6 @@ def report(
 
 def _check(asked: Asked, suite: Suite) -> None:
     """Looks, before anything runs, at what is asked for: models and texts that are there, tokenizers that agree."""
-    head_places(asked.maps)
-    if asked.maps and not asked.data:
-        raise ValueError("maps look at attention over a text: give data (--data)")
     if not suite.tasks and any(x is not None for x in (asked.include_path, asked.limit, asked.task_cache_folder)):
         raise ValueError(
             "include_path, limit and task_cache_folder say how lm-eval tasks run: name tasks, or drop them"

@@ -14,8 +14,10 @@ body { margin: 0; background: var(--ground); color: var(--ink); line-height: 1.5
 main, header > div { max-width: 1080px; margin: 0 auto; padding: 0 24px; }
 header { background: var(--card); border-bottom: 1px solid var(--line); padding: 30px 0 0; }
 .eyebrow { color: var(--accent); font-weight: 600; letter-spacing: .02em; margin: 0; }
-h1 { font-size: 30px; line-height: 1.2; margin: 4px 0 6px; overflow-wrap: anywhere; }
-header p { color: var(--soft); margin: 0; overflow-wrap: anywhere; }
+h1 { font-size: clamp(20px, 5vw, 30px); line-height: 1.2; margin: 4px 0 6px; overflow-wrap: break-word; }
+header p { color: var(--soft); margin: 0; overflow-wrap: break-word; }
+header p.headline { color: var(--ink); font-size: 17px; margin-bottom: 4px; }
+.banner { background: var(--bad-bg); color: var(--bad); border-radius: 10px; padding: 10px 18px; margin: 20px 0 0; }
 nav { display: flex; flex-wrap: wrap; gap: 4px 20px; padding: 16px 0 12px; }
 nav a { color: var(--ink); text-decoration: none; border-bottom: 2px solid transparent; padding-bottom: 3px; }
 nav a:hover { border-color: var(--accent); }
@@ -36,7 +38,7 @@ h3 { font-size: 15px; margin: 22px 0 6px; }
 .wide { overflow-x: auto; margin-top: 14px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 6px 10px; border-bottom: 1px solid var(--line); text-align: right; vertical-align: baseline; }
-th { color: var(--soft); font-weight: 600; font-size: 13px; overflow-wrap: anywhere; }
+th { color: var(--soft); font-weight: 600; font-size: 13px; overflow-wrap: break-word; min-width: 9ch; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: nowrap; }
 tr.group td { font-weight: 600; padding-top: 14px; border-bottom-color: var(--soft); }
 tr:last-child td { border-bottom: 0; }

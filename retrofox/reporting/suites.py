@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-RULER = ("multi-key", "multi-value", "multi-query", "variable-tracking", "common-words")
-
 
 @dataclass(frozen=True)
 class Needles:
-    """One part on needles: its modes, and `depths` x `trials` prompts for each length and mode."""
+    """One part on needles: its mode, and `depths` x `trials` prompts for each length."""
 
-    name: str
-    modes: tuple[str, ...]
+    mode: str
     depths: int
     trials: int
 
@@ -26,11 +23,8 @@ class Suite:
         length: tokens of the longest text.
         lengths: lengths of needle prompts, tokens; those beyond `length` are left out.
         needles: the parts on needles.
-        documents: documents that loss and recall read.
-        ngram: words that must repeat to count as recall.
-        control: tokens for each octave and document whose source recall cuts out.
-        short_context: of `retrofox eval`: "auto", or "" for none.
-        heads_length, heads_documents: what the gates and heads are measured over.
+        documents: documents that the loss reads.
+        heads_length, heads_documents: what the gates are measured over.
         tasks: lm-eval tasks that belong to the suite.
     """
 
@@ -38,9 +32,6 @@ class Suite:
     lengths: tuple[int, ...]
     needles: tuple[Needles, ...]
     documents: int
-    ngram: int
-    control: int
-    short_context: str
     heads_length: int
     heads_documents: int
     tasks: tuple[str, ...] = ()
@@ -50,11 +41,8 @@ SUITES = {
     "quick": Suite(
         length=32768,
         lengths=(1024, 4096, 8192, 16384, 32768),
-        needles=(Needles("easy", ("easy",), 5, 10), Needles("standard", ("standard",), 5, 4)),
+        needles=(Needles("easy", 5, 10), Needles("standard", 5, 4)),
         documents=8,
-        ngram=4,
-        control=32,
-        short_context="",
         heads_length=4096,
         heads_documents=2,
     ),
@@ -62,42 +50,32 @@ SUITES = {
         length=65536,
         lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
         needles=(
-            Needles("easy", ("easy",), 5, 20),
-            Needles("standard", ("standard",), 5, 10),
-            Needles("ruler", RULER, 5, 4),
+            Needles("easy", 5, 20),
+            Needles("standard", 5, 10),
         ),
         documents=16,
-        ngram=4,
-        control=32,
-        short_context="auto",
         heads_length=8192,
         heads_documents=4,
+        tasks=("ruler",),
     ),
     "full": Suite(
         length=65536,
         lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
         needles=(
-            Needles("easy", ("easy",), 5, 40),
-            Needles("standard", ("standard",), 5, 40),
-            Needles("ruler", RULER, 5, 20),
+            Needles("easy", 5, 40),
+            Needles("standard", 5, 40),
         ),
         documents=64,
-        ngram=4,
-        control=64,
-        short_context="auto",
         heads_length=8192,
         heads_documents=8,
-        tasks=("short",),
+        tasks=("short", "ruler"),
     ),
 }
 QUICK_ON_CPU = Suite(
     length=2048,
     lengths=(512, 1024, 2048),
-    needles=(Needles("easy", ("easy",), 3, 2), Needles("standard", ("standard",), 3, 1)),
+    needles=(Needles("easy", 3, 2), Needles("standard", 3, 1)),
     documents=4,
-    ngram=3,
-    control=16,
-    short_context="",
     heads_length=1024,
     heads_documents=1,
 )

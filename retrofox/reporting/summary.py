@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from retrofox.evaluation.bootstrap import student_t
-from retrofox.evaluation.context_use import trends
-from retrofox.evaluation.gates_report import head_sentences
-from retrofox.evaluation.loss_report import CONTROLS
+from retrofox.evaluation.loss_report import CONTROLS, trends
 from retrofox.evaluation.loss_report import verdicts as gate_verdicts
-from retrofox.evaluation.needles.shares import wilson_interval
 from retrofox.evaluation.needles.tasks import MODES
 from retrofox.evaluation.paired import paired_difference
-from retrofox.evaluation.recall_report import verdicts as recall_verdicts
 from retrofox.support.plots import tokens_label
 
 SIGNIFICANT = 0.05
+FEW_DOCUMENTS, FEW_PROMPTS = 8, 50
+"""Below so many documents of the loss, or needle prompts at a length, little can be shown."""
 LOWER_IS_BETTER = ("perplexity", "bits_per_byte", "brier")
 BETTER, WORSE, UNCLEAR = "better", "worse", "no clear difference"
 
@@ -29,14 +28,47 @@ def summarise(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     "difference": {"value", "interval" or "standard_error", "p"} of the model to the base, "state"}. States are
     BETTER or WORSE only where the 95 % interval leaves out 0 (p below 0.05), else UNCLEAR; None without a base.
     """
-    rows = [*_needle_rows(results), *_recall_rows(results), *_loss_rows(results), *_task_rows(results)]
-    return {"labels": _labels(results), "rows": rows, "sentences": _sentences(results, rows)}
+    rows = [*_needle_rows(results), *_loss_rows(results), *_task_rows(results)]
+    few = too_few(results)
+    sentences = _sentences(results, rows)
+    return {
+        "labels": _labels(results),
+        "headline": headline(rows, few),
+        "few": few,
+        "rows": rows,
+        "sentences": sentences,
+    }
+
+
+def too_few(results: Mapping[str, dict[str, Any]]) -> list[str]:
+    """What of the sample is too small to show much, in words: documents of the loss, prompts at a length."""
+    few = []
+    documents = results.get("loss", {}).get("documents")
+    if documents is not None and documents < FEW_DOCUMENTS:
+        few.append(f"{documents} document{'s' * (documents != 1)}")
+    for name, result in results.items():
+        if name.startswith("needle-"):
+            prompts = len(result["depths"]) * result["trials"]
+            if prompts < FEW_PROMPTS:
+                few.append(f"{prompts} {name.removeprefix('needle-')} needle prompt{'s' * (prompts != 1)} a length")
+    return few
+
+
+def headline(rows: list[dict[str, Any]], few: list[str]) -> str:
+    """The report in one sentence: how many rows are better and worse than the base, or that none is shown to be."""
+    judged = [row for row in rows if row["state"] is not None]
+    if not judged:
+        return "Measured alone: no base to compare with"
+    better, worse = (sum(row["state"] == state for row in judged) for state in (BETTER, WORSE))
+    if better or worse:
+        return f"Of {len(judged)} comparisons with the base, {better} are better and {worse} worse"
+    return "No difference to the base shown" + (f"; too few: {', '.join(few)}" if few else "")
 
 
 def _labels(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     """Names of the columns, the model first."""
     for result in results.values():
-        if "octaves" in result or "buckets" in result:
+        if "buckets" in result:
             return {line["key"]: line["label"] for line in result["lines"] if line["key"] not in CONTROLS}
         if "answers" in result:
             return {values["role"]: name for name, values in result["models"].items()}
@@ -44,7 +76,7 @@ def _labels(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         if result.get("names"):
             return dict(result["names"])
     gates = next(result for result in results.values() if "heads" in result)
-    return {"model": gates["attention"][0]["label"] if "attention" in gates else Path(gates["model"]).name}
+    return {"model": Path(gates["model"]).name}
 
 
 def _row(topic: str, what: str, unit: str, values: Any, difference: Any, state: str | None) -> dict[str, Any]:
@@ -87,35 +119,11 @@ def _paired_needles(
     shares = {}
     for role in ("model", "base"):
         own = [a for a in result["answers"] if a["model"] == name_of[role]]
-        shares[role] = {str(n): a["share"] for n, a in enumerate(own) if (a["mode"], a["length"]) == (mode, length)}
+        asked = [a for a in own if (a["mode"], a["length"]) == (mode, length)]
+        shares[role] = {str(n): float(a["found"]) for n, a in enumerate(asked)}
     change = paired_difference(shares["model"], shares["base"])
     assert change is not None  # both read the same prompts
     return {**change, "value": change["difference"]}, _state(change["difference"], change["p"] < SIGNIFICANT)
-
-
-def _recall_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    rows = []
-    for row in results.get("recall", {}).get("octaves", ()):
-        if not row["tokens"]:
-            continue
-        values = {key: {"value": v["mean"], "interval": _wide(v, row["tokens"])} for key, v in row["accuracy"].items()}
-        change = row.get("difference", {}).get("model", {}).get("accuracy")
-        difference = state = None
-        if change is not None:
-            low, high = (min(1.0, max(-1.0, end)) for end in change["interval"] or (0.0, 0.0))
-            difference = {"value": change["mean"], "interval": change["interval"] and [low, high]}
-            state = _state(change["mean"], low < high and (low > 0 or high < 0))
-        what = f"{tokens_label(row['from'])}-{tokens_label(row['to'])}"
-        rows.append({**_row("recall", what, "share", values, difference, state), "tokens": row["tokens"]})
-    return rows
-
-
-def _wide(accuracy: dict[str, Any], tokens: int) -> list[float] | None:
-    """The interval over documents; Wilson's over tokens where all documents agree, as a handful of tokens may."""
-    interval = accuracy["interval"]
-    if interval is None or interval[0] < interval[1]:
-        return interval
-    return list(wilson_interval(accuracy["mean"], tokens))
 
 
 def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -126,7 +134,7 @@ def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         half = student_t(row["documents"] - 1) if row["documents"] > 1 else None
         values = {
-            key: {"value": v["mean"], "interval": _around(v, half)}
+            key: {"value": v["mean"], "interval": _around(v, half, least=0.0)}
             for key, v in row["loss"].items()
             if key not in CONTROLS
         }
@@ -141,11 +149,12 @@ def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _around(value: Mapping[str, Any], times: float | None) -> list[float] | None:
+def _around(value: Mapping[str, Any], times: float | None, least: float = -math.inf) -> list[float] | None:
+    """The 95 % interval of a mean, cut at the `least` value it can have."""
     error = value["standard_error"]
     if error is None or times is None:
         return None
-    return [value["mean"] - times * error, value["mean"] + times * error]
+    return [max(least, value["mean"] - times * error), value["mean"] + times * error]
 
 
 def _task_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -181,13 +190,16 @@ def _sentences(results: Mapping[str, dict[str, Any]], rows: list[dict[str, Any]]
         own = [row for row in rows if row["topic"] == topic and row["state"] is not None]
         if own:
             sentences["memory"].append(_compared(f"{topic.removeprefix('needle ')} needles", "found", own))
-    if "recall" in results:
-        sentences["memory"] += recall_verdicts(results["recall"])
     if results.get("loss", {}).get("buckets"):
         columns = [line for line in results["loss"]["lines"] if line["key"] not in CONTROLS]
         sentences["loss"] = [*trends({**results["loss"], "lines": columns}), *gate_verdicts(results["loss"])]
-    if "attention" in results.get("heads", {}):
-        sentences["heads"] = head_sentences(results["heads"]["attention"])
+    live = results.get("heads", {}).get("live_share")
+    if live:
+        row = live["lengths"][-1]
+        sentences["heads"].append(
+            f"after {tokens_label(row['length'])} tokens the gates leave {100 * row['ops']:.0f} % of attention and "
+            f"{100 * row['cache']:.0f} % of the cache alive, at a horizon of {live['horizon']:g} nats"
+        )
     tasks = [row for row in rows if row["topic"] == "tasks" and row["state"] is not None]
     if tasks:
         count = {state: sum(row["state"] == state for row in tasks) for state in (BETTER, WORSE, UNCLEAR)}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from retrofox.reporting.cells import cell, difference
+from retrofox.reporting.format_numbers import cell, difference
 
 
 def chip(state: str | None) -> str:
@@ -21,15 +21,14 @@ def summary_table(result: dict[str, Any], topic: str) -> str:
     labels = result["summary"]["labels"]
     rows = [row for row in result["summary"]["rows"] if row["topic"].split()[0] == topic]
     with_base = "base" in labels and any(row["difference"] for row in rows)
-    first = {"needle": "length", "recall": "distance", "loss": "positions", "tasks": "task, metric"}[topic]
-    counted = ["tokens"] if topic == "recall" else []
-    header = [first, *counted, *labels.values(), *(["difference to the base", ""] if with_base else [])]
+    first = {"needle": "length", "loss": "positions", "tasks": "task, metric"}[topic]
+    header = [first, *labels.values(), *(["difference to the base", ""] if with_base else [])]
     body, group = [], None
     for row in rows:
         if topic == "needle" and row["topic"] != group:
             group = row["topic"]
             body.append(f'<tr class="group"><td colspan="{len(header)}">{escape(group.split(maxsplit=1)[1])}</td></tr>')
-        cells = [f"<td>{escape(row['what'])}</td>", *(f"<td>{row[name]:,}</td>" for name in counted)]
+        cells = [f"<td>{escape(row['what'])}</td>"]
         cells += [_value(row, key) if key in row["values"] else "<td>-</td>" for key in labels]
         if with_base:
             cells += [f"<td>{_small(difference(row))}</td>", f"<td>{chip(row['state'])}</td>"]

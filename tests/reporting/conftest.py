@@ -14,11 +14,8 @@ from retrofox.reporting.suites import Needles, Suite
 SMALL = Suite(
     length=512,
     lengths=(400, 512),
-    needles=(Needles("easy", ("easy",), 1, 2), Needles("standard", ("standard", "multi-key"), 1, 1)),
+    needles=(Needles("easy", 1, 2), Needles("standard", 1, 1)),
     documents=3,
-    ngram=2,
-    control=4,
-    short_context="auto",
     heads_length=64,
     heads_documents=1,
 )
@@ -43,7 +40,7 @@ def made(pico_llama, pico_fox, pico_tokenizer, tmp_path_factory) -> dict[str, An
         text = f"the {word} forgets the fox, and the fox finds the {word} again. Nobody saw the {word} fall. "
         (folder / "texts" / f"{number}.txt").write_text(text * 30, encoding="utf-8")
     given = {"model": str(folder / "fox"), "against": [str(folder / "base")], "data": [str(folder / "texts")]}
-    given |= {"out": str(folder / "out"), "maps": ["1.2"], "baselines": ["pi:4"], "progress": False}
+    given |= {"out": str(folder / "out"), "baselines": ["pi:4"], "progress": False}
     before = suites.QUICK_ON_CPU
     suites.QUICK_ON_CPU = SMALL
     try:

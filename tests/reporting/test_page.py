@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from retrofox.reporting.cells import cell, difference
+from retrofox.reporting.format_numbers import cell, difference
 from retrofox.reporting.markdown import card_section
 from retrofox.reporting.page import render
 from retrofox.reporting.summary import BETTER, UNCLEAR, WORSE, summarise
@@ -67,11 +67,9 @@ def test_figures_are_those_that_the_evaluations_drew(page, made):
     }
     assert set(files) >= {
         "needle-easy/needle.svg",
-        "recall/recall.svg",
         "loss/per_token_loss.svg",
         "heads/half_lives.svg",
     }
-    assert "heads/map-1.2.svg" in files
     assert sorted(embedded) == sorted(files.values())
     for drawn in files.values():  # a figure that is an image could name files of its own
         text = drawn.decode()
@@ -82,7 +80,7 @@ def test_figures_are_those_that_the_evaluations_drew(page, made):
 def test_memory_comes_first_and_everything_has_its_place(page, made):
     read = Reader(page)
     sections = [given["id"] for tag, given in read.tags if tag == "section"]
-    assert sections == ["memory", "needles", "recall", "loss", "heads", "missing", "method"]
+    assert sections == ["memory", "needles", "loss", "heads", "missing", "method"]
     assert [given["href"] for tag, given in read.tags if tag == "a"] == [f"#{name}" for name in sections]
     for entry in made["result"]["parts"].values():
         assert entry["command"] in read.text
@@ -131,7 +129,7 @@ def needle_result(model: list[float], base: list[float]) -> dict[str, Any]:
         for name, shares in (("mine", model), ("theirs", base))
     }
     answers = [
-        {"model": name, "mode": "easy", "length": 64, "share": share}
+        {"model": name, "mode": "easy", "length": 64, "found": share}
         for name, shares in (("mine", model), ("theirs", base))
         for share in shares
     ]
@@ -139,6 +137,8 @@ def needle_result(model: list[float], base: list[float]) -> dict[str, Any]:
         "modes": ["easy"],
         "lengths": [64],
         "answers": answers,
+        "depths": [0.0],
+        "trials": len(model),
         "models": {
             name: {"role": role, "modes": {"easy": {"by_length": rows[name]}}}
             for name, role in (("mine", "model"), ("theirs", "base"))
@@ -160,38 +160,7 @@ def test_a_difference_is_called_clear_by_a_paired_test_alone():
         assert summary["sentences"]["memory"] == [f"Easy needles found, against the base: {word}"]
 
 
-def test_recall_loss_and_tasks_are_judged_by_their_intervals_and_the_side_that_is_better():
-    def value(mean: float, low: float, high: float) -> dict[str, Any]:
-        return {"mean": mean, "interval": [low, high]}
-
-    def octave(mean: float, low: float, high: float) -> dict[str, Any]:
-        found = value(0.5, 0.4, 0.6)
-        change = {"model": {"accuracy": value(mean, low, high), "loss": value(0, 0, 0)}}
-        return {
-            "from": 16,
-            "to": 32,
-            "tokens": 9,
-            "accuracy": {"model": found, "base": found},
-            "difference": change,
-        } | {"control": {"model": {"recalled": {"loss": found}}, "base": {"recalled": {"loss": found}}}}
-
-    lines = [{"key": "model", "label": "mine"}, {"key": "base", "label": "theirs"}]
-    octaves = [
-        octave(0.2, 0.1, 0.3),
-        octave(-0.2, -0.3, -0.1),
-        octave(0.2, -0.1, 0.5),
-        octave(0.2, 0, 0) | {"tokens": 0},
-    ]
-    recall = {"lines": lines, "octaves": octaves}
-    states = [row["state"] for row in summarise({"recall": recall})["rows"]]
-    assert states == [BETTER, WORSE, UNCLEAR]  # and no row of an octave without a token
-    few = octave(1.0, 1.0, 1.0)
-    few["accuracy"]["model"] = value(1.0, 1.0, 1.0)
-    [row] = summarise({"recall": {"lines": lines, "octaves": [few]}})["rows"]
-    assert row["state"] == UNCLEAR  # that all documents agree is no interval
-    assert row["values"]["model"]["interval"] == pytest.approx([0.7, 1.0], abs=0.01)  # Wilson's, of nine tokens
-    [row] = summarise({"recall": {"lines": lines, "octaves": [octave(0.5, -3.0, 4.0)]}})["rows"]
-    assert row["difference"]["interval"] == [-1.0, 1.0]
+def test_tasks_are_judged_by_their_test_and_the_side_that_is_better():
     p = {"difference": 0.1, "standard_error": 0.01, "p": 0.001, "documents": 9}
     tasks = {
         "names": {"model": "mine", "base": "theirs"},
@@ -223,3 +192,29 @@ def test_numbers_are_printed_with_their_intervals_and_no_negative_zero():
     assert cell(None, "nats") == cell({"value": None}, "share") == "-"
     row = {"unit": "share", "difference": {"value": -0.001, "interval": [-0.004, 0.02]}}
     assert difference(row) == "0 pp (0 to +2)"
+
+
+def test_a_losses_interval_never_reaches_below_0(made):
+    loss = copy.deepcopy(made["result"]["parts"]["loss"]["result"])
+    row = loss["buckets"][0]
+    row["loss"]["model"] = {"mean": 0.5, "standard_error": 1.0}
+    row["difference"]["model-base"] = {"mean": 0.5, "standard_error": 1.0}
+    found = summarise({"loss": loss})["rows"][0]
+    assert found["values"]["model"]["interval"][0] == 0.0
+    assert found["difference"]["interval"][0] < 0  # a difference has no such end
+
+
+def test_the_headline_says_what_was_shown_and_what_was_too_few():
+    few = ["4 easy needle prompts a length"]
+    shown = summarise({"needle-easy": needle_result([1.0] * 8, [0.0] * 8)})
+    assert shown["headline"] == "Of 1 comparisons with the base, 1 are better and 0 worse"
+    none = summarise({"needle-easy": needle_result([1.0] * 4, [0.0] * 4)})
+    assert (none["headline"], none["few"]) == (f"No difference to the base shown; too few: {few[0]}", few)
+
+
+def test_a_small_sample_has_a_banner_and_a_large_one_none(made):
+    result = copy.deepcopy(made["result"])
+    page = render(result, made["out"] / "parts")
+    assert "Too little to show much: 3 documents, 2 easy needle prompts" in page
+    result["summary"]["few"] = []
+    assert "Too little" not in render(result, made["out"] / "parts")

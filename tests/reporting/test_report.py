@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from retrofox.conversion.fingerprint import model_fingerprint
 from retrofox.reporting import report as report_module
-from retrofox.reporting.parts import COMMANDS, Asked, plan_parts
 from retrofox.reporting.report import report
-from retrofox.reporting.suites import RULER, choose_suite
+from retrofox.reporting.sections import COMMANDS, Asked, plan_parts
+from retrofox.reporting.suites import choose_suite
 
 
 @pytest.fixture
@@ -43,21 +43,20 @@ def ran(monkeypatch) -> list[str]:
 
 def test_every_part_is_measured_and_kept(made):
     result, out = made["result"], made["out"]
-    assert list(result["parts"]) == ["needle-easy", "needle-standard", "recall", "loss", "heads"]
+    assert list(result["parts"]) == ["needle-easy", "needle-standard", "loss", "heads"]
     assert set(result["missing"]) == {"tasks"}
     written = json.loads((out / "report.json").read_text())
     assert written["summary"] == json.loads(json.dumps(result["summary"]))
     assert "answers" not in written["parts"]["needle-easy"]["result"]
     for name, entry in result["parts"].items():
         assert json.loads((out / "parts" / name / "part.json").read_text()) == json.loads(json.dumps(entry))
-    assert [line["key"] for line in result["parts"]["recall"]["result"]["lines"]] == ["model", "base", "pi:4"]
     assert [line["key"] for line in result["parts"]["loss"]["result"]["lines"]][-2:] == ["base", "pi:4"]
     assert list(result["parts"]["needle-easy"]["result"]["models"]) == [
         "fox",
         "base",
         "base + position interpolation x4",
     ]
-    assert [model["label"] for model in result["parts"]["heads"]["result"]["attention"]] == ["fox", "base"]
+    assert result["parts"]["heads"]["result"]["live_share"]["lengths"][0]["length"] == 64
     assert result["model_fingerprint"] == model_fingerprint(made["given"]["model"])
     assert not list(out.rglob("*.tmp"))
 
@@ -65,7 +64,7 @@ def test_every_part_is_measured_and_kept(made):
 def test_a_second_run_reuses_what_is_complete_wherever_the_files_lie(copy, ran, tmp_path, capsys):
     again = report(**copy)
     assert ran == []
-    assert "recall: kept from before" in capsys.readouterr().err
+    assert "loss: kept from before" in capsys.readouterr().err
     for name in ("fox", "base", "texts"):
         source = Path(copy["model"]).parent / name
         shutil.copytree(source, tmp_path / name)
@@ -76,8 +75,8 @@ def test_a_second_run_reuses_what_is_complete_wherever_the_files_lie(copy, ran, 
 
 
 def test_what_has_changed_runs_again(copy, ran, tmp_path):
-    report(**{**copy, "maps": ["0.0"]})
-    assert ran == ["heads"]
+    report(**{**copy, "trials": 3})
+    assert ran == ["needle-easy", "needle-standard"]
     parts, _ = plan_parts(Asked(copy["model"], copy["against"], copy["data"]), choose_suite("quick", True))
     shutil.copytree(copy["model"], tmp_path / "fox")
     weights = load_file(tmp_path / "fox" / "model.safetensors")
@@ -127,7 +126,7 @@ def test_an_interruption_loses_the_part_under_way_alone(copy, ran, monkeypatch, 
     assert "finished parts are kept" in capsys.readouterr().err
     result = report(**copy)
     assert ran == ["needle-easy", "heads"]
-    assert list(result["parts"]) == ["needle-easy", "needle-standard", "recall", "loss", "heads"]
+    assert list(result["parts"]) == ["needle-easy", "needle-standard", "loss", "heads"]
 
 
 def test_progress_names_the_part_its_size_and_the_time_left(made, tmp_path, monkeypatch, capsys):
@@ -162,18 +161,14 @@ def test_progress_names_the_part_its_size_and_the_time_left(made, tmp_path, monk
 def test_what_cannot_be_measured_is_named_and_tried_again(made, tmp_path, ran, monkeypatch, capsys):
     short = tmp_path / "short.txt"
     short.write_text("Ten words that all differ, so nothing here comes twice.")
-    for module in ("parts", "report"):
+    for module in ("sections", "report"):
         monkeypatch.setattr(f"retrofox.reporting.{module}.find_spec", lambda name: None)
-    given = {**made["given"], "data": [str(short)], "out": str(tmp_path / "out"), "maps": [], "baselines": []}
+    given = {**made["given"], "data": [str(short)], "out": str(tmp_path / "out"), "baselines": []}
     for _ in range(2):
         ran.clear()
         result = report(**given, tasks=["piqa"])
-        assert "recall" not in ran
         assert "loss" in result["parts"]
-    assert "completes 2 words" in result["missing"]["recall"]
-    assert result["missing"]["use of context"] == "fewer than 3 documents have 512 tokens"
     assert result["missing"]["tasks"].startswith("piqa need lm-eval, which is not installed")
-    assert "recall is left out" in capsys.readouterr().err
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Not measured" in page
     assert "piqa need lm-eval, which is not installed" in page
@@ -191,7 +186,7 @@ def test_a_task_that_nobody_knows_is_refused_before_anything_runs(made, tmp_path
 def test_without_texts_there_are_gates_alone_and_the_page_says_so(made, tmp_path):
     result = report(made["given"]["model"], out=tmp_path / "out", progress=False)
     assert list(result["parts"]) == ["heads"]
-    assert set(result["missing"]) == {"needle-easy", "needle-standard", "recall", "loss", "tasks"}
+    assert set(result["missing"]) == {"needle-easy", "needle-standard", "loss", "tasks"}
     assert result["summary"]["labels"] == {"model": "fox"}
     assert "says nothing about memory" in (tmp_path / "out" / "report.html").read_text()
 
@@ -225,14 +220,13 @@ def test_tasks_are_a_part_of_their_own(made, tmp_path, monkeypatch, ran):
 
 def test_commands_of_the_parts_measure_the_same(run, made, monkeypatch):
     """Each command, given to the command line, calls the same evaluation with the same options."""
-    asked = Asked(made["given"]["model"], made["given"]["against"], made["given"]["data"], maps=("1.2", "0.1"))
+    asked = Asked(made["given"]["model"], made["given"]["against"], made["given"]["data"])
     asked.include_path, asked.limit = "folder", 7
     given: dict[str, Any] = {}
 
     def record(model, *arguments, **options):
         names = {
             "needle": ("against", "data", "lengths"),
-            "recall": ("against", "data", "length", "out"),
             "inspect": ("data",),
             "evaluate": (),
         }[name]
@@ -257,23 +251,21 @@ def test_commands_of_the_parts_measure_the_same(run, made, monkeypatch):
                     None if value in ([], ()) else value,
                 ), (part.name, key)
             assert (given["dtype"], given["device"]) == ("bfloat16", "cpu")
-    assert set(COMMANDS.values()) == {"needle", "recall", "eval", "inspect"}
+    assert set(COMMANDS.values()) == {"needle", "eval", "inspect"}
 
 
 def test_suites_grow_and_sizes_can_be_changed(monkeypatch):
     monkeypatch.undo()  # the small suites
     quick, long, full = (choose_suite(name) for name in ("quick", "long", "full"))
-    assert [part.modes for part in long.needles][-1] == RULER
-    assert sum(len(part.modes) for part in full.needles) == 7
     assert choose_suite("quick", True).length < quick.length < long.length <= full.length
     assert quick.documents < long.documents < full.documents
-    assert full.tasks == ("short",)
+    assert full.tasks == ("short", "ruler")
     changed = choose_suite("long", length=3000, max_documents=2, trials=9, tasks=["piqa"])
-    assert (changed.length, changed.documents, changed.tasks) == (3000, 2, ("piqa",))
+    assert (changed.length, changed.documents, changed.tasks) == (3000, 2, ("ruler", "piqa"))
     assert changed.lengths[-1] == 3000
     assert max(changed.lengths) == 3000
     assert changed.heads_length == 3000
-    assert [part.trials for part in changed.needles] == [9, 9, 9]
+    assert [part.trials for part in changed.needles] == [9, 9]
 
 
 def test_the_command_line_hands_every_option_on(run, monkeypatch):
@@ -284,12 +276,12 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch):
 
     monkeypatch.setattr(report_module, "report", record)
     words = "M --against B C --data a b --suite long --out o --length 4Ki --max-documents 5 --trials 6 --baseline drope"
-    more = "--tasks short,piqa --include-path i --limit 3 --task-cache c --map 1.2 --text-field body --device cpu"
+    more = "--tasks short,piqa --include-path i --limit 3 --task-cache c --text-field body --device cpu"
     assert run("report", *words.split(), *more.split(), "--dtype", "float32")[0] == 0
     assert given == {
         "model": "M", "against": ["B", "C"], "data": ["a", "b"], "suite": "long", "out": Path("o"), "length": 4096,
         "max_documents": 5, "trials": 6, "baselines": ["drope"], "tasks": ["short", "piqa"], "include_path": "i",
-        "limit": 3, "task_cache_folder": Path("c"), "maps": ["1.2"], "text_field": "body", "device": "cpu",
+        "limit": 3, "task_cache_folder": Path("c"), "text_field": "body", "device": "cpu",
         "dtype": "float32",
     }  # fmt: skip
 
@@ -304,10 +296,8 @@ def test_refusals(made, tmp_path, run):
         ({"against": ["nowhere/at/all"]}, FileNotFoundError, "no such directory"),
         ({"data": ["nowhere.txt"]}, FileNotFoundError, "nowhere.txt"),
         ({"limit": 3}, ValueError, "name tasks, or drop them"),
-        ({"maps": ["third"]}, ValueError, r"LAYER\.HEAD"),
-        ({"data": []}, ValueError, "maps look at attention over a text"),
         ({"dtype": "float12"}, ValueError, "dtype"),
-        ({"model": made["given"]["against"][0], "data": [], "maps": [], "baselines": []}, ValueError, "nothing to mea"),
+        ({"model": made["given"]["against"][0], "data": [], "baselines": []}, ValueError, "nothing to mea"),
         ({"model": made["given"]["against"][0], "out": None}, ValueError, "name a folder for the report"),
         ({"against": [made["given"]["model"]]}, ValueError, "the first --against is converted"),
     ):
@@ -332,10 +322,8 @@ def test_the_documented_sizes_are_those_of_the_suites(monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
     rows = {cells[0]: cells[1:] for line in page.splitlines() if (cells := [c.strip() for c in line.split("|")[1:-1]])}
     chosen = [choose_suite("quick"), choose_suite("quick", True), choose_suite("long"), choose_suite("full")]
-    prompts = [{part.name: part.depths * part.trials for part in suite.needles} for suite in chosen]
+    prompts = [{part.mode: part.depths * part.trials for part in suite.needles} for suite in chosen]
     assert [cell.split()[0] for cell in rows["texts up to"]] == [f"{suite.length >> 10}k" for suite in chosen]
     assert rows["needle prompts at each length: easy, standard"] == [f"{p['easy']}, {p['standard']}" for p in prompts]
-    assert rows["RULER-style needles, each mode"] == [str(p.get("ruler", "")) for p in prompts]
-    assert rows["documents for loss and recall"] == [str(suite.documents) for suite in chosen]
-    assert rows["use of context"] == ["yes" if suite.short_context else "" for suite in chosen]
-    assert rows["tasks"] == [f"`{suite.tasks[0]}`" if suite.tasks else "" for suite in chosen]
+    assert rows["documents for the loss"] == [str(suite.documents) for suite in chosen]
+    assert rows["tasks"] == [", ".join(f"`{task}`" for task in suite.tasks) for suite in chosen]

@@ -1,4 +1,4 @@
-"""The parts of a report: which evaluation each one runs, with what, and the command that does the same alone."""
+"""The sections of a report: the evaluation behind each one, its options, and the command that measures it alone."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.gates import inspect
 from retrofox.evaluation.lm_eval import expand
 from retrofox.evaluation.needle import needle
-from retrofox.evaluation.recall import recall
-from retrofox.families import check_supported
-from retrofox.loading.source import holds_converted, read_config
+from retrofox.loading.source import holds_converted
 from retrofox.reporting.suites import Suite
 from retrofox.support.plots import tokens_label
 
-PRUNE_EPS = 1e-4
-"""Share of attention that pruning may lose where the report says what it would skip."""
 TASK_LENGTH = 4096
 """Tokens of context of short tasks."""
-MADE_FOR_A_LENGTH = ("ruler", "longbench")
-CONTROL_PASSES = 4
+MADE_FOR_A_LENGTH = ("ruler", "niah", "longbench")
+RULER_EXAMPLES = 50
+"""Examples of each long task where no limit was asked for: lm-eval makes 500, each as long as the suite."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,8 @@ class Part:
         return shlex.join(words)
 
 
-COMMANDS: dict[Callable[..., Any], str] = {needle: "needle", recall: "recall", evaluate: "eval", inspect: "inspect"}
-FLAGS = {"baselines": "baseline", "maps": "map", "task_cache_folder": "task-cache"}
+COMMANDS: dict[Callable[..., Any], str] = {needle: "needle", evaluate: "eval", inspect: "inspect"}
+FLAGS = {"baselines": "baseline", "task_cache_folder": "task-cache"}
 JOINED = ("lengths", "tasks")
 
 
@@ -86,7 +83,6 @@ class Asked:
     baselines: list[Baseline] = field(default_factory=list)
     text_field: str = "text"
     min_tokens: int = 2
-    maps: tuple[str, ...] = ()
     include_path: str | None = None
     limit: int | None = None
     task_cache_folder: Path | None = None
@@ -104,26 +100,15 @@ def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
     for needles in suite.needles:
         count = needles.depths * needles.trials
         measures = f"{count} prompt{'s' * (count > 1)} of {', '.join(map(tokens_label, suite.lengths))} tokens"
-        options: dict[str, Any] = {
-            "lengths": list(suite.lengths),
-            "depths": needles.depths,
-            "mode": list(needles.modes),
-        }
+        options: dict[str, Any] = {"lengths": list(suite.lengths), "depths": needles.depths, "mode": [needles.mode]}
         options |= {"trials": needles.trials, "baselines": specs}
-        tokens = count * len(needles.modes) * sum(suite.lengths) * columns
-        parts.append(Part(f"needle-{needles.name}", measures, needle, "needle.json", {**read, **options}, tokens))
-    options = {"length": suite.length, "ngram": suite.ngram, "control": suite.control}
-    options |= {"max_documents": suite.documents, "min_tokens": asked.min_tokens, "baselines": specs}
-    once = suite.documents * suite.length
-    tokens = once * columns * (1 + CONTROL_PASSES * bool(suite.control))
-    measures = f"{_documents(suite.documents)} of up to {longest} tokens"
-    parts.append(Part("recall", measures, recall, "recall.json", {**read, **options}, tokens))
+        tokens = count * sum(suite.lengths) * columns
+        parts.append(Part(f"needle-{needles.mode}", measures, needle, "needle.json", {**read, **options}, tokens))
     options = {"length": suite.length, "max_documents": suite.documents, "min_tokens": asked.min_tokens}
-    used = suite.short_context if asked.min_tokens == suite.length else ""
-    options |= {"short_context": [used] if used else [], "baselines": specs}
-    parts.append(Part("loss", measures, evaluate, "eval.json", {**read, **options}, once * (columns + 2)))
-    if asked.data and used != suite.short_context:
-        missing["use of context"] = f"fewer than {suite.documents} documents have {longest} tokens"
+    options["baselines"] = specs
+    measures = f"{_documents(suite.documents)} of up to {longest} tokens"
+    tokens = suite.documents * suite.length * (columns + 2)
+    parts.append(Part("loss", measures, evaluate, "eval.json", {**read, **options}, tokens))
     if not asked.data:
         missing = {part.name: "it needs texts: give --data" for part in parts}
         parts = []
@@ -140,29 +125,11 @@ def _add_heads(parts: list[Part], missing: dict[str, str], asked: Asked, suite: 
     if not holds_converted(asked.model):
         missing["heads"] = f"{asked.model} has no forget gates: `retrofox inspect` looks at converted models"
         return
-    base, why = (asked.against[0], _not_watchable(asked.against[0])) if asked.against else (None, "")
-    if why:
-        missing["heads of the base"] = why
-        base = None
     options: dict[str, Any] = {"model": asked.model, "data": asked.data, "length": suite.heads_length}
     options |= {"max_documents": suite.heads_documents, "text_field": asked.text_field}
-    tokens = 0
-    if asked.data:
-        options |= {"against": base, "prune_eps": PRUNE_EPS, "maps": asked.maps}
-        tokens = suite.heads_length * suite.heads_documents * (3 + 2 * (base is not None))
+    tokens = 2 * suite.heads_length * suite.heads_documents if asked.data else 0
     measures = f"{_documents(suite.heads_documents)} of up to {tokens_label(suite.heads_length)} tokens"
     parts.append(Part("heads", measures if asked.data else "parameters alone", inspect, "gates.json", options, tokens))
-
-
-def _not_watchable(base: str) -> str:
-    """Why the heads of a base can't be measured; "" where they can."""
-    if base.endswith(".gguf") or holds_converted(base):
-        return ""
-    try:
-        check_supported(read_config(base))
-    except ValueError as error:
-        return f"the attention of {base} can't be watched: {error}"
-    return ""
 
 
 def _add_tasks(parts: list[Part], missing: dict[str, str], asked: Asked, suite: Suite) -> None:
@@ -179,6 +146,8 @@ def _add_tasks(parts: list[Part], missing: dict[str, str], asked: Asked, suite: 
             if tasks:
                 options: dict[str, Any] = {"model": asked.model, "against": asked.against, "tasks": tasks}
                 options |= {"length": length, "include_path": asked.include_path, "limit": asked.limit}
+                if name == "tasks-long" and asked.limit is None:
+                    options["limit"] = RULER_EXAMPLES
                 options |= {"task_cache_folder": asked.task_cache_folder}
                 measures = f"{len(expand(tasks))} tasks or groups"
                 parts.append(Part(name, measures, evaluate, "eval.json", options))
