@@ -15,6 +15,7 @@ from rich.text import Text
 
 from retrofox.cli import adapt, measure, recipe_config, recipes, use
 from retrofox.cli.convert import convert
+from retrofox.cli.panel import panel
 from retrofox.cli.report import report
 from retrofox.support.launches import processes, said, say_once
 
@@ -72,7 +73,7 @@ def doctor() -> None:
 for command in (convert, adapt.prepare, adapt.plan, adapt.train, adapt.merge):
     app.command()(command)
 app.command(name="eval")(measure.evaluate)
-for command in (use.generate, use.chat, measure.needle, measure.inspect, measure.recall, report, use.push, doctor):
+for command in (use.generate, use.chat, measure.needle, measure.inspect, panel, report, use.push, doctor):
     app.command()(command)
 app.command(name="verify-serving")(use.verify_serving)
 

@@ -57,6 +57,11 @@ def _sum_of_bits(tensor: torch.Tensor) -> int:
     return total % (1 << 64)
 
 
+def digest(value: Any) -> str:
+    """A hash of what JSON can hold."""
+    return hashlib.sha256(_json(value)).hexdigest()
+
+
 def prompts_digest(task: Any) -> str:
     """A hash of a task's requests as built (few-shot examples and templates in them), its documents and its config."""
     digest = hashlib.sha256(_json(task.dump_config()))

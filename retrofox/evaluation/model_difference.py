@@ -1,0 +1,113 @@
+"""Two models on the same text: the loss of each at every token, and the KL divergence between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from retrofox.anatomy import LOGIT_BYTES, read_logits, vocabulary_size
+from retrofox.evaluation.bootstrap import Bootstrap
+from retrofox.evaluation.panel_texts import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LEAST_DOCUMENTS = 5
+"""Documents from which they are the sample; with fewer, the rows are, each part of a document for itself."""
+
+
+@torch.no_grad()
+def token_differences(model: PreTrainedModel, base: PreTrainedModel, token_ids: np.ndarray) -> np.ndarray:
+    """Per token i = 1 .. T - 1: the model's loss, the base's loss, KL(base || model); all in nats.
+
+        KL_i = sum_v p_base(v) (log p_base(v) - log p_model(v)),    p( . ) = p( . | x_0 .. x_i-1), the sum over all v
+
+    The logits exist for a few positions at a time.
+
+    Args:
+        token_ids: (T,) int64.
+
+    Returns:
+        (3, T - 1) float32.
+
+    Raises:
+        ValueError: vocabularies of two sizes, too little memory, or a loss that is no number.
+    """
+    if vocabulary_size(model) != vocabulary_size(base):
+        raise ValueError(
+            f"the model scores {vocabulary_size(model)} tokens and the base {vocabulary_size(base)}: no KL between them"
+        )
+    device = next(model.parameters()).device
+    ids = torch.from_numpy(token_ids)[None].to(device)
+    step = max(1, LOGIT_BYTES.get(device.type, LOGIT_BYTES["cpu"]) // (4 * 4 * vocabulary_size(model)))
+    found = torch.empty(3, len(token_ids) - 1)
+    try:
+        logits_of = [read_logits(one, ids) for one in (model, base)]
+        for start in range(0, found.shape[1], step):
+            stop = min(start + step, found.shape[1])
+            mine, its = (read((0, slice(start, stop))).log_softmax(-1) for read in logits_of)
+            target = ids[0, start + 1 : stop + 1, None]
+            found[0, start:stop] = -mine.gather(1, target)[:, 0].cpu()
+            found[1, start:stop] = -its.gather(1, target)[:, 0].cpu()
+            found[2, start:stop] = (its.exp() * (its - mine)).sum(-1).cpu()
+    except torch.cuda.OutOfMemoryError as error:
+        raise ValueError(
+            f"the GPU ran out of memory at a row of {len(token_ids)} tokens: lower the length, or load in bfloat16"
+        ) from error
+    if not torch.isfinite(found).all():
+        raise ValueError(
+            "a loss of the model or its base is no number: damaged weights, or too large for the dtype"
+        )
+    return found.numpy()
+
+
+def summarise_rows(
+    rows: Sequence[Row], found: Sequence[np.ndarray], spans: Sequence[tuple[int, int]], trained: int | None
+) -> dict[str, Any]:
+    """Means over the tokens of each span of positions, with 95 % intervals over documents.
+
+    Args:
+        found: of each row, as `token_differences` gives it.
+        spans: [start, stop) positions in a row.
+        trained: tokens that the base was trained to: the KL counts positions below; None = all.
+
+    Returns:
+        {"sample": "documents" or "rows", "units", "tokens", "spans": [{"from", "to", "tokens", "loss", "base",
+        "difference"}], "kl"}; each number is {"mean", "interval"}, None where a span has no token.
+    """
+    documents = len({int(number) for row in rows for number in row.document})
+    by_document = documents >= LEAST_DOCUMENTS
+    units = [row.document if by_document else np.full(len(row.document), n) for n, row in enumerate(rows)]
+    names = sorted({int(number) for unit in units for number in unit})
+    place = {name: n for n, name in enumerate(names)}
+    draws = Bootstrap(len(names))
+
+    def ratio(values: Sequence[np.ndarray], start: int, stop: int) -> dict[str, Any]:
+        sums, counts = np.zeros(len(names)), np.zeros(len(names))
+        for unit, own in zip(units, values, strict=True):
+            part = slice(max(start, 1), min(stop, len(unit)))
+            at = [place[int(name)] for name in unit[part]]
+            np.add.at(sums, at, own[part.start - 1 : part.stop - 1].astype(np.float64))
+            np.add.at(counts, at, 1.0)
+        return {**draws.ratio(sums, counts), "tokens": int(counts.sum())}
+
+    table = []
+    for start, stop in spans:
+        loss, base = (ratio([own[n] for own in found], start, stop) for n in (0, 1))
+        difference = ratio([own[0] - own[1] for own in found], start, stop)
+        named = {"loss": loss, "base": base, "difference": difference}
+        cells = {key: {"mean": value["mean"], "interval": value["interval"]} for key, value in named.items()}
+        table.append({"from": start, "to": stop, "tokens": loss["tokens"], **cells})
+    longest = max(len(row.token_ids) for row in rows)
+    kl = ratio([own[2] for own in found], 0, longest if trained is None else min(longest, trained))
+    return {
+        "sample": "documents" if by_document else "rows",
+        "units": len(names),
+        "documents": documents,
+        "tokens": sum(len(row.token_ids) for row in rows),
+        "spans": table,
+        "kl": {"mean": kl["mean"], "interval": kl["interval"]},
+    }

@@ -1,0 +1,167 @@
+"""`retrofox panel`: whether a model is harmed on text that nobody tuned it to, kind by kind, beside its base."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import transformers
+
+from retrofox.data.sources import check_results_outside
+from retrofox.evaluation import task_cache
+from retrofox.evaluation.instructions import answer, chat_prompts, compare_answers
+from retrofox.evaluation.model_difference import summarise_rows, token_differences
+from retrofox.evaluation.panel_report import print_panel, worst_row, write_panel
+from retrofox.evaluation.panel_texts import Row, choose_kinds, read_rows, rows_of
+from retrofox.loading.device import check_place
+from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
+from retrofox.support.report import check_folder, environment, output_console, progress_bar
+from retrofox.version import __version__
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LENGTH, TOKENS, ANSWER = 8192, 131072, 128
+"""Tokens of a row, of a kind, and of an answer."""
+QUICK_LENGTH, QUICK_TOKENS, QUICK_ANSWER = 2048, 8192, 32
+"""The same in the quick form, for a CPU."""
+
+
+def panel(
+    model: str | os.PathLike | PreTrainedModel,
+    against: str | os.PathLike | PreTrainedModel,
+    data: Mapping[str, Any] | Sequence[str] = (),
+    out: str | os.PathLike | None = None,
+    *,
+    quick: bool = False,
+    length: int | None = None,
+    tokens: int | None = None,
+    chat: int = 0,
+    only: Sequence[str] = (),
+    text_field: str = "text",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    tokenizer: Any = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Loss of a model and its base on a dozen kinds of text, one row each, and the KL divergence between the two.
+
+    The documents of a kind stand one after the other in rows of `length` tokens. A row of the table has the loss at the
+    first sixteenth of the positions and at the second half (0-512 and 4k-8k of 8k), its paired difference to the base
+    with a 95 % interval over documents (over rows, where there are fewer than five documents), and KL(base || model)
+    inside the base's trained length. The kind with the largest difference is the headline.
+
+    Args:
+        against: the base.
+        data: KIND=PATH words, or {kind: paths}; such a kind replaces the shipped texts of its name.
+        out: directory for panel.json and panel.csv, and finished kinds in kinds/: an interrupted panel goes on.
+        quick: shorter rows and fewer tokens, for a CPU; `length` and `tokens` (of each kind) override either form.
+        chat: also compare greedy answers to so many prompts, and read the base's answers as one more kind, "chat". The
+            base answers once; its answers are kept in the cache folder.
+        only: kinds to measure; all if empty.
+
+    Returns:
+        A dict, as in panel.json: "kinds" (each as `summarise_rows` gives it), "worst" ({"kind", "from", "to", "mean",
+        "interval"}), "instructions" (as `compare_answers` gives it; None without chat), "environment", "files".
+
+    Raises:
+        FileNotFoundError: a model or text that is not there.
+        ValueError: bad options, another tokenizer or vocabulary, no text of some kind.
+    """
+    length = (QUICK_LENGTH if quick else LENGTH) if length is None else length
+    tokens = (QUICK_TOKENS if quick else TOKENS) if tokens is None else tokens
+    if length < 64 or tokens < length:
+        raise ValueError(
+            f"a row has at least 64 tokens, a kind at least a row; got length {length}, tokens {tokens}"
+        )
+    kinds = choose_kinds(data, only)
+    check_folder(out)
+    check_results_outside(out, [path for paths in kinds.values() for path in paths])
+    check_place(device, dtype)
+    started = time.time()
+    if tokenizer is None and isinstance(model, (str, os.PathLike)):
+        tokenizer = open_tokenizer(os.fspath(model))
+    tokenizer = tokenizer or open_model(model).tokenizer
+    require_same_tokenizer(tokenizer, against)
+    prompts = chat_prompts(tokenizer, chat) if chat else []
+    rows = {kind: read_rows(paths, tokenizer, length, tokens, text_field) for kind, paths in kinds.items()}
+    empty = [kind for kind, own in rows.items() if not own]
+    if empty:
+        raise ValueError(f"no text of kind {', '.join(empty)}: give more, or leave it out")
+    place: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "device": device}
+    mine, its = (open_model(source, **place) for source in (model, against))
+    marks = [task_cache.model_fingerprint(opened) for opened in (mine, its)]
+    instructions = None
+    if prompts:
+        answer_tokens = QUICK_ANSWER if quick else ANSWER
+        cache = task_cache.default_folder().with_name("chat")
+        answers = [
+            answer(opened, prompts, answer_tokens, mark, cache if opened is its else None, progress)
+            for opened, mark in zip((mine, its), marks, strict=True)
+        ]
+        instructions = compare_answers(mine, its, prompts, *answers)
+        said = [np.array([*prompt, *reply]) for prompt, reply in zip(prompts, answers[1], strict=True)]
+        if not only or "chat" in only:
+            rows["chat"] = rows_of(said, length, tokens)
+    kept = None if out is None else Path(out) / "kinds"
+    found = _measure(mine, its, rows, marks, kept, length, progress)
+    result: dict[str, Any] = {
+        "model": {"label": mine.name, "source": mine.source},
+        "base": {"label": its.name, "source": its.source},
+        "length": length,
+        "tokens": tokens,
+        "kinds": found,
+        "worst": worst_row(found),
+        "instructions": instructions,
+        "seconds": time.time() - started,
+        "environment": environment(),
+        "files": {},
+    }
+    console = output_console()
+    print_panel(result, console)
+    if out is not None:
+        result["files"] = write_panel(result, Path(out))
+        console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
+    return result
+
+
+def _measure(
+    mine: Opened,
+    its: Opened,
+    rows: dict[str, list[Row]],
+    marks: list[str],
+    kept: Path | None,
+    length: int,
+    progress: bool,
+) -> dict[str, Any]:
+    """By kind the summary of its rows; a kind that `kept` holds of the same models and texts is not run again."""
+    trained = getattr(its.model.config, "max_position_embeddings", None)
+    spans = [(0, length // 16), (length // 2, length)]
+    found: dict[str, Any] = {}
+    total = sum(len(row.token_ids) for own in rows.values() for row in own)
+    with progress_bar("tokens", progress) as bar:
+        task = bar.add_task("panel", total=total)
+        for kind, own in rows.items():
+            bar.update(task, description=kind)
+            identity = {"models": marks, "rows": [row.token_ids.tolist() for row in own], "spans": spans}
+            identity |= {"documents": [row.document.tolist() for row in own], "retrofox": __version__}
+            identity |= {"torch": torch.__version__, "transformers": transformers.__version__}
+            identity = {"sha256": task_cache.digest(identity)}
+            entry = task_cache.read(kept, kind, identity)
+            if entry is None:
+                differences = []
+                for row in own:
+                    differences.append(token_differences(mine.model, its.model, row.token_ids))
+                    bar.advance(task, len(row.token_ids))
+                entry = {"summary": summarise_rows(own, differences, spans, trained)}
+                task_cache.write(kept, kind, identity, entry)
+            else:
+                bar.advance(task, sum(len(row.token_ids) for row in own))
+            found[kind] = entry["summary"]
+    return found
