@@ -58,9 +58,7 @@ def token_differences(model: PreTrainedModel, base: PreTrainedModel, token_ids: 
             f"the GPU ran out of memory at a row of {len(token_ids)} tokens: lower the length, or load in bfloat16"
         ) from error
     if not torch.isfinite(found).all():
-        raise ValueError(
-            "a loss of the model or its base is no number: damaged weights, or too large for the dtype"
-        )
+        raise ValueError("a loss of the model or its base is no number: damaged weights, or too large for the dtype")
     return found.numpy()
 
 

@@ -77,9 +77,7 @@ def panel(
     length = (QUICK_LENGTH if quick else LENGTH) if length is None else length
     tokens = (QUICK_TOKENS if quick else TOKENS) if tokens is None else tokens
     if length < 64 or tokens < length:
-        raise ValueError(
-            f"a row has at least 64 tokens, a kind at least a row; got length {length}, tokens {tokens}"
-        )
+        raise ValueError(f"a row has at least 64 tokens, a kind at least a row; got length {length}, tokens {tokens}")
     kinds = choose_kinds(data, only)
     check_folder(out)
     check_results_outside(out, [path for paths in kinds.values() for path in paths])

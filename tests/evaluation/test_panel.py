@@ -1,0 +1,236 @@
+"""The panel: rows of documents, exact KL, intervals over documents, answers compared, and what it keeps."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from retrofox.evaluation import instructions as instructions_module
+from retrofox.evaluation import panel as panel_module
+from retrofox.evaluation.instructions import chat_prompts, common_prefix, compare_answers
+from retrofox.evaluation.model_difference import summarise_rows, token_differences
+from retrofox.evaluation.panel import panel
+from retrofox.evaluation.panel_report import headline, worst_row
+from retrofox.evaluation.panel_texts import SHIPPED, Row, choose_kinds, parse_kinds, rows_of, shipped_kinds
+from retrofox.loading.opened import Opened
+
+
+@pytest.fixture(scope="module")
+def models(pico_fox, pico_llama) -> tuple[Any, Any]:
+    return pico_fox(), pico_llama()
+
+
+@pytest.fixture
+def texts(tmp_path) -> dict[str, str]:
+    """Two kinds: six short documents, and one long one."""
+    (tmp_path / "many").mkdir()
+    for number in range(6):
+        (tmp_path / "many" / f"{number}.txt").write_text(f"the fox forgets gate {number}, and so on. ")
+    (tmp_path / "one.txt").write_text("int main(void) { return 0; }\n" * 30)
+    return {"many": str(tmp_path / "many"), "one": str(tmp_path / "one.txt")}
+
+
+@pytest.fixture
+def options(pico_tokenizer, monkeypatch, tmp_path) -> dict[str, Any]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return {"tokenizer": pico_tokenizer, "progress": False, "length": 64, "tokens": 256}
+
+
+def test_documents_stand_one_after_the_other_in_rows():
+    texts = [np.arange(50), np.arange(100, 190), np.arange(200, 300)]
+    rows = rows_of(texts, 64, 200)
+    assert [len(row.token_ids) for row in rows] == [64, 64, 64]  # the last 8 are no row
+    assert rows[0].token_ids.tolist() == [*range(50), *range(100, 114)]
+    assert rows[0].document.tolist() == [0] * 50 + [1] * 14
+    assert rows[2].document[-1] == 2
+
+
+def test_losses_and_kl_are_those_of_the_whole_logits(models):
+    model, base = models
+    ids = np.random.default_rng(0).integers(2, 288, 70)
+    found = token_differences(model, base, ids)
+    with torch.no_grad():
+        mine, its = (m(torch.tensor(ids)[None]).logits[0, :-1].double().log_softmax(-1) for m in models)
+    target = torch.tensor(ids[1:, None])
+    assert found[0] == pytest.approx(-mine.gather(1, target)[:, 0].numpy(), abs=1e-4)
+    assert found[1] == pytest.approx(-its.gather(1, target)[:, 0].numpy(), abs=1e-4)
+    assert found[2] == pytest.approx((its.exp() * (its - mine)).sum(-1).numpy(), abs=1e-4)
+    assert found[2].max() > 0.01
+
+
+def test_a_model_is_no_different_from_itself(models):
+    found = token_differences(models[1], models[1], np.arange(2, 60))
+    assert np.array_equal(found[0], found[1])
+    assert not found[2].any()
+
+
+def test_vocabularies_of_two_sizes_have_no_kl(models, pico_llama):
+    with pytest.raises(ValueError, match="the model scores 288 tokens and the base 300"):
+        token_differences(models[0], pico_llama(vocab_size=300), np.arange(2, 60))
+
+
+def row(document: list[int]) -> Row:
+    return Row(np.arange(len(document)), np.array(document))
+
+
+def found_of(rows: list[Row], differences: list[float]) -> list[np.ndarray]:
+    """Base losses of 2, the model's higher by a document's difference, KL 0.5 up to position 3 and 9 beyond."""
+    found = []
+    for one in rows:
+        base = np.full(len(one.document) - 1, 2.0)
+        kl = np.where(np.arange(1, len(one.document)) < 4, 0.5, 9.0)
+        found.append(np.stack([base + np.array(differences)[one.document[1:]], base, kl]))
+    return found
+
+
+def test_five_documents_are_the_sample():
+    rows = [row([0, 0, 0, 1, 1, 1, 1, 2]), row([2, 2, 3, 3, 3, 4, 4, 4])]
+    result = summarise_rows(rows, found_of(rows, [0.1, 0.2, 0.3, 0.4, 0.5]), [(0, 2), (4, 8)], 4)
+    assert (result["sample"], result["units"], result["documents"], result["tokens"]) == ("documents", 5, 5, 16)
+    early, late = result["spans"]
+    assert (early["tokens"], early["difference"]["mean"]) == (2, pytest.approx((0.1 + 0.3) / 2))
+    assert late["difference"]["mean"] == pytest.approx((3 * 0.2 + 0.3 + 0.4 + 3 * 0.5) / 8)
+    low, high = late["difference"]["interval"]
+    assert low < late["difference"]["mean"] < high
+
+
+def test_fewer_documents_leave_the_sample_to_the_rows():
+    rows = [row([0] * 8), row([0] * 8), row([0] * 8)]
+    result = summarise_rows(rows, found_of(rows, [0.1]), [(0, 8)], None)
+    assert (result["sample"], result["units"]) == ("rows", 3)
+    assert result["spans"][0]["difference"]["interval"] == pytest.approx([0.1, 0.1])
+
+
+def test_the_kl_counts_positions_inside_the_trained_length_alone():
+    rows = [row([0] * 8)]
+    assert summarise_rows(rows, found_of(rows, [0.0]), [(0, 8)], 4)["kl"]["mean"] == pytest.approx(0.5)
+    assert summarise_rows(rows, found_of(rows, [0.0]), [(0, 8)], None)["kl"]["mean"] > 4
+
+
+def test_the_worst_row_is_the_headline():
+    spans = [{"from": 0, "to": 512, "tokens": 9, "difference": {"mean": 0.01, "interval": [0.0, 0.02]}}]
+    more = [{"from": 4096, "to": 8192, "tokens": 9, "difference": {"mean": 0.3, "interval": [0.2, 0.4]}}]
+    worst = worst_row({"c": {"spans": spans}, "verse": {"spans": spans + more}})
+    said = headline({"worst": worst})
+    assert said == "Worst row: verse at 4k-8k, +0.300 nats to the base (+0.200 to +0.400)"
+    assert headline({"worst": {**worst, "interval": [-0.1, 0.7]}}).endswith("no clear harm")
+
+
+def test_every_kind_has_its_row_and_the_files_hold_it(models, texts, options, tmp_path, capsys):
+    result = panel(*models, texts, tmp_path / "out", only=["many", "one", "verse"], **options)
+    assert list(result["kinds"]) == ["verse", "many", "one"]
+    assert [found["sample"] for found in result["kinds"].values()] == ["rows", "documents", "rows"]
+    assert result["kinds"]["one"]["tokens"] <= 256
+    assert [(span["from"], span["to"]) for span in result["kinds"]["one"]["spans"]] == [(0, 4), (32, 64)]
+    written = json.loads((tmp_path / "out" / "panel.json").read_text())
+    assert written["kinds"] == result["kinds"]
+    rows = list(csv.DictReader((tmp_path / "out" / "panel.csv").read_text().splitlines()))
+    assert [line["kind"] for line in rows] == ["verse", "verse", "many", "many", "one", "one"]
+    assert headline(result) in capsys.readouterr().out
+
+
+def test_finished_kinds_are_kept_until_texts_or_models_change(models, texts, options, tmp_path, monkeypatch):
+    runs: list[int] = []
+    original = panel_module.token_differences
+    monkeypatch.setattr(panel_module, "token_differences", lambda *a: (runs.append(1), original(*a))[1])
+    given = {**options, "only": ["many", "one"]}
+    first = panel(*models, texts, tmp_path / "out", **given)
+    done = len(runs)
+    assert panel(*models, texts, tmp_path / "out", **given)["kinds"] == first["kinds"]
+    assert len(runs) == done
+    (tmp_path / "one.txt").write_text("int other(void) { return 1; }\n" * 30)
+    panel(*models, texts, tmp_path / "out", **given)
+    assert len(runs) == done + 4  # the rows of one kind
+    panel(models[1], models[1], texts, tmp_path / "out", **given)
+    assert len(runs) == 2 * done + 4
+
+
+def test_answers_are_compared_and_the_bases_are_made_once(models, texts, options, monkeypatch):
+    asked: list[str] = []
+    original = instructions_module.complete
+
+    def complete(opened: Opened, prompts: Any, tokens: int) -> Any:
+        asked.append(opened.name)
+        return original(opened, prompts, tokens)
+
+    monkeypatch.setattr(instructions_module, "complete", complete)
+    given = {**options, "only": ["one", "chat"], "chat": 2, "quick": True}
+    result = panel(models[1], models[1], texts, **given)
+    said = result["instructions"]
+    assert (said["prompts"], said["same"]["value"], said["difference"]["mean"]) == (2, 1.0, 0.0)
+    assert "chat" in result["kinds"]
+    before = len(asked)
+    panel(models[1], models[1], texts, **given)
+    assert len(asked) - before == 2  # the model's own answers alone
+
+
+def test_the_loss_of_the_bases_answers_is_each_models_own(models, pico_tokenizer):
+    opened = [Opened(model, pico_tokenizer, name, name) for model, name in zip(models, ("m", "b"), strict=True)]
+    prompts, own, its = [[5, 6, 7], [8, 9]], [[10, 11], [12]], [[10, 12, 13], [12]]
+    found = compare_answers(*opened, prompts, own, its)
+    assert found["same"]["value"] == 0.5
+    assert found["common_prefix"] == 1.0
+    for model, name in zip(models, ("loss", "base"), strict=True):
+        total = 0.0
+        for prompt, reply in zip(prompts, its, strict=True):
+            with torch.no_grad():
+                log_p = model(torch.tensor([prompt + reply])).logits[0].log_softmax(-1)
+            total -= sum(log_p[len(prompt) + n - 1, token].item() for n, token in enumerate(reply))
+        assert found[name]["mean"] == pytest.approx(total / 4, abs=1e-4)
+
+
+def test_a_common_prefix_ends_at_the_first_other_token():
+    assert [common_prefix([1, 2, 3], x) for x in ([1, 2, 4], [1, 2], [], [1, 2, 3])] == [2, 2, 0, 3]
+
+
+def test_shipped_texts_are_small_many_and_each_named_with_its_licence():
+    files = [file for file in SHIPPED.iterdir() if file.name != "LICENCE.md"]
+    assert sum(file.stat().st_size for file in files) < 300_000
+    assert len(shipped_kinds()) >= 11
+    licences = (SHIPPED / "LICENCE.md").read_text(encoding="utf-8")
+    assert all(file.name in licences for file in files)
+
+
+def test_the_users_texts_replace_shipped_ones_of_their_kind(tmp_path):
+    (tmp_path / "a.c").write_text("int a;")
+    kinds = choose_kinds([f"c={tmp_path / 'a.c'}", f"mine={tmp_path / 'a.c'}"])
+    assert kinds["c"] == kinds["mine"] == [str(tmp_path / "a.c")]
+    assert "verse" in kinds
+
+
+def test_what_is_no_panel_is_refused(models, texts, options, tmp_path):
+    for change, message in (
+        ({"data": ["poems/"]}, r"KIND=PATH, such as verse=poems/; got 'poems/'"),
+        ({"only": ["vers"]}, r"no kind 'vers' \(did you mean verse\?\)"),
+        ({"length": 8}, "a row has at least 64 tokens"),
+        ({"chat": 99}, "chat must be 1 to 64 prompts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            panel(*models, **{"data": texts, "out": tmp_path / "out", **options, **change})
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        parse_kinds(["c=nowhere.c"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_prompts_need_a_chat_template(pico_tokenizer, monkeypatch):
+    assert len(chat_prompts(pico_tokenizer, 3)) == 3
+    monkeypatch.setattr(pico_tokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="no chat template"):
+        chat_prompts(pico_tokenizer, 3)
+
+
+def test_the_command_line_hands_every_option_on(run, monkeypatch):
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(panel_module, "panel", lambda *args, **options: given.update(options, args=args))
+    words = "M --against B --data a=x b=y --out o --quick --length 1Ki --tokens 4Ki --chat 5 --only a b"
+    assert run("panel", *words.split())[0] == 0
+    assert [str(x) if not isinstance(x, list) else x for x in given.pop("args")] == ["M", "B", ["a=x", "b=y"], "o"]
+    assert given == {
+        "quick": True, "length": 1024, "tokens": 4096, "chat": 5, "only": ["a", "b"], "text_field": "text",
+        "device": None, "dtype": None,
+    }  # fmt: skip
