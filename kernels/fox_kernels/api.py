@@ -60,7 +60,7 @@ def choose(
     q, k, v = chunked.under_autocast(q, k, v)  # as the operator does
     if backend in ("reference", "chunked"):
         return backend, "asked for"
-    no_triton = triton_unsupported(q) if horizon is None else "the kernels take no horizon yet"
+    no_triton = triton_unsupported(q)
     if backend == "triton":
         if no_triton is not None:
             raise ValueError(f'backend="triton" can\'t run: {no_triton}; use backend="auto" or "chunked"')
@@ -216,9 +216,7 @@ def decode_attention(
     Returns o (B, T, H, D) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, and where
     a gradient is asked for: there is none.
     """
-    if horizon is not None:
-        raise ValueError("decode_attention takes no horizon yet: use forgetting_attention")
-    options = Options(scale, window, sink, softcap, prune)  # pyright: ignore[reportArgumentType]
+    options = Options(scale, window, sink, softcap, prune, horizon)  # pyright: ignore[reportArgumentType]
     kind = decoding_kind(q, k, v, c_hi, c_lo, options, seq_start, k_bound)
     decoder = None if kind is None else _decoders.get(kind)
     if decoder is None:

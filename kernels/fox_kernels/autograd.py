@@ -134,7 +134,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, do, dlse2, *_):
-    inputs, saved, (cu_seqlens, seq_start, _edges) = _kept(ctx)
+    inputs, saved, (cu_seqlens, seq_start, *_) = _kept(ctx)
     do = torch.zeros_like(saved.o) if do is None else do
     scale, *options = ctx.options
     backend, _, deterministic = ctx.way
@@ -152,8 +152,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, attend, q, k, v, log_f, options, documents, way):
-        saved, edges = attend(q, k, v, log_f, options, documents, way)
-        _keep(ctx, (q, k, v, log_f), saved, options, documents._replace(edges=edges), way)
+        saved, documents = attend(q, k, v, log_f, options, documents, way)
+        _keep(ctx, (q, k, v, log_f), saved, options, documents, way)
         return saved[:2]
 
     @staticmethod
@@ -184,7 +184,7 @@ def forgetting_attention(
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
     way = Way(backend, for_backward, determinism.is_deterministic())
     if traced(q, k, v, log_f):
-        cu_seqlens, seq_start, _ = documents
+        cu_seqlens, seq_start, *_ = documents
         flat: tuple = (q, k, v, log_f, options.scale, cu_seqlens, seq_start, *options[1:], *way)
         o, lse2, *_ = attention(*flat)
     elif kind is None or kind in calls or watched():

@@ -97,5 +97,5 @@ def remember(kind: tuple | None, usual, q, k, v, log_f, options: Options, docume
         calls.clear()
     calls[kind] = call = None if forward is None else Call(forward, options, way)
     if call is None:
-        return usual(q, k, v, log_f, options, documents, way, attend=lambda *inputs: (saved, edges))[0]
+        return usual(q, k, v, log_f, options, documents, way, attend=lambda *inputs: (saved, documents))[0]
     return call.found(saved, q, k, v, log_f, edges)

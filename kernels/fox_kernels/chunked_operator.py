@@ -100,7 +100,7 @@ def forgetting_attention(
     """`chunked.forgetting_attention` for arguments that have been checked, as one operator."""
     softcap, prune, horizon = (None if x is None else float(x) for x in options[3:])
     window, sink = chunked.within(options.window, options.sink, k.shape[1])
-    cu_seqlens, seq_start, _ = documents
+    cu_seqlens, seq_start, *_ = documents
     o, lse = attention(q, k, v, log_f, options.scale, cu_seqlens, seq_start, window, sink, softcap, prune, horizon)
     o = chunked._outward(o, q)
     return (o, lse.transpose(1, 2).contiguous()) if return_lse else o

@@ -22,12 +22,14 @@ class Options(NamedTuple):
 class Documents(NamedTuple):
     """Where documents begin: cu_seqlens (N + 1,) packed ones, seq_start (B,) after left padding.
 
-    edges is what `common.edges.edges` returns for these, or None where it is not known yet.
+    edges is what `common.edges.edges` returns for these, or None where it is not known yet; first_seen (B, H, T) what
+    `common.horizon.first_seen` returns, None without a horizon.
     """
 
     cu_seqlens: Tensor | None = None
     seq_start: Tensor | None = None
     edges: Tensor | None = None
+    first_seen: Tensor | None = None
 
 
 ONE_DOCUMENT = Documents()  # from position 0 on, in every sequence

@@ -1,9 +1,9 @@
 """One forward and one backward by the Triton or the Gluon kernels, from the gates' sums to the gates' gradient.
 
 residual: the rounding error of o, for the backward. With saturated gates, gradients are differences of do.v and do.o
-that agree in more digits than 16 bits hold. bounds: the keys that pruning leaves out. edges: where documents, padding
-and windows begin and end. Both passes use one copy of each; each is None where it isn't needed. No value is read back
-to the host.
+that agree in more digits than 16 bits hold. first_seen: the keys that a horizon hides. bounds: those that pruning
+leaves out. edges: where documents, padding and windows begin and end. Both passes use one copy of each; each is None
+where it isn't needed. No value is read back to the host.
 """
 
 import functools
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .common import cumsum, pruning
 from .common.edges import edges
+from .common.horizon import first_seen
 from .decoding import planner
 from .host.device import on_device
 from .host.readable import aligned
@@ -50,7 +51,7 @@ def room_for_bounds(q: Tensor, for_backward: bool, prune: float | None) -> Tenso
 
 def find_edges(q: Tensor, k: Tensor, documents: Documents, window: int | None, backend: str) -> Tensor | None:
     """Return the edges as a backend's kernels take them: the plain ones look at a window themselves."""
-    cu_seqlens, seq_start, _ = documents
+    cu_seqlens, seq_start, *_ = documents
     window = window if backend == "gluon" else None
     return edges(q.shape[0], k.shape[1], cu_seqlens, seq_start, window, q.device)
 
@@ -70,13 +71,13 @@ def as_made(x: Tensor | None) -> Tensor | None:
 
 def attend(
     q, k, v, log_f, options: Options, documents: Documents, way: Way, known_edges: bool = False
-) -> tuple[Saved, Tensor | None]:
-    """Return what the forward saves, o among it, and the edges; known_edges: those of documents are right."""
+) -> tuple[Saved, Documents]:
+    """Return what the forward saves, o among it, and what it found of documents; known_edges: theirs are right."""
     with on_device(q):
         if documents.cu_seqlens is None and not way.for_backward and planner.pays(q, k):
             c_hi, c_lo = cumsum.cumulative(log_f)
             o, lse2 = planner.launch_decode(q, k, v, c_hi, c_lo, options, documents.seq_start)
-            return Saved(o, lse2, c_hi, c_lo), None
+            return Saved(o, lse2, c_hi, c_lo), documents
         found = documents.edges if known_edges else find_edges(q, k, documents, options.window, way.backend)
         if found is not documents.edges:
             documents = documents._replace(edges=found)
@@ -87,12 +88,14 @@ def attend(
         if way.backend == "gluon":
             extra["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
         c_hi, c_lo = cumsum.cumulative(log_f, extra.get("counter"))
+        if options.horizon is not None:
+            documents = documents._replace(first_seen=first_seen(c_hi, c_lo, q.shape[1], options))
         if bounds is not None:
             q, k = aligned(q), aligned(k)
             bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, out=bounds)
         launch, _ = launchers(way.backend)
         o, lse2 = launch(q, k, v, c_hi, c_lo, options, documents, residual=residual, bounds=bounds, **extra)
-        return Saved(o, lse2, c_hi, c_lo, residual, bounds), documents.edges
+        return Saved(o, lse2, c_hi, c_lo, residual, bounds), documents
 
 
 def differentiate(
@@ -101,9 +104,7 @@ def differentiate(
     """Return dq, dk, dv and dlog_f, given what `attend` returned."""
     kept: Any = map(as_made, saved)
     saved = Saved(*kept)
-    found = as_made(documents.edges)
-    if found is not documents.edges:
-        documents = documents._replace(edges=found)
+    documents = documents._replace(edges=as_made(documents.edges), first_seen=as_made(documents.first_seen))
     with on_device(q):
         _, launch = launchers(way.backend)
         extra: dict[str, Any] = {}

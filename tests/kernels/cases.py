@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 NAMES = ("o", "lse", "dq", "dk", "dv", "dlog_f")
 LAYOUTS = ("plain", "heads", "packed", "last", "tokens first", "odd", "shifted", "expanded")
+GATES = ("mixed", "open", "short", "shut", "zeros", "unequal")
 ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-4, torch.bfloat16: 1e-3}  # floor where eager happens to be exact
 
 
@@ -39,8 +40,10 @@ class Case:
 
 
 def gates(kind: str, *shape, device="cpu") -> torch.Tensor:
-    """Return log f float32: open (no forgetting), mixed, short memories, saturated shut, or zeros among open ones."""
+    """Return log f float32 of a kind: open means no forgetting, shut saturated, zeros lie among open ones."""
     x = torch.randn(*shape, device=device)
+    if kind == "unequal":  # the first head forgets a hundred times as fast as the last
+        return -x.abs() * torch.logspace(0, -2, shape[-1], device=device)
     if kind == "open":
         return torch.zeros_like(x)
     if kind == "zeros":
@@ -157,10 +160,11 @@ def problems(draw, dtypes, head_dims=(16, 32, 80), longest=48) -> Case:
         "softcap": draw(st.one_of(st.none(), st.floats(1.0, 30.0))),
         "prune": draw(st.one_of(st.none(), st.floats(-12.0, -2.0))),
         "scale": draw(st.one_of(st.none(), st.floats(-1.0, 1.0))),
+        "horizon": draw(st.one_of(st.none(), st.floats(0.1, 20.0))),
     }
     case = Case(
         T=T, S=S, H=Hkv * draw(st.sampled_from((1, 2, 3, 5, 7))), Hkv=Hkv, D=draw(st.sampled_from(head_dims)),
-        dtype=draw(st.sampled_from(dtypes)), gate=draw(st.sampled_from(("mixed", "open", "short", "shut", "zeros"))),
+        dtype=draw(st.sampled_from(dtypes)), gate=draw(st.sampled_from(GATES)),
         layout=draw(st.sampled_from(LAYOUTS)),
         options={name: value for name, value in options.items() if value is not None},
     )  # fmt: skip

@@ -20,7 +20,7 @@ from fox_kernels import decode_attention, decodes, reference
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 300)
-GATES = ("open", "mixed", "short", "shut", "zeros")
+GATES = ("open", "mixed", "short", "shut", "zeros", "unequal")
 ROUNDING = {torch.float32: 4e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 CASES = 36
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -50,6 +50,7 @@ def any_problem(n: int, lengths=LENGTHS) -> dict:
         "sink": draw.choice([0, 0, 1, 4, 70, 10**10]),
         "softcap": draw.choice([None, None, 2.0, 30.0]),
         "prune": draw.choice([None, -10.0, -2.0]),
+        "horizon": draw.choice([None, None, 0.5, 8.0]),
     }
     return {
         "shape": (B, T, S, draw.choice([1, 2]) * group, group, draw.choice([16, 32, 64, 80, 96, 128, 256])),
@@ -121,6 +122,20 @@ def check_bound(device: str) -> None:
         assert (o - decode_attention(q, k, v, *c, prune=log_eps)).abs().max() <= lost
     assert (o - whole).abs().max() < 1e-5  # a bound that great leaves out nothing
     assert (decode_attention(q, k, v, *c, k_bound=bound) - whole).abs().max() == 0  # nor does a bound without prune
+
+
+def check_horizon(device: str) -> None:
+    """No key is read that every query head of its kv head has left behind, but for the rest of a block of 64."""
+    torch.manual_seed(0)
+    B, T, S, H, Hkv, D = 2, 2, 450, 4, 2, 32
+    q, k, v = (torch.randn(B, n, heads, D).to(device) for n, heads in ((T, H), (S, Hkv), (S, Hkv)))
+    log_f = -torch.tensor([1.0, 0.05, 0.1, 0.01]).to(device).expand(B, S, H)
+    exact = reference.forgetting_attention(q, k, v, log_f, horizon=8.0)
+    for head, first in enumerate((S - 2 - 160, 0)):  # 8 / 0.05 tokens before the first query; 8 / 0.01 are more than S
+        k[:, : max(first - 64, 0), head] = torch.nan
+        v[:, : max(first - 64, 0), head] = torch.nan
+    _, _, hi, lo = kept(q, k, v, log_f)
+    assert (decode_attention(q, k, v, hi, lo, horizon=8.0) - exact).abs().max() < 1e-5
 
 
 def check_append(device: str) -> None:
@@ -232,7 +247,7 @@ def check_refusals(device: str) -> None:
             decode_attention(*arguments, **options)
 
 
-CHECKS = ("any_problem", "bound", "append", "fixed", "refusals")
+CHECKS = ("any_problem", "bound", "horizon", "append", "fixed", "refusals")
 
 
 def run_all() -> dict[str, str]:

@@ -31,9 +31,9 @@ HALVES = {
     "keys_ptr",
     "values_ptr",
 }
-FLOATS = {"scale2", "softcap2", "inverse_cap", "never", "floor", "eps"}
-OPTIONS = {"STARTS": False, "WINDOW": False, "SINK": False, "CAP": False, "PRUNE": False, "PAIRS": 0}
-ALL = {"STARTS": True, "WINDOW": True, "SINK": True, "CAP": True, "PRUNE": True, "PAIRS": 128}
+FLOATS = {"scale2", "softcap2", "inverse_cap", "never", "floor", "eps", "horizon2"}
+OPTIONS = {"STARTS": False, "WINDOW": False, "SINK": False, "CAP": False, "PRUNE": False, "HORIZON": False, "PAIRS": 0}
+ALL = {"STARTS": True, "WINDOW": True, "SINK": True, "CAP": True, "PRUNE": True, "HORIZON": True, "PAIRS": 128}
 ABSENT = {"start_ptr": None, "first_ptr": None}
 FIXED = {"length_ptr": None}  # known on the host
 MERGE = {"BN": 64, "STARTS": True, "WINDOW": True, "PRUNE": True, "PAIRS": 128}
@@ -77,7 +77,12 @@ KERNELS = {
     "SiLU and product": (lean.silu_mul_kernel, {"BLOCK": lean.BLOCK}),
     "append at a length": at_length(*append(3, 64, 64)),
 }
-SPILLS = {(89, "split, D = 64, 64 rows"): 2024, (89, "split, D = 128, 64 rows"): 1248}  # bytes; others none
+SPILLS = {  # bytes; others none
+    (89, "split, D = 64, 64 rows"): 2260,
+    (89, "split, D = 128, 64 rows"): 1248,
+    (90, "split, D = 64, 64 rows"): 16,
+    (80, "split, D = 256, float32"): 16,
+}
 
 
 def compiled(name: str, arch: int):

@@ -14,15 +14,15 @@ UNREACHED_CAP = 1e30  # no score is near: it caps nothing
 
 
 @triton.jit
-def visible(i, j, start, S, window, sink, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr):
-    """Which keys j queries i see; i, j and start broadcast to the block in either orientation."""
+def visible(i, j, start, lower, S, sink, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr):
+    """Which keys j queries i see; i, j, start and lower broadcast to the block in either orientation."""
     seen = j < S
     if CAUSAL:
         seen = seen & (j <= i)
     if STARTS:
         seen = seen & (j >= start)
-    if WINDOW:
-        seen = seen & ((i - j < window) | (j < start + sink))
+    if LOWER:
+        seen = seen & ((j >= lower) | (j < start + sink))
     return seen
 
 
@@ -99,6 +99,14 @@ def place(tiles, pairs, together):
 
 
 @triton.jit
+def lowest(lower_ptr, t, T, S, q_offset, window, LOWER: tl.constexpr):
+    """The first key that queries t see, documents and sinks aside: by the window (LOWER 1), or as searched (2)."""
+    if LOWER == 2:
+        return tl.load(lower_ptr + t, mask=t < T, other=S)
+    return q_offset + t + 1 - window
+
+
+@triton.jit
 def query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS: tl.constexpr):
     """Positions of a tile's queries, their document starts, and the least and greatest of these."""
     pos = q_offset + m0 + offs_m
@@ -116,8 +124,8 @@ def query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS: tl.constexpr):
 
 @triton.jit
 def key_range(
-    first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRUNE_M: tl.constexpr,
+    first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, lower, sink,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, LOWER: tl.constexpr, PRUNE_M: tl.constexpr,
 ):  # fmt: skip
     """Key blocks of a query tile: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked, and
     the sinks' own masked blocks [sink_low, sink_high) below low."""
@@ -129,9 +137,10 @@ def key_range(
         full = tl.minimum(S, first_pos)  # a query's own key is masked, here as in dk/dv: their sums of dS leave it out
     low = least
     ragged = tl.maximum(greatest, 0)
-    if WINDOW:
-        low = tl.maximum(low, first_pos - window + 1)
-        ragged = tl.maximum(ragged, last_pos - window + 1)
+    if LOWER:
+        rows = first_pos + tl.arange(0, BM) <= last_pos
+        low = tl.maximum(low, tl.min(tl.where(rows, lower, S), 0))
+        ragged = tl.maximum(ragged, tl.max(tl.where(rows, lower, 0), 0))
     # Pruning is a run-time flag: with one program for both, having it on can't cost registers.
     first = tl.load(first_ptr + m0 // PRUNE_M, mask=prune > 0, other=0)
     if BM > PRUNE_M:
@@ -185,8 +194,8 @@ def partial_sums(x):
 
 @triton.jit
 def scores(
-    s, c_first, c_second, bias_hi, bias_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
+    s, c_first, c_second, bias_hi, bias_lo, j, pos, start, lower, sink_bias, S, sink, scale2, softcap2, inverse_cap,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
     """Products of queries and keys as base-2 scores: scaled, capped, with their decay, -inf where hidden; and tanh."""
@@ -198,7 +207,8 @@ def scores(
     if MASKED:
         s = decayed(s, bias_hi[:, None], bias_lo[:, None], c_first[None, :], c_second[None, :],
                     j[None, :] < start[:, None] + sink, sink_bias, SINK)  # fmt: skip
-        seen = visible(pos[:, None], j[None, :], start[:, None], S, window, sink, CAUSAL, STARTS, WINDOW)
+        rows, columns = pos[:, None], j[None, :]
+        seen = visible(rows, columns, start[:, None], lower[:, None], S, sink, CAUSAL, STARTS, LOWER)
         s = tl.where(seen, s, float("-inf"))
     else:
         s += c_first[None, :]

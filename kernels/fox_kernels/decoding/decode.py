@@ -45,10 +45,10 @@ def share(
 def split_kernel(
     q_ptr, k_ptr, v_ptr, c_hi_ptr, c_lo_ptr, start_ptr, first_ptr, length_ptr, part_ptr, part_lse_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sc_b, sc_h,
-    T, S, H, pairs, chunk, slots, window, sink, scale2, softcap2, inverse_cap,
+    T, S, H, pairs, chunk, slots, window, sink, scale2, softcap2, inverse_cap, horizon2,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
     STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr, PRUNE: tl.constexpr,
-    PAIRS: tl.constexpr, PRECISION: tl.constexpr,
+    HORIZON: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     heads = H // GROUP
     low = 0
@@ -133,7 +133,10 @@ def split_kernel(
         bias += c_i_lo[:, None] - tl.load(c_lo_ptr + gates, mask=known, other=0.0)
         if SINK:
             bias = tl.where((j < least + sink)[None, :], 0.0, bias)
-        seen = visible(pos[:, None], j[None, :], least, S, window, sink, True, STARTS, WINDOW) & known
+        lower = pos[:, None] - window + 1
+        seen = visible(pos[:, None], j[None, :], least, lower, S, sink, True, STARTS, WINDOW) & known
+        if HORIZON:  # a sink's bias is 0; NaN is to be seen
+            seen = seen & ((bias <= 0.0 - horizon2) == 0)
         s = tl.where(seen, s + bias, float("-inf"))
         top = tl.maximum(m, tl.max(s, 1))
         base = tl.where(top == float("-inf"), 0.0, top)

@@ -36,6 +36,7 @@ def decode_at(
     sink: int = 0,
     softcap: float | None = None,
     prune: float | None = None,
+    horizon: float | None = None,
     k_bound: Tensor | None = None,
 ) -> Tensor:
     """Return o (B, T, H, D): `decode_attention` of the first `length` + T tokens of rooms for S.
@@ -61,11 +62,12 @@ def decode_at(
         raise ValueError("prune needs k_bound here: the pass over all keys that stands in for it reads the length")
     window, sink = within(window, sink, k.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    softcap, prune = (None if x is None else float(x) for x in (softcap, prune))
-    options = Options(scale, window, sink, softcap, prune)
+    softcap, prune, horizon = (None if x is None else float(x) for x in (softcap, prune, horizon))
+    options = Options(scale, window, sink, softcap, prune, horizon)
+    searches = prune is not None or horizon is not None
     decoder = planner.decoder_for(
-        q.shape, k.shape[2], q.dtype, q.device, options, padded=seq_start is not None, pruned=prune is not None,
-        searches=prune is not None,
+        q.shape, k.shape[2], q.dtype, q.device, options, padded=seq_start is not None, pruned=searches,
+        searches=searches,
     )  # fmt: skip
     with on_device(q):
         return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, k_bound=k_bound, length=length)

@@ -27,8 +27,9 @@ def decode_operator(
     sink: int,
     softcap: float | None,
     prune: float | None,
+    horizon: float | None,
 ) -> Tensor:
-    return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, Options(scale, window, sink, softcap, prune))
+    return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, Options(scale, window, sink, softcap, prune, horizon))
 
 
 @decode_operator.register_fake
@@ -44,18 +45,26 @@ def _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, options: Options) -> Tensor
 def decode_attention(q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound) -> Tensor:
     """`fox_kernels.decode_attention`, which has checked the arguments."""
     window, sink = within(options.window, options.sink, k.shape[1])
-    softcap, prune = (None if x is None else float(x) for x in options[3:5])
-    options = Options(options.scale, window, sink, softcap, prune)
+    softcap, prune, horizon = (None if x is None else float(x) for x in options[3:])
+    options = Options(options.scale, window, sink, softcap, prune, horizon)
     if traced(q, k, v, c_hi, c_lo):
-        return decode_operator(q, k, v, c_hi, c_lo, k_bound, seq_start, *options[:5])
+        return decode_operator(q, k, v, c_hi, c_lo, k_bound, seq_start, *options)
     return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, options)
 
 
 def decoder(q, k, options: Options, seq_start, k_bound) -> planner.Decoder | None:
     """Return a `Decoder` for calls like this one; None where torch searches the keys, or the call is cut in parts."""
     pruned = options.prune is not None
+    searches = pruned or options.horizon is not None
     if q.shape[0] * k.shape[2] > planner.MAX_PAIRS or (pruned and k_bound is None):
         return None
     return planner.decoder_for(
-        q.shape, k.shape[2], q.dtype, q.device, options, padded=seq_start is not None, pruned=pruned, searches=pruned
+        q.shape,
+        k.shape[2],
+        q.dtype,
+        q.device,
+        options,
+        padded=seq_start is not None,
+        pruned=searches,
+        searches=searches,
     )

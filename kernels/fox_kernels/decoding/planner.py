@@ -81,7 +81,7 @@ class Decoder:
         self, shape, Hkv, dtype, device, options: Options, *, padded: bool, pruned: bool, searches: bool, out_dtype=None
     ):
         B, T, H, D = shape
-        scale, window, sink, softcap, prune, _ = options
+        scale, window, sink, softcap, prune, horizon = options
         group, size = H // Hkv, dtype.itemsize
         if T * group > MAX_ROWS:
             raise ValueError(
@@ -93,7 +93,9 @@ class Decoder:
         self.window, self.sink, self.searches, self.out_dtype = window, sink, searches, out_dtype or dtype
         self.readable = aligned if D1 else unit_last
         self.factors = (scale * LOG2_E, *cap_factors(softcap))
+        self.horizon = math.inf if horizon is None else horizon * LOG2_E
         self.floor = prune * LOG2_E if searches and prune is not None else 0.0
+        self.bounded = prune is not None
         self.block = block_for(D, tile_rows, size)
         self.stages = stages_for(tile_rows, self.block, D, size, (0, 0) if device.type == "cpu" else capability(device))
         shares = (padded or pruned) and self.pairs <= MAX_SHARED
@@ -105,7 +107,8 @@ class Decoder:
         shared = power_of_2(self.pairs) if shares else 0
         bounded, precision = window is not None, "ieee" if size == 4 else "tf32"
         self.split = (
-            group, D0, D1, tile_rows, self.block, padded, bounded, sink > 0, cap, pruned, shared, precision
+            group, D0, D1, tile_rows, self.block, padded, bounded, sink > 0, cap, pruned,
+            horizon is not None, shared, precision
         )  # fmt: skip
         self.merge = (group, D, wide), (self.block, padded, bounded, pruned, shared)
         self.search = (group, D, wide, power_of_2(T * group), cap > 0, cap == 2)
@@ -169,7 +172,7 @@ class Decoder:
                 grid,
                 (
                     q, k, v, c_hi, c_lo, seq_start, first, length, part, part_lse, *strides,
-                    T, S, H, pairs, chunk, self.slots, window, sink, *self.factors,
+                    T, S, H, pairs, chunk, self.slots, window, sink, *self.factors, self.horizon,
                 ),
             ),
             (
@@ -185,7 +188,7 @@ class Decoder:
                 k,
                 c_hi,
                 c_lo,
-                k_bound,
+                k_bound if self.bounded else None,
                 first,
                 length,
                 *strides[:6],
@@ -196,6 +199,7 @@ class Decoder:
                 H,
                 *self.factors,
                 never,
+                self.horizon,
             )
             launches.insert(0, (search_kernel, (pairs, 1, 1), arguments))
         if known is not None:
@@ -235,13 +239,14 @@ def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None, *, firs
             for x in zip(*cut, strict=False)
         ]
         return torch.cat([o for o, _ in parts]), torch.cat([lse2 for _, lse2 in parts])
-    pruned = options.prune is not None
-    decoder = decoder_for(
-        q.shape, Hkv, q.dtype, q.device, options, padded=seq_start is not None, pruned=pruned or first is not None,
-        searches=pruned and first is None and k_bound is not None, out_dtype=out_dtype,
-    )  # fmt: skip
-    if pruned and first is None and k_bound is None:
+    by_pass = options.prune is not None and first is None and k_bound is None
+    if by_pass:
         first = skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), options)
+    searches = first is None and (options.prune is not None or options.horizon is not None)
+    decoder = decoder_for(
+        q.shape, Hkv, q.dtype, q.device, options, padded=seq_start is not None, pruned=searches or first is not None,
+        searches=searches, out_dtype=out_dtype,
+    )  # fmt: skip
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     o = decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, first=first, k_bound=k_bound, lse2=lse2)
     return o, lse2

@@ -1,4 +1,4 @@
-"""Where pruned decoding starts: by a pass over all keys, or from a bound on their norms and a few values of c."""
+"""Where decoding starts: by a horizon, by a bound on the keys' norms, or by a pass over all keys."""
 
 import math
 
@@ -27,11 +27,11 @@ def falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S
 @triton.jit(do_not_specialize=["S"])
 def search_kernel(
     q_ptr, k_ptr, c_hi_ptr, c_lo_ptr, bound_ptr, first_ptr, length_ptr, sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sc_b, sc_h,
-    T, S, H, scale2, softcap2, inverse_cap, never,
+    T, S, H, scale2, softcap2, inverse_cap, never, horizon2,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, CAP: tl.constexpr,
     EXACT: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The first key of each (sequence, kv head) that some query of the group needs."""
+    """The first key of each (sequence, kv head) that some query of the group needs; bound_ptr None: by the horizon."""
     kv = tl.program_id(0).to(tl.int64)
     heads = H // GROUP
     if length_ptr is not None:
@@ -49,21 +49,27 @@ def search_kernel(
         width *= WAYS
     # loaded before q and k, so that the first step doesn't wait for their products
     fall, inside = falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, SEARCH_BLOCK)
-    k_bound = tl.load(bound_ptr + kv)
-    mask = real[:, None] & (offs_d < D)[None, :]
-    q_rows = q_ptr + b * sq_b + t * sq_t + h * sq_h
-    q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    k_rows = k_ptr + b * sk_b + h_kv * sk_h + pos.to(tl.int64) * sk_s
-    own = tl.sum(q * tl.load(k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32), 1) * scale2
-    if CAP:
-        own, _t = soft_capped(own, softcap2, inverse_cap, EXACT)
-    bound = tl.abs(scale2) * tl.sqrt(tl.sum(q * q, 1)) * k_bound * 1.0001
-    if CAP:
-        bound = tl.minimum(bound, softcap2)
+    ahead = c_i_hi * 0.0
+    if bound_ptr is not None:
+        k_bound = tl.load(bound_ptr + kv)
+        mask = real[:, None] & (offs_d < D)[None, :]
+        q_rows = q_ptr + b * sq_b + t * sq_t + h * sq_h
+        q = tl.load(q_rows[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+        k_rows = k_ptr + b * sk_b + h_kv * sk_h + pos.to(tl.int64) * sk_s
+        own = tl.sum(q * tl.load(k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0).to(tl.float32), 1) * scale2
+        if CAP:
+            own, _t = soft_capped(own, softcap2, inverse_cap, EXACT)
+        bound = tl.abs(scale2) * tl.sqrt(tl.sum(q * q, 1)) * k_bound * 1.0001
+        if CAP:
+            bound = tl.minimum(bound, softcap2)
+        ahead = bound - own
     for step in tl.static_range(STEPS):  # by the rule of `pruning`: what may be skipped is a prefix, searched 64-ways
         if step > 0:
             fall, inside = falls(skipped, width, c_i_hi, c_i_lo, c_rows, real, c_hi_ptr, c_lo_ptr, T, S, SEARCH_BLOCK)
-        skip = inside & (fall + (bound - own)[:, None] < never)
+        skip = fall <= 0.0 - horizon2
+        if bound_ptr is not None:
+            skip = skip | (fall + ahead[:, None] < never)
+        skip = skip & inside
         skipped += tl.sum(skip.to(tl.int32), 1) * width
         width = width // WAYS
     first = tl.min(tl.where(real, skipped, S), 0) * SEARCH_BLOCK

@@ -99,7 +99,7 @@ def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: b
     bias_by_mma = (
         heads == 1 and cut.queries == 128 and sink == 0
     )  # more heads take the shared memory that its parts need
-    first = begins_at_the_first_key(q, k, True, S - T, started, None, None)
+    first = begins_at_the_first_key(q, k, True, S - T, started, None)
     constants = (
         started, pruned, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
         cut.registers, cut.copier_registers, cut.generations, EXACT_SUMS, bias_by_mma, first,
@@ -133,7 +133,7 @@ def launch_backward(
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     scale, window, sink, softcap, prune, _ = options
-    (cu_seqlens, seq_start, starts), (o, lse2, c_hi, c_lo, residual, bounds) = documents, saved
+    (cu_seqlens, seq_start, starts, _), (o, lse2, c_hi, c_lo, residual, bounds) = documents, saved
     started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,

@@ -67,7 +67,7 @@ def usable(scale: float) -> bool:
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Return why the Hopper kernels can't run this problem, or None if they can."""
-    scale, window, sink, softcap, _, _ = options
+    scale, window, sink, softcap, _, horizon = options
     if GLUON_MISSING is not None:
         return GLUON_MISSING
     if q.device.type != "cuda" or capability(q.device) != (9, 0):
@@ -80,6 +80,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None
         return f"scale {scale} is not between {LEAST_SCALE} and {1 / LEAST_SCALE}"
     if softcap is not None:
         return "it has no softcap"
+    if horizon is not None:
+        return "it has no horizon"
     if window is not None and sink > 0:
         return "it has no window together with sink tokens"
     if sink > 64:
@@ -230,7 +232,7 @@ def launch_forward(
     is one int32 0, if there is one. Raises ValueError for what `unsupported` names.
     """
     scale, window, sink, softcap, prune, _ = options
-    cu_seqlens, seq_start, starts = documents
+    cu_seqlens, seq_start, starts, _ = documents
     started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
     constants = (started, prune is not None or bounds is not None, sink, residual is not None)
     key = (

@@ -56,7 +56,7 @@ def attention_kind(q, k, v, log_f, options: tuple, documents: Documents, backend
     types = tuple(map(type, options))  # True == 1 == 1.0
     if not PLAIN.issuperset(types) or type(backend) is not str:
         return None
-    cu_seqlens, seq_start, _ = documents
+    cu_seqlens, seq_start, *_ = documents
     packed = padding = None
     if cu_seqlens is not None:
         if type(cu_seqlens) is not Tensor or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:

@@ -15,12 +15,13 @@ from ..common.blocks import LOG2_E, cap_factors, cap_kind
 from ..common.cumsum import block_relative
 from ..common.edges import edges
 from ..common.first_weights import BLOCK, begins_at_the_first_key, lost_to_rounding
+from ..common.horizon import first_seen, unseen_from
 from ..host.launch import cdiv, launch
 from ..host.readable import aligned, describable, source
 from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Saved, Shard
 from .dkdv import dkdv_kernel
 from .dq import dq_kernel
-from .forward import first_position, no_bounds, walked_together
+from .forward import first_position, lower_kind, no_bounds, walked_together
 from .tiles import Copies, Tile, split_head_dim, tile_for
 
 
@@ -55,6 +56,10 @@ def launch_backward(
         starts = edges(B, S, documents.cu_seqlens, documents.seq_start, None, q.device)
     if prune is not None and bounds is None:
         bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, shard)
+    lower = documents.first_seen
+    if lower is None:
+        lower = first_seen(c_hi, c_lo, T, options, q_offset=q_offset, causal=causal)
+    unseen = None if lower is None else unseen_from(lower, S)
     bounds_or_none = no_bounds(q.device) if bounds is None else bounds
     start, end = (None, None) if starts is None else starts.unbind()
     rows, columns = tiles or tuple(tile_for(kernel, D, q.dtype, q.device) for kernel in ("dq", "dkdv"))
@@ -63,12 +68,13 @@ def launch_backward(
     D0, D1 = split_head_dim(D)
     numbers = (q_offset, window or 0, sink, int(bounds is not None), scale, scale * LOG2_E, *cap_factors(softcap))
     flags = (
-        causal, starts is not None, window is not None, sink > 0, cap_kind(softcap, q.dtype), pruning.BLOCK_M,
+        causal, starts is not None, lower_kind(lower, window), sink > 0, cap_kind(softcap, q.dtype), pruning.BLOCK_M,
         c_offset is not None,
     )  # fmt: skip
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     lost = None
-    if begins_at_the_first_key(q, k, causal, q_offset, starts is not None, window, c_offset):
+    bounded = starts is not None or window is not None or lower is not None
+    if begins_at_the_first_key(q, k, causal, q_offset, bounded, c_offset):
         lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options)
     tma = D1 == 0 and q.element_size() == 2 and describable(q, k, v, do)
     row_tma, column_tma = int(rows.tma) * tma, int(columns.tma) * tma
@@ -82,7 +88,7 @@ def launch_backward(
         (
             source(q, rows.block_m, own_rows), source(k, rows.block_n, row_tma), source(v, rows.block_n, row_tma),
             o, residual, source(do, rows.block_m, own_rows), None if dlse2 is None else dlse2.contiguous(), lse2,
-            c_hi, c_lo, relative, start, bounds_or_none, c_offset, dq, facts, records, row_sum,
+            c_hi, c_lo, relative, start, lower, bounds_or_none, c_offset, dq, facts, records, row_sum,
             *strides, *o.stride()[:3], *do.stride()[:3], T, S, padded, relative.shape[-1], H,
             walked_together(2 * S * D * k.element_size(), B * H, H // Hkv), *numbers,
         ),
@@ -98,8 +104,8 @@ def launch_backward(
         (
             source(q, columns.block_m, column_tma), source(k, columns.block_n, own_columns),
             source(v, columns.block_n, own_columns), v_block,
-            source(do, columns.block_m, column_tma), facts, records, row_sum, c_hi, c_lo, start, end, bounds_or_none,
-            c_offset, lost, dk, dv, dc,
+            source(do, columns.block_m, column_tma), facts, records, row_sum, c_hi, c_lo, start, end, lower, unseen,
+            bounds_or_none, c_offset, lost, dk, dv, dc,
             *strides, *do.stride()[:3], T, S, padded, H,
             walked_together(2 * T * D * q.element_size(), B * Hkv),  # the heads of a group one after another
             *numbers,

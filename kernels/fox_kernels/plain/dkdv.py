@@ -7,13 +7,13 @@ miscompile that on Hopper. Formulas: `backward`.
 import triton
 import triton.language as tl
 
-from ..common.blocks import decayed, load_rows, partial_sums, place, soft_capped, visible
+from ..common.blocks import decayed, load_rows, lowest, partial_sums, place, soft_capped, visible
 
 
 @triton.jit
 def query_range(
-    first_ptr, prune, start_ptr, end_ptr, n0, last_key, sinky, T, S, q_offset, window,
-    BM: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, PRUNE_M: tl.constexpr,
+    first_ptr, prune, start_ptr, end_ptr, unseen_ptr, n0, last_key, sinky, T, S, q_offset, window,
+    BM: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, PRUNE_M: tl.constexpr,
 ):  # fmt: skip
     """Query tiles of a key block: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked."""
     low, full_low = n0 * 0, n0 * 0
@@ -28,9 +28,12 @@ def query_range(
         full_high = tl.minimum(full_high, tl.where(first_end < S, first_end - q_offset, T))
         full_high = tl.where(tl.load(start_ptr + n0) > n0, 0, full_high)
         high = tl.where(tl.load(start_ptr + last_key) > last_key, 0, high)
-    if WINDOW:
+    if LOWER == 1:
         high = tl.where(sinky, high, tl.minimum(high, last_key + window - q_offset))
         full_high = tl.minimum(full_high, n0 + window - q_offset)
+    if LOWER == 2:
+        high = tl.where(sinky, high, tl.minimum(high, tl.load(unseen_ptr + last_key)))
+        full_high = tl.minimum(full_high, tl.load(unseen_ptr + n0))
     kept = n0 * 0
     tiles = tl.cdiv(T, PRUNE_M)
     for block in range(tl.cdiv(tiles * prune, 512)):
@@ -48,10 +51,10 @@ def query_range(
 
 @triton.jit
 def _dkdv_block(
-    b, h, m0, k0, k1, v0, v1, q_ptr, do_ptr, facts_ptr, record_ptr, start_ptr, stride_q, stride_do,
+    b, h, m0, k0, k1, v0, v1, q_ptr, do_ptr, facts_ptr, record_ptr, start_ptr, lower_ptr, stride_q, stride_do,
     offs_m, offs_d0, offs_d1, j, bias_hi, bias_lo, key_bias, offset, T, S, TP, q_offset, window, sink,
     scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One query tile, transposed. bias: c_ref (interior, scalars, with key_bias = c_ref - c_j) or c_j (masked)."""
@@ -92,7 +95,8 @@ def _dkdv_block(
         s = decayed(s, e_hi[None, :], e_lo[None, :], bias_hi[:, None], bias_lo[:, None],
                     j[:, None] < start[None, :] + sink, sink_bias, SINK)  # fmt: skip
         i = (q_offset + t)[None, :]
-        seen = visible(i, j[:, None], start[None, :], S, window, sink, CAUSAL, STARTS, WINDOW)
+        lower = lowest(lower_ptr, t, T, S, q_offset, window, LOWER)[None, :]
+        seen = visible(i, j[:, None], start[None, :], lower, S, sink, CAUSAL, STARTS, LOWER)
         p = tl.exp2(tl.where(seen & (t < T)[None, :], s, float("-inf")))
     else:
         p = tl.exp2(s + relative[None, :] + (key_bias + lift)[:, None])
@@ -118,11 +122,11 @@ def _dkdv_block(
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, v_block_ptr, do_ptr, facts_ptr, record_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr,
-    end_ptr, first_ptr, c_offset_ptr, lost_ptr, dk_ptr, dv_ptr, dc_ptr,
+    end_ptr, lower_ptr, unseen_ptr, first_ptr, c_offset_ptr, lost_ptr, dk_ptr, dv_ptr, dc_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sdo_b, sdo_t, sdo_h,
     T, S, TP, H, together, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
+    CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
     PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LOST: tl.constexpr,
 ):  # fmt: skip
     # The first key blocks have the most queries: they go first.
@@ -179,9 +183,13 @@ def dkdv_kernel(
         record_head = record_ptr + bh * tl.cdiv(T, BM) * (2 * BM + 16)
         c_hi_head, c_lo_head = c_hi_ptr + bh * S, c_lo_ptr + bh * S
         first_head = first_ptr + bh * tl.cdiv(T, PRUNE_M)
+        lower_head, unseen_head = lower_ptr, unseen_ptr
+        if LOWER == 2:
+            lower_head += bh * T
+            unseen_head += bh * S
         low, mid_low, mid_high, high = query_range(
-            first_head, prune, start_ptr, end_ptr, n0, last_key, sinky, T, S, q_offset, window,
-            BM, CAUSAL, STARTS, WINDOW, PRUNE_M)  # fmt: skip
+            first_head, prune, start_ptr, end_ptr, unseen_head, n0, last_key, sinky, T, S, q_offset, window,
+            BM, CAUSAL, STARTS, LOWER, PRUNE_M)  # fmt: skip
         c_j_hi = tl.load(c_hi_head + j, mask=j < S, other=0.0)
         c_j_lo = tl.load(c_lo_head + j, mask=j < S, other=0.0)
         ref_hi = tl.load(c_hi_head + last_key)
@@ -195,19 +203,19 @@ def dkdv_kernel(
         for it in range(mid_low - low + high - mid_high):
             m0 = tl.where(it < mid_low - low, low + it, mid_high + it - (mid_low - low)) * BM
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
-                row_b, h.to(tl.int32), m0, k0, k1, v0, v1, q_head, do_head, facts_head, record_head, start_ptr, sq_t,
-                sdo_t, offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, offset, T, S, TP, q_offset, window,
-                sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
+                row_b, h.to(tl.int32), m0, k0, k1, v0, v1, q_head, do_head, facts_head, record_head, start_ptr,
+                lower_head, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, c_j_hi, c_j_lo, key_bias, offset, T, S, TP,
+                q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
+                True, CAUSAL, STARTS, LOWER, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
         inner = v0
         if TMA == 2:  # in registers beside the interior tiles only, which have room for it
             inner = load_rows(v_block_ptr, row_b, row_kv, n0, sv_s, offs_n, offs_d0, S, True, True)
         for it in range(mid_high - mid_low):
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
                 row_b, h.to(tl.int32), (mid_low + it) * BM, k0, k1, inner, v1, q_head, do_head, facts_head,
-                record_head, start_ptr, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias, offset, T,
-                S, TP, q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
-                False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
+                record_head, start_ptr, lower_head, sq_t, sdo_t, offs_m, offs_d0, offs_d1, j, ref_hi, ref_lo, key_bias,
+                offset, T, S, TP, q_offset, window, sink, scale2, softcap2, inverse_cap, column_sum, dk0, dk1, dv0, dv1,
+                False, CAUSAL, STARTS, LOWER, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
         if TMA == 2:
             column_sum = tl.sum(column_sum, 1)
         if SINK:

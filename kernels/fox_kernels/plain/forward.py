@@ -23,6 +23,7 @@ from ..common.blocks import (
     gates_of_keys,
     key_range,
     load_rows,
+    lowest,
     masked_block,
     partial_sums,
     place,
@@ -31,6 +32,7 @@ from ..common.blocks import (
 )
 from ..common.cumsum import block_relative
 from ..common.edges import edges
+from ..common.horizon import first_seen
 from ..host.launch import cdiv, launch
 from ..host.readable import aligned, describable, row_source, source
 from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Shard
@@ -42,9 +44,9 @@ L2_BYTES = 24 << 20  # of Hopper's 50 MB, for the heads walked together
 @triton.jit
 def _attend(
     b, h, n0, q0, q1, k_ptr, v_ptr, stride_k, stride_v, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift, c_hi_ptr,
-    c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, sink_bias, S, window, sink, scale2, softcap2, inverse_cap,
+    c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, sink_bias, S, sink, scale2, softcap2, inverse_cap,
     top, m, l, weight, acc0, acc1,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr,
     CAP: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One key block of the online softmax: sums and products relative to m, top is the largest score so far.
@@ -61,8 +63,8 @@ def _attend(
         k1 = load_rows(k_ptr, b, h, n0, stride_k, offs_n, offs_d1, S, MASKED, TMA > 0)
         s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
     s, _tanh = scores(
-        s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, sink_bias, S, window, sink, scale2, softcap2,
-        inverse_cap, MASKED, CAUSAL, STARTS, WINDOW, SINK, CAP)  # fmt: skip
+        s, c_first, c_second, c_i_hi, c_i_lo, j, pos, start, lower, sink_bias, S, sink, scale2, softcap2,
+        inverse_cap, MASKED, CAUSAL, STARTS, LOWER, SINK, CAP)  # fmt: skip
     if MASKED:
         largest = tl.max(s, 1)
     else:  # two chains of maxima, and of sums below: a long chain takes time, not the number of operations
@@ -102,12 +104,12 @@ def store_rounded(ptr, residual_ptr, at, x, mask, RESIDUAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, first_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, lower_ptr, first_ptr,
     c_offset_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h,
     T, S, SP, H, together, q_offset, window, sink, prune, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
+    CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
     PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -128,16 +130,19 @@ def forward_kernel(
     c_rel_row = (bh * SP).to(tl.int32) if ROWS else bh * SP
     if STARTS:
         start_ptr += b * S
+    if LOWER == 2:
+        lower_ptr += bh * T
     first_ptr += bh * tl.cdiv(T, PRUNE_M)
 
     offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
     offs_d0 = tl.arange(0, D0)
     offs_d1 = D0 + tl.arange(0, D1 if D1 > 0 else D0)
     pos, start, least, greatest = query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS)
+    lower = lowest(lower_ptr, m0 + offs_m, T, S, q_offset, window, LOWER)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
     low, mid_low, mid_high, high, sink_low, sink_high = key_range(
-        first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, window, sink,
-        BM, BN, CAUSAL, WINDOW, PRUNE_M)  # fmt: skip
+        first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, lower, sink,
+        BM, BN, CAUSAL, LOWER, PRUNE_M)  # fmt: skip
 
     q0 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d0, T, True, TMA > 1)
     q1 = q0
@@ -162,9 +167,9 @@ def forward_kernel(
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
         top, m, l, weight, acc0, acc1 = _attend(
             row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, 0.0,
-            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, sink_bias, S, sink, scale2, softcap2,
             inverse_cap, top, m, l, weight, acc0, acc1,
-            True, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
+            True, CAUSAL, STARTS, LOWER, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
 
     # From exact units to units relative to c_ref; the rounding of the sum goes into l and acc.
     shift = (c_i_hi - ref_hi) + (c_i_lo - ref_lo)
@@ -189,9 +194,9 @@ def forward_kernel(
             last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, tl.maximum(n0 - 1, 0), S)
         top, m, l, weight, acc0, acc1 = _attend(
             row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift,
-            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, sink_bias, S, window, sink, scale2, softcap2,
+            c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, sink_bias, S, sink, scale2, softcap2,
             inverse_cap, top, m, l, weight, acc0, acc1,
-            False, CAUSAL, STARTS, WINDOW, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
+            False, CAUSAL, STARTS, LOWER, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
 
     empty = l == 0  # NaN isn't
     l = tl.where(empty, 1.0, l)
@@ -215,6 +220,11 @@ def first_position(q_offset: int | None, T: int, S: int) -> int:
 def no_bounds(device: torch.device) -> torch.Tensor:
     """Return a tensor in place of the pruning bounds when there are none; it is never read."""
     return torch.empty(1, dtype=torch.int32, device=device)
+
+
+def lower_kind(lower: torch.Tensor | None, window: int | None) -> int:
+    """Return the kernels' LOWER: 2 where a search found the first key of each query, 1 for a window alone, else 0."""
+    return 2 if lower is not None else int(window is not None)
 
 
 def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
@@ -248,6 +258,9 @@ def launch_forward(
         starts = edges(B, S, documents.cu_seqlens, documents.seq_start, None, q.device)
     if prune is not None and bounds is None:
         bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, shard)
+    lower = documents.first_seen
+    if lower is None:
+        lower = first_seen(c_hi, c_lo, T, options, q_offset=q_offset, causal=causal)
     tile = tile or tile_for("forward", D, q.dtype, q.device)
     D0, D1 = split_head_dim(D)
     relative = block_relative(c_hi, c_lo, tile.block_n)
@@ -259,14 +272,14 @@ def launch_forward(
         (
             source(q, tile.block_m, tma >= Copies.OWN), source(k, tile.block_n, tma), source(v, tile.block_n, tma),
             o, residual, lse2, c_hi, c_lo, row_source(relative, tile.block_n, by_row),
-            None if starts is None else starts[0], no_bounds(q.device) if bounds is None else bounds, c_offset,
+            None if starts is None else starts[0], lower, no_bounds(q.device) if bounds is None else bounds, c_offset,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T, S, relative.shape[-1], H,
             walked_together(2 * S * D * q.element_size(), B * H, H // Hkv), q_offset, window or 0, sink,
             int(bounds is not None), scale * LOG2_E, *cap_factors(softcap),
         ),
         (
-            H // Hkv, D0, D1, tile.block_m, tile.block_n, causal, starts is not None, window is not None, sink > 0,
-            cap_kind(softcap, q.dtype), pruning.BLOCK_M, c_offset is not None, residual is not None,
+            H // Hkv, D0, D1, tile.block_m, tile.block_n, causal, starts is not None, lower_kind(lower, window),
+            sink > 0, cap_kind(softcap, q.dtype), pruning.BLOCK_M, c_offset is not None, residual is not None,
             "ieee" if q.dtype == torch.float32 else "tf32", tma, by_row,
         ),
         warps=tile.warps, stages=tile.stages,

@@ -1,0 +1,88 @@
+"""Which keys a horizon leaves: the first key that each query sees, and the first query that no longer sees each key.
+
+    first_seen_i  = min {j : c_j < c_i + horizon, j > i - window} <= i      unseen_from_j = #{i : first_seen_i <= j}
+
+c falls, so both never fall along a row, and binary searches find them. Sinks are visible beyond it, which the kernels
+see to. The forward saves first_seen for its backward: both hide the same keys.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..host.launch import cdiv, launch
+from ..options import Options
+from .blocks import LOG2_E
+
+BLOCK = 256
+
+
+@triton.jit(do_not_specialize=["T", "S", "q_row", "q_at", "q_offset", "window", "steps"])
+def first_seen_kernel(
+    q_hi_ptr, q_lo_ptr, k_hi_ptr, k_lo_ptr, out_ptr, T, S, q_row, q_at, q_offset, window, horizon2, steps,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    bh = (tl.program_id(0) // tl.cdiv(T, BLOCK)).to(tl.int64)
+    t = tl.program_id(0) % tl.cdiv(T, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    at = bh * q_row + q_at + tl.minimum(t, T - 1)
+    limit = tl.load(q_hi_ptr + at).to(tl.float64) + tl.load(q_lo_ptr + at).to(tl.float64) + horizon2
+    low = t * 0
+    high = tl.minimum(q_offset + t, S) if CAUSAL else low + S
+    for _ in range(steps):
+        middle = (low + high) // 2
+        going = low < high
+        c = tl.load(k_hi_ptr + bh * S + middle, mask=going, other=0.0).to(tl.float64)
+        c += tl.load(k_lo_ptr + bh * S + middle, mask=going, other=0.0).to(tl.float64)
+        hidden = c >= limit  # False for NaN, which is to be seen
+        low, high = tl.where(going & hidden, middle + 1, low), tl.where(going & (hidden == 0), middle, high)
+    if WINDOW:
+        low = tl.maximum(low, q_offset + t - window + 1)
+    tl.store(out_ptr + bh * T + t, low, mask=t < T)
+
+
+@triton.jit(do_not_specialize=["T", "S", "steps"])
+def unseen_from_kernel(first_ptr, out_ptr, T, S, steps, BLOCK: tl.constexpr):
+    bh = (tl.program_id(0) // tl.cdiv(S, BLOCK)).to(tl.int64)
+    j = tl.program_id(0) % tl.cdiv(S, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    low, high = j * 0, j * 0 + T
+    for _ in range(steps):
+        middle = (low + high) // 2
+        going = low < high
+        seen = tl.load(first_ptr + bh * T + middle, mask=going, other=0) <= j
+        low, high = tl.where(going & seen, middle + 1, low), tl.where(going & (seen == 0), middle, high)
+    tl.store(out_ptr + bh * S + j, low, mask=j < S)
+
+
+def first_seen(
+    c_hi: torch.Tensor, c_lo: torch.Tensor, T: int, options: Options, *, q_offset: int | None = None,
+    causal: bool = True, queries: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor | None:  # fmt: skip
+    """Return (B, H, T) int32, the first key that each query sees, sinks aside; None without a horizon.
+
+    c_hi, c_lo (B, H, S) float32 are c in base 2. queries: the queries' own c in two floats (B, H, T), where they are
+    not those of the keys from q_offset on (None: S - T). causal=False: a query may lie behind all keys.
+    """
+    if options.horizon is None:
+        return None
+    B, H, S = c_hi.shape
+    q_offset = S - T if q_offset is None else q_offset
+    out = torch.empty(B, H, T, dtype=torch.int32, device=c_hi.device)
+    if out.numel():
+        c_hi, c_lo = c_hi.contiguous(), c_lo.contiguous()
+        own = (c_hi, c_lo) if queries is None else queries
+        q_row, q_at = (S, q_offset) if queries is None else (T, 0)
+        numbers = (T, S, q_row, q_at, q_offset, options.window or 0, options.horizon * LOG2_E, S.bit_length())
+        launch(
+            first_seen_kernel, (B * H * cdiv(T, BLOCK),), (*own, c_hi, c_lo, out, *numbers),
+            (causal, options.window is not None, BLOCK),
+        )  # fmt: skip
+    return out
+
+
+def unseen_from(first: torch.Tensor, S: int) -> torch.Tensor:
+    """Return (B, H, S) int32: for each key how many queries come before the first that no longer sees it."""
+    B, H, T = first.shape
+    out = torch.empty(B, H, S, dtype=torch.int32, device=first.device)
+    if out.numel():
+        launch(unseen_from_kernel, (B * H * cdiv(S, BLOCK),), (first, out, T, S, T.bit_length()), (BLOCK,))
+    return out
