@@ -149,9 +149,9 @@ def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any) -> 
     elif contender.startswith("fox") and ids.shape[1] > PREFILL:
         options["prefill_chunk_size"] = PREFILL
     replays: list[float] = []
-    devices, serve, loop = captured.DEVICES, captured.steps_serve, captured._loop
+    devices, loop = captured.DEVICES, captured._loop
     if contender == "fox-loop":
-        captured.DEVICES, captured.steps_serve = (), lambda *_: False
+        captured.DEVICES = ()
     captured._loop = replaying(replays)
     if cuda:
         torch.cuda.synchronize()
@@ -160,7 +160,7 @@ def run(model: Any, contender: str, ids: torch.Tensor, new: int, cache: Any) -> 
     try:
         model.generate(ids, attention_mask=torch.ones_like(ids), streamer=arrivals, **options)
     finally:
-        captured.DEVICES, captured.steps_serve, captured._loop = devices, serve, loop
+        captured.DEVICES, captured._loop = devices, loop
         if arrivals.recorder is not None:  # stopped in the middle
             arrivals.recorder.stop()
     if cuda:

@@ -111,7 +111,7 @@ def measure_live_share(
     Raises:
         ValueError: no text is as long as the shortest length.
     """
-    horizon = horizon or (opened.fox or {}).get("horizon") or HORIZON
+    nats: float = horizon or (opened.fox or {}).get("horizon") or HORIZON
     longest = max((len(window.token_ids) for window in windows), default=0)
     wanted = sorted({length for length in lengths if length <= longest})
     if not wanted:
@@ -126,10 +126,10 @@ def measure_live_share(
                 with listening(opened.model) as heard:
                     inner_model(opened.model)(input_ids=ids, use_cache=False)
                 for length in own:
-                    found[length].append(_by_layer(opened.model, heard, horizon, length))
+                    found[length].append(_by_layer(opened.model, heard, nats, length))
             bar.advance(task, len(window.token_ids))
     rows = [_row(opened.model, length, found[length]) for length in wanted]
-    return {"horizon": horizon, "lengths": rows}
+    return {"horizon": nats, "lengths": rows}
 
 
 @contextmanager

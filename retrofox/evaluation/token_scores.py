@@ -16,6 +16,8 @@ from retrofox.anatomy import inner_model, logits_from_hidden, require_known_toke
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+LossAndBest = tuple[np.ndarray, np.ndarray]
+"""(P,) float32 losses in nats, (P,) int64 likeliest tokens."""
 BATCH_TOKENS = {"cpu": 1 << 13, "cuda": 1 << 17}
 """Tokens of a batch where `batch` is "auto"; on a GPU that runs out of memory, less."""
 
@@ -39,7 +41,7 @@ def score_tokens(
     texts: Sequence[Scored],
     batch: int | str = "auto",
     advance: Callable[[int], Any] | None = None,
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[LossAndBest]:
     """Per text (loss, argmax) at each of its positions: -ln p(x_i | x_0 .. x_{i-1}), and the likeliest token there.
 
     Texts of like length share a batch and are padded at the end, out of sight of every real token. The head is applied
@@ -57,7 +59,7 @@ def score_tokens(
     """
     require_known_tokens(model, max((int(text.token_ids.max()) for text in texts), default=0))
     order = sorted((n for n, text in enumerate(texts) if len(text.positions)), key=lambda n: -texts[n].needed)
-    found = [(np.empty(0, np.float32), np.empty(0, np.int64))] * len(texts)
+    found: list[LossAndBest] = [(np.empty(0, np.float32), np.empty(0, np.int64))] * len(texts)
     device = next(model.parameters()).device
     budget = BATCH_TOKENS.get(device.type, BATCH_TOKENS["cpu"])
     start = 0
@@ -89,7 +91,7 @@ def score_tokens(
 
 
 @torch.no_grad()
-def _score(texts: Sequence[Scored], model: PreTrainedModel, device: torch.device) -> list[tuple[np.ndarray, ...]]:
+def _score(texts: Sequence[Scored], model: PreTrainedModel, device: torch.device) -> list[LossAndBest]:
     ids = np.zeros((len(texts), texts[0].needed), np.int64)
     for row, text in enumerate(texts):
         ids[row, : text.needed] = text.token_ids[: text.needed]

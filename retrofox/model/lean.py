@@ -12,7 +12,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ except ImportError:  # no fox_kernels, an older one, or no Triton
         return False
 
 
-LIBRARIES = tuple(str(Path(library.__file__).parent) for library in (torch, transformers))
+LIBRARIES = tuple(library.__path__[0] for library in (torch, transformers))
 
 
 def written_like(module: nn.Module, plain: type) -> bool:

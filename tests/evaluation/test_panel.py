@@ -122,7 +122,7 @@ def test_the_worst_row_is_the_headline():
 
 
 def test_every_kind_has_its_row_and_the_files_hold_it(models, texts, options, tmp_path, capsys):
-    result = panel(*models, texts, tmp_path / "out", only=["many", "one", "verse"], **options)
+    result = panel(models[0], models[1], texts, tmp_path / "out", only=["many", "one", "verse"], **options)
     assert list(result["kinds"]) == ["verse", "many", "one"]
     assert [found["sample"] for found in result["kinds"].values()] == ["rows", "documents", "rows"]
     assert result["kinds"]["one"]["tokens"] <= 256
@@ -139,12 +139,12 @@ def test_finished_kinds_are_kept_until_texts_or_models_change(models, texts, opt
     original = panel_module.token_differences
     monkeypatch.setattr(panel_module, "token_differences", lambda *a: (runs.append(1), original(*a))[1])
     given = {**options, "only": ["many", "one"]}
-    first = panel(*models, texts, tmp_path / "out", **given)
+    first = panel(models[0], models[1], texts, tmp_path / "out", **given)
     done = len(runs)
-    assert panel(*models, texts, tmp_path / "out", **given)["kinds"] == first["kinds"]
+    assert panel(models[0], models[1], texts, tmp_path / "out", **given)["kinds"] == first["kinds"]
     assert len(runs) == done
     (tmp_path / "one.txt").write_text("int other(void) { return 1; }\n" * 30)
-    panel(*models, texts, tmp_path / "out", **given)
+    panel(models[0], models[1], texts, tmp_path / "out", **given)
     assert len(runs) == done + 4  # the rows of one kind
     panel(models[1], models[1], texts, tmp_path / "out", **given)
     assert len(runs) == 2 * done + 4
@@ -172,7 +172,7 @@ def test_answers_are_compared_and_the_bases_are_made_once(models, texts, options
 def test_the_loss_of_the_bases_answers_is_each_models_own(models, pico_tokenizer):
     opened = [Opened(model, pico_tokenizer, name, name) for model, name in zip(models, ("m", "b"), strict=True)]
     prompts, own, its = [[5, 6, 7], [8, 9]], [[10, 11], [12]], [[10, 12, 13], [12]]
-    found = compare_answers(*opened, prompts, own, its)
+    found = compare_answers(opened[0], opened[1], prompts, own, its)
     assert found["same"]["value"] == 0.5
     assert found["common_prefix"] == 1.0
     for model, name in zip(models, ("loss", "base"), strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from fox_kernels.reference import forgetting_attention as reference
@@ -39,7 +41,8 @@ def test_a_layers_attention_is_the_references(pico_fox, path, monkeypatch, sink)
     for query, key, value, log_f, options, out in seen:
         q, k, v = (x.transpose(1, 2).double() for x in (query, key, value))
         given = {"scale": options["scale"], "sink": sink}
-        wanted, open_ = (reference(q, k, v, log_f.double(), horizon=h, **given) for h in (3.0, None))
+        outputs: list[Any] = [reference(q, k, v, log_f.double(), horizon=h, **given) for h in (3.0, None)]
+        wanted, open_ = outputs
         torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
         assert (wanted - open_).abs().max() > 1e-2
 
