@@ -35,6 +35,9 @@ class Budget(Section):
     form: Literal["equal", "hinge"] = Field(
         default="equal", description="equal: on every head's log half-life; hinge: on the share itself"
     )
+    spare: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = Field(
+        default=[], description="[layer, kv head] of the heads that are not pressed, counted from 0"
+    )
 
 
 class Stage(Section):
@@ -85,10 +88,10 @@ class Stage(Section):
     )
     cross_entropy: Literal["auto", "chunked", "torch", "liger"] = "auto"
     gradient_checkpointing: Literal["none", "full"] | Annotated[int, Field(ge=1)] = Field(
-        "none", description="none, full, or n: every n-th layer is recomputed"
+        default="none", description="none, full, or n: every n-th layer is recomputed"
     )
     tiled_mlp: Literal["none", "auto"] | Annotated[int, Field(ge=1)] = Field(
-        "none", description="none, auto, or n: MLPs run over n tokens at a time, their widest tensors never whole"
+        default="none", description="none, auto, or n: MLPs run over n tokens at a time, their widest tensors never whole"
     )
     offload_activations: bool = Field(
         default=False, description="the checkpoints of gradient_checkpointing wait in CPU memory for the backward"

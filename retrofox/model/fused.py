@@ -131,6 +131,8 @@ class Projections:
         )  # fmt: skip
         if gates.record:
             gates.last_log_f = self.log_f.detach()
+        for hook in gates._forward_hooks.values():  # of outputs alone, else this layer isn't `enterable`
+            self.log_f = hook(gates, (hidden_states,), self.log_f)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -162,12 +164,20 @@ def enterable(module: Any, hidden_states: torch.Tensor) -> bool:
         return False
     device = hidden_states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.weight.dtype
-    return hidden_states.dtype == dtype and hidden_states.dim() == 3 and all(map(untouched, (gates, q, k, v)))
+    whole = all(map(untouched, (q, k, v))) and untouched(gates, but_output_hooks=True)
+    return hidden_states.dtype == dtype and hidden_states.dim() == 3 and whole
 
 
-def untouched(module: nn.Module) -> bool:
-    """No hooks (FSDP, ZeRO and offloading gather weights by them), no replaced forward, ordinary tensors."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+def untouched(module: nn.Module, but_output_hooks: bool = False) -> bool:
+    """No hooks (FSDP, ZeRO and offloading gather weights by them), no replaced forward, ordinary tensors.
+
+    Args:
+        but_output_hooks: forward hooks with an attribute `output_hook` are allowed: they read no weights and return the
+            output to go on with.
+    """
+    others = [hook for hook in module._forward_hooks.values() if not getattr(hook, "output_hook", False)]
+    hooks = others if but_output_hooks else module._forward_hooks
+    if hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return False
     for parameter in module._parameters.values():
         if not (parameter is None or type(parameter) is nn.Parameter or type(parameter) is torch.Tensor):

@@ -6,7 +6,8 @@ A head whose gate values average -m nats a token (m = mean |log f|) sees about s
     share = 1 - exp(-span / length),    live = mean of the share over all heads,    target: 1 -> `share` over `anneal`
 
 While live > target a penalty is added to the loss. Only its gradient is: the forward is unchanged to the bit, and each
-gate's gradient gets its part as the backward passes it. Per token of a step of N tokens and H heads in all layers:
+gate's gradient gets its part as the backward passes it. Per token of a step of N tokens and H heads in all layers, for
+every head that is not spared:
 
     equal   weight * mean of log2(half-life), over half-lives above 64 tokens:   weight / (H N ln 2 |log f|)
     hinge   weight * relu(live - target):            weight / (H N) * (span / length) exp(-span / length) / m
@@ -17,6 +18,7 @@ Means m are those of the micro-batch, on this process's device, so that nothing 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,48 +32,87 @@ HORIZON = 16.0
 SHORT = 64
 """Tokens: `equal` leaves half-lives below it alone."""
 LENGTHS = {"8k": 8192, "32k": 32768, "128k": 131072}
+NEVER = -1e-12
+"""log f of a gate that is open to the last bit: the pressure divides by it."""
 
 
 class Pressure(torch.autograd.Function):
     """The identity on log_f (B, T, H), whose backward adds the budget's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, log_f: torch.Tensor, pressure: GatePressure) -> torch.Tensor:  # type: ignore[override]
-        ctx.pressure = pressure
+    def forward(ctx: Any, log_f: torch.Tensor, press: Press) -> torch.Tensor:  # type: ignore[override]
+        ctx.press = press
         ctx.save_for_backward(log_f)
         return log_f.view_as(log_f)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         (log_f,) = ctx.saved_tensors
-        return grad + ctx.pressure.gradient(log_f), None
+        return grad + ctx.press.gradient(log_f), None
+
+
+class Press:
+    """The forward hook of one gate. Fused projections, which don't call the gate, call its hooks (`output_hook`)."""
+
+    output_hook = True
+
+    def __init__(self, pressure: GatePressure, place: int):
+        self.pressure, self.place = pressure, place
+
+    def __call__(self, module: Any, arguments: Any, log_f: torch.Tensor) -> torch.Tensor:
+        self.pressure.hear(self.place, log_f.detach())
+        return Pressure.apply(log_f, self) if log_f.requires_grad else log_f  # type: ignore[no-any-return]
+
+    def gradient(self, log_f: torch.Tensor) -> torch.Tensor:
+        """What the gate's log_f (B, T, H) gets in the backward; 0 once the live share is at most the target."""
+        pressure = self.pressure
+        form = FORMS[pressure.budget.form]
+        return form(log_f.clamp_max(NEVER), pressure.factors[self.place], pressure.horizon, pressure.budget.length)
 
 
 class GatePressure(TrainerCallback):
     """Presses a model's gates during a stage.
 
-    Attributes:
+    Args:
         tokens: of an optimizer step, over all processes.
         world: processes, over whose number gradients are averaged.
+
+    Attributes:
         target: of the live share, in this step.
-        means: (gates, H) float32, each head's mean |log f| in the last micro-batch.
+        means: (gates, H) float32, each head's mean log f in the last micro-batch.
+        weights: (gates, H) float32, by which the pressure on a head is multiplied: 0 where it is spared.
+        factors: the same times what the micro-batch decides: 0 where the target is reached.
+
+    Raises:
+        ValueError: a spared head that isn't there; so many that the share can't be reached.
     """
 
     def __init__(self, model: Any, stage: Stage, tokens: int, world: int, device: torch.device | None = None):
         assert stage.budget is not None
         self.budget: Budget = stage.budget
-        self.tokens, self.world, self.anneal_tokens = tokens, world, stage.budget.anneal * stage.tokens
+        self.tokens, self.anneal_tokens = tokens, stage.budget.anneal * stage.tokens
         self.horizon = horizon_of(model)
-        self.gates = pressed_gates(model)
+        pressed = pressed_gates(model)
+        self.gates = list(pressed.values())
+        where = device or self.gates[0].bias.device
+        kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
         heads = self.gates[0].bias.shape[0]
-        self.means = torch.full((len(self.gates), heads), math.log(2.0), device=device or self.gates[0].bias.device)
+        spared = spared_heads(self.budget.spare, 1 + max(pressed), kv_heads, heads)[list(pressed)]
+        if float(spared.float().mean()) >= self.budget.share:
+            raise ValueError(
+                f"budget.spare leaves {float(spared.float().mean()):.0%} of the heads open, and budget.share is "
+                f"{self.budget.share:.0%} of the keys of all: spare fewer heads, or raise share"
+            )
+        self.weights = (~spared).float().to(where) * (stage.budget.weight * world / (spared.numel() * tokens))
+        self.means = torch.full(spared.shape, -math.log(2.0), device=where)
+        self.factors = self.weights
         self.target = 1.0
         self.hooks: list[Any] = []
 
     def attach(self) -> None:
         """From here on the gates' outputs are pressed."""
         self.detach()
-        self.hooks = [gate.register_forward_hook(self._hook(place)) for place, gate in enumerate(self.gates)]
+        self.hooks = [gate.register_forward_hook(Press(self, place)) for place, gate in enumerate(self.gates)]
 
     def detach(self) -> None:
         """Takes every hook off."""
@@ -93,49 +134,57 @@ class GatePressure(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.detach()
 
-    def _hook(self, place: int) -> Any:
-        def press(module: Any, arguments: Any, log_f: torch.Tensor) -> torch.Tensor:
-            self.means[place] = -log_f.detach().mean((0, 1))
-            return Pressure.apply(log_f, self) if log_f.requires_grad else log_f  # type: ignore[no-any-return]
-
-        return press
+    def hear(self, place: int, log_f: torch.Tensor) -> None:
+        """Notes a gate's log_f (B, T, H); after the last gate's, what its micro-batch decides."""
+        self.means[place] = log_f.mean((0, 1))
+        if place == len(self.gates) - 1:
+            self.factors = self.weights * (self.live() > self.target)
 
     def live(self) -> torch.Tensor:
         """The live share of the last micro-batch, a scalar on the device."""
-        spans = self.horizon / self.means.clamp_min(1e-12)
-        return -torch.expm1(-spans / self.budget.length).mean()
-
-    def gradient(self, log_f: torch.Tensor) -> torch.Tensor:
-        """What a gate's log_f (B, T, H) gets in the backward; 0 once the live share is at most the target."""
-        falling = log_f.neg().clamp_min(1e-12)
-        scale = self.budget.weight * self.world / (self.means.numel() * self.tokens)
-        pressed = FORMS[self.budget.form](falling, self.horizon, self.budget.length)
-        return pressed * (scale * (self.live() > self.target))
+        spans = self.horizon / self.means.clamp_max(NEVER)
+        return -torch.expm1(spans / self.budget.length).mean()
 
 
-def _equal(falling: torch.Tensor, horizon: float, length: int) -> torch.Tensor:
-    return torch.where(falling < math.log(2.0) / SHORT, 1 / (math.log(2.0) * falling), 0.0)
+def _equal(log_f: torch.Tensor, factor: torch.Tensor, horizon: float, length: int) -> torch.Tensor:
+    return (log_f > -math.log(2.0) / SHORT) * (factor / -math.log(2.0)) / log_f
 
 
-def _hinge(falling: torch.Tensor, horizon: float, length: int) -> torch.Tensor:
-    mean = falling.mean((0, 1))
+def _hinge(log_f: torch.Tensor, factor: torch.Tensor, horizon: float, length: int) -> torch.Tensor:
+    mean = -log_f.mean((0, 1))
     part = horizon / mean / length
-    return (part * torch.exp(-part) / mean).expand_as(falling)
+    return (factor * part * torch.exp(-part) / mean).expand_as(log_f)
 
 
 FORMS = {"equal": _equal, "hinge": _hinge}
-"""Gradient by log_f, times H N / weight: form(|log f| (B, T, H), horizon, length) -> (B, T, H)."""
+"""Gradient by log_f: form(log f (B, T, H), factor (H,), horizon, length) -> (B, T, H)."""
 
 
-def pressed_gates(model: torch.nn.Module) -> list[ForgetGate]:
-    """The gates of a model that are trained; of the two that PEFT keeps of each, the one in use."""
-    return [
+def spared_heads(spare: Sequence[Sequence[int]], layers: int, kv_heads: int, heads: int) -> torch.Tensor:
+    """(layers, heads) bool: the gates' heads that read the kv heads of `spare`, which are pairs [layer, kv head].
+
+    Raises:
+        ValueError: a pair that isn't there.
+    """
+    spared = torch.zeros(layers, min(kv_heads, heads), max(1, heads // kv_heads), dtype=torch.bool)
+    for layer, kv_head in spare:
+        if not (0 <= layer < layers and 0 <= kv_head < spared.shape[1]):
+            raise ValueError(
+                f"budget.spare: [{layer}, {kv_head}] is no kv head whose gate is trained ({layers} layers of "
+                f"{spared.shape[1]} kv heads): give pairs [layer, kv head], counted from 0"
+            )
+        spared[layer, kv_head] = True
+    return spared.flatten(1)
+
+
+def pressed_gates(model: torch.nn.Module) -> dict[int, ForgetGate]:
+    """The gates of a model that are trained, by layer; of the two that PEFT keeps of each, the one in use."""
+    used = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, ForgetGate)
-        and ".original_module" not in name
-        and any(parameter.requires_grad for parameter in module.parameters())
+        if isinstance(module, ForgetGate) and ".original_module" not in name
     ]
+    return {layer: gate for layer, gate in enumerate(used) if any(p.requires_grad for p in gate.parameters())}
 
 
 def horizon_of(model: Any) -> float:

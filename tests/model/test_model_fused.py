@@ -45,8 +45,18 @@ CASES: dict[str, tuple[str, dict, dict, str, list[str]]] = {
     "recomputed, reentrant": ("llama", {}, PARTIAL, "reentrant", ["entry"]),
     "adapters": ("llama", {}, PARTIAL, "lora", ["gate", "rotary"]),
     "hooked": ("llama", {}, PARTIAL, "hooked", ["gate", "rotary"]),
+    "gates hooked": ("llama", {}, PARTIAL, "gates hooked", ["entry"]),
     "frozen": ("llama", {}, PARTIAL, "frozen", ["entry"]),
 }
+
+
+class Doubled:
+    """A hook on a gate's output, of the kind that fused projections call themselves."""
+
+    output_hook = True
+
+    def __call__(self, module: Any, args: Any, log_f: Any) -> Any:
+        return log_f * 2
 
 
 def run(name: str) -> dict[str, Any]:
@@ -80,6 +90,9 @@ def run(name: str) -> dict[str, Any]:
     if how == "hooked":
         for _, module in retrofox.anatomy.attentions(model):
             module.q_proj.register_forward_hook(lambda module, args, output: output * 2)
+    if how == "gates hooked":
+        for _, module in retrofox.anatomy.attentions(model):
+            module.forget_gate.register_forward_hook(Doubled())
     if how == "frozen":
         for key, parameter in model.named_parameters():
             parameter.requires_grad_(retrofox.anatomy.is_new_tensor(key))

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from retrofox.config import Budget, Stage, load_recipe, validate
+from retrofox.model.fused import untouched
 from retrofox.training.budget import SHORT, GatePressure, live_shares, pressed_gates
 from retrofox.training.loop import FoxTrainer
 from retrofox.training.speed import save_memory
@@ -89,6 +90,33 @@ def test_it_ends_where_the_target_is_reached(pico_fox, ids):
     assert all(torch.equal(plain[name], pressed[name]) for name in plain)
 
 
+def test_spared_heads_are_not_pressed(pico_fox, ids):
+    model = pico_fox(half_life=(50.0, 5000.0)).train()
+    _, plain = gradients(model, ids)
+    pressure = pressure_on(model, share=0.6, spare=[[1, 0]], weight=0.5, length=300)
+    pressure.attach()
+    pressure.target = 0.6
+    _, pressed = gradients(model, ids)
+    first, second = (name for name in plain if name.endswith("forget_gate.bias"))
+    moved = (pressed[second] != plain[second]).tolist()
+    assert moved == [False, False, True, True]  # 4 heads, 2 kv heads
+    assert not torch.equal(pressed[first], plain[first])
+
+
+@pytest.mark.parametrize(("spare", "said"), [([[2, 0]], "no kv head"), ([[0, 0]], "leaves 25% of the heads open")])
+def test_spared_heads_that_are_not_there_or_too_many_are_refused(pico_fox, spare, said):
+    with pytest.raises(ValueError, match=said):
+        pressure_on(pico_fox(), spare=spare)
+
+
+def test_fused_projections_may_call_the_hooks_of_a_pressed_gate(pico_fox):
+    pressure = pressure_on(pico_fox())
+    pressure.attach()
+    assert all(untouched(gate, but_output_hooks=True) for gate in pressure.gates)
+    pressure.gates[0].register_forward_hook(lambda *found: None)
+    assert not untouched(pressure.gates[0], but_output_hooks=True)
+
+
 def test_recomputed_layers_press_once(pico_fox, ids):
     model = pico_fox(half_life=(50.0, 5000.0)).train()
     pressure = pressure_on(model, weight=0.5)
@@ -144,7 +172,7 @@ def test_training_presses_logs_the_share_and_leaves_no_hook(recipe, monkeypatch)
 
     def noted(self):
         model = release(self)
-        left.extend(hook for gate in pressed_gates(model) for hook in gate._forward_hooks)
+        left.extend(hook for gate in pressed_gates(model).values() for hook in gate._forward_hooks)
         return model
 
     monkeypatch.setattr(FoxTrainer, "release", noted)
