@@ -91,7 +91,8 @@ class Stage(Section):
         default="none", description="none, full, or n: every n-th layer is recomputed"
     )
     tiled_mlp: Literal["none", "auto"] | Annotated[int, Field(ge=1)] = Field(
-        default="none", description="none, auto, or n: MLPs run over n tokens at a time, their widest tensors never whole"
+        default="none",
+        description="none, auto, or n: MLPs run over n tokens at a time, their widest tensors never whole",
     )
     offload_activations: bool = Field(
         default=False, description="the checkpoints of gradient_checkpointing wait in CPU memory for the backward"
