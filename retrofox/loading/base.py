@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.families import has_softcap
 from retrofox.loading.errors import opened_by_transformers, reading_gguf
+from retrofox.loading.gguf_files import gguf_config, refuse_unread_tensors
 from retrofox.loading.outside import register_outside
 from retrofox.loading.shards import find
 from retrofox.loading.source import read_config
@@ -40,9 +41,7 @@ def load_base(
     path = Path(source)
     options: dict[str, Any]
     if str(source).endswith(".gguf"):
-        if not path.is_file():
-            raise FileNotFoundError(f"{source}: no such file")
-        where, options = str(path.parent), {"gguf_file": path.name}
+        where, options = str(path.parent), {"gguf_file": path.name, "config": gguf_config(source)}
     else:
         values = read_config(source, revision)
         register_outside(values)
@@ -61,6 +60,8 @@ def load_base(
         )
         model, loaded = both
     refuse_missing(source, loaded["missing_keys"])
+    if "gguf_file" in options:
+        refuse_unread_tensors(source, model)
     if has_softcap(model.config):
         model.set_attn_implementation("eager")
     if "gguf_file" in options and hasattr(model.config, "quantization_config"):

@@ -8,7 +8,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from retrofox.families import check_supported
-from retrofox.loading.errors import reading_gguf, understood
+from retrofox.loading.errors import understood
+from retrofox.loading.gguf_files import gguf_config
 from retrofox.loading.outside import register_outside
 from retrofox.loading.source import check_source, read_config, refuse_adapter
 from retrofox.loading.trust import refuse_untrusted, trusts_code
@@ -21,12 +22,8 @@ def any_config(source: str | Path) -> Any:
         FileNotFoundError: nothing there.
         ValueError: its file is damaged, or the model needs code of its own that may not run (see `loading.trust`).
     """
-    path = Path(source)
     if str(source).endswith(".gguf"):
-        if not path.is_file():
-            raise FileNotFoundError(f"{source}: no such file")
-        with reading_gguf(source):
-            return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        return gguf_config(source)
     values = read_config(source)
     register_outside(values)
     refuse_untrusted(source, values)

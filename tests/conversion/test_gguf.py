@@ -1,94 +1,191 @@
-"""Converting a .gguf file: dequantised, proven against itself, its tokenizer along; damaged ones are refused."""
+"""Converting a .gguf file: the model it was made from, proven, its tokenizer along; what would change it is refused."""
 
-import json
 from pathlib import Path
+from typing import Any
 
-import gguf
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
-from retrofox import FoxSpec
+from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
+from retrofox.loading.gguf_files import gguf_config
 from retrofox.loading.tokenizers import load_tokenizer
+from tests.conversion.gguf_writer import write
 
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+PICO: dict[str, Any] = {
+    "vocab_size": 288,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
 }
-TOKENS = torch.arange(2, 34)[None]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500_000.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10_000.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10_000.0,
+}
+WINDOWS = {"sliding_window": 16, "head_dim": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"head_dim": 16}),
+    "llama, llama3": ("llama", {"head_dim": 64, "rope_parameters": LLAMA3, "max_position_embeddings": 131_072}),
+    "llama, linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}}),
+    "llama, with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3, yarn": ("qwen3", {"head_dim": 16, "rope_parameters": YARN}),
+    "gemma2": ("gemma2", WINDOWS | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
+    "gemma3": ("gemma3_text", WINDOWS | {"query_pre_attn_scalar": 16, "num_hidden_layers": 7}),
+    "phi3": ("phi3", {"sliding_window": 16}),
+    "phi3, longrope": (
+        "phi3",
+        {"original_max_position_embeddings": 64, "rope_parameters": LONGROPE, "sliding_window": None},
+    ),
+    "phi3, partly turned": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": None}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
+    "qwen2_moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 40, "norm_topk_prob": False}),
+}
+GEMMA3_FAR = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+FAMILIES["gemma3, linear"] = (
+    "gemma3_text",
+    FAMILIES["gemma3"][1]
+    | {"rope_parameters": GEMMA3_FAR | {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+)
 
 
-def write_gguf(model, tokenizer, file: Path) -> None:
-    """A pico Llama as llama.cpp writes it: float32, rotary channels interleaved."""
-    config, state = model.config, model.state_dict()
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(vocabulary["vocab"], key=vocabulary["vocab"].get))
-    writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+def made(model_type: str, values: dict[str, Any]) -> Any:
+    """A model of random weights, every one of them: norms and biases that start as 1 and 0, too."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**PICO, **values})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(0.3 * torch.randn_like(weight))
+    return model
 
-    def add(name: str, tensor: torch.Tensor, heads: int = 0) -> None:
-        if heads:
-            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(f"{name}.weight", tensor.contiguous().numpy())
 
-    add("token_embd", state["model.embed_tokens.weight"])
-    add("output_norm", state["model.norm.weight"])
-    add("output", state["lm_head.weight"])
-    for layer in range(config.num_hidden_layers):
-        for ours, theirs in NAMES.items():
-            heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(theirs, 0)
-            add(f"blk.{layer}.{theirs}", state[f"model.layers.{layer}.{ours}.weight"], heads)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def tokens(length: int = 128) -> torch.Tensor:
+    return torch.randint(2, 288, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: Any, length: int = 128) -> torch.Tensor:
+    """At `length` positions spread over those that the model was trained to."""
+    positions = torch.arange(length)[None] * (model.config.max_position_embeddings // length)
+    tokens = torch.randint(2, 288, (1, length), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(tokens, position_ids=positions).logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_gives_the_model_that_it_was_made_from(name, pico_tokenizer, tmp_path):
+    model = made(*FAMILIES[name])
+    read, _ = load_base(write(model, pico_tokenizer, tmp_path / "pico.gguf"))
+    torch.testing.assert_close(logits(read), logits(model), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"factor": 8.0, "rope_theta": 5e5},
+        {"factor": 16.0, "high_freq_factor": 8.0, "original_max_position_embeddings": 2048, "rope_theta": 1e6},
+        {"factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0},
+    ],
+)
+def test_llama3_scaling_comes_back_from_its_factors(scaling, pico_tokenizer, tmp_path):
+    model = made("llama", {"head_dim": 128, "rope_parameters": LLAMA3 | scaling, "max_position_embeddings": 65_536})
+    rope = gguf_config(write(model, pico_tokenizer, tmp_path / "pico.gguf")).rope_parameters
+    assert rope["rope_type"] == "llama3"
+    low = model.config.rope_parameters["low_freq_factor"]
+    for name, value in {"factor": 1, "high_freq_factor": low, "original_max_position_embeddings": low}.items():
+        assert rope[name] == pytest.approx(model.config.rope_parameters[name] / value)
+
+
+def test_factors_that_no_llama3_scaling_gives_are_kept_as_they_are(pico_tokenizer, tmp_path):
+    model, factors = made("llama", {"head_dim": 8}), torch.tensor([1.0, 3.0, 2.0, 5.0])
+    file = write(model, pico_tokenizer, tmp_path / "pico.gguf", extra_tensors={"rope_freqs.weight": factors})
+    read, _ = load_base(file)
+    model.model.rotary_emb.inv_freq /= factors
+    torch.testing.assert_close(logits(read), logits(model), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("llama", "attention.scale", 0.5),
+        ("llama", "attention.sliding_window", 16),
+        ("llama", "expert_count", 8),
+        ("llama", "logit_scale", 4.0),
+        ("llama", "rope.dimension_count", 4),
+        ("llama", "rope.scaling.type", "longrope"),
+        ("llama", "some.new_key", 1),
+        ("qwen3", "attn_logit_softcapping", 50.0),
+        ("gemma2", "attention.sliding_window_pattern", 3),
+        ("starcoder2", "block_count", 2),
+    ],
+)
+def test_a_setting_that_transformers_would_drop_is_refused_by_name(model_type, key, value, pico_tokenizer, tmp_path):
+    file = write(made(model_type, {"head_dim": 8}), pico_tokenizer, tmp_path / "pico.gguf", extra_keys={key: value})
+    named = "sliding window" if model_type == "starcoder2" else f"{key} = {value}"
+    with pytest.raises(ValueError, match=f"{named}.*convert the model that the file was made from"):
+        load_base(file)
+
+
+def test_a_tensor_that_transformers_would_drop_is_refused_by_name(pico_tokenizer, tmp_path):
+    bias = {"blk.1.attn_q.bias": torch.ones(32)}
+    file = write(made("qwen3", {"head_dim": 8}), pico_tokenizer, tmp_path / "pico.gguf", extra_tensors=bias)
+    with pytest.raises(ValueError, match=r"1 of its tensors, such as blk\.1\.attn_q\.bias"):
+        load_base(file)
+
+
+def test_a_family_that_has_no_gates_here_is_refused(pico_tokenizer, tmp_path):
+    file = write(made("stablelm", {}), pico_tokenizer, tmp_path / "pico.gguf")
+    with pytest.raises(ValueError, match="model_type 'stablelm' is not supported"):
+        load_base(file)
 
 
 @pytest.fixture(scope="module")
 def file(pico_llama, pico_tokenizer, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("gguf") / "pico.gguf"
-    write_gguf(pico_llama(), pico_tokenizer, path)
-    return path
+    return write(pico_llama(), pico_tokenizer, tmp_path_factory.mktemp("gguf") / "pico.gguf")
 
 
-def test_a_gguf_file_is_converted_and_proven(file, pico_llama, pico_tokenizer, tmp_path):
+def test_a_gguf_file_is_converted_and_proven(file, tmp_path):
     base, tokenizer = load_base(file)
-    with torch.no_grad():
-        expected = base(TOKENS).logits
-        torch.testing.assert_close(expected, pico_llama()(TOKENS).logits, atol=1e-4, rtol=0)
     report = retrofox.convert(file, tmp_path / "out", fox=FoxSpec(rope="keep", init="open", pro=("output-gate",)))
     assert report["weights"] == "dequantised from GGUF"
     assert report["parity"]["equal"]
     assert report["parity"]["text"] == "a fixed text"
     model = retrofox.load(tmp_path / "out")
     assert not hasattr(model.config, "quantization_config")
-    with torch.no_grad():
-        torch.testing.assert_close(model(TOKENS).logits, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(model), logits(base), atol=1e-5, rtol=0)
     text = "the fox forgets the gate"
-    ids = load_tokenizer(tmp_path / "out")(text).input_ids
-    assert ids == tokenizer(text).input_ids
-    assert ids[-5:] == pico_tokenizer(text).input_ids[-5:]
+    assert load_tokenizer(tmp_path / "out")(text).input_ids == tokenizer(text).input_ids
+
+
+def test_the_tokenizer_of_a_gguf_file_reads_as_its_own(file, pico_tokenizer):
+    _, tokenizer = load_base(file)
+    text = "the fox forgets the gate"
+    assert tokenizer(text).input_ids[-5:] == pico_tokenizer(text).input_ids[-5:]
 
 
 @pytest.mark.parametrize("damage", ["cut in its header", "cut in its weights", "something else"])

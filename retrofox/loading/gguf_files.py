@@ -1,0 +1,241 @@
+"""Configs of .gguf files: what transformers' reader drops is recovered here, or refused by its name in the file.
+
+A key of the file that transformers neither reads nor this module knows could change the model, and so could a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+    read_field,
+)
+
+from retrofox.families import check_supported
+from retrofox.loading.errors import reading_gguf
+
+Values = Mapping[str, Any]
+READ = {
+    *("attention.key_length", "attention.value_length", "attention.sliding_window", "attention.sliding_window_pattern"),
+    *("attention.scale", "attn_logit_softcapping", "final_logit_softcapping", "attention.layer_norm_epsilon"),
+    *("expert_feed_forward_length", "expert_shared_feed_forward_length", "rope.dimension_count", "rope.scale_linear"),
+    *("rope.freq_base", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor"),
+    *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    *("rope.scaling.finetuned", "tensor_data_layout", "size_label", "vocab_size", "context_length", "block_count"),
+}
+"""Keys that are read here, or change nothing."""
+NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale"), 1),
+    **dict.fromkeys(("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"), 1),
+    **dict.fromkeys(("attention.clamp_kqv", "expert_count", "expert_used_count", "leading_dense_block_count"), 0),
+    **dict.fromkeys(("attention.causal", "use_parallel_residual"), True),
+}
+"""Keys that are not read, with the value that changes nothing."""
+WINDOW_IS_LOST = ("starcoder2",)
+"""Families with a sliding window that their files don't record."""
+
+
+def gguf_config(file: str | Path) -> Any:
+    """The transformers config of a .gguf file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file is damaged, of an unknown family, or holds a setting that can't be expressed, by name.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    with reading_gguf(file):
+        from gguf import GGUFReader
+
+        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        reader = GGUFReader(path)
+        architecture = read_field(reader, "general.architecture")[0]
+        values = {
+            key.removeprefix(f"{architecture}."): _value(read_field(reader, key))
+            for key in reader.fields
+            if key.startswith(f"{architecture}.")
+        }
+        tensors = {tensor.name: tensor.data for tensor in reader.tensors if tensor.name.startswith("rope_")}
+        names = {tensor.name for tensor in reader.tensors}
+    check_supported(config)
+    _refuse_unknown(file, config.model_type, values)
+    _set_sizes(config, values)
+    if config.model_type == "llama":
+        config.attention_bias, config.mlp_bias = "blk.0.attn_q.bias" in names, "blk.0.ffn_gate.bias" in names
+    _set_attention(file, config, values)
+    _set_rope(file, config, values, tensors)
+    return config
+
+
+def refuse_unread_tensors(file: str | Path, model: Any) -> None:
+    """Raises ValueError, by name, where a .gguf file holds tensors that transformers' reader left out of its model."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(Path(file))
+    architecture = read_field(reader, "general.architecture")[0]
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    known = {name.removesuffix(".weight") for name in get_gguf_hf_weights_map(model, processor)}
+    names = {tensor.name for tensor in reader.tensors}
+    lost = sorted(name for name in names if name.removesuffix(".weight") not in known and not name.startswith("rope_"))
+    if lost:
+        raise ValueError(
+            f"{file}: {len(lost)} of its tensors, such as {lost[0]}, have no place in transformers' "
+            f"{model.config.model_type}: convert the model that the file was made from"
+        )
+
+
+def _value(items: Sequence[Any]) -> Any:
+    return items[0] if len(items) == 1 else list(items)
+
+
+def _refuse(file: str | Path, key: str, value: Any) -> ValueError:
+    return ValueError(
+        f"{file}: {key} = {value} can't be read from a .gguf file: convert the model that the file was made from"
+    )
+
+
+def _refuse_unknown(file: str | Path, model_type: str, values: Values) -> None:
+    """Raises ValueError for a key that could change the model in a way unknown here."""
+    if model_type in WINDOW_IS_LOST:
+        raise ValueError(
+            f"{file}: a .gguf file of a {model_type} model does not hold its sliding window: convert the model that "
+            "the file was made from"
+        )
+    read = GGUF_CONFIG_MAPPING.get(model_type.removesuffix("_text"), {})
+    for key, value in values.items():
+        known = key in READ or read.get(key) is not None
+        if not known and not (key in NEUTRAL and value == NEUTRAL[key]):
+            raise _refuse(file, key, value)
+
+
+def _set_sizes(config: Any, values: Values) -> None:
+    """Sizes that transformers fills in by defaults of the family."""
+    if "attention.key_length" in values and hasattr(config, "head_dim"):
+        config.head_dim = int(values["attention.key_length"])
+    for key, name in (
+        ("expert_feed_forward_length", "moe_intermediate_size"),
+        ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+    ):
+        if key in values and hasattr(config, name):
+            setattr(config, name, int(values[key]))
+
+
+def _set_attention(file: str | Path, config: Any, values: Values) -> None:
+    """Scale, windows and caps of the attention, as llama.cpp runs them."""
+    head = _head_dim(config)
+    if config.model_type in ("gemma2", "gemma3_text"):
+        largest = config.num_hidden_layers == {"gemma2": 46, "gemma3_text": 62}[config.model_type]  # 27B
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if largest else head
+    if "attention.scale" in values:
+        scale = getattr(config, "query_pre_attn_scalar", head) ** -0.5
+        if not math.isclose(values["attention.scale"], scale, rel_tol=1e-5):
+            raise _refuse(file, "attention.scale", values["attention.scale"])
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in values:
+            if not hasattr(config, key):
+                raise _refuse(file, key, values[key])
+            setattr(config, key, float(values[key]) or None)
+    window = values.get("attention.sliding_window")
+    if window:
+        if config.model_type not in ("gemma2", "gemma3_text", "phi3"):
+            raise _refuse(file, "attention.sliding_window", window)
+        config.sliding_window = int(window)
+    pattern = values.get("attention.sliding_window_pattern")
+    if pattern is not None:
+        flags = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
+        given = [bool(flag) for flag in pattern] if isinstance(pattern, list) else _every(int(pattern), len(flags))
+        if given != flags:
+            raise _refuse(file, "attention.sliding_window_pattern", pattern)
+
+
+def _every(period: int, layers: int) -> list[bool]:
+    return [(layer + 1) % period != 0 for layer in range(layers)]
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _set_rope(file: str | Path, config: Any, values: Values, tensors: Mapping[str, np.ndarray]) -> None:
+    """RoPE's base, turned channels and scaling: keys `rope.scaling.*`, or tensors that divide the frequencies."""
+    head, turned = _head_dim(config), int(values.get("rope.dimension_count", _head_dim(config)))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base", 10_000.0))}
+    if turned != head:
+        if config.model_type != "phi3":
+            raise _refuse(file, "rope.dimension_count", turned)
+        rope["partial_rotary_factor"] = config.partial_rotary_factor = turned / head
+    kind = values.get("rope.scaling.type", "linear" if "rope.scale_linear" in values else "none")
+    factor = float(values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0)))
+    original = values.get("rope.scaling.original_context_length")
+    stretch = float(values.get("rope.scaling.attn_factor", 1.0))
+    if "rope_freqs.weight" in tensors and kind == "none":
+        rope |= _from_factors(tensors["rope_freqs.weight"], rope["rope_theta"], config.max_position_embeddings)
+    elif "rope_factors_long.weight" in tensors and original:
+        short, long = tensors["rope_factors_short.weight"], tensors["rope_factors_long.weight"]
+        rope |= _longrope(short, long, stretch, int(original))
+        config.original_max_position_embeddings = int(original)
+    elif kind == "linear":
+        rope |= {"rope_type": "linear", "factor": factor} if factor != 1 else {}
+    elif kind == "yarn" and original and stretch == 1:
+        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original)}
+        for name in ("beta_fast", "beta_slow"):
+            if f"rope.scaling.yarn_{name}" in values:
+                rope[name] = float(values[f"rope.scaling.yarn_{name}"])
+    elif kind != "none" or tensors:
+        raise _refuse(file, "rope.scaling.type", f"{kind}, with tensors {sorted(tensors)}")
+    if config.model_type == "gemma3_text":
+        near = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base_swa", 10_000.0))}
+        config.rope_parameters = {"sliding_attention": near, "full_attention": rope}
+    else:
+        config.rope_parameters = rope
+
+
+def _longrope(short: np.ndarray, long: np.ndarray, stretch: float, original: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": [float(value) for value in short],
+        "long_factor": [float(value) for value in long],
+        "attention_factor": stretch,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _from_factors(factors: np.ndarray, theta: float, length: int) -> dict[str, Any]:
+    """The llama3 scaling that divides the frequencies by `factors`, (head_dim / 2,), else longrope with these factors.
+
+    With w = 2 pi / frequency and s = (L / w - 1) / (high - 1), llama3's divisor is 1 where s > 1, F where s < 0, and
+    1 / ((1 - s) / F + s) between. Its `low_freq_factor` only divides L and high: it is taken as 1, as in Llama 3.
+    """
+    factors = np.asarray(factors, np.float64)
+    if np.allclose(factors, 1):
+        return {}
+    waves = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
+    factor = float(factors.max())
+    smooth = (1 / factors - 1 / factor) / (1 - 1 / factor) if factor > 1 else np.zeros_like(factors)
+    between = (smooth > 1e-6) & (smooth < 1 - 1e-6)
+    guesses = [(8192, 4.0)]
+    if between.sum() > 1:
+        slope, start = np.polyfit(1 / waves[between], smooth[between], 1)  # L / (high - 1), -1 / (high - 1)
+        if start < 0:
+            guesses.append((round(-slope / start), round(1 - 1 / float(start), 4)))
+    for original, high in guesses:
+        share = np.clip((original / waves - 1) / (high - 1), 0, 1)
+        if np.allclose(1 / ((1 - share) / factor + share), factors, rtol=1e-4):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+    return _longrope(factors, factors, 1.0, length)
