@@ -1,7 +1,7 @@
 """Gathers what training and evaluations wrote about each arm into one file, and draws it: loss beside needles.
 
     python benchmarks/retrofit_results.py collect RUNS [--into FILE]   # RUNS/ARM/{result.json,log.jsonl,eval/,...}
-    python benchmarks/retrofit_results.py draw           # benchmarks/retrofit/{retrofit,distilled}.{svg,png}
+    python benchmarks/retrofit_results.py draw           # benchmarks/retrofit/retrofit.{svg,png}
 
 Arms go into benchmarks/retrofit/arms.json, or FILE, beside those that are there; docs/results.md draws its tables from
 it. A folder that holds evaluations without a result.json adds them to an arm that is there. RUNS/untrained/ with
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -30,7 +29,6 @@ from retrofox.support.plots import COLOURS, STYLE
 HERE = Path(__file__).parent
 ARMS = HERE / "retrofit" / "arms.json"
 IMAGE = HERE / "retrofit" / "retrofit"
-DISTILLED = HERE / "retrofit" / "distilled"
 KEYS = ("fox", "lora", "rope_scaling", "rope_theta", "seed", "stages")
 CURVE = 24
 """Points that are kept of a training's curve."""
@@ -151,19 +149,11 @@ def collect(runs: Path, note: str, into: Path = ARMS) -> None:
 
 DRAWN: dict[str, tuple[str, str, Any]] = {
     "base": ("base", "#000000", ":"),
-    "control": ("control: unconverted, fewer facts", "#888888", "--"),
-    "yarn": ("control trained with YaRN, factor 4", COLOURS[1], "--"),
+    "control-asked": ("control: unconverted, the same documents", "#888888", "--"),
+    "yarn": ("control trained with YaRN x 4", COLOURS[1], "--"),
     "theta": ("control trained with theta 500,000", COLOURS[4], "--"),
-    "drope-trained": ("control trained without RoPE (DroPE)", "#8B6914", "--"),
-    "partial": ("smollm2-partial", COLOURS[0], "-"),
-    "lora": ("smollm2-lora", COLOURS[5], "-"),
-    "fox": ("smollm2-fox (no RoPE)", COLOURS[3], "-"),
-    "fox-pro": ("smollm2-fox-pro (no RoPE)", COLOURS[2], "-"),
-    "keep": ("smollm2-keep (gates alone)", "#D08080", "-"),
-    "calibrated": ("calibrated, no training", "#2F6F4F", ":"),
-    "window:4096": ("base with a window of 4096", "#5FA8B0", "-."),
-    "streaming:4096,4": ("base as StreamingLLM, 4096 + 4", "#7B3FA0", "-."),
-    "yarn:4": ("base with YaRN, factor 4, untrained", "#B0B000", "-."),
+    "partial": ("the default: stretched RoPE and gates", COLOURS[0], "-"),
+    "fox": ("smollm2-fox: gates, no RoPE", COLOURS[3], "-"),
 }
 """Label, colour and line: what this toolkit made in whole lines, other trainings in dashes."""
 
@@ -199,38 +189,6 @@ def save(figure: Figure, image: Path) -> None:
         figure.savefig(image.with_suffix(suffix), dpi=150, metadata={"Date": None} if suffix == ".svg" else None)
 
 
-def distilled(arm: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, KL to the teacher in nats) of an arm's distill stage, as logged: means over ten steps."""
-    number = [stage["objective"] for stage in arm["recipe"]["stages"]].index("distill")
-    rows = [row for row in arm["curve"] if row["stage"] == number]
-    return np.array([row["tokens"] for row in rows]), np.array([row["loss"] for row in rows])
-
-
-def draw_distilled() -> None:
-    """KL to the teacher over a log axis of tokens, of the arms without RoPE, each with a power law through it."""
-    arms = read(ARMS)["arms"]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        for number, (name, what) in enumerate({"fox-told": "smollm2-fox", "fox-pro-told": "smollm2-fox-pro"}.items()):
-            tokens, kl = distilled(arms[name])
-            late = tokens >= 4e6
-            (power, constant), covariance = np.polyfit(np.log(tokens[late]), np.log(kl[late]), 1, cov=True)
-            more = np.array([4e6, 4 * tokens[-1]])
-            label = f"{what}: tokens ^ {power:.2f} ± {covariance[0, 0] ** 0.5:.2f}"
-            axes.plot(tokens / 1e6, kl, color=COLOURS[number], lw=2, marker="o", ms=4, label=label)
-            axes.plot(more / 1e6, np.exp(constant) * more**power, color=COLOURS[number], lw=1, ls=(0, (4, 3)))
-            print(f"{name}: {label}; {np.exp(constant) * more[1] ** power:.3f} nats at {more[1] / 1e6:.0f}M tokens")
-        axes.set(xscale="log", yscale="log", xlabel="tokens distilled, millions", title="KL to the teacher, nats")
-        axes.yaxis.set_major_locator(FixedLocator([0.07, 0.1, 0.15, 0.2, 0.3, 0.5]))
-        axes.yaxis.set_minor_locator(NullLocator())
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
-        axes.legend(fontsize=9)
-        save(figure, DISTILLED)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["collect", "draw"])
@@ -240,7 +198,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "draw":
         draw()
-        draw_distilled()
     elif options.runs is None:
         parser.error("collect needs the folder of runs")
     else:
