@@ -25,76 +25,6 @@ def read(name: str) -> Any:
     return json.loads((BENCHMARKS / name).read_text(encoding="utf-8"))
 
 
-LINES = {
-    "base": "base",
-    "base2": "control (RoPE)",
-    "model": "**retrofit**",
-    "open": "gates forced open",
-    "shuffled": "gates shuffled over heads",
-}
-
-
-PARTS = {"attention": "one layer's attention", "step": "the whole model"}
-
-
-CASES = {"dense": "one, gates open", "packed": "several", "gates": "one, short gates, pruned"}
-
-
-def context_parallel() -> str:
-    """Time of rows shared by two GPUs beside whole rows on one, from context_parallel.json (H100s), -h200 and -long."""
-    rows = []
-    for gpus, name in (("H100", ""), ("H200", "-h200"), ("H100", "-long")):
-        for row in read(f"context_parallel{name}.json")["rows"]:
-            if "ratio" in row:
-                exchange = "heads traded" if row["ring"] == 1 else "ring"
-                times = [f"{row[key]:.3f}" for key in ("seconds_alone", "seconds")]
-                where = [PARTS[row["kind"]], row["length"], CASES[row["case"]], exchange, gpus]
-                rows.append([*where, *times, f"{row['ratio']:.2f}"])
-    times = ["one GPU alone, seconds", "two GPUs, one row, seconds"]
-    return table(["forward and backward of", "tokens", "documents", "exchange", "GPUs", *times, "ratio"], rows, left=5)
-
-
-VARIANTS = {"alone": "one GPU alone", "ddp": "DDP", "before": "FSDP2 as accelerate cuts it", "clip": "FSDP2"}
-VARIANTS |= {"kept": "FSDP2, weights kept gathered"}
-
-
-def fsdp() -> str:
-    """Tokens a second of a GPU of two, beside one alone, from fsdp.json."""
-    rows = [
-        [
-            row["shape"],
-            row["window"],
-            VARIANTS[row["variant"]],
-            f"{row['tokens_per_second_and_gpu']:,.0f}",
-            f"{row['ratio']:.2f}",
-            f"{row['peak_memory_gb']:.1f}",
-        ]
-        for row in read("fsdp.json")["rows"]
-        if row["variant"] in VARIANTS
-    ]
-    header = ["shape", "window", "way", "tokens/s of a GPU", "of one GPU alone", "peak memory, GB"]
-    return table(header, rows, left=3)
-
-
-def first_result() -> str:
-    """Loss by position of `smollm2-partial`, its base, its control, and with its gates forced open or shuffled."""
-    rows = []
-    for bucket in read("first-result/eval/eval.json")["buckets"]:
-        rows.append([positions(bucket), *(f"{bucket['loss'][key]['mean']:.3f}" for key in LINES)])
-    return table(["positions", *LINES.values()], rows)
-
-
-def three_recipes() -> str:
-    """Loss by position of the three recipes, on the same documents."""
-    names = {"eval": "smollm2-partial", "eval-lora": "smollm2-lora", "eval-three-stages": "smollm2-three-stages"}
-    found = {name: read(f"first-result/{folder}/eval.json")["buckets"] for folder, name in names.items()}
-    rows = [
-        [positions(buckets[0]), *(f"{bucket['loss']['model']['mean']:.3f}" for bucket in buckets)]
-        for buckets in zip(*found.values(), strict=True)
-    ]
-    return table(["positions", *(f"`{name}`" for name in found)], rows)
-
-
 def positions(bucket: dict[str, Any]) -> str:
     return f"{bucket['from']:,} to {bucket['to']:,}"
 
@@ -135,14 +65,14 @@ def _share_of(value: dict[str, Any]) -> str:
 
 
 def training_speed() -> str:
-    """Tokens per second of converted and unconverted models, from train-step*.json."""
+    """Tokens per second of converted and unconverted models, from train-step.json."""
     rows = []
-    for name in ("train-step.json", "train-step-h200.json"):
+    for name in ("train-step.json",):
         result = read(name)
         for what, runs in (("packed documents", result["train"]), ("one document a row", result["profile"])):
             speed = {key: f"{run['tokens_per_second']:,.0f}" for key, run in runs.items()}
             cells = [speed.get(key, "") for key in ("unconverted", "converted", "deterministic")]
-            rows.append([result["gpu"], f"{what}, `{name}`", *cells])
+            rows.append([result["gpu"], what, *cells])
     header = ["GPU", "rows of 4096 tokens", "unconverted", "converted", "converted, deterministic"]
     return table(header, rows, left=2)
 

@@ -1,245 +1,101 @@
-"""Tables of the arms in benchmarks/retrofit/arms.json: needles, loss, recall, tasks. See figures.py."""
+"""Tables of the arms in benchmarks/retrofit/arms.json. See figures.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from figures import positions, read, table
+from figures import read, table
 
 ARMS = {
     "base": "base",
-    "control": "control",
-    "control-asked": "control, facts asked for",
-    "control-8k": "control, 8k windows",
+    "control-asked": "control",
     "yarn": "YaRN x 4",
-    "yarn-seed1": "YaRN x 4, another seed",
+    "yarn-seed1": "YaRN x 4, seed 1",
+    "yarn8": "YaRN x 8, skips",
+    "yarn8-seed1": "YaRN x 8, skips, seed 1",
+    "yarn16": "YaRN x 16, skips",
+    "yarn16-seed1": "YaRN x 16, skips, seed 1",
     "theta": "theta 500,000",
+    "theta5M": "theta 5M, skips",
+    "theta5M-seed1": "theta 5M, skips, seed 1",
     "theta-gates": "theta 500,000, gates, skips",
     "drope-trained": "DroPE",
-    "partial": "**partial**",
-    "partial-seed1": "**partial**, another seed",
-    "partial-near": "partial, no skips",
-    "partial-open": "partial, no gates",
+    "partial": "**default**",
+    "partial-seed1": "**default**, seed 1",
+    "partial-near": "default, no skips",
+    "partial-open": "default, no gates",
     "lora": "**lora**",
-    "lora-seed1": "**lora**, another seed",
-    "lora-skips": "lora with skips",
-    "keep": "keep",
-    "keep-seed1": "keep, another seed",
+    "lora-seed1": "**lora**, seed 1",
+    "lora-skips": "lora, skips",
+    "keep-seed1": "keep",
     "fox": "**fox**",
-    "fox-seed1": "**fox**, another seed",
-    "fox-88M": "fox, 88M tokens",
+    "fox-seed1": "**fox**, seed 1",
     "fox-pro": "**fox-pro**",
-    "fox-pro-seed1": "**fox-pro**, another seed",
-    "fox-pro-118M": "fox-pro, 118M tokens",
-    "calibrated": "calibrated",
-    "calibrated-fastest": "calibrated, fastest pairs",
-    "yarn:4": "base, YaRN x 4",
-    "window:4096": "base, window of 4096",
-    "streaming:4096,4": "base, StreamingLLM",
+    "fox-pro-seed1": "**fox-pro**, seed 1",
 }
-FACTS = {
-    "control": ("control", "control-asked"),
-    "control, 8k windows": ("control-8k-told", "control-8k"),
-    "YaRN x 4": ("yarn-told", "yarn"),
-    "partial, no skips": ("partial-told", "partial-told-seed1", "partial-near"),
-    "fox": ("fox-told", "fox-88M", "fox"),
-    "fox-pro": ("fox-pro-told", "fox-pro-118M", "fox-pro"),
-}
-"""Recipes that ran on documents with other shares of facts."""
-LENGTHS = (1024, 4096, 8192, 16384, 32768)
-SHORT = {
-    "len-4096": "windows of 4096",
-    "len-8192": "windows of 8192",
-    "len-16384": "windows of 16384",
-    "len-32768": "windows of 32768",
-    "removed": "half of the pairs removed, windows of 8192",
-    "anneal": "the same pairs removed one by one over 3M tokens",
-}
-"""Runs of 5M tokens, of benchmarks/retrofit/windows.json."""
-OTHERS = {
-    "base": "base",
+"""Names and labels; an arm that is not on file yet has no row."""
+UNTRAINED = {
     "yarn:4": "base, YaRN x 4",
     "window:4096": "base, window of 4096",
     "streaming:4096,4": "base, StreamingLLM 4096 + 4",
-    "drope": "base, no RoPE (DroPE)",
-    "fox": "**fox**",
-    "fox-43M": "fox taught by the base, 43M",
-    "fox-pro": "**fox-pro**",
-    "fox-pro-43M": "fox-pro with both norms, taught by the base, 43M",
+    "drope": "base, no RoPE",
 }
 
 
-def retrofit_glance() -> str:
-    """Each arm beside the control: the largest shortfalls and excesses, and what is found beyond the trained length."""
+def retrofit_arms() -> str:
+    """Each arm: needles, losses, worst row of the panel, tasks, cache left at 32k; a dash where not measured."""
     arms = read("retrofit/arms.json")["arms"]
-    control = arms["control"]
-    rows = []
-    for name, label in ARMS.items():
-        arm = arms[name]
-        if name == "control" or not arm["loss"]:
-            continue
-        inside = _mean(arm["loss"], 0, 8192) - _mean(control["loss"], 0, 8192)
-        rise = _mean(arm["loss"], 24576, 32768) - _mean(arm["loss"], 4096, 8192)
-        far = arm.get("loss_128k")
-        rise_far = f"{_mean(far, 65536, 131072) - _mean(far, 4096, 8192):+.3f}" if far else ""
-        short = [
-            f"{min(_found(arm, length, mode) - _found(control, length, mode) for length in (1024, 4096, 8192)):+.0f}"
-            for mode in arm["needles"]
-        ]
-        beyond = [f"{_found(arm, length):.0f}" for length in (16384, 32768)]
-        excess = [
-            mine["loss"]["mean"] - its["loss"]["mean"]
-            for mine, its in zip(arm.get("recall") or [], control["recall"], strict=False)
-            if its["to"] <= 8192
-        ]
-        tasks = f"{_accuracy(arm) - _accuracy(control):+.1f}" if arm.get("tasks") else ""
-        recall = f"{max(excess):+.3f}" if excess else ""
-        rows.append(
-            [label, f"{inside:+.3f}", f"{rise:+.3f}", rise_far, " / ".join(short), " / ".join(beyond), recall, tasks]
-        )
-    header = [
-        "arm",
-        "loss, 0-8k",
-        "loss at 24k-32k over its own 4k-8k",
-        "64k-128k over its own 4k-8k",
-        "needles to 8k, easy / standard, at worst",
-        "easy needles at 16k / 32k",
-        "recall to 8k, at worst",
-        "short tasks",
-    ]
-    return table(header, rows)
+    rows = [[label, *cells(arms[name])] for name, label in ARMS.items() if name in arms]
+    header = ["arm", "needles at 8k", "at 32k", "loss at 24k-32k", "at 96k-128k"]
+    return table([*header, "worst panel row", "tasks", "cache left at 32k"], rows)
 
 
-def _mean(buckets: Sequence[dict[str, Any]], start: int, stop: int) -> float:
-    """Mean loss over the positions from `start` to `stop`."""
-    chosen = [bucket for bucket in buckets if start <= bucket["from"] and bucket["to"] <= stop]
-    return sum(bucket["mean"] * bucket["tokens"] for bucket in chosen) / sum(bucket["tokens"] for bucket in chosen)
+def cells(arm: dict[str, Any]) -> list[str]:
+    """Easy / standard needles at 8k and 32k in per cent, two losses, worst panel row in nats, tasks, cache.
+
+    `panel` is {"rows": [{"name", "difference"}]}, the loss less the base's; `live` is what
+    `retrofox.evaluation.live_share` returns: {"lengths": [{"length", "cache"}]}.
+    """
+    needles = [" / ".join(found(arm, length, mode) for mode in ("easy", "standard")) for length in (8192, 32768)]
+    loss = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in arm["loss"]}
+    far = f"{arm['loss_128k'][-1]['mean']:.3f}" if arm.get("loss_128k") else "-"
+    worst = max((arm.get("panel") or {}).get("rows", ()), key=lambda row: row["difference"], default=None)
+    panel = f"{worst['difference']:+.3f} ({worst['name']})" if worst else "-"
+    live = {row["length"]: f"{row['cache']:.0%}" for row in (arm.get("live") or {}).get("lengths", ())}
+    return [*needles, loss.get(24576, "-"), far, panel, mean_of_tasks(arm), live.get(32768, "-")]
 
 
-def _accuracy(arm: dict[str, Any]) -> float:
-    """Mean accuracy over the short tasks, per cent."""
-    return 100 * sum(score["accuracy"] for score in arm["tasks"].values()) / len(arm["tasks"])
+def found(arm: dict[str, Any], length: int, mode: str = "easy") -> str:
+    """Needles found at a length, per cent, or a dash."""
+    rows = arm["needles"].get(mode, ())
+    return next((f"{100 * row['found']:.0f}" for row in rows if row["length"] == length), "-")
 
 
-def retrofit_needles() -> str:
-    """Easy and standard needles found by every arm, at each length."""
-    arms = read("retrofit/arms.json")["arms"]
-    rows = []
-    for name, label in ARMS.items():
-        for mode, found in arms[name]["needles"].items():
-            rows.append([label, mode, found[0]["prompts"], *(f"{100 * row['found']:.0f}" for row in found)])
-    return table(["arm", "mode", "prompts a length", "1k", "4k", "8k", "16k", "32k"], rows, left=2)
-
-
-def retrofit_facts() -> str:
-    """The same recipe on documents with few facts that are told again, and with many, half of them asked for."""
-    arms = read("retrofit/arms.json")["arms"]
-    rows = []
-    for label, names in FACTS.items():
-        for arm in (arms[name] for name in names):
-            modes = ("easy", "standard")
-            found = [" / ".join(f"{_found(arm, length, mode):.0f}" for length in LENGTHS) for mode in modes]
-            loss = [f"{_mean(arm['loss'], start, stop):.3f}" for start, stop in ((0, 8192), (24576, 32768))]
-            facts = f"{100 * arm['facts']['recall']:.0f} / {100 * arm['facts']['questions']:.0f}"
-            tasks = f"{_accuracy(arm):.1f}" if arm.get("tasks") else ""
-            rows.append([label, facts, f"{arm['tokens'] / 1e6:.0f}M", *found, *loss, tasks])
-    lengths = " / ".join(f"{length // 1024}k" for length in LENGTHS)
-    facts = "documents with facts / of these asked for, %"
-    columns = ["recipe", facts, "tokens", f"easy needles at {lengths}", "standard ones", "loss, 0-8k", "24k-32k"]
-    return table([*columns, "short tasks"], rows, left=1)
+def mean_of_tasks(arm: dict[str, Any]) -> str:
+    """Mean accuracy over the short tasks, per cent, or a dash."""
+    scores = arm.get("tasks") or {}
+    return f"{100 * sum(score['accuracy'] for score in scores.values()) / len(scores):.1f}" if scores else "-"
 
 
 def retrofit_loss() -> str:
-    """Loss by position of every arm, to 32k and, where it was measured, to 128k."""
+    """Loss by position in six documents of 131072 tokens."""
     arms = read("retrofit/arms.json")["arms"]
-    tables = []
-    for key in ("loss", "loss_128k"):
-        measured = {label: arms[name][key] for name, label in ARMS.items() if arms[name].get(key)}
-        columns = [positions(bucket) for bucket in next(iter(measured.values()))]
-        rows = [[label, *(f"{bucket['mean']:.3f}" for bucket in buckets)] for label, buckets in measured.items()]
-        tables.append(table(["arm", *columns], rows))
-    return "\n\n".join(tables)
-
-
-def retrofit_windows() -> str:
-    """Short runs of the same tokens in windows of other lengths, and two ways to remove pairs."""
-    arms, control = read("retrofit/windows.json")["arms"], read("retrofit/arms.json")["arms"]["control"]
-    level = _mean(control["loss"], 0, 8192)
+    starts = {0: "0-512", 4096: "4k-8k", 16384: "16k-24k", 32768: "32k-48k", 65536: "64k-96k", 98304: "96k-128k"}
     rows = []
-    for name, label in SHORT.items():
-        found = " / ".join(f"{_found(arms[name], length):.0f}" for length in LENGTHS)
-        loss = arms[name]["loss"]
-        rows.append([label, found, f"{_mean(loss, 0, 8192) - level:+.3f}", f"{_mean(loss, 24576, 32768):.3f}"])
-    columns = ["5M tokens", "easy needles at 1k / 4k / 8k / 16k / 32k", "loss, 0-8k, less the control's", "24k-32k"]
-    return table(columns, rows, left=1)
+    for name, label in ARMS.items():
+        if buckets := arms.get(name, {}).get("loss_128k"):
+            loss = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in buckets}
+            rows.append([label, *(loss[start] for start in starts)])
+    return table(["arm", *starts.values()], rows)
 
 
-def retrofit_others() -> str:
-    """Baselines made of the base without training, and recipes that were given up: needles and loss by length."""
+def retrofit_untrained() -> str:
+    """Baselines made of the base without training: easy needles by length, and loss."""
     arms = read("retrofit/arms.json")["arms"]
+    lengths = (1024, 4096, 8192, 16384, 32768)
     rows = []
-    for name, label in OTHERS.items():
-        found = {row["length"]: f"{100 * row['found']:.0f}" for row in arms[name]["needles"]["easy"]}
+    for name, label in UNTRAINED.items():
         loss = {bucket["from"]: f"{bucket['mean']:.3f}" for bucket in arms[name]["loss"]}
-        needles = [found[length] for length in LENGTHS]
-        rows.append([label, " / ".join(needles), *(loss[start] for start in (0, 4096, 8192, 24576))])
-    columns = ["arm", "easy needles at 1k / 4k / 8k / 16k / 32k", "loss at 0-512", "4k-8k", "8k-16k", "24k-32k"]
-    return table(columns, rows)
-
-
-def retrofit_recall() -> str:
-    """Loss on repeated words by the distance to their earlier occurrence, and what cutting that out costs."""
-    arms = read("retrofit/arms.json")["arms"]
-    measured = {label: arms[name]["recall"] for name, label in ARMS.items() if arms[name].get("recall")}
-    octaves = next(iter(measured.values()))
-    columns = [f"{octave['from']:,} to {octave['to']:,}" for octave in octaves]
-    rows = [
-        [label, *(f"{octave['loss']['mean']:.3f} ({octave['recalled']['mean']:+.2f})" for octave in found)]
-        for label, found in measured.items()
-    ]
-    rows.append(["tokens", *(f"{octave['tokens']:,}" for octave in octaves)])
-    return table(["arm", *columns], rows)
-
-
-def retrofit_tasks() -> str:
-    """Accuracy on short tasks of every arm that was asked, per cent, and the mean over tasks."""
-    arms = read("retrofit/arms.json")["arms"]
-    measured = {label: arms[name]["tasks"] for name, label in ARMS.items() if arms[name].get("tasks")}
-    names = [task.removeprefix("local_") for task in next(iter(measured.values()))]
-    rows = []
-    for label, found in measured.items():
-        shares = [100 * score["accuracy"] for score in found.values()]
-        rows.append([label, f"**{sum(shares) / len(shares):.1f}**", *(f"{share:.1f}" for share in shares)])
-    return table(["arm", "**mean**", *names], rows)
-
-
-def leaderboard() -> str:
-    """Arms by tokens: whether loss at 4 times the trained length and needles at 8k are as good as they have to be."""
-    arms = read("retrofit/arms.json")["arms"] | read("retrofit/windows.json")["arms"]
-    wanted = _found(arms["control"], 8192)
-    rows = []
-    labels = ARMS | {name: f"partial, no skips, {label}" for name, label in SHORT.items()}
-    for name, label in sorted(labels.items(), key=lambda pair: arms[pair[0]]["tokens"]):
-        arm = arms[name]
-        if not arm["loss"]:
-            continue
-        loss = {bucket["from"]: bucket["mean"] for bucket in arm["loss"]}
-        rise, behind = loss[24576] - loss[4096], _found(arm, 8192) - wanted
-        reached = "yes" if rise <= 0 and behind >= -5 else "no"
-        minutes = f"{arm['seconds'] / 60:.1f}" if arm["tokens"] else ""
-        rows.append([label, f"{arm['tokens'] / 1e6:.0f}M", minutes, f"{rise:+.3f}", f"{behind:+.0f}", reached])
-    header = [
-        "arm",
-        "tokens",
-        "minutes, as run",
-        "loss at 24k-32k less at 4k-8k",
-        "needles at 8k less the control's",
-        "both",
-    ]
-    return table(header, rows)
-
-
-def _found(arm: dict[str, Any], length: int, mode: str = "easy") -> float:
-    """Needles found at a length, per cent."""
-    return next(100 * row["found"] for row in arm["needles"][mode] if row["length"] == length)
+        needles = " / ".join(found(arms[name], length) for length in lengths)
+        rows.append([label, needles, loss[4096], loss[24576]])
+    return table(["arm", "easy needles at 1k / 4k / 8k / 16k / 32k", "loss at 4k-8k", "at 24k-32k"], rows)

@@ -159,28 +159,18 @@ def shipped_recipes() -> str:
 
 
 OF_RESULTS = (
-    *(
-        figures_of_retrofit.retrofit_glance,
-        figures_of_retrofit.retrofit_needles,
-        figures_of_retrofit.retrofit_facts,
-        figures_of_retrofit.retrofit_loss,
-        figures_of_retrofit.retrofit_recall,
-        figures_of_retrofit.retrofit_others,
-        figures_of_retrofit.retrofit_windows,
-        figures_of_retrofit.retrofit_tasks,
-        figures_of_retrofit.leaderboard,
-    ),
-    *(figures.context_parallel, figures.fsdp),
-    *(figures.first_result, figures.three_recipes, figures.demo, figures.training_speed, figures.shapes),
-    *(figures.kernel_table, figures.kernel_ratios, figures.corpus),
-    *(figures_of_use.decoding, figures_of_use.long_context),
-    *(
-        figures_of_use.serving,
-        figures_of_use.serving_on_gpu,
-        figures_of_use.vllm_throughput,
-        figures_of_use.vllm_steps,
-        figures_of_use.paged_attention,
-    ),
+    figures_of_retrofit.retrofit_arms,
+    figures_of_retrofit.retrofit_loss,
+    figures_of_retrofit.retrofit_untrained,
+    figures.demo,
+    figures.training_speed,
+    figures.shapes,
+    figures.kernel_table,
+    figures.kernel_ratios,
+    figures.corpus,
+    figures_of_use.decoding,
+    figures_of_use.serving,
+    figures_of_use.vllm_throughput,
 )
 PARTS: dict[str, Callable[[], str]] = {
     function.__name__: function
