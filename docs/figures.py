@@ -93,6 +93,56 @@ def shapes() -> str:
     return table(header, rows, left=4)
 
 
+def long_training() -> str:
+    """Whole models' shapes in the longest rows that were trained, from long-training.json."""
+    record = read("long-training.json")
+    rows = []
+    for run in (record, *record["earlier"]):
+        for row in run["rows"]:
+            whole = row["layers"] > 4 and row["length"] > 65536
+            if whole and not any(row["shape"] == other[0] for other in rows):  # the newest run comes first
+                memory = f"{row['peak_memory_gb']:.1f} ({row['planned_gb']:.1f})"
+                cells = [
+                    row["shape"],
+                    row["trains"],
+                    run["device"],
+                    f"{row['length']:,}",
+                    f"{row['tokens_per_second']:,.0f}",
+                ]
+                rows.append([*cells, memory, f"{row['speed_ratio']:.2f}"])
+    header = ["shape", "what trains", "GPU", "tokens in a row", "tokens/s", "memory (planned), GB"]
+    return table([*header, "speed per operation, over rows of 64k"], rows, left=3)
+
+
+def context_parallel() -> str:
+    """A row on two GPUs beside one alone, from context_parallel.json."""
+    what = {"attention": "one layer's attention", "step": "the whole model"}
+    documents = {"dense": "one, gates open", "packed": "several"}
+    rows = [
+        [
+            what[row["kind"]],
+            documents[row["case"]],
+            *(f"{row[k]:.3f}" for k in ("seconds_alone", "seconds")),
+            f"{row['ratio']:.2f}",
+        ]
+        for row in read("context_parallel.json")["rows"]
+        if row["kind"] in what
+    ]
+    header = ["forward and backward of", "documents in the row", "one GPU alone, seconds", "two GPUs, seconds", "ratio"]
+    return table(header, rows, left=2)
+
+
+def several_gpus() -> str:
+    """Speed of a GPU of two, over that of one alone, from fsdp.json."""
+    names = {"ddp": "DDP", "clip": "FSDP2", "kept": "FSDP2, kept"}
+    rows = [
+        [row["shape"], row["window"], names[row["variant"]], f"{row['ratio']:.2f}", f"{row['peak_memory_gb']:.1f}"]
+        for row in read("fsdp.json")["rows"]
+        if row["variant"] in names
+    ]
+    return table(["shape", "window", "way", "speed of one GPU alone", "peak memory, GB"], rows, left=3)
+
+
 KERNELS = {
     "ours": "retrofox",
     "official": "official FoX kernel",

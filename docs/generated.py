@@ -159,12 +159,20 @@ def shipped_recipes() -> str:
 
 
 OF_RESULTS = (
+    figures_of_retrofit.readme_table,
+    figures_of_retrofit.readme_controls,
     figures_of_retrofit.retrofit_arms,
+    figures_of_retrofit.retrofit_needles,
     figures_of_retrofit.retrofit_loss,
+    figures_of_retrofit.retrofit_panel,
+    figures_of_retrofit.retrofit_live,
     figures_of_retrofit.retrofit_untrained,
     figures.demo,
     figures.training_speed,
     figures.shapes,
+    figures.several_gpus,
+    figures.long_training,
+    figures.context_parallel,
     figures.kernel_table,
     figures.kernel_ratios,
     figures.corpus,
@@ -179,6 +187,7 @@ PARTS: dict[str, Callable[[], str]] = {
 OF_THE_SITE = (commands, recipe_fields)
 
 if __name__ == "__main__":
-    for page in sorted(Path(__file__).parent.glob("*.md")):
+    docs = Path(__file__).parent
+    for page in (docs.parent / "README.md", *sorted(docs.glob("*.md"))):
         text = page.read_text(encoding="utf-8")
         page.write_text(written(text), encoding="utf-8")
