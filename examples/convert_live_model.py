@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     # every rotary pair kept and gates that never forget: the base, computed by Forgetting Attention
     proof = retrofox.convert(base, fox=retrofox.FoxSpec(rope="keep", init="open"))
-    # the default: long wavelengths removed, half-lives log-spaced over the heads, the first token exempt from decay
+    # the default: slow rotary pairs scaled, half-lives log-spaced over the heads, the first token exempt from decay
     converted = retrofox.convert(base, fox=retrofox.FoxSpec())
 
     ids = tokenizer(TEXT, return_tensors="pt").input_ids

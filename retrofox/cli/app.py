@@ -26,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     help="Retrofit forget gates (Forgetting Attention, FoX) into a pretrained LLaMA-family model.\n\n"
     "Typical use:\n\n"
-    "    retrofox convert HuggingFaceTB/SmolLM2-135M OUT   RoPE partly swapped for gates, proven against the base\n\n"
+    "    retrofox convert HuggingFaceTB/SmolLM2-135M OUT   gates in, RoPE scaled, proven against the base\n\n"
     "    retrofox recipes cp smollm2-partial               a recipe to start from: set its data and output\n\n"
     "    retrofox train smollm2-partial.yaml               adapt it\n\n"
     "    retrofox eval RUN/model --against BASE --data T   loss at each position, for both\n\n"

@@ -154,7 +154,7 @@ def convert(
         typer.Option("--trust-remote-code", help="Run the code beside a tokenizer that needs it, naming it."),
     ] = False,
 ) -> None:
-    """Converts a pretrained model: gates in, RoPE out (wholly, partly or not), proven against the original.
+    """Converts a pretrained model: adds gates, scales RoPE (or keeps or removes it), and proves the result.
 
     Weights are copied or linked, never loaded (a .gguf file is dequantised); OUT appears whole or not at all. It ends
     with a parity proof in a fresh process: gates open + RoPE kept must give the base model's logits.

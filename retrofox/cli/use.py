@@ -127,7 +127,7 @@ def verify_serving(
     """Serves a converted model with vLLM and compares its log-probabilities with retrofox's.
 
     Many requests at once, prefixes from the cache, long prompts in chunks, and a cache so small that vLLM preempts.
-    Exit code 1 where they differ. Needs `pip install 'retrofox[vllm]'`; everything runs on a CPU too.
+    Exit code 1 where they differ. Needs `pip install '.[vllm]'` in a clone; everything runs on a CPU too.
     """
     from retrofox.serving.installed import wrong_vllm
 

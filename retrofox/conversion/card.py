@@ -176,4 +176,4 @@ def _served(spec: FoxSpec, base_type: str) -> list[str]:
     why = refusal(base_type, spec, heads=1, kv_heads=1, settings=Settings())
     if why is not None:
         return [f"vLLM can't serve it: {why}.\n"]
-    return [f"```bash\npip install 'retrofox[vllm]'\nvllm serve {HERE}\n```\n"]
+    return [f"```bash\ngit clone {SOURCE} && pip install './retrofox[vllm]'\nvllm serve {HERE}\n```\n"]

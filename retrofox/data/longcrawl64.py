@@ -113,7 +113,7 @@ def _open(path: Path) -> Any:
     try:
         import zarr
     except ImportError:
-        raise ValueError("longcrawl64 needs the package zarr: pip install 'retrofox[data]'") from None
+        raise ValueError("longcrawl64 needs the package zarr: pip install '.[data]' in a clone") from None
     if not (path / ".zarray").is_file():
         raise ValueError(f"{path}: no zarr array (format 2) here: give the directory train.zarr or heldout.zarr")
     _description(path)

@@ -112,7 +112,7 @@ def _decompressed(raw: Any, path: Path) -> Any:
             return io.BufferedReader(_Zstandard(raw), 1 << 20)
         except ImportError:
             raise ValueError(
-                f"{path}: .zst needs the package zstandard: pip install 'retrofox[data]', or recompress the file"
+                f"{path}: .zst needs the package zstandard: pip install '.[data]' in a clone, or recompress the file"
             ) from None
     return raw
 

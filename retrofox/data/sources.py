@@ -187,7 +187,7 @@ def _hugging_face(reference: str) -> list[Unit]:
         from datasets.exceptions import DatasetsError
     except ImportError:
         raise ValueError(
-            f"hf:{reference} needs the package datasets: pip install 'retrofox[data]', or give files instead"
+            f"hf:{reference} needs the package datasets: pip install '.[data]' in a clone, or give files instead"
         ) from None
     # A split may hold a colon in brackets, train[:10%], and so may the name of a directory.
     name, *parts = [reference] if Path(reference).expanduser().is_dir() else re.split(r":(?![^\[]*\])", reference)

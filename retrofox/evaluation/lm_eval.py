@@ -269,4 +269,4 @@ def require_harness() -> Any:
     try:
         return import_module("lm_eval")
     except ImportError as error:
-        raise ValueError("tasks need lm-eval: pip install 'retrofox[eval]'") from error
+        raise ValueError("tasks need lm-eval: pip install '.[eval]' in a clone") from error

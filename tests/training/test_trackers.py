@@ -25,7 +25,7 @@ def run(tmp_path, pico_fox_checkpoint, monkeypatch):
 
     def start(tracker: str) -> Path:
         if importlib.util.find_spec(tracker) is None:
-            pytest.skip(f"{tracker} is not installed (pip install 'retrofox[track]')")
+            pytest.skip(f"{tracker} is not installed (pip install '.[track]' in a clone)")
         recipe = validate(
             {
                 "model": str(pico_fox_checkpoint),
@@ -90,6 +90,6 @@ def test_a_tracker_that_is_not_installed_is_refused(pico_fox_checkpoint, tmp_pat
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest)
     )
-    with pytest.raises(ValueError, match=r"report_to: wandb needs wandb installed: pip install 'retrofox\[track\]'"):
+    with pytest.raises(ValueError, match=r"wandb needs wandb installed: pip install '\.\[track\]' in a clone"):
         train(recipe)
     assert any("wandb needs wandb" in text for text in plan(recipe)["refusals"])
