@@ -86,6 +86,13 @@ def test_the_pages_can_be_read_in_an_hour():
     assert words(ROOT / "docs" / "results.md") <= 3000
 
 
+def test_every_file_and_folder_that_contributing_names_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:retrofox|kernels|tests|docs|benchmarks)/[\w./*-]*)`", text)
+    assert len(named) > 20
+    assert not [path for path in named if not list(ROOT.glob(path.rstrip("/")))]
+
+
 def test_make_test_builds_the_pages_with_warnings_as_errors():
     makefile = (ROOT / "Makefile").read_text()
     assert "\ntest: lint types docs\n" in makefile
