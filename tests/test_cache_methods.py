@@ -1,0 +1,140 @@
+"""Cache eviction beside the horizon: at ratio 1 nothing changes, evicted keys have no effect, scores by definition."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import cache_methods
+from eviction import DUO_RECENT, DUO_SINKS, FUTURE, METHODS, SCORES, SINKS, Evicting, duo, round_to_fp8
+
+LENGTH, TAIL = 90, 6
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.fixture
+def llama(pico_llama) -> Any:
+    return pico_llama(rope_parameters=YARN).eval()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(2, 288, (LENGTH + TAIL,), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ratio_1_is_the_model_itself(llama, ids, method):
+    with torch.no_grad():
+        whole = llama(ids[None]).logits[0, LENGTH:]
+    evicting = Evicting(llama)
+    with evicting.installed():
+        cache = evicting.prefill(ids[:LENGTH])
+        keep = evicting.kept(method, 1.0, torch.zeros(2, 2))
+        assert all(layer.all() for layer in keep)
+        torch.testing.assert_close(evicting.tail(ids[LENGTH:], cache, keep), whole, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(llama(ids[None]).logits[0, LENGTH:], whole), "the model's attention is its own again"
+
+
+@pytest.mark.parametrize("method", SCORES)
+def test_evicted_keys_have_no_effect_and_kept_ones_have(llama, ids, method):
+    evicting = Evicting(llama)
+    with evicting.installed():
+        cache = evicting.prefill(ids[:LENGTH])
+        keep = evicting.kept(method, 0.3, None)
+        assert [int(layer.sum()) for layer in keep] == [2 * round(0.3 * LENGTH)] * 2
+        before = evicting.tail(ids[LENGTH:], cache, keep)
+        for layer, kept in zip(cache.layers, keep, strict=True):
+            layer.values[0][~kept] += 1
+        assert torch.equal(evicting.tail(ids[LENGTH:], cache, keep), before)
+        cache.layers[1].values[0][keep[1]] += 1
+        assert (evicting.tail(ids[LENGTH:], cache, keep) - before).abs().max() > 1e-2
+
+
+def test_expected_attention_is_that_of_gaussian_queries_at_the_next_positions(llama, ids):
+    queries = []
+    hook = llama.model.layers[0].self_attn.q_proj.register_forward_hook(lambda m, i, out: queries.append(out))
+    evicting = Evicting(llama)
+    with evicting.installed():
+        cache = evicting.prefill(ids[:LENGTH])
+    hook.remove()
+    query = queries[0][0].view(LENGTH, 4, 8)[SINKS:].detach()  # before RoPE
+    cos, sin = llama.model.rotary_emb(query, torch.arange(LENGTH, LENGTH + FUTURE)[None])
+    turn = torch.zeros(8, 8)
+    for n in range(8):
+        turn[n, n] += cos[0, :, n].mean()
+        turn[n, (n + 4) % 8] += sin[0, :, n].mean() * (-1 if n < 4 else 1)
+    key, value = cache.layers[0].keys[0], cache.layers[0].values[0]
+    for kv_head in range(2):
+        shares = []
+        for head in (2 * kv_head, 2 * kv_head + 1):
+            mean, spread = query[:, head].mean(0), torch.cov(query[:, head].T, correction=0)
+            mean, spread = turn @ mean, turn @ spread @ turn.T
+            logits = torch.stack([k @ mean / math.sqrt(8) + k @ spread @ k / 16 for k in key[kv_head, SINKS:]])
+            shares.append(logits.softmax(0))
+        wanted = sum(shares) / 2 * value[kv_head, SINKS:].norm(dim=-1)
+        torch.testing.assert_close(evicting.scores["expected"][0][kv_head, SINKS:], wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_duo_keeps_the_best_heads_whole_and_the_share_asked_for():
+    heads, length = torch.tensor([[0.1, 0.9, 0.3], [0.2, 0.8, 0.0]]), 4096
+    keep = duo(heads, length, 0.4)
+    assert keep.all(-1).tolist() == [[False, True, False], [False, True, False]]
+    assert int(keep[0, 0].sum()) == DUO_SINKS + DUO_RECENT
+    assert float(keep.float().mean()) == pytest.approx(0.4, abs=1 / 6 / 2)
+
+
+def test_retrieval_scores_are_shares_of_attention(llama, ids):
+    evicting = Evicting(llama)
+    with evicting.installed():
+        cache = evicting.prefill(ids[:LENGTH], scored=False)
+        parts = [(0, 30), (30, LENGTH), (LENGTH, LENGTH + TAIL)]
+        found = [evicting.attention_to(ids[LENGTH:], cache, slice(2, 4), slice(*part)) for part in parts]
+        whole = evicting.attention_to(ids[LENGTH:], cache, slice(2, 4), slice(None))
+    torch.testing.assert_close(whole, torch.ones(2, 2))
+    assert (torch.stack(found).sum(0) >= 1 - 1e-5).all(), "each is the most of two query heads"
+
+
+def test_fp8_rounds_the_cache_by_at_most_a_sixteenth(llama, ids):
+    evicting = Evicting(llama)
+    with evicting.installed():
+        cache = evicting.prefill(ids[:LENGTH])
+    before = cache.layers[0].keys.clone()
+    round_to_fp8(cache)
+    change = (cache.layers[0].keys - before).abs()
+    assert change.max() > 0
+    assert (change <= before.abs() / 16 + before.abs().amax() / 448 / 2**7).all()
+
+
+def test_layers_with_windows_are_refused(pico_llama, pico_tokenizer):
+    model = pico_llama()
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    opened: Any = type("", (), {"model": model, "name": "mixed"})
+    with pytest.raises(ValueError, match="mixed has layers of full_attention, sliding_attention"):
+        cache_methods.Plain(opened, Any, Any)  # type: ignore[arg-type]
+
+
+def test_the_command_writes_rows_of_a_plain_and_a_forgetting_model(pico_checkpoint, pico_fox, pico_tokenizer, tmp_path):
+    text = tmp_path / "hay.txt"
+    text.write_text("".join(f"A fox crossed field {n}. Rain fell on the mill! " for n in range(200)), encoding="utf-8")
+    fox = pico_fox(half_life=(2.0, 1000.0), horizon=4.0)
+    fox.save_pretrained(tmp_path / "fox")
+    pico_tokenizer.save_pretrained(tmp_path / "fox")
+    words = f"{pico_checkpoint} {pico_checkpoint}+yarn:4 {tmp_path / 'fox'} --haystack {text} --lengths 400"
+    words += f" --ratios 1,.5 --prompts 5 --texts 2 --device cpu --out {tmp_path / 'out.json'}"
+    rows = cache_methods.main(words.split())["rows"]
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == json.loads(json.dumps(rows))
+    assert [row["method"] for row in rows] == [*("dense", *METHODS) * 2, "horizon"]
+    assert {row["prompts"] for row in rows} == {5}
+    assert rows[1]["kept"] == pytest.approx(0.5, abs=0.01)
+    assert rows[1]["difference"]["mean"] == pytest.approx(rows[1]["loss"] - rows[0]["loss"])
+    assert 0 < rows[-1]["kept"] < 1
+    assert (tmp_path / "out.png").stat().st_size > 1000
