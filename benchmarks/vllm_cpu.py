@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
 from retrofox.anatomy import is_new_tensor
-from retrofox.calibration.calibrate import apply_to
 from retrofox.conversion.merge import merge
 from retrofox.loading.base import load_base
 from retrofox.serving.engines import Engines
@@ -73,7 +72,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=lambda: dict(SHORT))
     options: dict[str, Any] = field(default_factory=dict)
-    then: str = ""  # "calibrate", or "merge" a LoRA adapter
+    merge: bool = False  # of a LoRA adapter
 
 
 CASES = {
@@ -107,8 +106,7 @@ CASES = {
     "gate bias": Case("llama", spec={"gate": "bias", **SHORT}),
     "gate fixed, ALiBi": Case("llama", spec={"gate": "fixed", "init": "alibi", "rope": "drop", "sink_tokens": 0}),
     "gate none": Case("llama", spec={"gate": "none", "rope": "partial", "max_wavelength": 200.0}),
-    "calibrated, queries refitted": Case("llama", spec={"rope": "drop", **SHORT}, then="calibrate"),
-    "merged LoRA": Case("llama", then="merge"),
+    "merged LoRA": Case("llama", merge=True),
     "short half-lives": Case("llama", spec={"half_life": (0.3, 2.0)}),
     "pro parts": Case("llama", spec={"pro": PRO, **SHORT}),
     "pro parts, own qk-norm": Case("qwen3", spec={"pro": PRO, **SHORT}),
@@ -142,13 +140,8 @@ def make(case: Case, out: Path) -> None:
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(case.model_type, **{**TINY, **case.config})).float()
     spec = retrofox.FoxSpec(**case.spec)
-    if case.then == "calibrate":
-        tokens = torch.randint(3, TINY["vocab_size"], (6, 256))
-        result = retrofox.calibrate(base.eval(), spec, tokens, out_dir=out / "calibration", steps=20, progress=False)
-        apply_to(retrofox.convert(base, fox=spec), result).save_pretrained(out)
-        return
     model = stirred(retrofox.convert(base.eval(), fox=spec))
-    if case.then != "merge":
+    if not case.merge:
         model.save_pretrained(out)
         return
     whole, adapter = (out.with_name(f"{out.name}-{part}") for part in ("base", "adapter"))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import difflib
+import logging
 import math
 from dataclasses import MISSING, InitVar, dataclass, fields
 from typing import Any
 
 from retrofox.model.configuration_fox import FoxFields
 
+logger = logging.getLogger(__name__)
 ROPE_MODES = ("interpolate", "keep", "partial", "drop", "anneal")
 GATE_KINDS = ("data", "bias", "fixed", "none")
-GATE_INITS = ("open", "slopes", "calibrated", "alibi")
+GATE_INITS = ("open", "slopes", "measured", "alibi")
 PRO_PARTS = ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")
 
 ROPE_FACTOR = 8.0
@@ -32,6 +34,9 @@ PRESETS: dict[str, tuple[dict[str, Any], str]] = {
 }
 """Name of a published system -> the fields that differ from FoxSpec(), and a description. The systems are those of
 Lin et al. (ICLR 2025), Press et al. (2022, ALiBi) and arXiv 2512.12167 (DroPE)."""
+
+MEASURED = (1 / 512, 1 / 8)
+"""Default half-lives of init "measured", in trained lengths: 16 to 1024 tokens of 8192."""
 
 OPEN = (1 / 2, 128.0)
 """Default half-lives beside stretched pairs, in trained lengths, as in recipes/smollm2-partial.yaml (4096 to 1Mi)."""
@@ -55,16 +60,18 @@ class FoxSpec(FoxFields):
         max_wavelength: "partial": tokens; None = a quarter of the length the base was trained to.
         layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all).
         layer_pairs: "partial": pairs that single layers keep, whatever their wavelength; pair 0 is the fastest.
-            Calibration chooses and writes them.
         anneal_to: "partial" or "drop": where annealing ends.
         anneal_tokens: training tokens over which the pairs fade.
         annealed_tokens: training tokens annealed so far (state, kept in the checkpoint).
         gate: "data" (w_f and b_f learned), "bias" (b_f only), "fixed" (b_f frozen: ALiBi), "none" (no gate).
         init: "open" (f = 1: the start is the base model), "slopes" (half-lives log-spaced over the heads of each
-            layer), "calibrated" (half-lives fitted to where the base model's heads look), "alibi" (ALiBi's slopes:
-            log f = -2^(-8h/H) for head h of H).
-        half_life: (shortest, longest) in tokens for "slopes"; None = (length / 2, length * 128) of the base's length
-            with rope "interpolate", else (length / 32, length * 8).
+            layer), "measured" (the same half-lives, in order of the heads' median attention distance on a text),
+            "alibi" (ALiBi's slopes: log f = -2^(-8h/H) for head h of H). "calibrated" is the old name of "measured".
+        half_life: (shortest, longest) in tokens; None = (1 / 512, 1 / 8) of the base's length with init "measured",
+            else (1 / 2, 128) with rope "interpolate", else (1 / 32, 8).
+        open_heads: kv heads that start open, with a half-life of 128 times the base's length, and that a budget
+            spares: [[layer, kv head], ...], or with init "measured" how many: those that attend most to facts planted
+            in a text.
         sink_tokens: first positions of each document whose keys are exempt from decay; 0 is the paper's FoX.
         pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift".
         log_n: if set, logits of position i are scaled by max(1, ln(i + 1) / ln(log_n)), log_n in tokens.
@@ -93,6 +100,10 @@ class FoxSpec(FoxFields):
         for spec_field in fields(self):
             _check_type(spec_field, getattr(self, spec_field.name))
         self.rope = self.rope or default_rope(self.max_wavelength)
+        if self.init == "calibrated":
+            if self.version is None:
+                logger.warning("init calibrated is the old name of measured: queries are no longer refitted")
+            self.init = "measured"
         _one_of("rope", self.rope, ROPE_MODES)
         _one_of("anneal_to", self.anneal_to, ("partial", "drop"))
         _one_of("gate", self.gate, GATE_KINDS)
@@ -119,6 +130,7 @@ class FoxSpec(FoxFields):
         if any(not v >= 0 for v in self.layer_max_wavelength.values()):
             raise ValueError(f"layer_max_wavelength must be >= 0 tokens per layer, got {self.layer_max_wavelength}")
         self.layer_pairs = _pairs_by_layer(self.layer_pairs)
+        self.open_heads = _heads(self.open_heads, self.init)
         if t_min is not None or t_max is not None:
             self.half_life = half_life_of_time_constants(t_min, t_max, self.half_life)
         if self.half_life is not None:
@@ -195,6 +207,8 @@ class FoxSpec(FoxFields):
             spec.max_wavelength = trained_length / 4
         if spec.half_life is None and spec.init != "alibi":
             shortest, longest = OPEN if spec.rope == "interpolate" else (1 / 32, 8.0)
+            if spec.init == "measured":
+                shortest, longest = MEASURED
             spec.half_life = (max(1.0, trained_length * shortest), trained_length * longest)
         return spec
 
@@ -209,6 +223,7 @@ IDLE = {
     "annealed_tokens": "how far rope anneal has come",
     "half_life": "where gates start",
     "init": "where gates start",
+    "open_heads": "which gates start open",
     "sink_tokens": "which tokens never decay",
     "prune": "which keys are skipped",
     "horizon": "which keys are masked",
@@ -235,11 +250,11 @@ def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[
     if rope != "anneal":
         idle |= dict.fromkeys(("anneal_to", "anneal_tokens", "annealed_tokens"), "rope")
     if init == "open":
-        idle |= dict.fromkeys(("half_life", "prune", "horizon"), "init")
+        idle |= dict.fromkeys(("half_life", "open_heads", "prune", "horizon"), "init")
     if init == "alibi":
         idle["half_life"] = "init"
     if gate == "none":
-        idle |= dict.fromkeys(("half_life", "init", "sink_tokens", "prune", "horizon"), "gate")
+        idle |= dict.fromkeys(("half_life", "open_heads", "init", "sink_tokens", "prune", "horizon"), "gate")
     return idle
 
 
@@ -299,6 +314,20 @@ def _pairs_by_layer(values: dict[Any, Any]) -> dict[int, tuple[int, ...]]:
     ):
         raise ValueError(f"layer_pairs takes a list of pairs, 0 or more each, per layer; got {values}")
     return found
+
+
+def _heads(value: Any, init: str) -> int | tuple[tuple[int, int], ...]:
+    def is_count(number: object) -> bool:
+        return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+    if is_count(value) and (value == 0 or init == "measured"):
+        return value
+    pairs: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(is_count, pair)) for pair in pairs):
+        raise ValueError(
+            f"open_heads takes [[layer, kv head], ...], or with init measured a number of kv heads; got {value!r}"
+        )
+    return tuple(sorted({(layer, kv_head) for layer, kv_head in pairs}))
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

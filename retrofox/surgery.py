@@ -22,10 +22,10 @@ from retrofox.families import (
     trained_length,
     unconverted_config,
 )
-from retrofox.fox_spec import FoxSpec
+from retrofox.fox_spec import OPEN, FoxSpec
 from retrofox.loading.errors import understood
 from retrofox.model import configuration_fox, modeling_fox
-from retrofox.model.configuration_fox import SUPPORTED
+from retrofox.model.configuration_fox import SUPPORTED, bias_from_half_life
 from retrofox.model.gates import half_life_tokens
 from retrofox.version import __version__
 
@@ -52,7 +52,8 @@ class Plan:
         tensors: name -> shape of every tensor that is added, all float32.
         kept_pairs: rotary pairs that turn as before in each layer; `slowed_pairs`: more slowly; `pairs`: all there are.
         exempt_tokens: first tokens of a document that never decay, for each layer: none where it has a sliding window.
-        half_lives: half-lives in tokens that the heads of a layer start with; none where they are yet to be fitted.
+        half_lives: half-lives in tokens that the heads of a layer start with, but for `spec.open_heads`; with init
+            "measured" each layer has an order of its own.
         base_tensors: name -> shape of the base model's own tensors; `tied` are those a checkpoint may lack.
         settings_replaced: values of the base's config that the conversion changes.
     """
@@ -108,6 +109,14 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         too_deep = [i for i in getattr(spec, name) if not 0 <= i < config.num_hidden_layers]
         if too_deep:
             raise ValueError(f"{name} names layers {too_deep[:5]}; the model has 0..{config.num_hidden_layers - 1}")
+    if isinstance(spec.open_heads, tuple):
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        for layer, kv_head in spec.open_heads:
+            if layer >= config.num_hidden_layers or kv_head >= kv_heads:
+                raise ValueError(
+                    f"open_heads names kv head {kv_head} of layer {layer}; the model has {kv_heads} in each of layers "
+                    f"0..{config.num_hidden_layers - 1}"
+                )
     fox_config = fox_config_of(config, spec)
     with understood(f"the {config.model_type} config"):
         model = on_meta(config.model_type, fox_config)
@@ -134,7 +143,7 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         kept_pairs=[sum(f == 1.0 for f in layer) for layer in fade],
         slowed_pairs=[sum(0.0 < f < 1.0 for f in layer) for layer in fade],
         pairs=len(fade[0]) if fade else 0,
-        half_lives=starting_half_lives(gates[0].initial_bias) if gates and spec.init != "calibrated" else [],
+        half_lives=starting_half_lives(gates[0].initial_bias) if gates else [],
         exempt_tokens=[m.exempt_tokens for m in found if m.forget_gate is not None],
         base_tensors={n: shape for n, shape in shapes.items() if n not in added},
         tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),
@@ -149,7 +158,25 @@ def with_new_modules(plan: Plan, device: Any = "cpu") -> Any:
         for _, module in attention.new_modules():
             module.to_empty(device=device)
             module.reset()
+    if isinstance(plan.spec.open_heads, tuple):
+        _open_gates(model, plan.spec)
     return model
+
+
+@torch.no_grad()
+def _open_gates(model: Any, spec: FoxSpec) -> None:
+    """Gives the gates of `spec.open_heads` their half-life."""
+    kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+    gates = [attention.forget_gate for _, attention in attentions(model)]
+    assert isinstance(spec.open_heads, tuple)
+    for layer, kv_head in spec.open_heads:
+        bias = gates[layer].bias.view(kv_heads, -1)  # type: ignore[union-attr]
+        bias[kv_head] = bias_from_half_life(open_half_life(model.config, spec))
+
+
+def open_half_life(config: Any, spec: FoxSpec) -> float:
+    """Half-life in tokens of a head that starts open: 128 trained lengths, or the longest of the others."""
+    return max((OPEN[1] * trained_length(config), *(spec.half_life or ())))
 
 
 def starting_half_lives(biases: list[float]) -> list[float]:

@@ -249,13 +249,13 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-def test_a_hub_id_is_fetched_once_converted_calibrated_and_proven(launch, hub, pico_checkpoint, tmp_path):
+def test_a_hub_id_is_fetched_once_converted_measured_and_proven(launch, hub, pico_checkpoint, tmp_path):
     files = contents(pico_checkpoint)
     first = hub.commit("org/model", {**files, "pytorch_model.bin": b"not fetched", "original/x.pth": b"nor this"})
     hub.commit("org/model", {"config.json": b"{}"})  # a newer commit that is not the one asked for
     text, out, home = tmp_path / "text.txt", tmp_path / "out", tmp_path / "home"
     text.write_text("a fox forgets what it need not keep, and keeps what it must not forget. " * 300)
-    options = ["--revision", first, "--calibrate", text, "--calibrate-steps", 4, "--json"]
+    options = ["--revision", first, "--init", "measured", "--texts", text, "--json"]
     code, printed, error = retrofox_command(launch, hub.url, home, "convert", "org/model", out, *options)
     assert code == 0, error
     report = json.loads(printed)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ORDER = (
     *("version", "support", "model", "fox_spec", "families", "config", "anatomy", "loading", "serving", "surgery"),
-    *("data", "parallel", "calibration", "conversion", "training", "planning", "generation", "evaluation"),
+    *("data", "parallel", "heads", "conversion", "training", "planning", "generation", "evaluation"),
     *("reporting", "hub", "cli", "__main__"),
 )
 """Rooms from the ground up: each may import itself and those before it."""

@@ -12,11 +12,9 @@ import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attentions, is_new_tensor
 from retrofox.conversion.directory import GATES_SHARD
-from retrofox.conversion.norm_gains import gains_of
 from retrofox.conversion.report import print_conversion
 from retrofox.conversion.verify import compare
 from retrofox.loading.base import load_base
-from retrofox.loading.shards import INDEX
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model import attention as attention_module
 
@@ -48,13 +46,12 @@ def test_norms_start_at_the_rms_of_their_states(pico_llama):
     torch.testing.assert_close(gain, rms[:, None].expand_as(gain), rtol=0.1, atol=0)  # its norms stood aside
 
 
-def test_a_directorys_norms_are_measured_layer_by_layer_without_loading_it(pico_checkpoint, tmp_path, monkeypatch):
+def test_a_directorys_norms_start_as_those_of_its_live_model(pico_checkpoint, tmp_path):
     live = retrofox.convert(load_base(pico_checkpoint)[0], fox=NORMS)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded it"))
     report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=NORMS, verify=False)
     assert report["plan"]["tensors_added"] == 2 * 6
     stored = load_file(tmp_path / "out" / GATES_SHARD)
-    expected = gains_of(live)
+    expected = {name: value for name, value in live.state_dict().items() if name.endswith(".gain")}
     assert len(expected) == 6
     for name, gain in expected.items():
         torch.testing.assert_close(stored[name], gain, rtol=1e-5, atol=0)
@@ -85,43 +82,7 @@ def test_a_familys_own_qk_norm_costs_nothing(pico_llama, pico_tokenizer, tmp_pat
     assert all(".forget_gate." in name for name in added)
 
 
-def test_norms_and_calibration_together(pico_checkpoint, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("a fox forgets what it need not keep, and keeps what it must not forget. " * 400)
-    spec = FoxSpec(half_life=(4, 64), pro=("qk-norm", "k-shift"))
-    report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=spec, calibrate=[str(text)])
-    assert report["parity"]["equal"]
-    assert report["calibration"]["summary"]["loss_after"] <= report["calibration"]["summary"]["loss_before"] + 0.05
-    assert {name.split(".")[-2] for name in report["calibration"]["rewritten"]} == {"q_proj"}
-    weight_map = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
-    gains = {n: t for n, t in load_file(tmp_path / "out" / GATES_SHARD).items() if n.endswith("norm_fox.gain")}
-    assert len(gains) == 4
-    assert all(weight_map[name] == GATES_SHARD and not torch.all(gain == 1) for name, gain in gains.items())
-
-
 # the proof
-
-
-def test_a_projection_that_is_no_refit_fails_the_proof(pico_checkpoint, tmp_path):
-    from retrofox.conversion.tensors import replace_tensors
-    from retrofox.conversion.verify import prove
-
-    retrofox.convert(pico_checkpoint, tmp_path / "out", verify=False)
-    weight_map = json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
-    name = "model.layers.1.self_attn.q_proj.weight"
-    base = load_file(pico_checkpoint / "model.safetensors")[name]
-    heads = base.unflatten(0, (4, 8))
-    matrices = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0))
-    replace_tensors(tmp_path / "out", {name: (matrices @ heads).flatten(0, 1)}, weight_map)
-    parity = prove(pico_checkpoint, tmp_path / "out", refitted=[name])
-    assert parity["equal"]
-    assert parity["refit"]["residual"] < 1e-4
-    assert parity["refit"]["max_difference_as_stored"] > 1e-2
-    with pytest.raises(ValueError, match="logits differ"):
-        prove(pico_checkpoint, tmp_path / "out")
-    replace_tensors(tmp_path / "out", {name: torch.randn_like(base)}, weight_map)
-    with pytest.raises(ValueError, match="not the base's with a matrix per head in front"):
-        prove(pico_checkpoint, tmp_path / "out", refitted=[name])
 
 
 def test_the_proof_leaves_a_live_model_as_it_was(pico_llama, tmp_path):
@@ -233,11 +194,11 @@ def test_a_revision_of_a_directory(pico_checkpoint: Path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"fox": FoxSpec(init="calibrated")}, "measures the base on text"),
+        ({"fox": FoxSpec(init="measured")}, "belong together; got init measured and 0 texts"),
         ({"link": True}, "link=True shares"),
         ({"revision": "main"}, "a live model has none"),
-        ({"calibrate": "text.txt"}, "takes a list of files, got 'text.txt'"),
-        ({"calibrate": ["text.txt"]}, "calibration writes a checkpoint"),
+        ({"texts": "text.txt"}, "takes a list of files, got 'text.txt'"),
+        ({"texts": ["text.txt"]}, "belong together; got init slopes and 1 texts"),
     ],
     ids=str,
 )

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofox.calibration.steps import STEPS
 from retrofox.cli.tokens import METAVAR, count, length
 from retrofox.fox_spec import IDLE, PRESETS, FoxSpec, default_rope, idle_fields
 from retrofox.support.counts import parse_tokens
@@ -70,8 +69,8 @@ def convert(
     init: Annotated[
         str | None,
         typer.Option(
-            help="slopes (log-spaced half-lives), open (starts as the base), calibrated, or alibi (ALiBi's slopes). "
-            "[default: slopes, or the preset's]"
+            help="slopes (log-spaced half-lives), open (starts as the base), measured (on --texts), or alibi "
+            "(ALiBi's slopes). [default: slopes, or the preset's]"
         ),
     ] = None,
     half_life: Annotated[
@@ -116,34 +115,13 @@ def convert(
             metavar="LN_EPS", help="Skip keys that the gates cut off, losing at most e^LN_EPS of the weight; try -10."
         ),
     ] = None,
-    calibrate: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Text files: fit gates and queries to the base's attention; --rope partial chooses its pairs by them."
-        ),
+    texts: Annotated[
+        list[Path] | None, typer.Option(help="--init measured: files to measure each head's attention distance on.")
     ] = None,
-    calibrate_steps: Annotated[
-        int | None, typer.Option(help=f"Steps per layer; 0: only --init calibrated's half-lives. [default: {STEPS}]")
-    ] = None,
-    calibrate_length: Annotated[
+    open_heads: Annotated[
         int | None,
-        typer.Option(
-            parser=count,
-            metavar=METAVAR,
-            help="Tokens of the windows to fit on: longer ones keep more recall, and take longer. [default: 2048]",
-        ),
+        typer.Option(metavar="N", help="--init measured: kv heads that look up facts and start open. [default: 0]"),
     ] = None,
-    no_choose_pairs: Annotated[
-        bool,
-        typer.Option(
-            "--no-choose-pairs",
-            help="Calibration of --rope partial keeps the shortest wavelengths, not as many pairs that each layer's "
-            "attention needs most.",
-        ),
-    ] = False,
-    no_refit_queries: Annotated[
-        bool, typer.Option("--no-refit-queries", help="Calibration leaves the query projections as they are.")
-    ] = False,
     link: Annotated[bool, typer.Option("--link", help="Hard-link the weight files instead of copying them.")] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip the parity proof (and say so in OUT).")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
@@ -169,6 +147,7 @@ def convert(
         "anneal_to": anneal_to,
         "anneal_tokens": anneal_tokens,
         "init": init,
+        "open_heads": open_heads,
         "half_life": None if half_life is None else half_lives(half_life),
         "t_min": t_min,
         "t_max": t_max,
@@ -180,28 +159,15 @@ def convert(
     given = {name: value for name, value in given.items() if value is not None}
     refuse_idle(given)
     spec = FoxSpec.from_dict(given)
-    files = [str(file) for file in calibrate or []]
-    if not files and (
-        calibrate_steps is not None or calibrate_length is not None or no_refit_queries or no_choose_pairs
-    ):
-        raise ValueError(
-            "--calibrate-steps, --calibrate-length, --no-refit-queries and --no-choose-pairs belong to --calibrate "
-            "FILES: name files, or drop them"
-        )
-    if no_choose_pairs and spec.rope != "partial":
-        raise ValueError(f"--no-choose-pairs belongs to --rope partial, and --rope is {spec.rope}: drop one of them")
+    files = [str(file) for file in texts or []]
     if dry_run:
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report
 
-        chooses = not no_choose_pairs and calibrate_steps != 0
-        plan, values = artefact.preview(
-            source, out, spec, link=link, revision=revision, calibrate=files, choose_pairs=chooses
-        )
+        plan, values = artefact.preview(source, out, spec, link=link, revision=revision, texts=files)
         print(json.dumps(values, indent=2)) if as_json else report.print_plan(plan, values)
         return
-    stands = "the layers that calibration fitted are kept" if files else "nothing was written"
-    with Interruptions(stands):  # a plain kill cleans up as Ctrl-C does
+    with Interruptions("nothing was written"):  # a plain kill cleans up as Ctrl-C does
         from retrofox.conversion import artefact
         from retrofox.conversion import report as report
         from retrofox.loading.trust import trusting_code
@@ -215,11 +181,7 @@ def convert(
                 verify=not no_verify,
                 revision=revision,
                 progress=progress,
-                calibrate=files,
-                calibrate_steps=STEPS if calibrate_steps is None else calibrate_steps,
-                calibrate_length=calibrate_length,
-                refit_queries=not no_refit_queries,
-                choose_pairs=not no_choose_pairs,
+                texts=files,
             )
     print(json.dumps(result, indent=2)) if as_json else report.print_conversion(result, out)
 

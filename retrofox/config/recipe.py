@@ -238,8 +238,3 @@ class Recipe(Section):
             raise ValueError(
                 "adapt leaves the gates as they are: add a stage that trains them (align, distill, extend)"
             )
-        if self.fox is not None and self.fox.init == "calibrated":
-            raise ValueError(
-                "stages.0: adapt trains the original, whose query projections fox.init: calibrated rewrites: remove "
-                "one of the two"
-            )

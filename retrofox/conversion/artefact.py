@@ -5,27 +5,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from retrofox.calibration.calibrate import apply_to, calibrate
-from retrofox.calibration.steps import STEPS
-from retrofox.calibration.windows import Text, require_sources
 from retrofox.conversion.card import card
-from retrofox.conversion.directory import Gains, write_directory
+from retrofox.conversion.directory import write_directory
 from retrofox.conversion.licence import licence_of
-from retrofox.conversion.norm_gains import gains_of, has_norms, set_gains
+from retrofox.conversion.measured import measured_values
 from retrofox.conversion.tensors import check_weights
 from retrofox.conversion.verify import prove
 from retrofox.fox_spec import FoxSpec
+from retrofox.heads.texts import Text, require_sources
 from retrofox.loading import shards
 from retrofox.loading.atomic_directory import AtomicDirectory, Progress, refuse_existing, refuse_full_disk
 from retrofox.loading.base import load_base
@@ -34,11 +31,8 @@ from retrofox.loading.source import check_live, check_out, fetch, recorded
 from retrofox.loading.tokenizers import refuse_damaged_tokenizer, tokenizer_of_live
 from retrofox.support.files import new_file_mode
 from retrofox.support.memory import peak_bytes
-from retrofox.surgery import Plan, apply, make_plan, starting_half_lives
+from retrofox.surgery import Plan, apply, make_plan
 from retrofox.version import __version__
-
-if TYPE_CHECKING:
-    from retrofox.calibration.calibrate import Calibration
 
 
 def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str | None = None) -> Plan:
@@ -60,8 +54,7 @@ def preview(
     *,
     link: bool = False,
     revision: str | None = None,
-    calibrate: Sequence[Text] = (),
-    choose_pairs: bool = True,
+    texts: Sequence[Text] = (),
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan of a conversion, and the same as JSON values with the bytes that would be written.
 
@@ -69,11 +62,9 @@ def preview(
     refused is refused. Of a Hub id only config.json is fetched.
     """
     check_out(source, out)
-    _check_options(source, spec, link, calibrate)
+    _check_options(source, spec, link, texts)
     plan = plan_for(source, spec, revision)
     values: dict[str, Any] = plan.to_dict()
-    chooses = choose_pairs and spec.rope == "partial" and not spec.layer_pairs
-    values["pairs_to_be_chosen"] = bool(calibrate) and chooses
     if Path(source).is_dir():
         refuse_damaged_tokenizer(source)
         found = shards.find(Path(source))
@@ -85,13 +76,23 @@ def preview(
     return plan, values
 
 
-def _check_options(source: str | Path | PreTrainedModel, spec: FoxSpec, link: bool, calibrate: Sequence[Text]) -> None:
-    if spec.init == "calibrated" and not calibrate:
-        raise ValueError("init 'calibrated' measures the base on text: name files with --calibrate FILES")
-    require_sources(calibrate)
+def _check_options(source: str | Path | PreTrainedModel, spec: FoxSpec, link: bool, texts: Sequence[Text]) -> None:
+    check_texts(spec, texts)
+    require_sources(texts)
     if link and (isinstance(source, PreTrainedModel) or str(source).endswith(".gguf")):
         raise ValueError(
             "--link shares the weight files of a directory; a .gguf file or a live model has none: drop it"
+        )
+
+
+def check_texts(spec: FoxSpec, texts: Sequence[Text]) -> None:
+    """Raises ValueError where texts are given and nothing is measured on them, or the other way round."""
+    if isinstance(texts, (str, Path)):
+        raise ValueError(f"texts takes a list of files, got {str(texts)!r}: give a list")
+    if (spec.init == "measured") != bool(texts):
+        raise ValueError(
+            f"init measured and texts to measure the heads on (--texts FILES) belong together; got init {spec.init} "
+            f"and {len(texts)} texts"
         )
 
 
@@ -104,23 +105,14 @@ def write(
     verify: bool = True,
     revision: str | None = None,
     progress: Progress | None = None,
-    calibrate: Sequence[Text] = (),
-    calibrate_steps: int = STEPS,
-    calibrate_length: int | None = None,
-    refit_queries: bool = True,
-    choose_pairs: bool = True,
+    texts: Sequence[Text] = (),
 ) -> dict[str, Any]:
     """Converts `source` into the directory `out`, which appears whole or not at all; returns the report.
 
     A Hub id is fetched first: config.json, by which it may be refused, then the rest; everything after reads the copy.
 
     Args:
-        calibrate: text files to fit gates (and queries) on, see `retrofox.calibrate`; the work is kept beside `out`
-            while it lasts, so an interrupted conversion goes on where it stopped.
-        calibrate_steps: Adam steps per layer; 0 takes only the half-lives of init="calibrated".
-        calibrate_length: tokens of the windows to fit on; None = `retrofox.calibrate`'s own choice.
-        refit_queries: whether calibration may rewrite the query projections.
-        choose_pairs: whether it may choose which rotary pairs the layers of rope "partial" keep.
+        texts: what init "measured" measures the heads on: files, globs, hf:..., longcrawl64:...
 
     Raises:
         ValueError: `out` exists, `source` can't be converted, the parity proof failed, or linking is impossible.
@@ -130,22 +122,16 @@ def write(
         refuse_existing(out)
     else:
         check_out(source, out)
-    _check_options(source, spec, link, calibrate)
+    _check_options(source, spec, link, texts)
     started = time.perf_counter()
     job = _job(source, spec, link, revision, progress)
     plan = job.plan
-    work = out.parent / f".{out.name}.calibration"
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disk_of(out))
         directory = stack.enter_context(AtomicDirectory(out))
         partial = directory.partial
-        options = {"steps": calibrate_steps, "length": calibrate_length, "refit_queries": refit_queries}
-        options |= {"choose_pairs": choose_pairs, "out_dir": work}
-        calibration, gains = _calibrated(job.place, plan, calibrate, options)
-        if calibration is not None and calibration.layer_pairs:
-            plan.spec.layer_pairs = calibration.layer_pairs
-            plan.config.fox = plan.spec.to_dict()
-        how = job.write(partial, calibration, gains)
+        values, start = measured_values(job.place, plan, texts)
+        how = job.write(partial, values)
         report: dict[str, Any] = {
             "retrofox": __version__,
             "plan": plan.to_dict(),
@@ -154,22 +140,16 @@ def write(
             "peak_memory_mib": peak_bytes(torch.device("cpu")) >> 20,
             "parity": "skipped (--no-verify)",
         }
-        if calibration is not None:
-            report["calibration"] = {
-                **calibration.report,
-                "rewritten": calibration.rewritten(),
-                "half_lives_tokens": _fitted_half_lives(calibration),
-            }
-            shutil.copytree(work, partial / "calibration", ignore=shutil.ignore_patterns("*.safetensors", "layers"))
+        if start is not None:
+            report["start"] = asdict(start)
         if verify:
-            report["parity"] = prove(job.place, partial, refitted=calibration.rewritten() if calibration else ())
+            report["parity"] = prove(job.place, partial)
         (partial / "retrofox.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card(plan, report, licence_of(job.place)), encoding="utf-8")
         for file in partial.rglob("*"):
             if file.is_file() and not (link and file.stat().st_nlink > 1):
                 file.chmod(new_file_mode())
         directory.commit()
-    shutil.rmtree(work, ignore_errors=True)
     return report
 
 
@@ -178,14 +158,14 @@ class _Job:
     """One conversion: its plan, where its base is read from, and how it is written.
 
     Attributes:
-        place: the live model, the .gguf file or the local directory, for calibration and the proof.
-        write: writes it all but card and report, given the directory in the making and what calibration fitted; returns
-            how the weights came there.
+        place: the live model, the .gguf file or the local directory, for measuring and the proof.
+        write: writes it all but card and report, given the directory in the making and the measured values; returns how
+            the weights came there.
     """
 
     plan: Plan
     place: str | Path | PreTrainedModel
-    write: Callable[[Path, Calibration | None, Gains], str]
+    write: Callable[[Path, dict[str, torch.Tensor]], str]
 
 
 def _job(
@@ -212,8 +192,8 @@ def _from_memory(model: PreTrainedModel, spec: FoxSpec, revision: str | None) ->
         )
     plan = plan_for(model, spec, revision)
 
-    def save(partial: Path, calibration: Calibration | None, gains: Gains) -> str:
-        _save(model, tokenizer_of_live(model), plan, partial, calibration, gains)
+    def save(partial: Path, values: dict[str, torch.Tensor]) -> str:
+        _save(model, tokenizer_of_live(model), plan, partial, values)
         return "saved from memory"
 
     return _Job(plan, model, save)
@@ -222,8 +202,8 @@ def _from_memory(model: PreTrainedModel, spec: FoxSpec, revision: str | None) ->
 def _from_gguf(file: str | Path, spec: FoxSpec, revision: str | None) -> _Job:
     plan = plan_for(file, spec, revision)
 
-    def save(partial: Path, calibration: Calibration | None, gains: Gains) -> str:
-        _save(*load_base(file), plan, partial, calibration, gains)
+    def save(partial: Path, values: dict[str, torch.Tensor]) -> str:
+        _save(*load_base(file), plan, partial, values)
         return "dequantised from GGUF"
 
     return _Job(plan, file, save)
@@ -239,8 +219,8 @@ def _from_disk(source: str | Path, spec: FoxSpec, link: bool, revision: str | No
     if not found.pickled:
         check_weights(directory, found.tensors, plan)
 
-    def place(partial: Path, calibration: Calibration | None, gains: Gains) -> str:
-        return write_directory(directory, found, plan, partial, link, calibration, gains, progress)
+    def place(partial: Path, values: dict[str, torch.Tensor]) -> str:
+        return write_directory(directory, found, plan, partial, link, values, progress)
 
     return _Job(plan, directory, place)
 
@@ -260,49 +240,10 @@ def _disk_of(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _calibrated(
-    place: str | Path | PreTrainedModel, plan: Plan, files: Sequence[Text], options: dict[str, Any]
-) -> tuple[Calibration | None, Gains]:
-    """The outcome of `retrofox.calibrate` on `files` with its options, and of measuring the gains of norms on them."""
-    if not files:
-        return None, {}
-    if not has_norms(plan):
-        return calibrate(place, plan.spec, files, **options), {}
-    # Norms come first: queries are fitted to their output. That takes the whole model at once.
-    base, tokenizer = (place, None) if isinstance(place, PreTrainedModel) else load_base(place, dtype=torch.float32)
-    model = apply(base, plan)
-    set_gains(model, tokenizer, files if tokenizer is not None else ())
-    return calibrate(model, None, files, tokenizer=tokenizer, **options), gains_of(model)
-
-
-def _fitted_half_lives(calibration: Calibration) -> list[list[float]]:
-    """Half-lives in tokens that the heads of each layer start with; no layers where there are no gates.
-
-    As measured on held-out text where the gates' weights were fitted, else those that the biases say.
-    """
-    rows = calibration.report["layers"]
-    if rows:
-        return [row["half_life_after_by_head"] for row in rows if row["half_life_after_by_head"]]
-    biases = [value for name, value in calibration.values.items() if name.endswith("forget_gate.bias")]
-    return [starting_half_lives(bias.tolist()) for bias in biases]
-
-
-def _save(
-    base: PreTrainedModel,
-    tokenizer: Any,
-    plan: Plan,
-    partial: Path,
-    calibration: Calibration | None,
-    gains: Gains,
-) -> None:
+def _save(base: PreTrainedModel, tokenizer: Any, plan: Plan, partial: Path, values: dict[str, torch.Tensor]) -> None:
     """Saves the converted form of a model in memory."""
     model = apply(base, plan)
-    if calibration is not None:
-        apply_to(model, calibration)
-    if gains:
-        model.load_state_dict(gains, strict=False)
-    elif has_norms(plan):
-        set_gains(model, tokenizer)
+    model.load_state_dict(values, strict=False)
     model.save_pretrained(partial)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)

@@ -32,9 +32,8 @@ def card(plan: Plan, report: dict[str, Any], licence: Mapping[str, Any] | None =
     parity = report["parity"]
     fewest, most = min(plan.kept_pairs, default=0), max(plan.kept_pairs, default=0)
     kept = f"{most}" if fewest == most else f"{fewest}-{most}"
-    layers = report.get("calibration", {}).get("half_lives_tokens") or [plan.half_lives]
-    tokens = [x for layer in layers for x in layer]
-    start = f"starting half-lives {min(tokens):.0f} to {max(tokens):.0f} tokens" if tokens else "fitted to the base"
+    tokens = plan.half_lives
+    start = f"starting half-lives {min(tokens):.0f} to {max(tokens):.0f} tokens" if tokens else ""
     if plan.spec.init == "open":
         start = "open at first (no decay)"
     rows = {

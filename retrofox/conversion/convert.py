@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from retrofox.calibration.windows import Text
-from retrofox.conversion.artefact import plan_for, write
-from retrofox.conversion.norm_gains import has_norms, set_gains
+from retrofox.conversion.artefact import check_texts, plan_for, write
+from retrofox.conversion.measured import is_measured, set_measured
 from retrofox.fox_spec import FoxSpec
+from retrofox.heads.texts import Text
 from retrofox.loading.base import load_base
 from retrofox.loading.tokenizers import tokenizer_of_live
 from retrofox.surgery import apply
@@ -25,7 +25,7 @@ def convert(
     link: bool = False,
     verify: bool = True,
     revision: str | None = None,
-    calibrate: Sequence[Text] = (),
+    texts: Sequence[Text] = (),
 ) -> Any:
     """Retrofits forget gates into a pretrained model.
 
@@ -37,8 +37,7 @@ def convert(
         link: hard-link the weight files instead of copying them (same file system).
         verify: prove on the written artefact, in a fresh process, that gates open + RoPE kept is the base model.
         revision: Hub revision of `source`.
-        calibrate: texts to fit gates and query projections on: files, globs, hf:..., longcrawl64:... (needs `out`; see
-            `retrofox.calibrate`).
+        texts: what init "measured" measures the heads on: files, globs, hf:..., longcrawl64:...
 
     Returns:
         The converted model, sharing the tensors of a live `source` (out is None), or the report that is also written
@@ -56,16 +55,12 @@ def convert(
             f"source must be a transformers model, a Hub id, a directory or a .gguf file, got a {type(source).__name__}"
             "; of a peft model, give what merge_and_unload() returns"
         )
-    if isinstance(calibrate, (str, Path)):
-        raise ValueError(f"calibrate takes a list of files, got {str(calibrate)!r}: give a list")
     if revision is not None and isinstance(source, PreTrainedModel):
         raise ValueError(f"revision {revision!r} belongs to a Hub id, and a live model has none: drop it")
     if out is not None:
-        return write(source, Path(out), spec, link=link, verify=verify, revision=revision, calibrate=calibrate)
-    if calibrate:
-        raise ValueError("calibration writes a checkpoint: give OUT, or use retrofox.calibrate on the live model")
-    if spec.init == "calibrated" and spec.version is None:  # a spec with a version says how a model was converted
-        raise ValueError("init 'calibrated' measures the base on text: give OUT and calibrate=[FILES]")
+        return write(source, Path(out), spec, link=link, verify=verify, revision=revision, texts=texts)
+    if spec.version is None:  # a spec with a version says how a model was converted
+        check_texts(spec, texts)
     if link:
         raise ValueError("link=True shares the weight files of a directory with OUT: give OUT, or drop it")
     places = sorted({str(place) for place in (getattr(source, "hf_device_map", None) or {}).values()})
@@ -77,6 +72,6 @@ def convert(
     plan = plan_for(source, spec, revision)
     base, tokenizer = (source, None) if isinstance(source, PreTrainedModel) else load_base(source, revision=revision)
     model = apply(base, plan)
-    if has_norms(plan) and not model.get_input_embeddings().weight.is_meta:  # type: ignore[union-attr]
-        set_gains(model, tokenizer or tokenizer_of_live(base))
+    if is_measured(plan) and not model.get_input_embeddings().weight.is_meta:  # type: ignore[union-attr]
+        set_measured(model, plan, tokenizer or tokenizer_of_live(base), texts)
     return model

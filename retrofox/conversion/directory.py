@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from retrofox.anatomy import is_new_tensor
-from retrofox.calibration.calibrate import Calibration
-from retrofox.conversion.norm_gains import has_norms, measure_gains
-from retrofox.conversion.tensors import check_weights, from_bin, replace_tensors
+from retrofox.conversion.tensors import check_weights, from_bin
 from retrofox.loading import shards
 from retrofox.loading.atomic_directory import Progress, place
 from retrofox.loading.shards import INDEX, Shards
-from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.model.configuration_fox import NOT_FOR_PLAIN_CLASSES
 from retrofox.model.modeling_fox import write_remote_code
 from retrofox.surgery import ATTENTION, Plan, with_new_modules
@@ -24,8 +22,6 @@ from retrofox.surgery import ATTENTION, Plan, with_new_modules
 GATES_SHARD = "model-retrofox.safetensors"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".index.json")
 OURS = ("config.json", "README.md", "retrofox.json")
-Gains = dict[str, torch.Tensor]
-"""Name in the converted model -> starting gain of an added norm."""
 
 
 def write_directory(
@@ -34,11 +30,14 @@ def write_directory(
     plan: Plan,
     partial: Path,
     link: bool,
-    calibration: Calibration | None,
-    gains: Gains,
+    values: Mapping[str, torch.Tensor],
     progress: Progress | None = None,
 ) -> str:
-    """Places shards, the new shard, index, config, tokenizer and code; no weight passes through memory."""
+    """Places shards, the new shard, index, config, tokenizer and code; no weight passes through memory.
+
+    Args:
+        values: measured starting values by name; other new tensors start as the plan says.
+    """
     how = "linked" if link else "copied"
     if GATES_SHARD in found.files:
         raise ValueError(
@@ -53,9 +52,7 @@ def write_directory(
         check_weights(directory, found.tensors, plan)
     else:
         place(found, partial, link, progress)
-    new = _new_tensors(plan)
-    if has_norms(plan):
-        new |= gains or measure_gains(directory, plan.spec, load_tokenizer(directory))
+    new = {**_new_tensors(plan), **values}
     weight_map = dict(found.weight_map)
     size = shards.nbytes(found.tensors.values()) + sum(t.nbytes for t in new.values())
     if new:
@@ -63,15 +60,15 @@ def write_directory(
         weight_map.update(dict.fromkeys(new, GATES_SHARD))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     for key in ATTENTION:
-        values.pop(key, None)
+        config.pop(key, None)
     for key in ("model_type", "architectures", "auto_map"):
-        values[key] = getattr(plan.config, key)
-    values |= plan.settings_replaced
-    values["transformers_weights"] = NOT_FOR_PLAIN_CLASSES
-    values["fox"] = plan.config.fox
-    (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        config[key] = getattr(plan.config, key)
+    config |= plan.settings_replaced
+    config["transformers_weights"] = NOT_FOR_PLAIN_CLASSES
+    config["fox"] = plan.config.fox
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     templates = directory / "additional_chat_templates"
     for file in [*directory.iterdir(), *templates.glob("*.jinja")]:
         taken = (*found.files, GATES_SHARD, INDEX, *OURS)
@@ -86,8 +83,6 @@ def write_directory(
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, target)
     write_remote_code(partial)
-    if calibration is not None:
-        replace_tensors(partial, calibration.tensors(), weight_map)
     return how
 
 

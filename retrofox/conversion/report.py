@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,7 @@ def print_plan(plan: Plan, values: dict[str, Any]) -> None:
 
 def print_conversion(report: dict[str, Any], out: Path) -> None:
     """The finished conversion as a table on stdout, ending with the parity proof."""
-    fitted = [tokens for layer in report.get("calibration", {}).get("half_lives_tokens", ()) for tokens in layer]
-    _table(f"converted: {out}", report["plan"], fitted)
+    _table(f"converted: {out}", report["plan"])
     console = Console(soft_wrap=True, emoji=False)
     console.print(f"weights {report['weights']}; {report['seconds']} s, peak memory {report['peak_memory_mib']} MiB")
     parity = report["parity"]
@@ -42,13 +41,6 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
         f"kept against the base): logits differ by at most {parity['max_difference']:.1e}, "
         f"mean {parity['mean_difference']:.1e} (allowed {parity['tolerance']:.1e}): [bold green]equal[/]"
     )
-    if "refit" in parity:
-        refit = parity["refit"]
-        console.print(
-            f"  with the base's query projections put back; the {refit['undone']} tensors that calibration rewrote are "
-            f"the base's with a matrix per head in front, within {refit['residual']:.1e} "
-            f"(allowed {refit['tolerance']:.0e})"
-        )
     console.print(
         f"loss on them: base {parity['loss_base']:.4f}, parity form {parity['loss_gates_open_rope_kept']:.4f}, "
         f"as converted {parity['loss_converted']:.4f} (training brings this back)"
@@ -57,15 +49,13 @@ def print_conversion(report: dict[str, Any], out: Path) -> None:
         console.print(f"  of that, {part} costs {cost['costs']:+.4f} ({cost['loss_without']:.4f} without it)")
 
 
-def _table(title: str, plan: dict[str, Any], fitted: Sequence[float] = ()) -> None:
+def _table(title: str, plan: dict[str, Any]) -> None:
     spec, kept = plan["spec"], plan["rotary_pairs_kept"]
     table = Table(title=escape(title), title_justify="left", show_header=False)
     lives = plan["half_lives_tokens"]
     span = ""
     if spec["layer_pairs"]:
         span = ", chosen by layer"
-    elif plan.get("pairs_to_be_chosen"):
-        span = ", to be chosen by each layer"
     elif spec["rope"] == "partial":
         span = f" (wavelengths up to {spec['max_wavelength']:.0f} tokens)"
     slowed = max(plan.get("rotary_pairs_slowed") or [0])
@@ -73,10 +63,13 @@ def _table(title: str, plan: dict[str, Any], fitted: Sequence[float] = ()) -> No
         span = f", {slowed} turn up to {spec['rope_factor']:g} times slower"
     pairs = "no rotary" if not kept else f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
     start = ", half-lives in tokens: " + ", ".join(f"{x:.0f}" for x in lives)
-    if fitted:
-        start = f", half-lives fitted to the base: {min(fitted):.0f} to {max(fitted):.0f} tokens (calibration/*.csv)"
-    elif spec["init"] in ("open", "calibrated"):
-        start = {"open": ", open (log f = 0)", "calibrated": ", half-lives to be fitted to the base"}[spec["init"]]
+    if spec["init"] == "open":
+        start = ", open (log f = 0)"
+    elif spec["init"] == "measured":
+        start = f", half-lives of {min(lives):.0f} to {max(lives):.0f} tokens by measured attention distance"
+    opened = spec["open_heads"]
+    if opened:
+        start += f"; {opened if isinstance(opened, int) else len(opened)} kv heads start open"
     rows = {
         "layers x heads": f"{plan['layers']} x {plan['heads']}",
         "gates": spec["gate"] + (start if spec["gate"] != "none" else ""),
@@ -108,5 +101,5 @@ def copying(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
-        task = progress.add_task("", total=None, visible=False)  # until calibration, if there is one, has ended
+        task = progress.add_task("", total=None, visible=False)  # until heads are measured
         yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)

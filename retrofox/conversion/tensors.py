@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on disk: checked against the model, taken out of .bin files, replaced, one at a time."""
+"""Tensors of a checkpoint on disk: checked against the model, taken out of .bin files one at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading import shards
 from retrofox.loading.errors import NO_MODEL, UNREADABLE_BIN, first_line, quiet_torch
-from retrofox.support.files import replacing
 from retrofox.surgery import Plan
 
 logger = logging.getLogger(__name__)
@@ -154,34 +153,3 @@ def _unpickled(file: Path) -> tuple[dict[str, Any], bool]:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def replace_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], weight_map: Mapping[str, str]) -> None:
-    """Replaces tensors by others of the same name, in the old dtype, rewriting the shards that hold them.
-
-    A rewritten shard is a new file: a hard link to the old one keeps its content. One tensor is in memory at a time.
-    """
-    for name in sorted({weight_map[key] for key in tensors}):
-        file = directory / name
-        old = sorted(shards.header(file).items(), key=lambda item: item[1]["data_offsets"][0])
-        entries = {}
-        for key, entry in old:
-            if key in tensors and list(tensors[key].shape) != entry["shape"]:
-                raise ValueError(f"{key} is {entry['shape']} in {file}, its replacement {list(tensors[key].shape)}")
-            entries[key] = (entry["dtype"], entry["shape"], shards.nbytes([entry]))
-        with replacing(file) as partial:
-            shards.write_tensors(partial, entries, _replaced(file, old, tensors))
-
-
-def _replaced(
-    file: Path, old: list[tuple[str, dict[str, Any]]], tensors: Mapping[str, torch.Tensor]
-) -> Iterator[memoryview]:
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
-    data_start = file.stat().st_size - max(entry["data_offsets"][1] for _, entry in old)
-    with open(file, "rb") as stream:  # read, not mapped: mapped pages would count as this process's memory
-        for name, entry in old:
-            if name in tensors:
-                yield _bytes(tensors[name].cpu().to(dtypes[entry["dtype"]]))
-            else:
-                stream.seek(data_start + entry["data_offsets"][0])
-                yield memoryview(stream.read(shards.nbytes([entry])))

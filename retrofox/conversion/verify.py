@@ -24,14 +24,14 @@ from retrofox.loading.tokenizers import checkpoint_tokenizer
 from retrofox.support import processes
 
 LARGEST_IN_FLOAT32 = 4_000_000_000
-"""Parameters up to which the proof runs in float32; larger models are compared in their own dtype."""
+"""Parameters up to which a model is loaded in float32; larger ones in their own dtype."""
 
 
 NOT_IDENTITIES = {"qk-norm": ("q_norm_fox", "k_norm_fox"), "output-norm": ("output_norm",)}
 """Pro parts that change the logits from the start, and the modules that make them."""
 
 
-def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any]:
+def prove(source: Any, out: Path) -> dict[str, Any]:
     """Runs the proof in a fresh process and returns its numbers.
 
     The base and the converted model (gates open, RoPE kept) read one fixed text; their logits must agree to
@@ -40,20 +40,18 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
     Args:
         source: Hub id, directory, .gguf file, or a live model (which is compared in this process).
         out: the converted checkpoint directory.
-        refitted: names of query projections that calibration rewrote. Each must be the base's with one matrix per head
-            in front; the proof then runs with the base's put back, and reports what the stored ones give beside it.
 
     Raises:
-        ValueError: the base's logits are not finite or all alike, they differ from the converted model's, a projection
-            is not a refit of the base's, or the process failed.
+        ValueError: the base's logits are not finite or all alike, they differ from the converted model's, or
+            the process failed.
     """
     if isinstance(source, PreTrainedModel):
-        result = compare(source, out, refitted)
+        result = compare(source, out)
     else:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "parity.json"
             program = "import sys\nfrom retrofox.conversion.verify import answer\nanswer(*sys.argv[1:])"
-            run = processes.run_python(program, source, out, file, *refitted)
+            run = processes.run_python(program, source, out, file)
             if run.returncode < 0:
                 raise ValueError(
                     f"the parity proof was killed by signal {-run.returncode}: it holds the base, then the converted "
@@ -63,12 +61,6 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
             if run.returncode:
                 raise ValueError(f"the parity proof failed to run; nothing was written:\n{run.stderr[-2000:]}")
             result = json.loads(file.read_text(encoding="utf-8"))
-    if refitted and result["refit"]["residual"] > result["refit"]["tolerance"]:
-        raise ValueError(
-            f"parity proof failed: {result['refit']['worst']} is not the base's with a matrix per head in front "
-            f"(residual {result['refit']['residual']:.2e}, allowed {result['refit']['tolerance']:.0e}); "
-            "nothing was written"
-        )
     if not math.isfinite(result["loss_base"]):
         raise ValueError(
             f"the base's own loss on {result['text']} is {result['loss_base']} in {result['dtype']}: its weights are "
@@ -87,7 +79,7 @@ def prove(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any
     return result
 
 
-def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, Any]:
+def compare(source: Any, out: Path) -> dict[str, Any]:
     """The proof's numbers, computed here: difference of logits; loss of base, parity form and chosen form."""
     tokenizer = checkpoint_tokenizer(source, out)
     base = source if isinstance(source, PreTrainedModel) else load_base(source, default_attention=True)[0]
@@ -95,9 +87,7 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
     tokens, drawn = fixed_tokens(tokenizer, base.config.vocab_size, base.config.max_position_embeddings)
     with torch.inference_mode(), _as_reference(base, dtype):
         expected = base(tokens.to(base.device), use_cache=False).logits[0].float().cpu()
-        named = dict(base.named_parameters())
-        originals = {name: named[name].detach().cpu().clone() for name in refitted}
-    del named, base
+    del base
     model = load(out, dtype=dtype).eval()
 
     def logits(mode: str = "fox") -> torch.Tensor:
@@ -114,15 +104,7 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
             with _without(model, NOT_IDENTITIES[part]):
                 lacking = loss(logits())
             parts[part] = {"loss_without": lacking, "costs": chosen - lacking}
-    stored = logits("original")
-    refit = {}
-    if refitted:
-        refit = _undo_refit(model, originals) | {
-            "undone": len(refitted),
-            "max_difference_as_stored": float((stored - expected).abs().max()),
-            "loss_as_stored": loss(stored),
-        }
-    parity = logits("original") if refitted else stored
+    parity = logits("original")
     tolerance = (1e-5 if dtype == torch.float32 else 2e-2) * max(1.0, float(expected.abs().max()))
     difference = (parity - expected).abs()
     return {
@@ -138,7 +120,6 @@ def compare(source: Any, out: Path, refitted: Sequence[str] = ()) -> dict[str, A
         "loss_gates_open_rope_kept": loss(parity),
         "loss_converted": chosen,
         **({"parts": parts} if parts else {}),
-        **({"refit": refit} if refit else {}),
     }
 
 
@@ -185,39 +166,6 @@ def _without(model: Any, names: Sequence[str]) -> Iterator[None]:
             setattr(attention, name, module)
 
 
-def _undo_refit(model: Any, originals: dict[str, Any]) -> dict[str, Any]:
-    """Puts the base's query projections back and says how well the refitted ones were M_h W_h, M_h one matrix per head.
-
-    Returns:
-        residual = max_h |W'_h - M_h W_h| / |W'_h| with M_h by least squares (a bias is one more column of W); for rows
-        that are not queries (fused projections) |W' - W| / |W'|.
-    """
-    worst, where, half = 0.0, "", False
-    for prefix, attention in attentions(model):
-        for part in ("q_proj", "qkv_proj"):
-            names = [name for name in originals if name.startswith(f"{prefix}.{part}.")]
-            if not names:
-                continue
-            projection = getattr(attention, part)
-            now = {leaf: p.detach().float() for leaf, p in projection.named_parameters()}
-            before = {leaf: originals.get(f"{prefix}.{part}.{leaf}", p).float() for leaf, p in now.items()}
-            new, old = (torch.cat([x["weight"], *(b[:, None] for b in [x.get("bias")] if b is not None)], 1)
-                        for x in (now, before))  # fmt: skip
-            queries = attention.num_fox_heads * attention.head_dim
-            new_heads, old_heads = (x[:queries].unflatten(0, (-1, attention.head_dim)).double() for x in (new, old))
-            fitted = new_heads @ torch.linalg.pinv(old_heads) @ old_heads
-            rest = float((new[queries:] - old[queries:]).norm() / new[queries:].norm().clamp_min(1e-30))
-            residual = max(float(((fitted - new_heads).norm(dim=(1, 2)) / new_heads.norm(dim=(1, 2))).max()), rest)
-            if residual >= worst:
-                worst, where = residual, f"{prefix}.{part}"
-            with torch.no_grad():
-                for name in names:
-                    parameter = projection.get_parameter(name.rsplit(".", 1)[1])
-                    half |= bool((parameter.float() == parameter.bfloat16().float()).all())
-                    parameter.copy_(originals[name])
-    return {"residual": worst, "worst": where, "tolerance": 2e-2 if half else 1e-3}
-
-
-def answer(source: str, out: str, file: str, *refitted: str) -> None:
+def answer(source: str, out: str, file: str) -> None:
     """Entry point of the fresh process: writes the proof's numbers to `file` as JSON."""
-    Path(file).write_text(json.dumps(compare(source, Path(out), refitted)), encoding="utf-8")
+    Path(file).write_text(json.dumps(compare(source, Path(out))), encoding="utf-8")

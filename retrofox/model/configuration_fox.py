@@ -69,6 +69,7 @@ class FoxFields:
     gate: str = "data"
     init: str = "slopes"
     half_life: tuple[float, float] | None = None
+    open_heads: int | tuple[tuple[int, int], ...] = 0
     sink_tokens: int = 1
     pro: tuple[str, ...] = ()
     log_n: int | None = None
@@ -86,6 +87,8 @@ class FoxFields:
         spec = FoxFields(**{name: value for name, value in values.items() if name in known})
         spec.layer_max_wavelength = {int(k): float(v) for k, v in spec.layer_max_wavelength.items()}
         spec.layer_pairs = {int(k): tuple(v) for k, v in spec.layer_pairs.items()}
+        if not isinstance(spec.open_heads, int):
+            spec.open_heads = tuple((layer, kv_head) for layer, kv_head in spec.open_heads)
         return spec
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,6 +96,8 @@ class FoxFields:
         values = asdict(self)
         values["pro"] = list(self.pro)
         values["half_life"] = None if self.half_life is None else list(self.half_life)
+        if not isinstance(self.open_heads, int):
+            values["open_heads"] = [list(head) for head in self.open_heads]
         values["layer_max_wavelength"] = {str(k): v for k, v in self.layer_max_wavelength.items()}
         values["layer_pairs"] = {str(k): list(v) for k, v in self.layer_pairs.items()}
         return values

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from retrofox.calibration.steps import STEPS
-from retrofox.calibration.windows import TOKENS_READ
 from retrofox.config import Recipe, Stage
 from retrofox.parallel.settings import readers_of
 from retrofox.planning.measure import measure_steps
@@ -94,7 +92,6 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
         "model": recipe.model,
         "output": recipe.output,
         "parameters": total,
-        "calibration": _calibration(recipe),
         "parameters_added": found.added,
         "devices": devices,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -113,19 +110,6 @@ def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str,
     if show:
         print_plan(report)
     return report
-
-
-def _calibration(recipe: Recipe) -> dict[str, Any] | None:
-    """What `fox.init: calibrated` will do before training; None where nothing is calibrated."""
-    if recipe.fox is None or recipe.fox.init != "calibrated":
-        return None
-    chooses = recipe.fox.rope == "partial" and not recipe.fox.layer_pairs
-    return {
-        "chooses_pairs": chooses,
-        "steps_per_layer": STEPS,
-        "most_tokens": TOKENS_READ,
-        "data": [source.path for source in recipe.data.train],
-    }
 
 
 def _count(model: torch.nn.Module) -> int:

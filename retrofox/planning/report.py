@@ -24,15 +24,6 @@ def print_plan(report: dict[str, Any]) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    if report.get("calibration"):
-        work = report["calibration"]
-        pairs = "rotary pairs are chosen, " if work["chooses_pairs"] else ""
-        console.print(
-            f"before training: {pairs}gates and queries are fitted to the base, {work['steps_per_layer']} steps a "
-            f"layer, on windows of the first {work['most_tokens']:,} tokens of {escape(', '.join(work['data']))}",
-            highlight=False,
-            soft_wrap=True,
-        )
     if report["stages"]:
         disk = report["disk_gb"]
         parts = ", ".join(f"{k} {size(1e9 * v)}" for k, v in disk.items() if v and k not in ("total", "one_checkpoint"))

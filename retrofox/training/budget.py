@@ -7,7 +7,7 @@ A head whose gate values average -m nats a token (m = mean |log f|) sees about s
 
 While live > target a penalty is added to the loss. Only its gradient is: the forward is unchanged to the bit, and each
 gate's gradient gets its part as the backward passes it. Per token of a step of N tokens and H heads in all layers, for
-every head that is not spared:
+every head that is not spared, by `budget.spare` or as one of the model's `open_heads`:
 
     equal   weight * mean of log2(half-life), over half-lives above 64 tokens:   weight / (H N ln 2 |log f|)
     hinge   weight * relu(live - target):            weight / (H N) * (span / length) exp(-span / length) / m
@@ -97,10 +97,12 @@ class GatePressure(TrainerCallback):
         where = device or self.gates[0].bias.device
         kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
         heads = self.gates[0].bias.shape[0]
-        spared = spared_heads(self.budget.spare, 1 + max(pressed), kv_heads, heads)[list(pressed)]
+        opened = (getattr(model.config, "fox", None) or {}).get("open_heads") or ()
+        spared = spared_heads([*self.budget.spare, *opened], 1 + max(pressed), kv_heads, heads)[list(pressed)]
         if float(spared.float().mean()) >= self.budget.share:
             raise ValueError(
-                f"budget.spare leaves {float(spared.float().mean()):.0%} of the heads open, and budget.share is "
+                f"budget.spare and fox.open_heads leave {float(spared.float().mean()):.0%} of the heads open, and "
+                f"budget.share is "
                 f"{self.budget.share:.0%} of the keys of all: spare fewer heads, or raise share"
             )
         self.weights = (~spared).float().to(where) * (stage.budget.weight * world / (spared.numel() * tokens))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from retrofox.anatomy import is_converted
-from retrofox.calibration.heads import HeadMass, copy_scores, watch, watchable
+from retrofox.heads.statistics import HeadMass, copy_scores
+from retrofox.heads.watch import watch, watchable
 from retrofox.model.gates import ForgetGate
 
 COPY_TOKENS = 256

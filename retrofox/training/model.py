@@ -41,8 +41,8 @@ def resolve_source(recipe: Recipe, out: Path, state: PartialState) -> Path:
     if state.is_main_process and not (converted / "config.json").is_file():
         print(f"converting {recipe.model} into {converted}", flush=True)
         # The texts that will be trained on are the ones to look at where the base's heads are measured.
-        texts = recipe.data.read_as() if recipe.fox.init == "calibrated" else []
-        convert(recipe.model, converted, fox=recipe.fox, calibrate=texts)
+        texts = recipe.data.read_as() if recipe.fox.init == "measured" else []
+        convert(recipe.model, converted, fox=recipe.fox, texts=texts)
     state.wait_for_everyone()
     return converted
 

@@ -154,8 +154,8 @@ def _discard_conversion(out: Path, recipe: Recipe) -> None:
     if not file.is_file() or not (out / "converted").is_dir():
         return
     before, now = yaml.safe_load(file.read_text(encoding="utf-8"))["recipe"], yaml.safe_load(dump(recipe))
-    calibrated = recipe.fox is not None and recipe.fox.init == "calibrated"
-    if any(before.get(key) != now[key] for key in ("model", "fox", *(["data"] if calibrated else []))):
+    measured = recipe.fox is not None and recipe.fox.init == "measured"
+    if any(before.get(key) != now[key] for key in ("model", "fox", *(["data"] if measured else []))):
         shutil.rmtree(out / "converted")
 
 

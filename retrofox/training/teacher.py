@@ -69,11 +69,7 @@ def needs_teacher(recipe: Recipe, stage: Stage, model: Any, source: Path | None 
     moving = [s for s in earlier if s.objective != "adapt" and (s.rate("attention") > 0 or s.rate("rest") > 0)]
     if recipe.lora is None and moving:
         reasons.append("an earlier stage trains pretrained tensors: set its rates.attention and rates.rest to 0")
-    if source is not None:
-        changed = changed_since_conversion(source)
-    else:
-        calibrated = recipe.fox is not None and recipe.fox.init == "calibrated"
-        changed = "calibration rewrites the query projections (fox.init: calibrated)" if calibrated else None
+    changed = None if source is None else changed_since_conversion(source)
     if changed is not None:
         reasons.append(changed)
     if stage.teacher == "shared" and reasons:

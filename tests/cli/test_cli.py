@@ -199,21 +199,13 @@ def test_a_dry_run_says_what_would_be_refused(run, source, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["cut"]
 
 
-@pytest.mark.parametrize(
-    ("options", "shown"),
-    [
-        ("", "pairs kept (wavelengths up to"),
-        ("--calibrate text.txt", "pairs kept, to be chosen by each layer"),
-        ("--calibrate text.txt --no-choose-pairs", "pairs kept (wavelengths up to"),
-        ("--calibrate text.txt --init calibrated --calibrate-steps 0", "pairs kept (wavelengths up to"),
-    ],
-)
-def test_a_dry_run_says_whether_rotary_pairs_will_be_chosen(run, source, tmp_path, monkeypatch, options, shown):
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_says_how_measured_gates_will_start(run, source, tmp_path):
     (tmp_path / "text.txt").write_text("The fox forgets. " * 50)
-    code, out, _ = run("convert", source, tmp_path / "out", "--dry-run", "--rope", "partial", *options.split())
+    options = ["--init", "measured", "--open-heads", "3", "--texts", tmp_path / "text.txt"]
+    code, out, _ = run("convert", source, tmp_path / "out", "--dry-run", *options)
     assert code == 0
-    assert shown in " ".join(out.replace("│", " ").split())
+    shown = " ".join(out.replace("│", " ").split())
+    assert "tokens by measured attention distance; 3 kv heads start open" in shown
 
 
 def test_convert_prints_json_alone_on_stdout(run, source, tmp_path):
@@ -269,14 +261,10 @@ BAD = {
     "--layer-max-wavelength 0=5,0-1=6": "each layer once",
     "--layer-max-wavelength 7=5": "layer_max_wavelength names layers [7]; the model has 0..0",
     "--layer-max-wavelength 0-99999999999=5": "layer_max_wavelength names layers [1, 2, 3, 4, 5]; the model has 0..0",
-    "--calibrate-steps 5": "belong to --calibrate FILES",
-    "--no-refit-queries": "belong to --calibrate FILES",
-    "--no-choose-pairs": "belong to --calibrate FILES",
-    "--no-choose-pairs --rope drop --calibrate missing.txt": "--no-choose-pairs belongs to --rope partial",
-    "--calibrate-length 2Ki": "belong to --calibrate FILES",
-    "--calibrate-length 2Kib": "2Kib",
-    "--calibrate missing.txt": "no data at missing.txt",
-    "--init calibrated": "--calibrate FILES",
+    "--init measured --texts missing.txt": "no data at missing.txt",
+    "--init measured": "--texts FILES",
+    "--open-heads 3": "open_heads takes [[layer, kv head], ...], or with init measured a number",
+    "--init open --open-heads 3": "--open-heads sets which gates start open, but --init open",
     "--revision main": "belongs to a Hub id",
     "--bogus": "--bogus",
 }
@@ -389,10 +377,10 @@ def test_tasks_may_have_spaces_between(run, monkeypatch):
 def test_options_that_take_files_take_several():
     spread = cli.spread(["eval", "MODEL", "--data", "a", "b", "--length", "7", "--against", "x"])
     assert spread == ["eval", "MODEL", "--data", "a", "--data", "b", "--length", "7", "--against", "x"]
-    ahead = "--half-life 1 2 --link S --rope=drop O --calibrate=a"
+    ahead = "--half-life 1 2 --link S --rope=drop O --texts=a"
     assert cli.spread(["convert", *ahead.split(), "b", "--json"]) == [
         *("convert", *ahead.split()),
-        *("--calibrate", "b", "--json"),
+        *("--texts", "b", "--json"),
     ]
     for untouched in (
         "eval --data a MODEL",

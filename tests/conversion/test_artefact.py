@@ -21,9 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import retrofox
 from retrofox import FoxSpec
 from retrofox.conversion.directory import GATES_SHARD
-from retrofox.conversion.report import print_conversion
 from retrofox.conversion.verify import compare
-from retrofox.loading.atomic_directory import AtomicDirectory
 from retrofox.loading.shards import INDEX
 
 TOKENS = torch.arange(2, 34)[None]
@@ -349,59 +347,15 @@ def test_interruption_leaves_no_half_written_out(source, tmp_path, how, launch):
     assert not (out.parent / ".out.partial").exists()
 
 
-def test_calibration_lands_in_the_checkpoint(pico_checkpoint, tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("a fox forgets what it need not keep, and keeps what it must not forget. " * 400)
-    before = (pico_checkpoint / "model.safetensors").read_bytes()
-    spec = FoxSpec(rope="partial", init="calibrated", half_life=(4, 64))
-    report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=spec, link=True, calibrate=[str(text)])
-    assert report["calibration"]["rewritten"]
-    assert report["parity"]["equal"]  # with the base's queries put back
-    assert report["parity"]["refit"]["undone"] == 2
-    assert report["parity"]["refit"]["residual"] < 1e-5
-    assert report["parity"]["refit"]["max_difference_as_stored"] > 1e-3
-    assert (tmp_path / "out" / "calibration" / "calibration.json").is_file()
-    assert (pico_checkpoint / "model.safetensors").read_bytes() == before  # a linked shard is not written through
-    original, state = load_file(pico_checkpoint / "model.safetensors"), stored(tmp_path / "out")
-    changed = {name for name in original if not torch.equal(original[name], state[name])}
-    assert changed == set(report["calibration"]["rewritten"])
-    assert all(name.endswith("q_proj.weight") for name in changed)
-    assert not (tmp_path / ".out.calibration").exists()
-    assert not (tmp_path / "out" / "calibration" / "layers").exists()
-    lives = [x for layer in report["calibration"]["half_lives_tokens"] for x in layer]
-    assert len(lives) == 2 * 4
-    assert f"half-lives {min(lives):.0f} to {max(lives):.0f} tokens" in (tmp_path / "out" / "README.md").read_text()
-    chosen = report["calibration"]["layer_pairs"]
-    assert chosen.keys() == {"0", "1"}
-    assert report["plan"]["spec"]["layer_pairs"] == chosen
-    assert retrofox.load(tmp_path / "out").config.fox["layer_pairs"] == chosen
-    assert "pairs kept, chosen by layer" in (tmp_path / "out" / "README.md").read_text()
-    print_conversion(report, tmp_path / "out")
-    assert f"fitted to the base: {min(lives):.0f} to {max(lives):.0f} tokens" in capsys.readouterr().out
-    assert retrofox.load(tmp_path / "out").config.fox["init"] == "calibrated"
-
-
-def test_a_second_calibrated_conversion_into_one_out_is_refused_before_it_calibrates(pico_checkpoint, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("The fox forgets the gate. " * 200)
-    with AtomicDirectory(tmp_path / "out"), pytest.raises(ValueError, match="another conversion is writing"):
-        retrofox.convert(pico_checkpoint, tmp_path / "out", calibrate=[str(text)])
-    assert not (tmp_path / ".out.calibration").exists()
-
-
-def test_calibrated_init_without_text_is_refused(source, tmp_path):
-    refused("--calibrate FILES", source, tmp_path / "out", fox=FoxSpec(init="calibrated"))
+def test_measured_init_without_texts_is_refused(source, tmp_path):
+    refused("--texts FILES", source, tmp_path / "out", fox=FoxSpec(init="measured"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("calibrate", [False, True])
-def test_an_interrupted_convert_says_what_is_kept(source, tmp_path, monkeypatch, run, number, calibrate):
+def test_an_interrupted_convert_says_that_nothing_was_written(source, tmp_path, monkeypatch, run, number):
     monkeypatch.setattr("retrofox.conversion.artefact.write", lambda *_, **__: os.kill(os.getpid(), number))
-    (tmp_path / "text.txt").write_text("the fox forgets the gate")
-    options = ["--calibrate", tmp_path / "text.txt"] if calibrate else []
-    code, _, err = run("convert", source, tmp_path / "out", *options)
-    kept = "the layers that calibration fitted are kept" if calibrate else "nothing was written"
+    code, _, err = run("convert", source, tmp_path / "out")
     assert code == 128 + number
-    assert err.strip() == f"signal {int(number)}: {kept}: run it again to go on"
+    assert err.strip() == f"signal {int(number)}: nothing was written: run it again to go on"
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()

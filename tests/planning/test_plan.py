@@ -391,19 +391,6 @@ def test_a_stage_that_does_not_fit_is_told_what_would(make_recipe, monkeypatch, 
         assert ("set micro_batch: 1, or lower" if switches else "no switch makes it fit: lower") in refusal
 
 
-def test_a_calibration_before_training_is_planned(make_recipe, capsys):
-    fox = {"init": "calibrated"}
-    work = plan(make_recipe(fox=fox), show=True)["calibration"]
-    assert work["steps_per_layer"] > 0
-    assert [Path(path).name for path in work["data"]] == ["books.txt"]
-    shown = capsys.readouterr().out
-    assert f"{work['steps_per_layer']} steps a layer, on windows of the first" in shown
-    assert "rotary pairs" not in shown
-    plan(make_recipe(fox={"init": "calibrated", "rope": "partial"}), show=True)
-    assert "before training: rotary pairs are chosen, gates and queries are fitted" in capsys.readouterr().out
-    assert plan(make_recipe())["calibration"] is None
-
-
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_command_fails_where_the_run_would_be_refused(make_recipe, run, tmp_path, as_json):
     (tmp_path / "recipe.yaml").write_text(dump(make_recipe()))

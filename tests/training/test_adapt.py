@@ -149,7 +149,6 @@ def test_frozen_originals_stay_their_own_teachers(values, tmp_path):
         ({"stages": [{**ADAPT, "teacher": "copy"}, LATER[1]]}, "teacher belongs to objectives align and distill"),
         ({"stages": [{**ADAPT, "ce_weight": 0.5}, LATER[1]]}, "ce_weight belongs to objective distill"),
         ({"lora": {"rank": 2}, "stages": [ADAPT, LATER[1]]}, "which `lora:` freezes"),
-        ({"fox": {"init": "calibrated"}}, "whose query projections fox.init: calibrated rewrites"),
     ],
 )
 def test_what_it_can_not_be_combined_with(values, changes, said):

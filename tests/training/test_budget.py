@@ -103,7 +103,7 @@ def test_spared_heads_are_not_pressed(pico_fox, ids):
     assert not torch.equal(pressed[first], plain[first])
 
 
-@pytest.mark.parametrize(("spare", "said"), [([[2, 0]], "no kv head"), ([[0, 0]], "leaves 25% of the heads open")])
+@pytest.mark.parametrize(("spare", "said"), [([[2, 0]], "no kv head"), ([[0, 0]], "leave 25% of the heads open")])
 def test_spared_heads_that_are_not_there_or_too_many_are_refused(pico_fox, spare, said):
     with pytest.raises(ValueError, match=said):
         pressure_on(pico_fox(), spare=spare)
@@ -164,6 +164,11 @@ def recipe(tmp_path, pico_fox, pico_tokenizer) -> Path:
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(values))
     return file
+
+
+def test_heads_that_start_open_are_spared(pico_fox):
+    pressure = pressure_on(pico_fox(open_heads=[[1, 0]]), share=0.3)
+    assert (pressure.weights == 0).tolist() == [[False] * 4, [True, True, False, False]]
 
 
 def test_training_presses_logs_the_share_and_leaves_no_hook(recipe, monkeypatch):

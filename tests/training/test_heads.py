@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from retrofox.anatomy import attentions
-from retrofox.calibration.heads import copy_scores
 from retrofox.config import validate
+from retrofox.heads.statistics import copy_scores
 from retrofox.loading.converted import load
 from retrofox.training.heads import HeadRecorder
 from retrofox.training.train import train

@@ -1,1 +1,0 @@
-"""Fitting gates and queries to the base's own attention, layer by layer."""

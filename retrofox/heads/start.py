@@ -1,0 +1,136 @@
+"""Where gates start: half-lives by each head's attention distance, the heads that look facts up left open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from retrofox.families import trained_length
+from retrofox.fox_spec import FoxSpec
+from retrofox.heads.needles import LONGEST, Needle, by_kv_head, needle_attention, plant, strongest
+from retrofox.heads.texts import Text, documents_of
+from retrofox.heads.watch import BLOCK, Attention, watch
+from retrofox.surgery import open_half_life
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DOCUMENTS = 4
+LENGTH = 8192
+"""Tokens read of each document, at most: less where the model was trained to less."""
+QUERIES = 1024
+"""Queries measured in each document and layer, in blocks evenly spread over its second half."""
+
+
+@dataclass
+class Start:
+    """What was measured, by layer.
+
+    Attributes:
+        distances: median attention distance of each head, in tokens.
+        half_lives: half-life that each head starts with, in tokens.
+        needle_attention: attention of each kv head to planted facts; empty where none were planted.
+        open_heads: (layer, kv head) of those that start open.
+    """
+
+    distances: list[list[int]]
+    half_lives: list[list[float]]
+    needle_attention: list[list[float]]
+    open_heads: list[tuple[int, int]]
+
+
+class Distances:
+    """Attention of each head by distance, the first tokens left out, summed over queries.
+
+    Attributes:
+        mass: layer -> (H, T) float64.
+    """
+
+    def __init__(self, first_tokens: int):
+        self.first_tokens = first_tokens
+        self.mass: dict[int, torch.Tensor] = {}
+
+    def __call__(self, layer: int, attention: Attention) -> None:
+        heads, length, _ = attention.query.shape
+        first = max(length // 2, self.first_tokens + 1)
+        number = max(1, min(QUERIES, length - first) // BLOCK)
+        mass = torch.zeros(heads, length, dtype=torch.float64, device=attention.query.device)
+        for start in torch.linspace(first, max(first, length - BLOCK), number).int().tolist():
+            stop = min(start + BLOCK, length)
+            keys = torch.arange(self.first_tokens, stop, device=mass.device)
+            distance = torch.arange(start, stop, device=mass.device)[:, None] - keys
+            weights = attention.weights(start, stop)[..., self.first_tokens :]
+            mass.index_add_(1, distance.clamp_min(0).flatten(), weights.flatten(1).double())
+        known = self.mass.setdefault(layer, torch.zeros(heads, 0, dtype=torch.float64))
+        longest = max(length, known.shape[1])
+        pad = torch.nn.functional.pad
+        self.mass[layer] = pad(known, (0, longest - known.shape[1])) + pad(mass.cpu(), (0, longest - length))
+
+    def medians(self) -> list[list[int]]:
+        """Distance in tokens within which half of a head's attention lies, by layer and head."""
+        found = []
+        for _, mass in sorted(self.mass.items()):
+            sums = mass.cumsum(1)
+            found.append(torch.searchsorted(sums, sums[:, -1:] / 2).flatten().tolist())
+        return found
+
+
+def half_lives_by_distance(distances: Sequence[float], shortest: float, longest: float) -> list[float]:
+    """A layer's half-lives, log-spaced from shortest to longest, the longer the farther a head looks."""
+    order = sorted(range(len(distances)), key=distances.__getitem__)
+    found = [longest] * len(order)
+    for rank, head in enumerate(order[:-1]):
+        found[head] = shortest * (longest / shortest) ** (rank / (len(order) - 1))
+    return found
+
+
+@torch.no_grad()
+def measure_start(model: PreTrainedModel, tokenizer: Any, texts: Sequence[Text]) -> Start:
+    """Measures every head of a converted model, run as its base, on texts.
+
+    The half-lives of a layer are log-spaced between the ends of the spec's `half_life`, in order of the heads' median
+    attention distance. Of all kv heads the `open_heads` that pay most attention to planted facts start open.
+
+    Raises:
+        FileNotFoundError: a text that is not there.
+        ValueError: no text, no tokenizer, or a model trained to too few tokens for planted facts.
+    """
+    spec = FoxSpec.from_dict(model.config.fox)
+    assert spec.half_life is not None  # resolved
+    trained, training = trained_length(model.config), model.training
+    documents = documents_of(texts, tokenizer)
+    kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+    distances = Distances(max(1, spec.sink_tokens))
+    scores, chosen = torch.empty(0), spec.open_heads
+    model.eval()
+    try:
+        for ids in sorted(documents, key=len, reverse=True)[:DOCUMENTS]:
+            watch(model, torch.from_numpy(ids[: min(LENGTH, trained)]).long()[None], distances, original=True)
+        if isinstance(chosen, int):
+            needles = plant(documents, tokenizer, min(LONGEST, trained)) if chosen else []
+            scores = by_kv_head(_needle_scores(model, needles), kv_heads) if needles else scores
+            chosen = strongest(scores, chosen) if needles else ()
+    finally:
+        model.train(training)
+    medians = distances.medians()
+    lives = [half_lives_by_distance(layer, *spec.half_life) for layer in medians]
+    for layer, kv_head in chosen:
+        group = len(lives[layer]) // kv_heads
+        lives[layer][kv_head * group : (kv_head + 1) * group] = [open_half_life(model.config, spec)] * group
+    return Start(medians, lives, scores.tolist(), list(chosen))
+
+
+def _needle_scores(model: PreTrainedModel, needles: Sequence[Needle]) -> torch.Tensor:
+    """(layers, H): each head's attention to the planted values, mean over prompts."""
+    scores: dict[int, torch.Tensor] = {}
+    for needle in needles:
+
+        def visit(layer: int, attention: Attention, needle: Needle = needle) -> None:
+            found = needle_attention(attention.weights(needle.answer.start, needle.answer.stop), needle.value)
+            scores[layer] = scores.get(layer, 0) + found.double().cpu() / len(needles)
+
+        watch(model, needle.token_ids, visit, original=True)
+    return torch.stack([scores[layer] for layer in sorted(scores)])

@@ -1,0 +1,57 @@
+"""Documents on which heads are measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from retrofox.data.sources import DataSource, SourceLike, resolve
+from retrofox.data.windows import documents
+
+Text = str | os.PathLike[str] | SourceLike
+"""Where text comes from: a file, directory or glob, "hf:...", "longcrawl64:...", or a source of them."""
+
+TOKENS_READ = 1 << 21
+"""Most tokens read of the sources together: a few seconds of tokenising."""
+
+
+def require_sources(texts: Sequence[Text]) -> None:
+    """Raises FileNotFoundError or ValueError for a text that is not here; sets on the Hub are looked for later."""
+    for text in map(_source, texts):
+        if not text.path.startswith(("hf:", "longcrawl64:")):
+            resolve(text)
+
+
+def _source(text: Text) -> SourceLike:
+    return DataSource(os.fspath(text)) if isinstance(text, str | os.PathLike) else text
+
+
+def documents_of(files: Sequence[Text], tokenizer: Any) -> list[np.ndarray]:
+    """Documents as tokens, int32, each source giving its first documents up to its weight's share of TOKENS_READ.
+
+    Raises:
+        FileNotFoundError: a file that is not there.
+        ValueError: no source, no tokenizer, or no text in the sources.
+    """
+    if not files:
+        raise ValueError("no text to measure heads on: name at least one file")
+    if tokenizer is None:
+        raise ValueError(
+            "measuring heads on text needs a tokenizer, and the model has none: put its files beside the model"
+        )
+    found: list[np.ndarray] = []
+    sources = [_source(file) for file in files]
+    weights = sum(source.weight for source in sources)
+    for source in sources:
+        left = max(1, int(TOKENS_READ * source.weight / weights))
+        for _, ids in documents([source], tokenizer):
+            found.append(ids[:left])
+            left -= len(ids)
+            if left <= 0:
+                break
+    if not any(len(ids) for ids in found):
+        raise ValueError(f"no text in {', '.join(source.path for source in sources)}")
+    return found

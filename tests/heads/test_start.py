@@ -1,0 +1,220 @@
+"""Gates that start by measured attention distance, and heads that start open."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import MistralConfig, MistralForCausalLM
+
+import retrofox
+from retrofox import FoxSpec
+from retrofox.anatomy import attentions
+from retrofox.config import validate
+from retrofox.conversion.directory import GATES_SHARD
+from retrofox.conversion.report import print_conversion
+from retrofox.data.sources import DataSource
+from retrofox.heads.needles import needle_attention, plant
+from retrofox.heads.start import Distances, half_lives_by_distance, measure_start
+from retrofox.heads.texts import documents_of
+from retrofox.model.configuration_fox import bias_from_half_life
+from retrofox.training.train import train
+
+LENGTH = 256  # of the pico models' training
+OPEN = 128.0 * LENGTH
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    (tmp_path / "text.txt").write_text("the fox forgets many different foxes beside these rivers, and so on. " * 60)
+    return str(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def base(pico_llama, pico_tokenizer, tmp_path) -> str:
+    """A pico Llama trained to LENGTH tokens whose attention is far from uniform, with its tokenizer."""
+    model = pico_llama(max_position_embeddings=LENGTH)
+    for name, parameter in model.named_parameters():
+        if "_proj" in name or "embed" in name:
+            torch.nn.init.normal_(parameter, std=0.25)
+    model.save_pretrained(tmp_path / "base")
+    pico_tokenizer.save_pretrained(tmp_path / "base")
+    return str(tmp_path / "base")
+
+
+def looking_back(heads: list[int], length: int) -> Any:
+    """An attention each of whose heads looks so many tokens back."""
+
+    def weights(start: int, stop: int) -> torch.Tensor:
+        found = torch.zeros(len(heads), stop - start, stop)
+        for head, distance in enumerate(heads):
+            for query in range(start, stop):
+                found[head, query - start, max(0, query - distance)] = 1.0
+        return found
+
+    return SimpleNamespace(query=torch.zeros(len(heads), length, 4), weights=weights)
+
+
+def eager_attention(base: str, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Attention weights (H, T, T) of each layer, by transformers' own code."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    with torch.no_grad():
+        return [layer[0] for layer in model(ids, output_attentions=True).attentions]
+
+
+def test_the_median_distance_is_where_a_head_looks():
+    distances = Distances(first_tokens=1)
+    for length in (200, 300):
+        distances(0, looking_back([0, 3, 64, 99], length))
+        distances(1, looking_back([1, 2, 5, 7], length))
+    assert distances.medians() == [[0, 3, 64, 99], [1, 2, 5, 7]]
+
+
+def test_the_farther_a_head_looks_the_longer_its_half_life():
+    assert half_lives_by_distance([70, 2, 9], 16, 1024) == pytest.approx([1024, 16, 128])
+    assert half_lives_by_distance([5], 16, 1024) == [1024]
+    assert half_lives_by_distance([5, 5], 16, 1024) == [16, 1024]
+
+
+def test_distances_are_those_of_the_bases_attention(base, text, pico_tokenizer):
+    model = retrofox.convert(base, fox=FoxSpec(init="measured", sink_tokens=3), texts=[text])
+    start = measure_start(model, pico_tokenizer, [text])
+    ids = torch.from_numpy(documents_of([text], pico_tokenizer)[0][:LENGTH]).long()[None]
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    for layer, weights in enumerate(eager_attention(base, ids)):
+        half = weights[:, LENGTH // 2 :, 3:].double()
+        for head, found in enumerate(start.distances[layer]):
+            within = half[head][distance[LENGTH // 2 :, 3:] <= found].sum() / half[head].sum()
+            below = half[head][distance[LENGTH // 2 :, 3:] < found].sum() / half[head].sum()
+            assert below <= 0.5 <= within
+
+
+def test_open_heads_are_those_that_attend_most_to_planted_facts(base, text, pico_tokenizer):
+    model = retrofox.convert(base, fox=FoxSpec(init="measured", open_heads=2), texts=[text])
+    start = measure_start(retrofox.convert(base), pico_tokenizer, [text])
+    assert start.open_heads == []
+    needles = plant(documents_of([text], pico_tokenizer), pico_tokenizer, LENGTH)
+    total = torch.zeros(2, 4)
+    for needle in needles:
+        for layer, weights in enumerate(eager_attention(base, needle.token_ids)):
+            answering = weights[:, needle.answer.start : needle.answer.stop]
+            total[layer] += needle_attention(answering, needle.value) / len(needles)
+    best = total.view(2, 2, 2).amax(-1).flatten().topk(2).indices.tolist()
+    assert model.config.fox["open_heads"] == sorted([kv // 2, kv % 2] for kv in best)
+
+
+def test_a_measured_start_lands_in_the_checkpoint(base, text, tmp_path, capsys):
+    spec = FoxSpec(init="measured", half_life=(4, 64), open_heads=1)
+    report = retrofox.convert(base, tmp_path / "out", fox=spec, texts=[text])
+    assert report["parity"]["equal"]
+    ((layer, kv_head),) = report["start"]["open_heads"]
+    lives = report["start"]["half_lives"]
+    assert lives[layer][2 * kv_head : 2 * kv_head + 2] == [OPEN, OPEN]
+    assert sorted(lives[1 - layer]) == pytest.approx([4, 4 * 16 ** (1 / 3), 4 * 16 ** (2 / 3), 64])
+    shard = load_file(tmp_path / "out" / GATES_SHARD)
+    for number, row in enumerate(lives):
+        bias = shard[f"model.layers.{number}.self_attn.forget_gate.bias"]
+        assert bias.tolist() == pytest.approx([bias_from_half_life(x) for x in row], rel=1e-5)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["fox"]["open_heads"] == report["plan"]["spec"]["open_heads"] == [[layer, kv_head]]
+    assert FoxSpec.from_dict(retrofox.load(tmp_path / "out").config.fox).open_heads == ((layer, kv_head),)
+    print_conversion(report, tmp_path / "out")
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "half-lives of 4 to 64 tokens by measured attention distance; 1 kv heads start open" in shown
+
+
+def test_a_live_model_is_measured_as_its_checkpoint(base, text, tmp_path):
+    spec = FoxSpec(init="measured", open_heads=1)
+    retrofox.convert(base, tmp_path / "out", fox=spec, texts=[text], verify=False)
+    live, saved = retrofox.convert(base, fox=spec, texts=[text]), retrofox.load(tmp_path / "out")
+    assert live.config.fox["open_heads"] == saved.config.fox["open_heads"]
+    for (_, one), (_, other) in zip(attentions(live), attentions(saved), strict=True):
+        assert torch.equal(one.forget_gate.bias, other.forget_gate.bias)
+
+
+def test_the_default_half_lives_are_parts_of_the_trained_length():
+    assert FoxSpec(init="measured").resolved(8192).half_life == (16, 1024)
+
+
+@pytest.mark.parametrize("gate", ["data", "bias", "fixed"])
+def test_heads_may_be_named_instead_of_measured(pico_llama, gate):
+    base = pico_llama(max_position_embeddings=LENGTH)
+    model = retrofox.convert(base, fox=FoxSpec(gate=gate, half_life=(2, 16), open_heads=((1, 0), (1, 0))))
+    assert model.config.fox["open_heads"] == [[1, 0]]
+    first, second = (attention.forget_gate.bias.tolist() for _, attention in attentions(model))
+    ladder = [bias_from_half_life(x) for x in (2, 4, 8, 16)]
+    assert first == pytest.approx(ladder, rel=1e-5)
+    assert second == pytest.approx([*[bias_from_half_life(OPEN)] * 2, *ladder[2:]], rel=1e-5)
+
+
+@pytest.mark.parametrize("head", [(2, 0), (0, 2)])
+def test_a_named_head_that_there_is_not_is_refused(pico_llama, head):
+    with pytest.raises(ValueError, match=rf"open_heads names kv head {head[1]} of layer {head[0]}; the model has 2"):
+        retrofox.convert(pico_llama(), fox=FoxSpec(open_heads=(head,)))
+
+
+@pytest.mark.parametrize("heads", [3, True, [[1]], [[0, -1]], "all", None])
+def test_heads_that_read_otherwise_are_refused(heads):
+    with pytest.raises(ValueError, match=r"open_heads takes \[\[layer, kv head\], ...\]"):
+        FoxSpec(open_heads=heads)
+
+
+def test_a_windowed_model_is_measured_within_its_windows(pico_tokenizer, text):
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = MistralConfig(**sizes, num_key_value_heads=2, vocab_size=288, sliding_window=11, head_dim=8)
+    model = retrofox.convert(MistralForCausalLM(config), fox=FoxSpec(gate="bias"))
+    start = measure_start(model, pico_tokenizer, [text])
+    assert max(max(layer) for layer in start.distances) < 11
+
+
+def test_a_recipe_measures_on_the_texts_it_trains_on(base, text, tmp_path):
+    stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "learning_rate": 1e-4, "batch_tokens": 128}
+    recipe = validate(
+        {
+            "model": base,
+            "output": str(tmp_path / "run"),
+            "fox": {"init": "measured", "open_heads": 1, "half_life": [4, 64]},
+            "data": {"train": [text], "cache": str(tmp_path / "cache"), "workers": 1},
+            "stages": [stage],
+            "precision": "fp32",
+            "dataloader_workers": 0,
+        }
+    )
+    model = retrofox.load(train(recipe)["model"])
+    wanted = retrofox.convert(base, fox=recipe.fox, texts=[text])
+    assert model.config.fox["open_heads"] == wanted.config.fox["open_heads"]
+    assert len(model.config.fox["open_heads"]) == 1
+
+
+def test_the_old_name_of_init_measured_loads_and_says_so(caplog):
+    with caplog.at_level(logging.WARNING, "retrofox"):
+        assert FoxSpec(init="calibrated").init == "measured"
+    assert "init calibrated is the old name of measured" in caplog.text
+    saved = {**FoxSpec().resolved(128).to_dict(), "init": "calibrated", "version": "0.1"}
+    assert FoxSpec.from_dict(saved).init == "measured"
+
+
+def test_sources_share_the_tokens_read_by_weight(pico_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("retrofox.heads.texts.TOKENS_READ", 400)
+    (tmp_path / "a.txt").write_text("the fox " * 1000)
+    sources = [DataSource(str(tmp_path / "a.txt"), weight=w) for w in (3.0, 1.0)]
+    assert [len(document) for document in documents_of(sources, pico_tokenizer)] == [300, 100]
+
+
+def test_files_that_are_not_there_leave_nothing_behind(base, tmp_path):
+    with pytest.raises(FileNotFoundError, match="none"):
+        retrofox.convert(base, tmp_path / "out", fox=FoxSpec(init="measured"), texts=[f"{tmp_path}/none*.txt"])
+    assert not list(tmp_path.glob("*out*"))
