@@ -50,6 +50,10 @@ class DataConfig(Section):
     questions: float = Field(
         default=0.0, ge=0, le=1, description="share of these facts that are asked for where they are told again"
     )
+    split_special_tokens: bool = Field(
+        default=True,
+        description="special tokens spelled out in a text, such as </s>, are plain text; false = they become the token",
+    )
     workers: int | None = Field(default=None, ge=1, description="tokenising processes; None = all cores")
 
     @model_validator(mode="after")

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from retrofox.data import pieces
+from retrofox.data.backend import affixes, backend, special_literals
 from retrofox.data.facts import lacks_words, with_facts
 from retrofox.data.longcrawl64 import decode
 from retrofox.data.read import Batch
 
-PIECE = 1 << 20
-"""Characters: longer texts are encoded in pieces of about this length, on all processes."""
 PIECES = ("first piece", "middle piece", "last piece")
-NEIGHBOURHOOD = 512
-TRIES = 64
-_BETWEEN_WORDS = re.compile(r"(?<=\w)(?=[ \n]\w)|(?<=\n)(?=\w)")
-PROBE = "Hello  world,\n\n it's 1234 é!\tfoo_bar"
 
 
 @dataclass
@@ -33,6 +26,7 @@ class Encoded:
 
     `unfinished`: the last document goes on in the next batch (pieces of a long text, see `Encoder.divide`).
     `wordless`: documents with too few words for the made-up facts that were asked for.
+    `literals`: special tokens of the tokenizer, such as </s>, that are spelled out in the texts.
     """
 
     tokens: np.ndarray
@@ -42,18 +36,25 @@ class Encoded:
     size: int
     unfinished: bool = False
     wordless: int = 0
+    literals: int = 0
 
 
 class Encoder:
-    """Tokens of documents as the tokenizer gives them, special tokens included, with its EOS as the last of each."""
+    """Tokens of documents as the tokenizer gives them, its special tokens around them, and its EOS as the last.
 
-    def __init__(self, tokenizer: Any, text_field: str = "text"):
-        self.text_field = text_field
+    Special tokens that are spelled out in a text, such as </s>, are plain text with `split_special_tokens`.
+    """
+
+    def __init__(self, tokenizer: Any, text_field: str = "text", split_special_tokens: bool = True):
+        self.text_field, self.split_special_tokens = text_field, split_special_tokens
+        self.literal = special_literals(tokenizer)
         self.eos = tokenizer.eos_token_id
         self.dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 1 << 16 else "<u4")
         self.tokenizer = tokenizer
-        self.fast = _backend(tokenizer)
-        self.specials = _specials(self.fast)
+        self.fast = backend(tokenizer)
+        if self.fast is not None:
+            self.fast.encode_special_tokens = split_special_tokens
+        self.affixes = affixes(self.fast)
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -67,6 +68,7 @@ class Encoder:
             from tokenizers import Tokenizer
 
             self.fast = Tokenizer.from_str(state["fast"])
+            self.fast.encode_special_tokens = self.split_special_tokens
 
     def texts(self, batch: Batch) -> tuple[list[str], list[str]]:
         """The texts of a batch, with made-up facts where it asks for them, and their names.
@@ -122,8 +124,9 @@ class Encoder:
         """Encodes a batch; documents without any text are counted, not kept."""
         if batch.kind in PIECES:
             tokens = self._piece(batch.items[0], batch.kind)
-            names = [*map(_label, batch.names)]
-            return Encoded(tokens, np.array([len(tokens)]), names, 0, batch.size, batch.kind != "last piece")
+            names, unfinished = [*map(_label, batch.names)], batch.kind != "last piece"
+            literals = self._literals(batch.items)
+            return Encoded(tokens, np.array([len(tokens)]), names, 0, batch.size, unfinished, literals=literals)
         texts, names = self._read(batch)
         kept = [number for number, text in enumerate(texts) if text.strip()]
         texts = [texts[number] for number in kept]
@@ -137,7 +140,12 @@ class Encoder:
             tokens = np.empty(0, dtype=self.dtype)
         lengths = np.array([len(one) for one in ids], dtype=np.int64)
         kept_names = [_label(names[number]) for number in kept]
-        return Encoded(tokens, lengths, kept_names, len(names) - len(kept), batch.size, wordless=wordless)
+        empty, literals = len(names) - len(kept), self._literals(texts)
+        return Encoded(tokens, lengths, kept_names, empty, batch.size, wordless=wordless, literals=literals)
+
+    def _literals(self, texts: list[str]) -> int:
+        """How many special tokens are spelled out in these texts."""
+        return 0 if self.literal is None else sum(len(self.literal.findall(text)) for text in texts)
 
     def divide(self, batch: Batch) -> Iterator[Batch]:
         """The batch itself, or its long texts in pieces that together give the same tokens.
@@ -147,45 +155,28 @@ class Encoder:
         if (
             batch.recall
             or batch.kind != "bytes"
-            or max(map(len, batch.items), default=0) <= PIECE
-            or self.specials is None
+            or max(map(len, batch.items), default=0) <= pieces.PIECE
+            or self.affixes is None
         ):
             yield batch
             return
         for item, name in zip(batch.items, batch.names, strict=True):
             size = batch.size * len(item) // max(1, sum(map(len, batch.items)))
-            text = _whole([_utf8(item, name)])[0] if len(item) > PIECE else ""
-            cuts = [0, *self._cuts(text), len(text)]
-            if len(cuts) == 2 or not text.strip():
+            text = _whole([_utf8(item, name)])[0] if len(item) > pieces.PIECE else ""
+            places = [0, *pieces.cuts(text, self._plain), len(text)]
+            if len(places) == 2 or not text.strip():
                 yield Batch(batch.kind, [item], [name], size)
                 continue
-            kinds = ["first piece", *["middle piece"] * (len(cuts) - 3), "last piece"]
-            for kind, start, stop in zip(kinds, cuts, cuts[1:], strict=False):
+            kinds = ["first piece", *["middle piece"] * (len(places) - 3), "last piece"]
+            for kind, start, stop in zip(kinds, places, places[1:], strict=False):
                 yield Batch(kind, [text[start:stop]], [name], size * (stop - start) // len(text))
-
-    def _cuts(self, text: str) -> Iterator[int]:
-        """Places between words, about PIECE characters apart, where neither side's tokens depend on the other."""
-        start = 0
-        while len(text) - start > 2 * PIECE:
-            for number, match in enumerate(_BETWEEN_WORDS.finditer(text, start + PIECE)):
-                at = match.start()
-                left, right = text[at - NEIGHBOURHOOD : at], text[at : at + NEIGHBOURHOOD]
-                both, one, other = (self._plain(part) for part in (left + right, left, right))
-                if both == one + other:
-                    break
-                if number == TRIES:
-                    return
-            else:
-                return
-            yield at
-            start = at
 
     def _plain(self, text: str) -> list[int]:
         return self.fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _piece(self, text: str, kind: str) -> np.ndarray:
-        assert self.specials is not None
-        before, after = self.specials
+        assert self.affixes is not None
+        before, after = self.affixes
         ids = self._plain(text)
         if kind == "first piece":
             ids = before + ids
@@ -201,7 +192,8 @@ class Encoder:
         if self.fast is not None:
             rows = [encoding.ids for encoding in self.fast.encode_batch_fast(_whole(texts))]
         else:
-            rows = [self.tokenizer(text, truncation=False, verbose=False)["input_ids"] for text in _whole(texts)]
+            options = {"truncation": False, "verbose": False, "split_special_tokens": self.split_special_tokens}
+            rows = [self.tokenizer(text, **options)["input_ids"] for text in _whole(texts)]
         return [np.array(self._ended(ids), dtype=self.dtype) for ids in rows]
 
 
@@ -224,43 +216,3 @@ def _utf8(data: bytes, name: str) -> str:
         raise ValueError(
             f"{name}: not UTF-8 text ({error.reason} at byte {error.start}): convert or remove it"
         ) from None
-
-
-def _backend(tokenizer: Any) -> Any:
-    """The Rust tokenizer inside, without truncation or padding, where it alone gives the tokenizer's tokens."""
-    inner = getattr(tokenizer, "backend_tokenizer", None)
-    if inner is None:
-        return None
-    inner = copy.deepcopy(inner)
-    inner.no_truncation()
-    inner.no_padding()
-    same = inner.encode(PROBE).ids == _probe(tokenizer)
-    return inner if same else None
-
-
-def _probe(tokenizer: Any) -> list[int]:
-    return tokenizer(PROBE, truncation=False, verbose=False)["input_ids"]
-
-
-def _specials(fast: Any) -> tuple[list[int], list[int]] | None:
-    """The special tokens before and after a text; None where they can't be found, or where a text can't be divided.
-
-    A Unigram model without a pre-tokenizer sums scores from the text's start: rounding decides between equals.
-    """
-    if fast is None or (fast.pre_tokenizer is None and type(fast.model).__name__ == "Unigram"):
-        return None
-    plain, whole = fast.encode(PROBE, add_special_tokens=False).ids, fast.encode(PROBE).ids
-    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
-    return (whole[: places[0]], whole[places[0] + len(plain) :]) if len(places) == 1 else None
-
-
-def fingerprint(tokenizer: Any) -> str:
-    """sha256 (first 32 digits) of everything that decides which tokens a text becomes."""
-    inner = _backend(tokenizer)
-    if inner is not None:
-        # Merges in a fixed order; the vocabulary is a map, and maps are written in no fixed order.
-        content = json.dumps(json.loads(inner.to_str()), sort_keys=True)
-    else:
-        probe = _probe(tokenizer)
-        content = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), probe])
-    return hashlib.sha256(f"{content}\n{tokenizer.eos_token_id}\n{len(tokenizer)}".encode()).hexdigest()[:32]

@@ -24,7 +24,8 @@ DIGESTS = "digests.json"
 class Shard:
     """One unit's tokens: file stem, counts and checksum.
 
-    `wordless`: documents with too few words for the facts that were asked for; shards from before it was counted say 0.
+    `wordless`: documents with too few words for the facts that were asked for. `literals`: special tokens spelled out
+    in the texts. Shards from before these were counted say 0.
     """
 
     key: str
@@ -35,6 +36,7 @@ class Shard:
     dtype: str
     sha256: str
     wordless: int = 0
+    literals: int = 0
 
     def check(self, folder: Path) -> None:
         """Raises ValueError if a file is missing or has another size than the manifest says."""

@@ -43,6 +43,7 @@ def _prepare(recipe: Recipe, progress: bool) -> dict[str, Any]:
                 workers=recipe.data.workers,
                 progress=progress,
                 text_field=recipe.data.text_field,
+                split_special_tokens=recipe.data.split_special_tokens,
             )
             report[part] = manifest.summary()
             if part == "train":

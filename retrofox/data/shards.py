@@ -2,23 +2,24 @@
 
 A shard is KEY.tokens (little-endian uint16 or uint32, documents in a row), KEY.bounds (int64, where each begins, and
 the end) and KEY.json (counts, checksum), renamed into place last: a shard without it does not exist.
-KEY covers the contents read, the text field, the tokenizer and the format, so a changed file gets another shard.
+KEY covers the contents read, how, the tokenizer and the format, so a changed file gets another shard.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from retrofox.data.encode import fingerprint
+from retrofox.data.backend import fingerprint
 from retrofox.data.facts import FEWEST_WORDS
 from retrofox.data.files import (
     DIGESTS,
@@ -103,6 +104,7 @@ class Manifest:
                     "documents": source.documents,
                     "empty_documents": sum(shard.empty for shard in source.shards),
                     "tokens": source.tokens,
+                    "special_tokens_spelled_out": sum(shard.literals for shard in source.shards),
                 }
                 for source in self.sources
             ],
@@ -149,6 +151,7 @@ def prepare_sources(
     workers: int | None = None,
     progress: bool = True,
     text_field: str = "text",
+    split_special_tokens: bool = True,
 ) -> Manifest:
     """Tokenises sources into shards, keeping those that exist; interrupted, the next call goes on.
 
@@ -158,7 +161,9 @@ def prepare_sources(
         sources: see `retrofox.data.sources.resolve`; a source's own text_field goes before `text_field`.
         out_dir: where shards are kept; several recipes may share it.
         workers: tokenising processes; None = one per core.
-        progress: a bar with tokens per second and the remaining time, on stderr.
+        progress: a bar with tokens per second and the remaining time, and what is worth knowing, on stderr.
+        split_special_tokens: special tokens that are spelled out in a text, such as </s>, are plain text; else they
+            become the special token.
 
     Raises:
         FileNotFoundError: nothing at a source's path.
@@ -173,7 +178,8 @@ def prepare_sources(
         digests = Digests.load(memory)
         made_from = fingerprint(tokenizer)
         plan = [(source, source.text_field or text_field, resolve(source, leave_out=folder)) for source in sources]
-        keys = {id(unit): _key(unit, name, made_from, digests) for _, name, units in plan for unit in units}
+        key_of = functools.partial(_key, tokenizer=made_from, split=split_special_tokens, digests=digests)
+        keys = {id(unit): key_of(unit, name) for _, name, units in plan for unit in units}
         write_whole(memory, json.dumps(digests.known).encode())
         missing = [
             (unit, name, keys[id(unit)])
@@ -187,9 +193,9 @@ def prepare_sources(
             Console(stderr=True, soft_wrap=True, emoji=False).print(
                 f"{there} of {total} token shards are in {folder}, {todo}", highlight=False, markup=False
             )
-        tokenise(missing, tokenizer, folder, workers, progress)
+        tokenise(missing, tokenizer, folder, workers, progress, split_special_tokens)
         for unit, name, key in missing:
-            if _key(unit, name, made_from, digests) != key:
+            if key_of(unit, name) != key:
                 (folder / f"{key}.json").unlink(missing_ok=True)
                 raise ValueError(f"{unit.name} changed while it was read: run it again when it is complete")
         prepared = [
@@ -206,9 +212,10 @@ def prepare_sources(
             if not source.tokens:
                 empty = sum(s.empty for s in source.shards)
                 raise ValueError(f"{source.path}: no text in it (empty documents: {empty}): give texts")
-        told = _without_facts([into for into, (source, *_) in zip(prepared, plan, strict=True) if source.recall])
-        if told and progress:
-            Console(stderr=True, soft_wrap=True, emoji=False).print(told, highlight=False, markup=False)
+        with_facts = [into for into, (source, *_) in zip(prepared, plan, strict=True) if source.recall]
+        for line in (_without_facts(with_facts), *_with_literals(prepared, split_special_tokens)):
+            if line and progress:
+                Console(stderr=True, soft_wrap=True, emoji=False).print(line, highlight=False, markup=False)
         manifest = Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(missing), total - len(missing))
         manifest.save()
     manifest.seconds = time.perf_counter() - started
@@ -225,13 +232,21 @@ def _without_facts(sources: Sequence[PreparedSource]) -> str:
     return f"{wordless:,} of {documents:,} documents take no made-up facts (recall): they have {few}"
 
 
+def _with_literals(sources: Sequence[PreparedSource], split: bool) -> Iterator[str]:
+    """A line for each source whose texts spell out special tokens."""
+    for source in sources:
+        if literals := sum(shard.literals for shard in source.shards):
+            read = "read as plain text" if split else "read as these tokens (split_special_tokens: false)"
+            yield f"{source.path}: its texts spell out special tokens, such as </s>, {literals:,} times: {read}"
+
+
 def _cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _key(unit: Unit, text_field: str, tokenizer: str, digests: Digests) -> str:
-    content = json.dumps([FORMAT, unit.identity(digests), text_field, tokenizer])
+def _key(unit: Unit, text_field: str, tokenizer: str, split: bool, digests: Digests) -> str:
+    content = json.dumps([FORMAT, unit.identity(digests), text_field, tokenizer, *(["split"] if split else [])])
     return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 

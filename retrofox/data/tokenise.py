@@ -26,7 +26,14 @@ IN_PROCESS_BYTES = 4 << 20
 """Below this starting processes costs more than it gains."""
 
 
-def tokenise(units: list[tuple[Unit, str, str]], tokenizer: Any, folder: Path, workers: int, progress: bool) -> None:
+def tokenise(
+    units: list[tuple[Unit, str, str]],
+    tokenizer: Any,
+    folder: Path,
+    workers: int,
+    progress: bool,
+    split_special_tokens: bool = True,
+) -> None:
     """Writes the shards that are missing; those of one text field share a pool of processes."""
     units = list({key: (unit, name, key) for unit, name, key in units}.values())  # the same content twice: once
     total = sum(unit.size for unit, *_ in units)
@@ -34,7 +41,7 @@ def tokenise(units: list[tuple[Unit, str, str]], tokenizer: Any, folder: Path, w
         for name in dict.fromkeys(name for _, name, _ in units):
             mine = [(unit, key) for unit, field_name, key in units if field_name == name]
             small = sum(unit.size for unit, _ in mine) < IN_PROCESS_BYTES
-            with Pool(Encoder(tokenizer, name), 1 if small else workers) as pool:
+            with Pool(Encoder(tokenizer, name, split_special_tokens), 1 if small else workers) as pool:
                 _write_all(mine, name, pool, folder, advance)
 
 
@@ -88,7 +95,7 @@ class _ShardWriter:
         self.folder, self.key, self.name, self.dtype = folder, key, name, dtype
         self.digest = hashlib.sha256()
         self.lengths: list[np.ndarray] = []
-        self.empty, self.wordless, self.unfinished = 0, 0, False
+        self.empty, self.wordless, self.literals, self.unfinished = 0, 0, 0, False
 
     def __enter__(self) -> _ShardWriter:
         self.files = contextlib.ExitStack()
@@ -113,6 +120,7 @@ class _ShardWriter:
         self.unfinished = part.unfinished
         self.empty += part.empty
         self.wordless += part.wordless
+        self.literals += part.literals
 
     def finish(self) -> None:
         """Moves the files into place, the note that makes them a shard last."""
@@ -123,7 +131,8 @@ class _ShardWriter:
             stream.write(ends.tobytes())
             to_disk(stream)
         counts = (len(ends) - 1, int(ends[-1]), self.empty)
-        shard = Shard(self.key, self.name, *counts, self.dtype.str, self.digest.hexdigest(), self.wordless)
+        digest = self.digest.hexdigest()
+        shard = Shard(self.key, self.name, *counts, self.dtype.str, digest, self.wordless, self.literals)
         os.replace(self.tokens, self.folder / f"{self.key}.tokens")
         os.replace(self.bounds, self.folder / f"{self.key}.bounds")
         write_note(self.folder, shard)

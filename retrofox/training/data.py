@@ -46,6 +46,7 @@ def prepare_tokens(recipe: Recipe, tokenizer: Any, state: Any) -> PreparedTokens
                     workers=recipe.data.workers,
                     progress=state.is_main_process,
                     text_field=recipe.data.text_field,
+                    split_special_tokens=recipe.data.split_special_tokens,
                 )
                 if sources
                 else None

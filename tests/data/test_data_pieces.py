@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from retrofox.data import encode as data_encode
+from retrofox.data import pieces
 from retrofox.data.encode import Encoder
 from retrofox.data.packed import open_tokens
 from retrofox.data.read import Batch
@@ -42,7 +42,7 @@ def make_text(words: int) -> str:
 @pytest.fixture
 def short_pieces(monkeypatch):
     """Pieces of 1000 characters, so that small texts are long ones."""
-    monkeypatch.setattr(data_encode, "PIECE", 1000)
+    monkeypatch.setattr(pieces, "PIECE", 1000)
 
 
 @pytest.mark.parametrize("special", ["$A", "<s> $A", "<s> $A </s>"])

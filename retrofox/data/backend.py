@@ -1,0 +1,58 @@
+"""The Rust tokenizer inside a tokenizer of transformers, its special tokens, and its fingerprint."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from typing import Any
+
+PROBE = "Hello  world,\n\n it's 1234 é!\tfoo_bar"
+
+
+def backend(tokenizer: Any) -> Any:
+    """The Rust tokenizer inside, without truncation or padding; None where it alone gives other tokens."""
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is None:
+        return None
+    inner = copy.deepcopy(inner)
+    inner.no_truncation()
+    inner.no_padding()
+    same = inner.encode(PROBE).ids == _probe(tokenizer)
+    return inner if same else None
+
+
+def _probe(tokenizer: Any) -> list[int]:
+    return tokenizer(PROBE, truncation=False, verbose=False)["input_ids"]
+
+
+def affixes(fast: Any) -> tuple[list[int], list[int]] | None:
+    """The special tokens before and after a text; None where they can't be found, or where a text can't be divided.
+
+    A Unigram model without a pre-tokenizer sums scores from the text's start: rounding decides between equals.
+    """
+    if fast is None or (fast.pre_tokenizer is None and type(fast.model).__name__ == "Unigram"):
+        return None
+    plain, whole = fast.encode(PROBE, add_special_tokens=False).ids, fast.encode(PROBE).ids
+    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    return (whole[: places[0]], whole[places[0] + len(plain) :]) if len(places) == 1 else None
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """sha256 (first 32 digits) of everything that decides which tokens a text becomes."""
+    inner = backend(tokenizer)
+    if inner is not None:
+        # Merges in a fixed order; the vocabulary is a map, and maps are written in no fixed order.
+        content = json.dumps(json.loads(inner.to_str()), sort_keys=True)
+    else:
+        probe = _probe(tokenizer)
+        content = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), probe])
+    return hashlib.sha256(f"{content}\n{tokenizer.eos_token_id}\n{len(tokenizer)}".encode()).hexdigest()[:32]
+
+
+def special_literals(tokenizer: Any) -> re.Pattern[str] | None:
+    """Finds the tokenizer's special tokens, such as </s>, spelled out in a text; None where it has none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = [token.content for token in added.values() if token.special and token.content]
+    return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else None

@@ -1,0 +1,100 @@
+"""Special tokens spelled out in a text are plain text, or tokens where that is asked for; how many is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from retrofox.config import Recipe
+from retrofox.data import pieces
+from retrofox.data.encode import Encoder
+from retrofox.data.packed import open_tokens
+from retrofox.data.prepare import prepare
+from retrofox.data.read import Batch
+from retrofox.data.shards import prepare_sources
+from retrofox.data.sources import DataSource
+
+TEXT = "the fox</s> forgets <s>what the gate lets go</s>"
+SPECIAL = {0, 1, 2}
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def document(file: Path, tokenizer, out: Path, **options) -> list[int]:
+    return open_tokens(prepare_sources([DataSource(str(file))], tokenizer, out, **options))[0].document(0).tolist()
+
+
+def test_special_tokens_in_a_text_are_plain_text(file, tokenizer, tmp_path):
+    ids = document(file, tokenizer, tmp_path / "out", progress=False)
+    assert SPECIAL.isdisjoint(ids[:-1])
+    assert tokenizer.decode(ids[:-1]) == TEXT
+
+
+def test_special_tokens_in_a_text_become_tokens_where_asked_for(file, tokenizer, tmp_path):
+    ids = document(file, tokenizer, tmp_path / "out", progress=False, split_special_tokens=False)
+    assert ids == tokenizer(TEXT)["input_ids"]
+    assert [token for token in ids if token in SPECIAL] == [1, 0, 1]
+
+
+@pytest.mark.parametrize(("split", "read"), [(True, "plain text"), (False, "these tokens")])
+def test_how_many_special_tokens_a_text_spells_out_is_said_also_of_reused_shards(
+    file, tokenizer, tmp_path, capsys, split, read
+):
+    for _ in range(2):
+        document(file, tokenizer, tmp_path / "out", split_special_tokens=split)
+        assert f"a.txt: its texts spell out special tokens, such as </s>, 3 times: read as {read}" in (
+            capsys.readouterr().err
+        )
+
+
+def test_a_text_without_special_tokens_says_nothing_of_them(tokenizer, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("the fox forgets")
+    document(tmp_path / "a.txt", tokenizer, tmp_path / "out")
+    assert "special" not in capsys.readouterr().err
+
+
+def test_pieces_of_a_long_text_are_plain_text_too(tokenizer, monkeypatch, make_text):
+    monkeypatch.setattr(pieces, "PIECE", 1000)
+    encoder, text = Encoder(tokenizer), f"{make_text(0, 300)} {TEXT} {make_text(1, 300)}"
+    parts = list(encoder.divide(Batch("bytes", [text.encode()], ["a"], 100)))
+    encoded = [encoder(part) for part in parts]
+    assert len(parts) > 1
+    assert sum(part.literals for part in encoded) == 3
+    ids = [token for part in encoded for token in part.tokens.tolist()]
+    assert ids == encoder(Batch("text", [text], ["a"])).tokens.tolist()
+    assert SPECIAL.isdisjoint(ids[:-1])
+
+
+def test_a_tokenizer_without_a_rust_backend_reads_plain_text_too(tokenizer):
+    encoder = Encoder(tokenizer)
+    encoder.fast = None
+    assert SPECIAL.isdisjoint(encoder.encode([TEXT])[0].tolist()[:-1])
+
+
+def test_processes_read_plain_text_too(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("retrofox.data.tokenise.IN_PROCESS_BYTES", 0)
+    lines = "".join(json.dumps({"text": f"{number} {TEXT}"}) + "\n" for number in range(20))
+    (tmp_path / "a.jsonl").write_text(lines)
+    manifest = prepare_sources([DataSource(str(tmp_path / "a.jsonl"))], tokenizer, tmp_path / "out", workers=2)
+    (tokens,) = open_tokens(manifest)
+    assert all(SPECIAL.isdisjoint(tokens.document(number).tolist()[:-1]) for number in range(20))
+
+
+def test_a_recipe_says_how_special_tokens_are_read(file, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    recipe = {
+        "model": str(tmp_path / "tokenizer"),
+        "output": str(tmp_path / "run"),
+        "data": {"train": [str(file)], "cache": str(tmp_path / "out"), "split_special_tokens": False},
+        "stages": [{"objective": "extend", "tokens": 100, "batch_tokens": 64, "sequence_length": 16}],
+    }
+    (source,) = prepare(Recipe.model_validate(recipe), progress=False)["train"]["sources"]
+    assert source["special_tokens_spelled_out"] == 3
+    assert source["tokens"] == len(tokenizer(TEXT)["input_ids"])
