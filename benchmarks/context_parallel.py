@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofox
-from retrofox.config import Stage
+from retrofox.config import stage_of
 from retrofox.data.packed import IGNORE
 from retrofox.model.attention import attend_locally
 from retrofox.parallel.layout import Degrees, degrees
@@ -334,7 +334,7 @@ def step_row(bench: Bench, case: str, length: int) -> dict[str, Any]:
     """Forward and backward of the model over shared rows, one a group, beside a whole row on each GPU."""
     split = degrees(bench.context, bench.shape["num_key_value_heads"])
     mesh, model = bench.mesh(split), model_of(bench, case, length)
-    stage = Stage.model_validate({"objective": "extend", "tokens": length, "sequence_length": length})
+    stage = stage_of({"objective": "extend", "tokens": length, "sequence_length": length})
     step = Step(model, OBJECTIVES["extend"](model, stage, bench.device), bench.cuda)
     whole = batch_of(bench, case, length)
     part = cut(whole, split, mesh.rank)

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofox
-from retrofox.config import Stage
+from retrofox.config import stage_of
 from retrofox.data.packed import IGNORE
 from retrofox.training.groups import parameter_groups, set_trainable
 from retrofox.training.objectives import OBJECTIVES
@@ -73,7 +73,7 @@ class Cell:
         model: Any = retrofox.convert(base, fox=spec).to(self.device).train()
         model.config.use_cache = False
         tokens = max(options.tokens, window)
-        stage = Stage.model_validate(
+        stage = stage_of(
             {"objective": "extend", "tokens": tokens, "sequence_length": window, "cross_entropy": "chunked"}
         )
         set_trainable(model, stage)

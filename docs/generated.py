@@ -89,18 +89,37 @@ def _command(command: Any, name: str) -> list[str]:
 def recipe_fields() -> str:
     """Every field of a recipe, by section: accepted values, default, meaning."""
     whole = schema()
-    sections = {"The recipe": whole, **whole["$defs"]}
-    texts = []
-    for name, section in sections.items():
-        if name == FoxSpec.__name__:
-            continue  # its fields have a page of their own: FoxSpec in the Python API
-        required = section.get("required", ())
-        rows = []
-        for key, field in section["properties"].items():
-            default = "required" if key in required else _default(field)
-            rows.append([f"`{key}`", _takes(field), default, field.get("description", "")])
-        texts.append(f"## {name}\n\n{section['description']}\n\n" + table(["field", "takes", "default", ""], rows, 4))
-    return "\n\n".join(texts)
+    sections = {"The recipe": _rows(whole)}
+    for name, section in whole["$defs"].items():
+        if name != FoxSpec.__name__:  # its fields have a page of their own: FoxSpec in the Python API
+            sections[name] = _rows(section)
+    about = {"The recipe": whole["description"], **{name: part["description"] for name, part in whole["$defs"].items()}}
+    for key, field in whole["properties"].items():
+        kinds = _kinds(field)
+        if len(kinds) > 1:
+            shared = [row for row in sections[kinds[0]] if all(row in sections[kind] for kind in kinds)]
+            sections |= {kind: [row for row in sections[kind] if row not in shared] for kind in kinds}
+            sections[f"All kinds of {key}"] = shared
+            about[f"All kinds of {key}"] = f"Fields that {', '.join(kinds)} have in common."
+    header = ["field", "takes", "default", ""]
+    return "\n\n".join(f"## {name}\n\n{about[name]}\n\n{table(header, rows, 4)}" for name, rows in sections.items())
+
+
+def _rows(section: dict[str, Any]) -> list[list[str]]:
+    """A section's fields as rows of a table."""
+    required = section.get("required", ())
+    return [
+        [f"`{key}`", _takes(field), "required" if key in required else _default(field), field.get("description", "")]
+        for key, field in section["properties"].items()
+    ]
+
+
+def _kinds(field: Any) -> list[str]:
+    """The kinds of a section that a field of a JSON schema tells apart by a key of theirs."""
+    if isinstance(field, dict):
+        kinds = [option["$ref"].rsplit("/", 1)[1] for option in field.get("oneOf", ())]
+        return kinds or [kind for inner in field.values() for kind in _kinds(inner)]
+    return [kind for inner in field for kind in _kinds(inner)] if isinstance(field, list) else []
 
 
 def _default(field: dict[str, Any]) -> str:
@@ -117,8 +136,9 @@ def _takes(field: dict[str, Any]) -> str:
     if "$ref" in field:
         name = field["$ref"].rsplit("/", 1)[1]
         return "[FoxSpec](api.md#retrofox.FoxSpec)" if name == FoxSpec.__name__ else f"[{name}](#{name.lower()})"
-    if "anyOf" in field:
-        return " or ".join(dict.fromkeys(_takes(option) for option in field["anyOf"]))
+    options = field.get("anyOf") or field.get("oneOf")
+    if options:
+        return " or ".join(dict.fromkeys(_takes(option) for option in options))
     if field["type"] == "array":
         return f"list of {_takes(field['items'])}"
     if "pattern" in field:

@@ -16,15 +16,32 @@ from retrofox.config.recipe import (
     RopeScaling,
     Source,
 )
-from retrofox.config.stage import GATE_RATE_FACTOR, ROLES, TAUGHT, Budget, Rates, Stage
+from retrofox.config.stage import (
+    GATE_RATE_FACTOR,
+    ROLES,
+    AdaptStage,
+    AlignStage,
+    Budget,
+    BudgetedStage,
+    DistillStage,
+    ExtendStage,
+    Rates,
+    Stage,
+    TaughtStage,
+    stage_of,
+)
 
 __all__ = [
     "GATE_RATE_FACTOR",
     "ROLES",
-    "TAUGHT",
+    "AdaptStage",
+    "AlignStage",
     "Budget",
+    "BudgetedStage",
     "CheckpointConfig",
     "DataConfig",
+    "DistillStage",
+    "ExtendStage",
     "LogConfig",
     "LoraConfig",
     "ParallelConfig",
@@ -34,8 +51,10 @@ __all__ = [
     "Section",
     "Source",
     "Stage",
+    "TaughtStage",
     "dump",
     "load_recipe",
     "schema",
+    "stage_of",
     "validate",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
@@ -80,7 +81,38 @@ Rate = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Fox = Annotated[FoxSpec, BeforeValidator(_fox), PlainSerializer(lambda spec: spec.to_dict())]
 
 
+def zero(why: str) -> AfterValidator:
+    """A rate that must be 0 in stages of one objective."""
+
+    def check(rate: float) -> float:
+        if rate:
+            raise ValueError(f"must be 0 or left out, got {rate:g}: {why}")
+        return rate
+
+    return AfterValidator(check)
+
+
+def without_idle_nulls(*kinds: type[BaseModel]) -> Callable[[Any], Any]:
+    """Drops `key: null` where only some of the kinds of a section have the key: recipes of earlier runs hold these."""
+    names = [set(kind.model_fields) for kind in kinds]
+    of_some = set.union(*names) - set.intersection(*names)
+
+    def drop(values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None or key not in of_some}
+
+    return drop
+
+
 class Section(BaseModel):
     """Base of every section: unknown keys and wrong types are errors, "3" is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
+    told_by: ClassVar[str] = ""
+    """The key that tells a section's kinds apart, where there are several."""
+
+    @classmethod
+    def tags(cls) -> tuple[str, ...]:
+        """The values of that key which mean this kind."""
+        return get_args(cls.model_fields[cls.told_by].annotation)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from retrofox.config.fields import FOX_COUNTS, FOX_TOKENS
+from retrofox.config.fields import FOX_COUNTS, FOX_TOKENS, Section
 from retrofox.config.recipe import Recipe
 from retrofox.config.yaml_text import apply_override, read_yaml, write_yaml
 from retrofox.fox_spec import PRESETS
@@ -94,47 +94,72 @@ def _lines(errors: Sequence[Any]) -> list[str]:
     """A line for each key with errors; a value that is none of several kinds has an error for each kind."""
     lines: dict[str, str] = {}
     for item in errors:
-        key, message = ".".join(map(str, _place(item))) or "recipe", _explain(item)
+        key, message = _explain(item)
         if key in lines:
             message = lines[key] + "; or " + message.removesuffix(f", given {_shown(item['input'])}")
         lines[key] = message
     return [f"{key}: {message}" for key, message in lines.items()]
 
 
-def _place(item: Any) -> list[Any]:
-    return [part for part in item["loc"] if part not in _UNION_MEMBERS and "[" not in str(part)]
-
-
-def _explain(item: Any) -> str:
-    """One pydantic error as a sentence: what was given, what is allowed."""
-    place = _place(item)
-    given = item["input"]
+def _explain(item: Any) -> tuple[str, str]:
+    """One pydantic error as the key of the recipe and a sentence: what was given, what is allowed."""
+    place, known, others = _trace(item["loc"])
+    kind, given, context = item["type"], item["input"], item.get("ctx", {})
     shown = _shown(given)
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(place[:-1])
-        near = difflib.get_close_matches(str(place[-1]), known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        return f"unknown key, given {shown}{hint}. Known keys: {', '.join(known)}"
-    if item["type"] == "missing":
-        return "required key is missing"
-    if item["type"] == "literal_error":
-        near = difflib.get_close_matches(str(given), re.findall(r"'([^']*)'", item["ctx"]["expected"]), n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        return f"given {shown}, allowed {item['ctx']['expected']}{hint}"
+    if kind == "union_tag_not_found":
+        return ".".join([*place, context["discriminator"].strip("'")]), "required key is missing"
+    if kind == "union_tag_invalid":
+        place, given, kind = [*place, context["discriminator"].strip("'")], context["tag"], "literal_error"
+        shown, context = repr(given), {"expected": " or ".join(context["expected_tags"].rsplit(", ", 1))}
+    key = ".".join(place) or "recipe"
+    if kind == "missing":
+        return key, "required key is missing"
+    if kind == "extra_forbidden" and place[-1] in others:
+        return key, f"{others[place[-1]]}: remove it, given {shown}"
+    if kind == "extra_forbidden":
+        return key, f"unknown key, given {shown}{_did_you_mean(place[-1], known)}. Known keys: {', '.join(known)}"
+    if kind == "literal_error":
+        allowed = context["expected"]
+        hint = _did_you_mean(given, re.findall(r"'([^']*)'", allowed))
+        return key, f"given {shown}, allowed {allowed}{hint}"
     message = item["msg"].removeprefix("Value error, ")
-    return message[0].lower() + message[1:] + ("" if item["type"] == "value_error" else f", given {shown}")
+    return key, message[0].lower() + message[1:] + ("" if kind == "value_error" else f", given {shown}")
 
 
-def _known_keys(place: list[Any]) -> list[str]:
-    """The keys of the section at a place such as ["stages", 0, "rates"]."""
-    section: type[BaseModel] = Recipe
-    for part in place:
-        if isinstance(part, str) and part in section.model_fields:
-            section = _section_of(section.model_fields[part].annotation) or section
-    return list(section.model_fields)
+def _did_you_mean(given: object, known: list[str]) -> str:
+    near = difflib.get_close_matches(str(given), known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for inner in get_args(annotation) if (found := _section_of(inner))), None)
+def _trace(loc: Sequence[Any]) -> tuple[list[str], list[str], dict[str, str]]:
+    """The keys on the way to an error; the keys of its section; what takes the keys of the section's other kinds."""
+    place: list[str] = []
+    kinds: list[type[Section]] = [Recipe]
+    known, others = list(Recipe.model_fields), {}
+    for part in loc:
+        if len(kinds) > 1 and isinstance(part, str):  # the kind of a section, which pydantic puts into the place
+            others = {name: _belongs(name, kinds, part) for kind in kinds for name in kind.model_fields}
+            kinds = [kind for kind in kinds if part in kind.tags()]
+            known = list(kinds[0].model_fields)
+            continue
+        if part in _UNION_MEMBERS or "[" in str(part):
+            continue
+        place.append(str(part))
+        if isinstance(part, str) and len(kinds) == 1 and part in kinds[0].model_fields:
+            kinds = _sections(kinds[0].model_fields[part].annotation) or kinds
+            if len(kinds) == 1:
+                known, others = list(kinds[0].model_fields), {}
+    return place, known, others
+
+
+def _sections(annotation: Any) -> list[type[Section]]:
+    """The sections that an annotation names: more than one where a key tells kinds apart."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in _sections(inner)]
+
+
+def _belongs(name: str, kinds: list[type[Section]], tag: str) -> str:
+    """Which kinds of a section take a key: "belongs to objective distill, and this one is align"."""
+    owners = [kind for owner in kinds if name in owner.model_fields for kind in owner.tags()]
+    return f"belongs to {kinds[0].told_by} {' and '.join(owners)}, and this one is {tag}"

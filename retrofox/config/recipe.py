@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from retrofox.config.fields import Fox, Place, Positive, Section
-from retrofox.config.stage import Stage
+from retrofox.config.fields import Fox, Place, Positive, Section, without_idle_nulls
+from retrofox.config.stage import AnyStage
 
 
 class Source(Section):
@@ -108,33 +108,53 @@ class LoraConfig(Section):
     quantize: Literal["nf4"] | None = Field(default=None, description="QLoRA: 4-bit base (needs bitsandbytes)")
 
 
-class RopeScaling(Section):
-    """transformers' `rope_scaling` of an unconverted model: its type, its factor, and the other fields of that type."""
+class _Scaling(Section):
+    """transformers' `rope_scaling` of an unconverted model."""
 
-    rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
+    told_by = "rope_type"
     factor: float = Field(gt=1, description="by how much the trained length is stretched")
+
+
+class PlainScaling(_Scaling):
+    """RoPE scaling by the factor alone."""
+
+    rope_type: Literal["linear", "dynamic"]
+
+
+class YarnScaling(_Scaling):
+    """YaRN."""
+
+    rope_type: Literal["yarn"]
     original_max_position_embeddings: Positive | None = Field(
-        default=None, description="yarn, llama3: the length to count from; None = what the model was trained to"
+        default=None, description="the length to count from; None = what the model was trained to"
     )
-    attention_factor: float | None = Field(default=None, gt=0, description="yarn")
-    beta_fast: float | None = Field(default=None, gt=0, description="yarn")
-    beta_slow: float | None = Field(default=None, gt=0, description="yarn")
-    low_freq_factor: float | None = Field(default=None, gt=0, description="llama3")
-    high_freq_factor: float | None = Field(default=None, gt=0, description="llama3")
+    attention_factor: float | None = Field(default=None, gt=0)
+    beta_fast: float | None = Field(default=None, gt=0)
+    beta_slow: float | None = Field(default=None, gt=0)
+
+
+class Llama3Scaling(_Scaling):
+    """Llama 3's: wavelengths above low_freq_factor are divided by the factor, those below high_freq_factor stay."""
+
+    rope_type: Literal["llama3"]
+    original_max_position_embeddings: Positive | None = Field(
+        default=None, description="the length to count from; None = what the model was trained to"
+    )
+    low_freq_factor: float = Field(gt=0)
+    high_freq_factor: float = Field(gt=0, description="above low_freq_factor")
 
     @model_validator(mode="after")
-    def _of_its_type(self) -> RopeScaling:
-        takes = {
-            "yarn": ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
-            "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-        }.get(self.rope_type, ())
-        for key in type(self).model_fields:
-            if getattr(self, key) is not None and key not in ("rope_type", "factor", *takes):
-                raise ValueError(f"{key} has no effect with rope_type {self.rope_type}: remove it")
-        low, high = self.low_freq_factor, self.high_freq_factor
-        if self.rope_type == "llama3" and (low is None or high is None or low >= high):
-            raise ValueError("rope_type llama3 takes low_freq_factor and high_freq_factor, the first below the second")
+    def _ordered(self) -> Llama3Scaling:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError("low_freq_factor must be below high_freq_factor")
         return self
+
+
+RopeScaling = Annotated[
+    PlainScaling | YarnScaling | Llama3Scaling,
+    Field(discriminator="rope_type"),
+    BeforeValidator(without_idle_nulls(PlainScaling, YarnScaling, Llama3Scaling)),
+]
 
 
 class CheckpointConfig(Section):
@@ -191,7 +211,7 @@ class Recipe(Section):
     output: Place
     seed: int = Field(default=0, ge=0, lt=2**32)
     data: DataConfig
-    stages: list[Stage] = Field(min_length=1)
+    stages: list[AnyStage] = Field(min_length=1)
     lora: LoraConfig | None = None
     precision: Literal["bf16", "fp32", "fp16"] = "bf16"
     optim: str = Field(default="adamw_torch_fused", description="any optimizer name of transformers' TrainingArguments")
@@ -215,30 +235,15 @@ class Recipe(Section):
             if getattr(self, key) is not None and (self.fox is not None or self.lora is not None):
                 other = "fox" if self.fox is not None else "lora"
                 raise ValueError(f"{key} is for unconverted models: remove it, or remove `{other}:`")
-        for number, stage in enumerate(self.stages):
-            if self.lora is not None and stage.objective == "align":
-                raise ValueError(
-                    f"stages.{number}: align trains gates and Pro parts only, lora has nothing to do there"
-                )
-        self._refuse_adapt()
-        return self
-
-    def _refuse_adapt(self) -> None:
-        """Raises ValueError for adapt stages that would not train the very original that later stages learn from."""
-        adapt = [number for number, stage in enumerate(self.stages) if stage.objective == "adapt"]
-        if not adapt:
-            return
-        if self.lora is not None:
-            raise ValueError(
-                f"stages.{adapt[0]}: adapt trains the original's weights, which `lora:` freezes: remove one of the two"
-            )
-        if adapt != list(range(len(adapt))):
-            late = next(number for place, number in enumerate(adapt) if place != number)
-            raise ValueError(
-                f"stages.{late}: adapt changes the original, which stage {late - 1} has already moved away from: put "
-                "adapt before all others"
-            )
-        if len(adapt) == len(self.stages):
+        objectives = [stage.objective for stage in self.stages]
+        if self.lora is not None and {"adapt", "align"} & {*objectives}:
+            raise ValueError("lora adapts what align leaves alone and freezes what adapt trains: remove one of the two")
+        adapt = objectives.count("adapt")
+        if "adapt" in objectives[adapt:]:
+            late = next(number for number in range(adapt, len(objectives)) if objectives[number] == "adapt")
+            raise ValueError(f"stages.{late}: adapt changes the original of the stages before it: put it first")
+        if adapt == len(objectives):
             raise ValueError(
                 "adapt leaves the gates as they are: add a stage that trains them (align, distill, extend)"
             )
+        return self

@@ -1,16 +1,15 @@
-"""One stage of a recipe: objective, tokens, rates, schedule; refuses fields that exclude each other."""
+"""One stage of a recipe. Each objective is a type of its own, with the fields that only it takes."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo, field_validator, model_validator
 
-from retrofox.config.fields import MOST, Count, Positive, Rate, Section, whole
+from retrofox.config.fields import MOST, Count, Positive, Rate, Section, whole, without_idle_nulls, zero
 
 ROLES = ("gate_bias", "gate_weight", "pro", "attention", "rest")
-TAUGHT = ("align", "distill")
-"""Objectives that learn from the original."""
 GATE_RATE_FACTOR = 5.0
 """Rates of the new parts over `learning_rate` where the recipe names none: Adam moves a bias by about lr per step."""
 
@@ -23,6 +22,23 @@ class Rates(Section):
     pro: Rate | None = None
     attention: Rate | None = Field(default=None, description="q, k, v and o projections and their norms and adapters")
     rest: Rate | None = Field(default=None, description="everything else: MLPs, norms, embeddings, head")
+
+
+NoNewPart = Annotated[Rate, zero("adapt trains the original, which has neither gates nor Pro parts")]
+
+
+class AdaptRates(Rates):
+    """The rates of an adapt stage, which has no new parts to train."""
+
+    gate_bias: NoNewPart | None = None
+    gate_weight: NoNewPart | None = None
+    pro: NoNewPart | None = None
+
+
+class AlignRates(Rates):
+    """The rates of an align stage, which trains attention alone."""
+
+    rest: Annotated[Rate, zero("align compares attention blocks alone")] | None = None
 
 
 class Budget(Section):
@@ -41,22 +57,22 @@ class Budget(Section):
 
 
 class Stage(Section):
-    """One stage of adaptation: its objective, its tokens, its rates."""
+    """What the stages of all objectives take: tokens, rates, schedule, and switches that save memory."""
+
+    told_by: ClassVar[str] = "objective"
+    trains_new: ClassVar[bool] = True
+    trains_pretrained: ClassVar[bool] = True
+    """Which parts a stage trains unless its rates say otherwise."""
 
     objective: Literal["adapt", "align", "distill", "extend"] = Field(
         description="adapt: the original itself learns, before all else; align, distill: from the original; extend"
     )
     tokens: Positive = Field(description="training tokens of this stage, all devices together")
     sequence_length: Annotated[int, whole, Field(ge=2, le=MOST)]
-    max_position: Positive | None = Field(
-        default=None,
-        description="extend: in half of the documents positions skip ahead at a random token and stay below this, so "
-        "that RoPE learns distances beyond sequence_length; None = positions count tokens",
-    )
     batch_tokens: Positive | None = Field(default=None, description="tokens per step; None = one micro-batch a device")
     micro_batch: int = Field(default=1, ge=1, description="sequences per device and forward pass")
     learning_rate: Rate = 1e-4
-    rates: Rates = Rates()
+    rates: Rates = Field(default=Rates(), validate_default=True)
     trainable: list[str] | None = Field(
         default=None, min_length=1, description="glob patterns of parameter names; None = every role's rate"
     )
@@ -64,7 +80,7 @@ class Stage(Section):
     gate_weight_decay: float = Field(
         default=0.0, ge=0, description="of the gates' weights; decay of their biases would end in half-lives of a token"
     )
-    betas: list[float] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(default=[0.9, 0.95], min_length=2, max_length=2)
     clip: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0 = no clipping")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     warmup_tokens: Count = 0
@@ -73,18 +89,6 @@ class Stage(Section):
     gate_delay_tokens: Count = Field(default=0, description="gates keep their start this long")
     anneal: bool = Field(
         default=True, description="whether this stage moves the annealing of a model with rope: anneal"
-    )
-    budget: Budget | None = Field(
-        default=None, description="extend, distill: pressure on the gates that ends at a share of live keys"
-    )
-    teacher: Literal["auto", "shared", "copy"] | None = Field(
-        default=None, description="align, distill: shared = the frozen weights themselves, copy = a second model"
-    )
-    temperature: float | None = Field(
-        default=None, ge=1e-3, le=1e3, description="distill: both logits are divided by it (1)"
-    )
-    ce_weight: float | None = Field(
-        default=None, ge=0, le=1, description="distill: share of cross-entropy in the loss (0)"
     )
     cross_entropy: Literal["auto", "chunked", "torch", "liger"] = "auto"
     gradient_checkpointing: Literal["none", "full"] | Annotated[int, Field(ge=1)] = Field(
@@ -105,106 +109,142 @@ class Stage(Section):
         default=3.0, ge=0, description="stop where the loss exceeds this times its running mean plus 1 nat; 0 = never"
     )
 
-    @model_validator(mode="before")
+    @field_validator("rates")
     @classmethod
-    def _without_removed_keys(cls, values: Any) -> Any:
-        """Recipes of runs made before hold `teacher_logits: null`."""
-        if isinstance(values, dict) and values.get("teacher_logits", 0) is None:
-            return {key: value for key, value in values.items() if key != "teacher_logits"}
-        return values
+    def _filled(cls, rates: Rates, info: ValidationInfo) -> Rates:
+        rate = info.data.get("learning_rate", 0.0)
+        new = float(f"{GATE_RATE_FACTOR * rate:.12g}") if cls.trains_new else 0.0
+        pretrained = rate if cls.trains_pretrained else 0.0
+        defaults = {"gate_bias": new, "gate_weight": new, "pro": new, "attention": pretrained, "rest": pretrained}
+        return rates.model_copy(update=defaults | rates.model_dump(exclude_none=True))
 
     @model_validator(mode="after")
-    def _fill(self) -> Stage:
-        if self.batch_tokens is None:
-            return self._resolve()
-        if self.batch_tokens % self.sequence_length:
-            down = max(1, self.batch_tokens // self.sequence_length) * self.sequence_length
-            raise ValueError(
-                f"batch_tokens must be a multiple of sequence_length: {self.batch_tokens} is not one of "
-                f"{self.sequence_length}; nearest: {down} or {down + self.sequence_length}"
-            )
-        return self._resolve()
-
-    def _resolve(self) -> Stage:
-        distill = self.objective == "distill"
-        for key in ("temperature", "ce_weight"):
-            if getattr(self, key) is not None and not distill:
-                raise ValueError(f"{key} belongs to objective distill, and this stage's is {self.objective}: remove it")
-        if self.max_position is not None and self.objective != "extend":
-            raise ValueError(
-                f"max_position belongs to objective extend, and this stage's is {self.objective}: remove it"
-            )
-        if self.max_position is not None and self.max_position <= self.sequence_length:
-            raise ValueError(
-                f"max_position must exceed sequence_length ({self.sequence_length}), got {self.max_position}: give the "
-                "length that the model is to reach, or remove it"
-            )
-        if self.budget is not None and self.objective not in ("extend", "distill"):
-            raise ValueError(
-                f"budget belongs to objectives extend and distill, and this stage's is {self.objective}: remove it"
-            )
-        if self.teacher is not None and self.objective not in TAUGHT:
-            raise ValueError(
-                f"teacher belongs to objectives align and distill, and this stage's is {self.objective}: remove it"
-            )
-        if self.decay_tokens is not None and self.schedule != "wsd":
-            raise ValueError(f"decay_tokens belongs to schedule wsd, and this stage's is {self.schedule}: remove it")
-        if self.min_lr_ratio and self.schedule == "constant":
-            raise ValueError(
-                f"min_lr_ratio is where a schedule ends, and constant stays at 1: remove it, got {self.min_lr_ratio:g}"
-            )
-        if self.objective == "adapt":
-            for role in ("gate_bias", "gate_weight", "pro"):
-                if self.rate(role):
-                    raise ValueError(
-                        f"adapt trains the original, which has neither gates nor Pro parts: rates.{role} must be 0 or "
-                        f"left out, got {self.rate(role):g}"
-                    )
-        if self.objective == "align" and self.rates.rest:
-            raise ValueError(
-                f"align compares attention blocks alone: rates.rest must be 0 or left out, got {self.rates.rest:g}"
-            )
-        if self.objective == "align" and self.cross_entropy != "auto":
-            raise ValueError("cross_entropy belongs to objectives distill and extend: align computes no logits")
-        if self.offload_activations and self.objective == "align":
-            raise ValueError("align keeps no checkpoints of whole layers to move: set offload_activations: false")
-        if self.offload_activations and self.gradient_checkpointing == "none":
-            raise ValueError(
-                "offload_activations moves the checkpoints of gradient checkpointing: set gradient_checkpointing: full"
-            )
-        if self.compile and self.tiled_mlp != "none":
-            raise ValueError("compile and tiled_mlp both take over the MLPs: set compile: false, or tiled_mlp: none")
-        if distill and self.cross_entropy not in ("auto", "chunked"):
-            raise ValueError(
-                f"cross_entropy {self.cross_entropy} belongs to objective extend: distill needs both models' logits of "
-                "a row at a time, which only chunked has"
-            )
-        if self.decay_tokens is not None and self.warmup_tokens + self.decay_tokens > self.tokens:
-            raise ValueError(
-                f"warmup_tokens + decay_tokens must be at most tokens ({self.tokens}), "
-                f"got {self.warmup_tokens} + {self.decay_tokens}"
-            )
-        if self.warmup_tokens >= self.tokens:
-            raise ValueError(f"warmup_tokens must be less than tokens ({self.tokens}), got {self.warmup_tokens}")
-        if self.gate_delay_tokens >= self.tokens:
-            raise ValueError(
-                f"gate_delay_tokens must be less than tokens ({self.tokens}), got {self.gate_delay_tokens}"
-            )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
-        if self.objective in TAUGHT:
-            self.teacher = self.teacher or "auto"
-        if distill:
-            self.temperature = 1.0 if self.temperature is None else self.temperature
-            self.ce_weight = 0.0 if self.ce_weight is None else self.ce_weight
-        new = 0.0 if self.objective == "adapt" else float(f"{GATE_RATE_FACTOR * self.learning_rate:.12g}")
-        pretrained = 0.0 if self.objective == "align" else self.learning_rate
-        defaults = {"gate_bias": new, "gate_weight": new, "pro": new, "attention": pretrained, "rest": pretrained}
-        for role, default in defaults.items():
-            if getattr(self.rates, role) is None:
-                self.rates = self.rates.model_copy(update={role: default})
+    def _consistent(self) -> Stage:
+        if found := [text for broken, text in self._rules() if broken]:
+            raise ValueError("; ".join(found))
         return self
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        """Rules between fields: whether one is broken, and what to do then."""
+        length, batch = self.sequence_length, self.batch_tokens or self.sequence_length
+        down = max(1, batch // length) * length
+        yield (
+            batch % length > 0,
+            f"batch_tokens must be a multiple of sequence_length: {batch} is not one of {length}; nearest: {down} or "
+            f"{down + length}",
+        )
+        yield (
+            self.decay_tokens is not None and self.schedule != "wsd",
+            f"decay_tokens belongs to schedule wsd, and this stage's is {self.schedule}: remove it",
+        )
+        yield (
+            self.min_lr_ratio > 0 and self.schedule == "constant",
+            f"min_lr_ratio is where a schedule ends, and constant stays at 1: remove it, got {self.min_lr_ratio:g}",
+        )
+        for name in ("warmup_tokens", "gate_delay_tokens"):
+            count = getattr(self, name)
+            yield count >= self.tokens, f"{name} must be less than tokens ({self.tokens}), got {count}"
+        yield (
+            self.warmup_tokens + (self.decay_tokens or 0) > self.tokens > self.warmup_tokens,
+            f"warmup_tokens + decay_tokens must be at most tokens ({self.tokens}), got {self.warmup_tokens} + "
+            f"{self.decay_tokens}",
+        )
+        yield (
+            self.offload_activations and self.gradient_checkpointing == "none",
+            "offload_activations moves the checkpoints of gradient checkpointing: set gradient_checkpointing: full",
+        )
+        yield (
+            self.compile and self.tiled_mlp != "none",
+            "compile and tiled_mlp both take over the MLPs: set compile: false, or tiled_mlp: none",
+        )
 
     def rate(self, role: str) -> float:
         """Peak learning rate of a role (one of ROLES)."""
         return getattr(self.rates, role)
+
+
+class TaughtStage(Stage):
+    """A stage that learns from the original."""
+
+    teacher: Literal["auto", "shared", "copy"] = Field(
+        default="auto", description="shared = the frozen weights themselves, copy = a second model"
+    )
+
+
+class BudgetedStage(Stage):
+    """A stage whose gates may be pressed to a budget."""
+
+    budget: Budget | None = Field(default=None, description="pressure on the gates that ends at a share of live keys")
+
+
+class AdaptStage(Stage):
+    """The original itself learns the texts, before all other stages."""
+
+    trains_new = False
+    objective: Literal["adapt"]
+    rates: AdaptRates = Field(default=AdaptRates(), validate_default=True)
+
+
+class AlignStage(TaughtStage):
+    """Each attention block learns its original's output; no logits are computed."""
+
+    trains_pretrained = False
+    objective: Literal["align"]
+    rates: AlignRates = Field(default=AlignRates(), validate_default=True)
+    cross_entropy: Literal["auto"] = Field(default="auto", description="align computes no logits")
+    offload_activations: Literal[False] = Field(default=False, description="align keeps no checkpoints of whole layers")
+
+
+class DistillStage(TaughtStage, BudgetedStage):
+    """The logits learn from the original's."""
+
+    objective: Literal["distill"]
+    temperature: float = Field(default=1.0, ge=1e-3, le=1e3, description="both logits are divided by it")
+    ce_weight: float = Field(default=0.0, ge=0, le=1, description="share of cross-entropy in the loss")
+    cross_entropy: Literal["auto", "chunked"] = Field(
+        default="auto", description="distill needs both models' logits of a row at a time, which only chunked has"
+    )
+
+
+class ExtendStage(BudgetedStage):
+    """Cross-entropy on longer texts."""
+
+    objective: Literal["extend"]
+    max_position: Positive | None = Field(
+        default=None,
+        description="in half of the documents positions skip ahead at a random token and stay below this, so that RoPE "
+        "learns distances beyond sequence_length; None = positions count tokens",
+    )
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield from super()._rules()
+        yield (
+            self.max_position is not None and self.max_position <= self.sequence_length,
+            f"max_position must exceed sequence_length ({self.sequence_length}), got {self.max_position}: give the "
+            "length that the model is to reach, or remove it",
+        )
+
+
+def _older(values: Any) -> Any:
+    """Recipes of runs made before hold `teacher_logits: null`."""
+    if isinstance(values, dict) and values.get("teacher_logits", 0) is None:
+        return {key: value for key, value in values.items() if key != "teacher_logits"}
+    return values
+
+
+AnyStage = Annotated[
+    AdaptStage | AlignStage | DistillStage | ExtendStage,
+    Field(discriminator="objective"),
+    BeforeValidator(without_idle_nulls(AdaptStage, AlignStage, DistillStage, ExtendStage)),
+    BeforeValidator(_older),
+]
+_ADAPTER: TypeAdapter[Stage] = TypeAdapter(AnyStage)
+
+
+def stage_of(values: dict[str, Any]) -> Any:
+    """The stage of plain values, of its objective's type.
+
+    Raises:
+        pydantic.ValidationError: a value outside its range, or a field of another objective.
+    """
+    return _ADAPTER.validate_python(values)

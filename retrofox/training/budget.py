@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from retrofox.config import Budget, Stage
+from retrofox.config import Budget, BudgetedStage
 from retrofox.model.gates import ForgetGate
 
 HORIZON = 16.0
@@ -87,7 +87,7 @@ class GatePressure(TrainerCallback):
         ValueError: a spared head that isn't there; so many that the share can't be reached.
     """
 
-    def __init__(self, model: Any, stage: Stage, tokens: int, world: int, device: torch.device | None = None):
+    def __init__(self, model: Any, stage: BudgetedStage, tokens: int, world: int, device: torch.device | None = None):
         assert stage.budget is not None
         self.budget: Budget = stage.budget
         self.tokens, self.anneal_tokens = tokens, stage.budget.anneal * stage.tokens

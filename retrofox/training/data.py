@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from retrofox.config import Recipe, Stage
+from retrofox.config import ExtendStage, Recipe, Stage
 from retrofox.data.order import StepSampler
 from retrofox.data.packed import IGNORE, PackedDataset, collate, next_token_targets
 from retrofox.data.shards import Manifest, prepare_sources
@@ -64,9 +64,8 @@ class StageData:
         self.collate: Any = collate_with_targets
         if mesh is not None:
             self.collate = functools.partial(collate_part, split=mesh.degrees, process=mesh.rank)
-        self.dataset = PackedDataset(
-            tokens.train, stage.sequence_length, seed=recipe.seed, max_position=stage.max_position
-        )
+        skips_to = stage.max_position if isinstance(stage, ExtendStage) else None
+        self.dataset = PackedDataset(tokens.train, stage.sequence_length, seed=recipe.seed, max_position=skips_to)
         self.held_out = None if tokens.eval is None else PackedDataset(tokens.eval, stage.sequence_length)
 
     def state(self, consumed: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from retrofox.anatomy import causal_lm
+from retrofox.config import BudgetedStage
 from retrofox.parallel.shards import Shards
 from retrofox.training import checkpoint
 from retrofox.training.budget import GatePressure
@@ -81,7 +82,7 @@ class FoxTrainer(Trainer):
         signals = Signals(args.world_size, self.interruptions)
         for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
             self.add_callback(callback)
-        if stage.budget is not None:
+        if isinstance(stage, BudgetedStage) and stage.budget is not None:
             self.add_callback(GatePressure(lm, stage, run.batch_tokens, args.world_size, args.device))
         fox = getattr(lm.config, "fox", None)
         anneals = stage.anneal and stage.objective != "adapt"

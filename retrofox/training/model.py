@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState
 
 from retrofox.anatomy import is_converted, is_new_tensor
-from retrofox.config import Recipe
+from retrofox.config import ExtendStage, Recipe
 from retrofox.conversion.convert import convert
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config
@@ -104,7 +104,8 @@ def set_attention(model: Any, recipe: Recipe) -> None:
             model.set_attn_implementation(recipe.attention)
         except (ImportError, ValueError) as error:
             raise ValueError(f"attention: {recipe.attention} can't run here: {error}") from None
-    if any(stage.max_position is not None for stage in recipe.stages) and not is_converted(model):
+    skips = any(isinstance(stage, ExtendStage) and stage.max_position is not None for stage in recipe.stages)
+    if skips and not is_converted(model):
         set_document_attention(model)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from retrofox.anatomy import attention_mode, attentions, causal_lm, inner_model, is_converted
-from retrofox.config import Stage
+from retrofox.config import DistillStage, Stage
 from retrofox.data.packed import IGNORE
 from retrofox.training.chunked_loss import (
     AnyRows,
@@ -138,12 +138,12 @@ class Distill:
 
     metrics = ("kl", "cross_entropy")
 
-    def __init__(self, model: Any, stage: Stage, device: torch.device, teacher: Any = None):
+    def __init__(self, model: Any, stage: DistillStage, device: torch.device, teacher: Any = None):
         if teacher is None:
             require_own_original(model)
         self.teacher = teacher
-        self.temperature = stage.temperature or 1.0
-        self.ce_weight = stage.ce_weight or 0.0
+        self.temperature = stage.temperature
+        self.ce_weight = stage.ce_weight
         self.rows = max(64, chunk_rows(causal_lm(model).config.vocab_size, device) // 4)
         self.plain = self.temperature == 1 and is_plain_head(model)
         self.kind, self.reason = "chunked", "KL needs both distributions of a row"

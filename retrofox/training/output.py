@@ -170,7 +170,7 @@ def complete_stages(out: Path, recipe: Recipe) -> int:
 def _changes(old: dict[str, Any], new: dict[str, Any], complete: int) -> list[str]:
     """Keys whose change would make a resumed run another run; the first `complete` stages are done."""
     old, new = ({**r, "data": {k: v for k, v in r["data"].items() if k not in FREE_IN_DATA}} for r in (old, new))
-    found = [key for key in new if key not in (*FREE_TO_CHANGE, "stages") and old.get(key) != new[key]]
+    found = [k for k in new if k not in (*FREE_TO_CHANGE, "stages") and _given(old.get(k)) != _given(new[k])]
     if len(old["stages"]) != len(new["stages"]):
         return [*found, "stages"]
     for number, (before, after) in enumerate(zip(old["stages"], new["stages"], strict=True)):
@@ -180,6 +180,11 @@ def _changes(old: dict[str, Any], new: dict[str, Any], complete: int) -> list[st
         if number >= complete and any((rates[0][role] > 0) != (rates[1][role] > 0) for role in ROLES):
             found.append(f"stages.{number}.rates (which of them are 0)")
     return found
+
+
+def _given(value: Any) -> Any:
+    """A section without its nulls: earlier versions wrote out more of them."""
+    return {key: inner for key, inner in value.items() if inner is not None} if isinstance(value, dict) else value
 
 
 def claim_data(file: Path, train: Manifest, held_out: Manifest | None = None) -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from retrofox.anatomy import lm_class
-from retrofox.config import TAUGHT, Recipe, Stage
+from retrofox.config import ExtendStage, Recipe, Stage
 from retrofox.loading.configs import any_config
 from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
@@ -111,7 +111,8 @@ def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
 
 def _stage(recipe: Recipe, stage: Stage, config: Any, devices: int, device: torch.device) -> StagePreflight:
     model, source = empty(config, recipe), starts_from(recipe)
-    if stage.max_position is not None:  # here only: annealing may have left no RoPE to a stage that resumes
+    if isinstance(stage, ExtendStage) and stage.max_position is not None:
+        # Here only: annealing may have left no RoPE to a stage that resumes.
         refuse_positions(recipe, model, stage.max_position)
     refuse_stage(recipe, stage, model, source, device)
     teacher = needs_teacher(recipe, stage, model, source)
@@ -175,10 +176,6 @@ def _config(recipe: Recipe) -> tuple[Any, int]:
     if recipe.fox is None:
         if recipe.lora is not None:
             raise ValueError("LoRA here adapts converted models: give the recipe a `fox:` section")
-        if any(stage.objective in TAUGHT for stage in recipe.stages):
-            raise ValueError("align and distill compare a retrofit with its original: give `fox:` to the recipe")
-        if any(stage.objective == "adapt" for stage in recipe.stages):
-            raise ValueError("adapt trains the original of a retrofit: give `fox:` to the recipe")
         if changes_rope(recipe):
             set_rope_config(config, rope_scaling(recipe), recipe.rope_theta)
         return config, 0

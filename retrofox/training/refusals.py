@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from retrofox.anatomy import attentions, causal_lm, is_converted
-from retrofox.config import TAUGHT, Recipe, Source, Stage
+from retrofox.config import BudgetedStage, Recipe, Source, Stage, TaughtStage
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import Manifest
 from retrofox.data.sources import resolve
@@ -170,7 +170,7 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
         model: the one that is trained, on any device.
         source: the checkpoint the run starts from; None: a conversion of the recipe's model.
     """
-    if stage.objective in TAUGHT and not is_converted(model):
+    if isinstance(stage, TaughtStage) and not is_converted(model):
         raise ValueError(f"{stage.objective} compares a retrofit with its original: give `fox:` to the recipe")
     if stage.objective == "adapt":
         refuse_adapt(model, source)
@@ -178,9 +178,10 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
     trained = set_trainable(model, stage, adapters=recipe.lora is not None)
     if stage.gate_delay_tokens and not any(role_of(name).startswith("gate") for name in trained):
         raise ValueError("gate_delay_tokens holds gates back, and this stage trains none: remove it")
-    if stage.budget is not None and not any(role_of(name).startswith("gate") for name in trained):
+    budget = stage.budget if isinstance(stage, BudgetedStage) else None
+    if budget is not None and not any(role_of(name).startswith("gate") for name in trained):
         raise ValueError("budget presses on the gates, and this stage trains none: remove it")
-    if stage.budget is not None and recipe.precision == "fp16":
+    if budget is not None and recipe.precision == "fp16":
         raise ValueError("budget adds to gradients, which fp16 scales: take precision bf16 or fp32")
     if stage.gate_weight_decay and not any(role_of(name) == "gate_weight" for name in trained):
         raise ValueError("gate_weight_decay decays the gates' weights, and this stage trains none: remove it")
@@ -188,7 +189,7 @@ def refuse_stage(recipe: Recipe, stage: Stage, model: Any, source: Path | None, 
         named_original(source)
     save_memory(model, stage)
     refuse_saving(recipe, stage)
-    if stage.objective not in TAUGHT:
+    if not isinstance(stage, TaughtStage):
         choose_cross_entropy(stage.cross_entropy, model, device)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 
 from retrofox.anatomy import causal_lm, is_new_tensor
-from retrofox.config import TAUGHT, Recipe, Stage
+from retrofox.config import Recipe, Stage, TaughtStage
 from retrofox.conversion.convert import convert
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
@@ -61,7 +61,7 @@ def needs_teacher(recipe: Recipe, stage: Stage, model: Any, source: Path | None 
     Raises:
         ValueError: teacher shared, but the original is not among the trained model's weights.
     """
-    if stage.objective not in TAUGHT:
+    if not isinstance(stage, TaughtStage):
         return False
     moved = [n for n, p in model.named_parameters() if p.requires_grad and not is_new_tensor(n) and "lora_" not in n]
     reasons = [f"this stage trains {moved[0]}: set rates.attention and rates.rest to 0"] if moved else []

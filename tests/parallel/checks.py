@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
 from retrofox.anatomy import is_new_tensor
-from retrofox.config import Stage
+from retrofox.config import stage_of
 from retrofox.data.packed import IGNORE
 from retrofox.model.attention import attend_locally
 from retrofox.parallel.layout import Degrees
@@ -161,7 +161,7 @@ def model_of(family: str, config: dict[str, Any], spec: dict[str, Any]) -> Any:
 def training(meshes: list[Mesh], name: str, documents: list[int] | None, skip: int = 0) -> None:
     """Loss and gradients of an objective: the sum over the processes beside one process's."""
     family, config, spec, settings = MODELS[name]
-    stage = Stage.model_validate({"tokens": 128, "sequence_length": 64, **settings})
+    stage = stage_of({"tokens": 128, "sequence_length": 64, **settings})
     model, batch = model_of(family, config, spec), batch_of(64, documents, skip)
     set_trainable(model, stage)
     save_memory(model, stage)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from retrofox.config import dump, load_recipe, validate
+from retrofox.config import dump, load_recipe, stage_of, validate
 from retrofox.planning.plan import plan
 from retrofox.surgery import make_plan
 from retrofox.training.flops import flops_per_token
@@ -139,12 +139,13 @@ def test_flops_follow_the_textbook(pico_llama, make_recipe):
     matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     attention = 2 * 2 * 32 * 64  # two layers, four heads of width 8, rows of 64
     assert flops_per_token(model, stage) == 6 * matrices + 3 * attention
-    distill = stage.model_copy(update={"objective": "distill"})
+    short = {"tokens": stage.tokens, "sequence_length": stage.sequence_length}
+    distill = stage_of({"objective": "distill", **short})
     assert flops_per_token(model, distill) == 8 * matrices + 4 * attention
     model.requires_grad_(False)
     assert flops_per_token(model, stage) == 4 * matrices + 3 * attention
     inside = 2 * (2 * 32 * 32 + 2 * 32 * 16)  # q and o, k and v
-    align = stage.model_copy(update={"objective": "align"})
+    align = stage_of({"objective": "align", **short})
     assert flops_per_token(model, align) == 2 * matrices + 4 * inside + 4 * attention
 
 

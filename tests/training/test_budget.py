@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from retrofox.config import Budget, Stage, load_recipe, validate
+from retrofox.config import Budget, ExtendStage, load_recipe, validate
 from retrofox.model.fused import untouched
 from retrofox.training.budget import SHORT, GatePressure, live_shares, pressed_gates
 from retrofox.training.loop import FoxTrainer
@@ -26,7 +26,7 @@ def ids() -> torch.Tensor:
 
 
 def pressure_on(model, world=1, **budget) -> GatePressure:
-    stage = Stage(objective="extend", tokens=960, sequence_length=12, budget=Budget(**{"share": 0.1, **budget}))
+    stage = ExtendStage(objective="extend", tokens=960, sequence_length=12, budget=Budget(**{"share": 0.1, **budget}))
     return GatePressure(model, stage, TOKENS, world)
 
 
@@ -122,7 +122,7 @@ def test_recomputed_layers_press_once(pico_fox, ids):
     pressure = pressure_on(model, weight=0.5)
     pressure.attach()
     _, kept = gradients(model, ids)
-    save_memory(model, Stage(objective="extend", tokens=960, sequence_length=12, gradient_checkpointing="full"))
+    save_memory(model, ExtendStage(objective="extend", tokens=960, sequence_length=12, gradient_checkpointing="full"))
     _, again = gradients(model, ids)
     for name, grad in kept.items():
         torch.testing.assert_close(again[name], grad, rtol=1e-5, atol=1e-7)
@@ -214,7 +214,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(recipe, monkeypatch)
     [
         ("stages.0.budget={share: 1.5}", "less than 1"),
         ("stages.0.budget={shar: 0.5}", "did you mean 'share'"),
-        ("stages.0.objective=adapt", "budget belongs to objectives extend and distill"),
+        ("stages.0.objective=adapt", "budget: belongs to objective distill and extend, and this one is adapt"),
     ],
 )
 def test_a_budget_that_can_not_be_meant_is_refused(recipe, change, said):
@@ -229,4 +229,4 @@ def test_without_trained_gates_it_is_refused(recipe):
 
 def test_a_budget_survives_the_dump(recipe):
     loaded = load_recipe(recipe)
-    assert validate(loaded.model_dump(mode="python")).stages[0].budget == loaded.stages[0].budget
+    assert validate(loaded.model_dump(mode="python")) == loaded

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import retrofox
-from retrofox.config import Stage, validate
+from retrofox.config import stage_of, validate
 from retrofox.planning.measure import measure_steps
 from retrofox.support.memory import reset_peak
 from retrofox.training.groups import set_trainable
@@ -41,7 +41,7 @@ def model(pico_llama):
 
 def step(model, tokens, **switches):
     """(loss, gradients, peak bytes above the model) of a forward and backward."""
-    stage = Stage.model_validate({"objective": "extend", "tokens": tokens, "sequence_length": tokens, **switches})
+    stage = stage_of({"objective": "extend", "tokens": tokens, "sequence_length": tokens, **switches})
     save_memory(model, stage)
     model.zero_grad(set_to_none=True)
     objective = OBJECTIVES["extend"](model, stage, torch.device("cuda"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from retrofox.config import Recipe, Stage
+from retrofox.config import Recipe, stage_of
 from retrofox.training import memory_probe
 from retrofox.training.memory_probe import probe_rows
 
@@ -28,7 +28,7 @@ def test_a_probe_that_runs_out_of_memory_takes_shorter_rows(monkeypatch, pico_ll
             raise torch.OutOfMemoryError("no room")
         return "a probe"
 
-    stage = Stage.model_validate({"objective": "extend", "tokens": 131072, "sequence_length": 131072})
+    stage = stage_of({"objective": "extend", "tokens": 131072, "sequence_length": 131072})
     recipe = Recipe.model_construct(precision="bf16", lora=None, attention="auto")
     monkeypatch.setattr(memory_probe, "_measured", measured)
     monkeypatch.setattr(memory_probe, "_probes", {})

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import retrofox
 from retrofox.anatomy import attention_mode, attentions, inner_model
-from retrofox.config import LoraConfig, Stage
+from retrofox.config import LoraConfig, stage_of
 from retrofox.data.packed import IGNORE, next_token_targets
 from retrofox.training import checkpoint
 from retrofox.training.chunked_loss import chunk_rows, is_plain_head
@@ -28,8 +28,8 @@ from retrofox.training.objectives import (
 CPU = torch.device("cpu")
 
 
-def stage(objective: str, **values) -> Stage:
-    return Stage(objective=objective, tokens=10, sequence_length=5, **values)  # type: ignore[arg-type]
+def stage(objective: str, **values) -> Any:
+    return stage_of({"objective": objective, "tokens": 10, "sequence_length": 5, **values})
 
 
 @pytest.fixture

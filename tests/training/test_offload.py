@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from retrofox.anatomy import decoder_layers
-from retrofox.config import Stage
+from retrofox.config import stage_of
 from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.offload import Offload
 from retrofox.training.speed import recompute, save_memory
@@ -30,7 +30,7 @@ def loss_of(model, objective="extend"):
         "cu_seqlens": torch.arange(0, 81, 20, dtype=torch.int32),
         "targets": ids,
     }
-    stage = Stage.model_validate({**STAGE, "objective": objective})
+    stage = stage_of({**STAGE, "objective": objective})
     return OBJECTIVES[objective](model, stage, torch.device("cpu"))(model, batch)[0]
 
 
@@ -142,23 +142,23 @@ def test_with_tiles_and_distillation(model):
         parameter.requires_grad_("forget_gate" in name)
     recompute(model, "full")
     loss, wanted = gradients(model, "distill")
-    save_memory(model, Stage.model_validate({**STAGE, "offload_activations": True, "tiled_mlp": 80}))
+    save_memory(model, stage_of({**STAGE, "offload_activations": True, "tiled_mlp": 80}))
     found = gradients(model, "distill")
     offload = decoder_layers(model)[0]._gradient_checkpointing_func.__self__
     assert offload.moved == (LAYERS - 1) * 10240
     assert found[0] == loss
     assert all(torch.equal(found[1][name], gradient) for name, gradient in wanted.items())
-    save_memory(model, Stage.model_validate({**STAGE, "gradient_checkpointing": "none"}))
+    save_memory(model, stage_of({**STAGE, "gradient_checkpointing": "none"}))
     assert not any(layer.gradient_checkpointing for layer in decoder_layers(model))
 
 
 def test_switches_that_exclude_each_other():
     for values, message in (
         ({"offload_activations": True, "gradient_checkpointing": "none"}, "set gradient_checkpointing: full"),
-        ({"offload_activations": True, "objective": "align"}, "set offload_activations: false"),
+        ({"offload_activations": True, "objective": "align"}, "Input should be False"),
         ({"tiled_mlp": "auto", "compile": True}, "set compile: false, or tiled_mlp: none"),
         ({"tiled_mlp": 0}, "greater than or equal to 1"),
         ({"tiled_mlp": True}, "tiled_mlp"),
     ):
         with pytest.raises(ValueError, match=message):
-            Stage.model_validate({**STAGE, **values})
+            stage_of({**STAGE, **values})

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from accelerate import PartialState
 from safetensors import SafetensorError
 
 import retrofox
-from retrofox.config import Recipe, Stage, validate
+from retrofox.config import Recipe, stage_of, validate
 from retrofox.model.cache import CACHE
 from retrofox.planning.plan import plan
 from retrofox.training import checkpoint
@@ -36,8 +37,8 @@ from retrofox.training.train import train
 WORDS = ["the fox ", "forgets ", "a gate ", "and so on ", "far away "]
 
 
-def make_stage(**values) -> Stage:
-    return Stage(**{"objective": "extend", "tokens": 1000, "sequence_length": 10, **values})
+def make_stage(**values) -> Any:
+    return stage_of({"objective": "extend", "tokens": 1000, "sequence_length": 10, **values})
 
 
 @pytest.fixture
