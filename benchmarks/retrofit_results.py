@@ -4,7 +4,8 @@
     python benchmarks/retrofit_results.py draw           # benchmarks/retrofit/retrofit.{svg,png}
 
 Arms go into benchmarks/retrofit/arms.json, or FILE, beside those that are there; docs/results.md draws its tables from
-it. A folder that holds evaluations without a result.json adds them to an arm that is there. RUNS/untrained/ with
+it. A folder that holds evaluations without a result.json adds them to an arm that is there. Panels are read from
+ARM/panel/panel.json, live shares from ARM/gates/gates.json (`panel` and `inspect` with --out). RUNS/untrained/ with
 needle-easy/, needle-standard/ and eval/ of the base with --baseline, those that there are, make or add to an
 arm of each baseline: "yarn:4" and so on.
 """
@@ -74,13 +75,18 @@ def tasks(path: Path) -> dict[str, dict[str, float]]:
 
 
 def evaluations(folder: Path) -> dict[str, Any]:
-    """What was measured of an arm: needles, losses, tasks."""
-    return {
+    """What was measured of an arm: needles, losses, tasks, panel and live share; the last two where they are there."""
+    found = {
         "needles": needles(folder),
         "loss": losses(folder / "eval" / "eval.json"),
         "loss_128k": losses(folder / "eval-128k" / "eval.json"),
         "tasks": tasks(folder / "tasks" / "eval.json"),
     }
+    if (panel := folder / "panel" / "panel.json").exists():
+        found["panel"] = {key: read(panel)[key] for key in ("kinds", "worst", "instructions")}
+    if (gates := folder / "gates" / "gates.json").exists():
+        found["live"] = read(gates)["live_share"]
+    return found
 
 
 def arm(folder: Path) -> dict[str, Any]:
@@ -149,39 +155,73 @@ def collect(runs: Path, note: str, into: Path = ARMS) -> None:
 
 DRAWN: dict[str, tuple[str, str, Any]] = {
     "base": ("base", "#000000", ":"),
-    "control-asked": ("control: unconverted, the same documents", "#888888", "--"),
-    "yarn": ("control trained with YaRN x 4", COLOURS[1], "--"),
-    "theta": ("control trained with theta 500,000", COLOURS[4], "--"),
-    "partial": ("the default: stretched RoPE and gates", COLOURS[0], "-"),
-    "fox": ("smollm2-fox: gates, no RoPE", COLOURS[3], "-"),
+    "control-asked": ("fine-tuned", "#888888", "--"),
+    "theta": ("theta 500,000", COLOURS[4], "--"),
+    "yarn": ("YaRN x 4", COLOURS[1], "--"),
+    "yarn8": ("YaRN x 8, skips", COLOURS[1], "--"),
+    "partial": ("default", COLOURS[0], "-"),
+    "fox": ("no RoPE (fox)", COLOURS[3], "-"),
 }
 """Label, colour and line: what this toolkit made in whole lines, other trainings in dashes."""
+IN_PLACE_OF = {"yarn8": "yarn"}
+"""An arm that is drawn, where it is on file, and the one that is not drawn then."""
 
 
 def draw() -> None:
     """Two panels over a log axis: loss by position, easy needles found by length of the context."""
     arms = read(ARMS)["arms"]
+    names = [name for name in DRAWN if name in arms]
+    names = [name for name in names if name not in {IN_PLACE_OF.get(other) for other in names}]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10.0, 5.0), layout="constrained")
+        figure = Figure(figsize=(11.0, 4.4), layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2)
-        for name, (label, colour, line) in DRAWN.items():
-            look: dict[str, Any] = {"label": label, "color": colour, "linestyle": line, "lw": 2, "marker": "o", "ms": 4}
-            loss, found = arms[name]["loss"], arms[name]["needles"]["easy"]
-            left.plot([bucket["to"] for bucket in loss], [bucket["mean"] for bucket in loss], **look)
-            right.plot([row["length"] for row in found], [100 * row["found"] for row in found], **look)
-        left.set(title="Loss, nats per token", xlabel="position in the document, up to (tokens)", ylim=(2.7, 5.6))
-        right.set(title="Needles found, %", xlabel="length of the context (tokens)", ylim=(-3, 103))
-        for axes, ticks in ((left, (512, 2048, 4096, 8192, 16384, 32768)), (right, (1024, 4096, 8192, 16384, 32768))):
+        ends: dict[Any, list[tuple[float, str, str]]] = {left: [], right: []}
+        for name in names:
+            label, colour, line = DRAWN[name]
+            look: dict[str, Any] = {"color": colour, "linestyle": line, "lw": 2, "marker": "o", "ms": 4}
+            loss, found = arms[name]["loss_128k"], arms[name]["needles"]["easy"]
+            for axes, x, y in (
+                (left, [bucket["to"] for bucket in loss], [bucket["mean"] for bucket in loss]),
+                (right, [row["length"] for row in found], [100 * row["found"] for row in found]),
+            ):
+                axes.plot(x, y, **look)
+                ends[axes].append((y[-1], label, colour))
+        left.set(title="Loss, nats per token", xlabel="position in the document, up to (tokens)", ylim=(2.7, 9.9))
+        right.set(title="Easy needles found, %", xlabel="length of the context (tokens)", ylim=(-4, 104))
+        longest = max(bucket["to"] for bucket in arms["base"]["loss_128k"])
+        ticks = [length for length in (512, 2048, 8192, 32768, 131072) if length <= longest]
+        for axes, marks in ((left, ticks), (right, (1024, 4096, 8192, 16384, 32768))):
             axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_locator(FixedLocator(ticks))
+            axes.xaxis.set_major_locator(FixedLocator(marks))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1024:g}k"))
             axes.axvline(8192, color="#555555", lw=1, ls=(0, (4, 3)))
+            name_ends(axes, ends[axes])
         note: dict[str, Any] = {"textcoords": "offset points", "va": "bottom", "color": "#555555", "fontsize": 9}
         right.annotate("trained length", (8192, 3), xytext=(-4, 0), ha="right", **note)
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
         save(figure, IMAGE)
+
+
+def name_ends(axes: Any, ends: list[tuple[float, str, str]]) -> None:
+    """The name of each line right of its end, (height, label, colour); names that would overlap are moved apart."""
+    low, high = axes.get_ylim()
+    step = (high - low) / 16
+    places = [max(low, height - step / 4) for height, _, _ in sorted(ends)]
+    for n in range(1, len(places)):
+        places[n] = max(places[n], places[n - 1] + step)
+    for (height, label, colour), place in zip(sorted(ends), places, strict=True):
+        axes.annotate(
+            label,
+            xy=(1.0, (height - low) / (high - low)),
+            xytext=(1.04, (place - low) / (high - low)),
+            xycoords="axes fraction",
+            color=colour,
+            va="center",
+            fontsize=10,
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.7},
+        )
 
 
 def save(figure: Figure, image: Path) -> None:
