@@ -15,7 +15,11 @@ def panel(
     model: Annotated[str, typer.Argument(help=MODEL)],
     against: Annotated[str, typer.Option(help="The base that it was made of.")],
     data: Annotated[
-        list[str] | None, typer.Option(help="KIND=PATH: texts of your own, beside those that are shipped; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="KIND=PATH: texts of your own, beside those that are shipped; or a directory with a file or folder "
+            "for each kind, in place of those that are shipped. Repeatable."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for JSON and CSV; finished kinds are kept there.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter rows, fewer tokens: for a CPU.")] = False,
@@ -25,7 +29,7 @@ def panel(
     tokens: Annotated[
         int | None, typer.Option(parser=count, metavar=METAVAR, help="Tokens of each kind at most (128Ki; quick: 8Ki).")
     ] = None,
-    chat: Annotated[int, typer.Option(help="Also compare greedy answers to so many prompts.")] = 0,
+    chat: Annotated[int, typer.Option(help="Also compare greedy answers to so many prompts (208 at most).")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Kinds to measure; all if not given.")] = None,
     text_field: TextField = "text",
     device: Device = None,
@@ -38,7 +42,7 @@ def panel(
     chat. Loss at early and late positions, difference to the base with its interval, KL to the base. The worst row is
     the headline. Small texts are shipped; give yours for narrow intervals.
 
-        retrofox panel RUN/model --against BASE --data "verse=poems/" --data "c=src/*.c" --chat 64 --out panel
+        retrofox panel RUN/model --against BASE --data "verse=poems/" --data "c=src/*.c" --chat 200 --out panel
     """
     from retrofox.evaluation.panel import panel as run
     from retrofox.loading.trust import trusting_code

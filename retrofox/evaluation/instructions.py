@@ -1,14 +1,15 @@
 """Whether instructions survive: greedy answers of a model beside those of its base, which made them first.
 
 The base answers prompts by its own chat template, greedily. The model answers the same prompts. Reported are the share
-of answers that are the same token by token, the mean length of the common prefix, and the loss of the base's own
-answers under the model and under the base.
+of answers that are the same token by token, the mean length of the common prefix, the loss of the base's own answers
+under the model and under the base, and how many instructions that a program can check are followed by either.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import numpy as np
 
 from retrofox.evaluation import task_cache
 from retrofox.evaluation.bootstrap import Bootstrap
+from retrofox.evaluation.checkable import Check, checkable_prompts
 from retrofox.evaluation.needles.shares import wilson_interval
+from retrofox.evaluation.paired import paired_difference
 from retrofox.evaluation.panel_texts import SHIPPED
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.generation.generate import complete
@@ -28,37 +31,49 @@ BATCH = {"cpu": 1, "cuda": 32}
 """Prompts that are answered at one time."""
 
 
-def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
-    """Token ids of the first `count` shipped prompts, each as a conversation's first turn.
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation's first turn as token ids, and the check of its answer, if a program can check it."""
+
+    token_ids: list[int]
+    check: Check | None = None
+
+
+def chat_prompts(tokenizer: Any, count: int) -> list[ChatPrompt]:
+    """The first `count` shipped prompts: after two that a program can check one that it can't, while there are both.
 
     Raises:
         ValueError: more than there are, or a tokenizer without a chat template.
     """
-    prompts = json.loads((SHIPPED / "prompts.json").read_text(encoding="utf-8"))
+    free = [(text, None) for text in json.loads((SHIPPED / "prompts.json").read_text(encoding="utf-8"))]
+    checkable = checkable_prompts()
+    prompts: list[tuple[str, Check | None]] = []
+    while free or checkable:
+        prompts += [*checkable[:2], *free[:1]]
+        free, checkable = free[1:], checkable[2:]
     if not 0 < count <= len(prompts):
         raise ValueError(f"chat must be 1 to {len(prompts)} prompts, got {count}")
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template: it is not an instruct model's (leave out --chat)")
-    return [
-        list(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-            )["input_ids"]
-        )
-        for prompt in prompts[:count]
-    ]
+
+    def first_turn(text: str) -> list[int]:
+        turn = [{"role": "user", "content": text}]
+        return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+    return [ChatPrompt(first_turn(text), check) for text, check in prompts[:count]]
 
 
 def answer(
     opened: Opened,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[ChatPrompt],
     max_new_tokens: int,
     fingerprint: str,
     cache: Path | None,
     progress: bool = True,
 ) -> list[list[int]]:
     """Greedy answers to each prompt, kept in the folder `cache` under the model's fingerprint."""
-    identity = {"model": fingerprint, "prompts": list(prompts), "tokens": max_new_tokens, "retrofox": __version__}
+    asked = [prompt.token_ids for prompt in prompts]
+    identity = {"model": fingerprint, "prompts": asked, "tokens": max_new_tokens, "retrofox": __version__}
     entry = task_cache.read(cache, "chat", identity)
     if entry is not None:
         return entry["answers"]
@@ -67,7 +82,7 @@ def answer(
     with progress_bar("prompts", progress) as bar:
         task = bar.add_task(f"{opened.name} answers", total=len(prompts))
         for start in range(0, len(prompts), batch):
-            some = prompts[start : start + batch]
+            some = asked[start : start + batch]
             answers += complete(opened, some, max_new_tokens)
             bar.advance(task, len(some))
     task_cache.write(cache, "chat", identity, {"answers": answers})
@@ -81,14 +96,21 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def compare_answers(
-    model: Opened, base: Opened, prompts: Sequence[list[int]], own: Sequence[list[int]], its: Sequence[list[int]]
+    model: Opened, base: Opened, prompts: Sequence[ChatPrompt], own: Sequence[list[int]], its: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """{"prompts", "same": {"value", "interval"}, "common_prefix" (tokens), "answer_tokens", "loss", "base",
-    "difference"} of the model's answers `own` and the base's answers `its`; the last three as {"mean", "interval"}.
+    """The model's answers `own` beside the base's answers `its`.
+
+    Returns:
+        {"prompts", "same": {"value", "interval"}, "common_prefix" (tokens), "answer_tokens", "loss", "base",
+        "difference", "followed"}; loss, base and difference, nats per token of the base's answers, as {"mean",
+        "interval"}; "followed" as `followed` gives it.
     """
     same = float(np.mean([list(a) == list(b) for a, b in zip(own, its, strict=True)]))
     texts = [
-        Scored(np.array([*prompt, *reply], np.int64), np.arange(len(prompt), len(prompt) + len(reply)))
+        Scored(
+            np.array([*prompt.token_ids, *reply], np.int64),
+            np.arange(len(prompt.token_ids), len(prompt.token_ids) + len(reply)),
+        )
         for prompt, reply in zip(prompts, its, strict=True)
     ]
     sums = [np.array([loss.sum() for loss, _ in score_tokens(m.model, texts)], np.float64) for m in (model, base)]
@@ -102,4 +124,20 @@ def compare_answers(
         "loss": draws.ratio(sums[0], counts),
         "base": draws.ratio(sums[1], counts),
         "difference": draws.ratio(sums[0] - sums[1], counts),
+        "followed": followed(model.tokenizer, prompts, own, its),
     }
+
+
+def followed(
+    tokenizer: Any, prompts: Sequence[ChatPrompt], own: Sequence[list[int]], its: Sequence[list[int]]
+) -> dict[str, Any] | None:
+    """{"prompts", "model", "base" (shares of checkable instructions followed), "difference" (paired)}; None without."""
+    kept: list[dict[str, float]] = []
+    for answers in (own, its):
+        texts = [tokenizer.decode(answer, skip_special_tokens=True).strip() for answer in answers]
+        checks = [(n, prompt.check) for n, prompt in enumerate(prompts) if prompt.check is not None]
+        kept.append({str(n): float(check(texts[n])) for n, check in checks})
+    if not kept[0]:
+        return None
+    model, base = (float(np.mean([*found.values()])) for found in kept)
+    return {"prompts": len(kept[0]), "model": model, "base": base, "difference": paired_difference(*kept)}

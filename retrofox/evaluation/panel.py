@@ -59,7 +59,8 @@ def panel(
 
     Args:
         against: the base.
-        data: KIND=PATH words, or {kind: paths}; such a kind replaces the shipped texts of its name.
+        data: KIND=PATH words, or {kind: paths}: such a kind replaces the shipped texts of its name. A directory
+            instead: each file or folder in it is a kind, and the shipped texts are left out.
         out: directory for panel.json and panel.csv, and finished kinds in kinds/: an interrupted panel goes on.
         quick: shorter rows and fewer tokens, for a CPU; `length` and `tokens` (of each kind) override either form.
         chat: also compare greedy answers to so many prompts, and read the base's answers as one more kind, "chat". The
@@ -104,7 +105,7 @@ def panel(
             for opened, mark in zip((mine, its), marks, strict=True)
         ]
         instructions = compare_answers(mine, its, prompts, *answers)
-        said = [np.array([*prompt, *reply]) for prompt, reply in zip(prompts, answers[1], strict=True)]
+        said = [np.array([*prompt.token_ids, *reply]) for prompt, reply in zip(prompts, answers[1], strict=True)]
         if not only or "chat" in only:
             rows["chat"] = rows_of(said, length, tokens)
     kept = None if out is None else Path(out) / "kinds"

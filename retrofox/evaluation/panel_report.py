@@ -45,6 +45,19 @@ def instruction_sentence(found: Mapping[str, Any]) -> str:
         f"Of {found['prompts']} greedy answers {100 * found['same']['value']:.0f} % are the base's token by token "
         f"({low:.0f} to {high:.0f}); {found['common_prefix']:.1f} of {found['answer_tokens']:.1f} tokens agree before "
         f"the first that differs; the base's answers cost {found['difference']['mean']:+.3f} nats a token more"
+        f"{followed_sentence(found['followed'])}"
+    )
+
+
+def followed_sentence(found: Mapping[str, Any] | None) -> str:
+    """How many instructions that a program can check are followed."""
+    if found is None:
+        return ""
+    change = found["difference"]
+    error = "" if change["standard_error"] is None else f" ± {100 * change['standard_error']:.1f}"
+    return (
+        f". Of {found['prompts']} checkable instructions the model follows {100 * found['model']:.0f} %, the base "
+        f"{100 * found['base']:.0f} % ({100 * change['difference']:+.1f}{error} points, p {change['p']:.2g})"
     )
 
 

@@ -32,11 +32,11 @@ def shipped_kinds() -> dict[str, list[str]]:
 
 
 def parse_kinds(data: Mapping[str, Any] | Sequence[str]) -> dict[str, list[str]]:
-    """Kind -> paths, of KIND=PATH words or of a mapping; a kind given several times has several paths.
+    """Kind -> paths, of KIND=PATH words, directories of kinds, or a mapping; a kind given often has several paths.
 
     Raises:
         FileNotFoundError: a path that is not there.
-        ValueError: a word without a kind.
+        ValueError: a word without a kind that is no directory.
     """
     kinds: dict[str, list[str]] = {}
     if isinstance(data, Mapping):
@@ -44,21 +44,38 @@ def parse_kinds(data: Mapping[str, Any] | Sequence[str]) -> dict[str, list[str]]
     else:
         for word in data:
             kind, given, path = word.partition("=")
+            if is_panel(word):
+                for inner in sorted(Path(word).iterdir()):
+                    if not inner.name.startswith((".", "_")):
+                        kinds.setdefault(inner.name.split(".")[0], []).append(str(inner))
+                continue
             if not (kind and given and path):
-                raise ValueError(f"texts of a panel are KIND=PATH, such as verse=poems/; got {word!r}")
+                raise ValueError(
+                    f"texts of a panel are KIND=PATH, such as verse=poems/, or a directory with a file or folder for "
+                    f"each kind; got {word!r}"
+                )
             kinds.setdefault(kind, []).append(path)
     for path in (path for paths in kinds.values() for path in paths):
         resolve(DataSource(path))
     return kinds
 
 
+def is_panel(word: str) -> bool:
+    """Whether a word names a directory of kinds."""
+    return "=" not in word and Path(word).is_dir()
+
+
 def choose_kinds(data: Mapping[str, Any] | Sequence[str], only: Sequence[str] = ()) -> dict[str, list[str]]:
-    """The user's kinds, and the shipped ones that the user has no texts of; `only` names those to keep.
+    """The user's kinds and, unless there is a directory of kinds, the shipped ones that the user has no texts of.
+
+    Args:
+        only: names of kinds to keep; all if empty.
 
     Raises:
         ValueError: `only` names a kind that there is not.
     """
-    kinds = {**shipped_kinds(), **parse_kinds(data)}
+    whole = not isinstance(data, Mapping) and any(is_panel(word) for word in data)
+    kinds = {**({} if whole else shipped_kinds()), **parse_kinds(data)}
     for name in only:
         if name not in (*kinds, "chat"):
             near = difflib.get_close_matches(name, kinds, n=1)

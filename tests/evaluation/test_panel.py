@@ -12,7 +12,7 @@ import torch
 
 from retrofox.evaluation import instructions as instructions_module
 from retrofox.evaluation import panel as panel_module
-from retrofox.evaluation.instructions import chat_prompts, common_prefix, compare_answers
+from retrofox.evaluation.instructions import ChatPrompt, chat_prompts, common_prefix, compare_answers, followed
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
 from retrofox.evaluation.panel import panel
 from retrofox.evaluation.panel_report import headline, worst_row
@@ -171,7 +171,8 @@ def test_answers_are_compared_and_the_bases_are_made_once(models, texts, options
 
 def test_the_loss_of_the_bases_answers_is_each_models_own(models, pico_tokenizer):
     opened = [Opened(model, pico_tokenizer, name, name) for model, name in zip(models, ("m", "b"), strict=True)]
-    prompts, own, its = [[5, 6, 7], [8, 9]], [[10, 11], [12]], [[10, 12, 13], [12]]
+    prompts = [ChatPrompt([5, 6, 7]), ChatPrompt([8, 9])]
+    own, its = [[10, 11], [12]], [[10, 12, 13], [12]]
     found = compare_answers(opened[0], opened[1], prompts, own, its)
     assert found["same"]["value"] == 0.5
     assert found["common_prefix"] == 1.0
@@ -179,8 +180,8 @@ def test_the_loss_of_the_bases_answers_is_each_models_own(models, pico_tokenizer
         total = 0.0
         for prompt, reply in zip(prompts, its, strict=True):
             with torch.no_grad():
-                log_p = model(torch.tensor([prompt + reply])).logits[0].log_softmax(-1)
-            total -= sum(log_p[len(prompt) + n - 1, token].item() for n, token in enumerate(reply))
+                log_p = model(torch.tensor([prompt.token_ids + reply])).logits[0].log_softmax(-1)
+            total -= sum(log_p[len(prompt.token_ids) + n - 1, token].item() for n, token in enumerate(reply))
         assert found[name]["mean"] == pytest.approx(total / 4, abs=1e-4)
 
 
@@ -205,10 +206,10 @@ def test_the_users_texts_replace_shipped_ones_of_their_kind(tmp_path):
 
 def test_what_is_no_panel_is_refused(models, texts, options, tmp_path):
     for change, message in (
-        ({"data": ["poems/"]}, r"KIND=PATH, such as verse=poems/; got 'poems/'"),
+        ({"data": ["poems/"]}, r"KIND=PATH, such as verse=poems/, or a directory .*; got 'poems/'"),
         ({"only": ["vers"]}, r"no kind 'vers' \(did you mean verse\?\)"),
         ({"length": 8}, "a row has at least 64 tokens"),
-        ({"chat": 99}, "chat must be 1 to 64 prompts"),
+        ({"chat": 999}, "chat must be 1 to 208 prompts"),
     ):
         with pytest.raises(ValueError, match=message):
             panel(*models, **{"data": texts, "out": tmp_path / "out", **options, **change})
@@ -217,8 +218,32 @@ def test_what_is_no_panel_is_refused(models, texts, options, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_directory_of_kinds_takes_the_place_of_the_shipped_texts(tmp_path):
+    (tmp_path / "verse").mkdir()
+    (tmp_path / "verse" / "a.txt").write_text("O rose")
+    (tmp_path / "logs.jsonl").write_text('{"text": "started"}\n')
+    assert choose_kinds([str(tmp_path)]) == {
+        "verse": [str(tmp_path / "verse")],
+        "logs": [str(tmp_path / "logs.jsonl")],
+    }
+
+
+def test_two_of_three_prompts_can_be_checked(pico_tokenizer):
+    prompts = chat_prompts(pico_tokenizer, 207)
+    assert sum(prompt.check is None for prompt in prompts[:30]) == 10
+    assert len({tuple(prompt.token_ids) for prompt in prompts}) == 207
+
+
+def test_instructions_followed_are_counted_for_both_models(pico_tokenizer):
+    prompts = [ChatPrompt([5], str.isupper), ChatPrompt([5], str.islower), ChatPrompt([5])]
+    own, its = ([pico_tokenizer(text)["input_ids"] for text in texts] for texts in (("A", "B", "c"), ("A", "b", "c")))
+    found: Any = followed(pico_tokenizer, prompts, own, its)
+    assert (found["prompts"], found["model"], found["base"]) == (2, 0.5, 1.0)
+    assert found["difference"]["difference"] == -0.5
+    assert followed(pico_tokenizer, prompts[2:], own[2:], its[2:]) is None
+
+
 def test_prompts_need_a_chat_template(pico_tokenizer, monkeypatch):
-    assert len(chat_prompts(pico_tokenizer, 3)) == 3
     monkeypatch.setattr(pico_tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="no chat template"):
         chat_prompts(pico_tokenizer, 3)
