@@ -10,6 +10,7 @@ from dataclasses import MISSING, InitVar, dataclass, fields
 from typing import Any
 
 from retrofox.model.configuration_fox import FoxFields
+from retrofox.support.counts import parse_tokens
 
 logger = logging.getLogger(__name__)
 ROPE_MODES = ("interpolate", "keep", "partial", "drop", "anneal")
@@ -50,6 +51,7 @@ class FoxSpec(FoxFields):
     s_ij = scale * q_i.k_j + (c_i - c_j), the second term absent for sink tokens (Lin et al., ICLR 2025, eq. 3).
 
     Args:
+        preset: a published system, whose fields those given beside it change; kept as a note.
         rope: "interpolate": pairs that are slow beside the trained length turn slower still, by up to `rope_factor`,
             fast ones as before (the ramp of YaRN, see `model.rope.interpolated`); "keep" every rotary pair; "drop" all;
             "partial" keeps the pairs whose wavelength is at most `max_wavelength`; "anneal" goes from keep to
@@ -58,7 +60,8 @@ class FoxSpec(FoxFields):
         rope_factor: "interpolate": how many times the trained length the slowest pairs are stretched to; None = 8.
         rope_length: "interpolate": tokens the base was trained to, by which slow is meant; None = as its config says.
         max_wavelength: "partial": tokens; None = a quarter of the length the base was trained to.
-        layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all).
+        layer_max_wavelength: per-layer override in tokens (0 drops every pair of that layer, inf keeps all), as a
+            mapping or as text such as "0-3=inf,20=0".
         layer_pairs: "partial": pairs that single layers keep, whatever their wavelength; pair 0 is the fastest.
         anneal_to: "partial" or "drop": where annealing ends.
         anneal_tokens: training tokens over which the pairs fade.
@@ -69,6 +72,9 @@ class FoxSpec(FoxFields):
             "alibi" (ALiBi's slopes: log f = -2^(-8h/H) for head h of H). "calibrated" is the old name of "measured".
         half_life: (shortest, longest) in tokens; None = (1 / 512, 1 / 8) of the base's length with init "measured",
             else (1 / 2, 128) with rope "interpolate", else (1 / 32, 8).
+        t_min: the shortest time constant T in tokens, f = exp(-1/T), T log-spaced over the heads: the FoX paper's words
+            for half_life, which is kept as (t_min ln 2, t_max ln 2). For construction only, with t_max.
+        t_max: the longest time constant, as t_min.
         open_heads: kv heads that start open, with a half-life of 128 times the base's length, and that a budget
             spares: [[layer, kv head], ...], or with init "measured" how many: those that attend most to facts planted
             in a text.
@@ -84,10 +90,6 @@ class FoxSpec(FoxFields):
         base: model id or path the weights come from (filled in by convert).
         base_revision: commit of `base` on the Hub, if known.
         version: retrofox version that converted the model.
-
-    `t_min` and `t_max`, for construction only, are the ladder of half-lives in the FoX paper's words: time constants T
-    in tokens, log-spaced over the heads, f = exp(-1/T); kept as half_life = (t_min ln 2, t_max ln 2). `preset` is the
-    name in PRESETS that `from_preset` or a `fox.preset` started from: a note only, the fields decide.
 
     Raises:
         ValueError: a field has a value outside the ones above, or no effect beside the others.
@@ -268,13 +270,21 @@ def _refuse_idle(spec: FoxSpec) -> None:
             )
 
 
+TOKENS = frozenset(
+    {
+        *("rope_length", "max_wavelength", "layer_max_wavelength", "anneal_tokens", "annealed_tokens"),
+        *("half_life", "t_min", "t_max", "sink_tokens", "log_n"),
+    }
+)
+"""Fields of a FoxSpec that count tokens, alone, in a list or in a mapping."""
+
 TAKES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(
         ("rope_length", "max_wavelength", "anneal_tokens", "annealed_tokens", "log_n"),
         ((int, float), "a number of tokens"),
     ),
     "rope_factor": ((int, float), "a number, times the trained length"),
-    "layer_max_wavelength": ((dict,), "a mapping of layers to tokens"),
+    "layer_max_wavelength": ((dict, str), "a mapping of layers to tokens, or text such as 0-3=inf,20=0"),
     "layer_pairs": ((dict,), "a mapping of layers to lists of pairs"),
     "half_life": ((tuple, list), "two numbers, (shortest, longest) in tokens"),
     "pro": ((str, tuple, list), "names of parts"),
@@ -297,11 +307,30 @@ def _preset(name: object) -> dict[str, Any]:
     return PRESETS[str(name)][0]
 
 
-def _numbers_by_layer(values: dict[Any, Any]) -> dict[int, float]:
+MOST_LAYERS = 10_000
+"""Layers that one part of a text of layers can name; the model says which of them it lacks."""
+
+
+def _numbers_by_layer(values: dict[Any, Any] | str) -> dict[int, float]:
+    """{layer: tokens} of a mapping, or of text such as "0-3=inf,20=0" that names each layer once."""
     try:
-        return {int(layer): float(tokens) for layer, tokens in values.items()}
+        return _layers_of(values) if isinstance(values, str) else {int(n): float(x) for n, x in values.items()}
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"layer_max_wavelength takes a number of tokens per layer, got {values}") from None
+        raise ValueError(
+            f"layer_max_wavelength takes tokens per layer, each layer once, such as 0-3=inf,20=0; got {values}"
+        ) from None
+
+
+def _layers_of(text: str) -> dict[int, float]:
+    result: dict[int, float] = {}
+    for part in text.split(","):
+        layers, _, tokens = part.partition("=")
+        first, dash, last = layers.partition("-")
+        names = range(int(first), int(last if dash else first) + 1)[:MOST_LAYERS]
+        if not names or any(layer in result for layer in names):
+            raise ValueError(part)
+        result |= dict.fromkeys(names, float(str(parse_tokens(tokens))))
+    return result
 
 
 def _pairs_by_layer(values: dict[Any, Any]) -> dict[int, tuple[int, ...]]:

@@ -88,7 +88,7 @@ def spread(arguments: list[str]) -> list[str]:
         return arguments
     parameters = commands[arguments[0]].params
     options = {name: p for p in parameters if p.param_type_name == "option" for name in (*p.opts, *p.secondary_opts)}
-    wanted = sum(p.param_type_name == "argument" for p in parameters)
+    wanted = sum(p.param_type_name == "argument" and p.nargs == 1 for p in parameters)
     result = arguments[:1]
     repeated, values = "", 0  # the repeatable option that was named last; values that the last option still takes
     for argument in arguments[1:]:

@@ -9,21 +9,11 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from retrofox.fox_spec import FoxSpec
+from retrofox.fox_spec import TOKENS, FoxSpec
 from retrofox.support.counts import ALLOWED, PATTERN, parse_count
 
 FOX_COUNTS = {"anneal_tokens", "annealed_tokens"}
-FOX_TOKENS = {
-    "rope_length",
-    "max_wavelength",
-    "log_n",
-    "half_life",
-    "t_min",
-    "t_max",
-    "layer_max_wavelength",
-    "sink_tokens",
-}
-"""Keys of a `fox:` section that take tokens, alone, in a list or in a mapping."""
+"""Keys of a `fox:` section that take whole tokens alone."""
 
 
 def _whole(value: object) -> object:
@@ -37,18 +27,23 @@ def _whole(value: object) -> object:
 def _tokens(value: Any) -> Any:
     """The tokens in a value of a `fox:` section, suffixes read."""
     if isinstance(value, (list, tuple)):
-        return [parse_count(item) for item in value]
+        return [_tokens(item) for item in value]
     if isinstance(value, dict):
-        return {key: parse_count(item) for key, item in value.items()}
-    return parse_count(value)
+        return {key: _tokens(item) for key, item in value.items()}
+    return math.inf if value == "inf" else parse_count(value)
 
 
-def _fox(value: object) -> object:
-    if value is None or isinstance(value, FoxSpec):
+def read_fox(value: object) -> FoxSpec:
+    """The spec of a `fox:` section, whose tokens may have suffixes.
+
+    Raises:
+        ValueError: no mapping, an unknown key, or a value outside its range.
+    """
+    if isinstance(value, FoxSpec):
         return value
     if not isinstance(value, dict):
         raise ValueError(f"a mapping such as {{rope: partial, max_wavelength: 1400}}, or null; got {value!r}")
-    values = {str(key): _tokens(item) if key in FOX_COUNTS | FOX_TOKENS else item for key, item in value.items()}
+    values = {str(key): _tokens(item) if key in TOKENS else item for key, item in value.items()}
     for key in FOX_COUNTS & values.keys():
         count = values[key]
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
@@ -78,7 +73,7 @@ Count = Annotated[int, whole, Field(ge=0, le=MOST)]
 Positive = Annotated[int, whole, Field(gt=0, le=MOST)]
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 Rate = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
-Fox = Annotated[FoxSpec, BeforeValidator(_fox), PlainSerializer(lambda spec: spec.to_dict())]
+Fox = Annotated[FoxSpec, BeforeValidator(read_fox), PlainSerializer(lambda spec: spec.to_dict())]
 
 
 def zero(why: str) -> AfterValidator:

@@ -11,10 +11,10 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from retrofox.config.fields import FOX_COUNTS, FOX_TOKENS, Section
+from retrofox.config.fields import Section
 from retrofox.config.recipe import Recipe
 from retrofox.config.yaml_text import apply_override, read_yaml, write_yaml
-from retrofox.fox_spec import PRESETS
+from retrofox.fox_spec import PRESETS, TOKENS
 from retrofox.support.counts import PATTERN
 
 
@@ -68,7 +68,7 @@ def schema() -> dict[str, Any]:
     result = Recipe.model_json_schema()
     text = {"type": "string", "pattern": f"^{PATTERN}$"}
     properties = result["$defs"]["FoxSpec"]["properties"]
-    for key in (FOX_COUNTS | FOX_TOKENS) - {"half_life", "layer_max_wavelength"}:
+    for key in TOKENS - {"half_life", "layer_max_wavelength"}:
         properties[key] = {"anyOf": [properties[key], text]}
     numbers = {"anyOf": [{"type": "number"}, text]}
     properties["half_life"]["anyOf"][0]["prefixItems"] = [numbers, numbers]

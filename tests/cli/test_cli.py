@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrofox
 from retrofox import FoxSpec
 from retrofox.cli import app as cli
-from retrofox.cli.convert import layer_wavelengths
+from retrofox.cli.spec_options import STATE, spec_fields
 from retrofox.support.processes import fresh_python
 
 
@@ -59,7 +59,7 @@ def test_help_of_options_is_shown_as_it_is_written():
         for option in typing.get_args(parameter.annotation)[1:]
     ]
     texts = [option.help or "" for option in parameters]
-    assert any("128 times with --rope interpolate" in text for text in texts)
+    assert any("in tokens; None = (1 / 512" in text for text in texts)
     assert [text for text in texts if "*" in text] == []
 
 
@@ -91,6 +91,24 @@ def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
     assert spec["pro"] == ["k-shift"]
     assert spec["layer_max_wavelength"] == {"0": 1e12}
     assert spec["half_life"] == [4.0, 8.0]
+
+
+def test_changes_as_recipes_have_them_and_options_mean_the_same(run, source, tmp_path):
+    changes = ["fox.half_life=[512,64Ki]", "fox.horizon=16", "fox.layer_max_wavelength={0: .inf}", "fox.rope=partial"]
+    options = "--half-life 512 64Ki --horizon 16 --layer-max-wavelength 0=inf --rope partial"
+    specs = []
+    for given in (changes, options.split(), [*options.split()[:3], *changes[1:]]):
+        code, out, err = run("convert", source, tmp_path / "out", "--dry-run", "--json", *given)
+        assert code == 0, err
+        specs.append(json.loads(out)["spec"])
+    assert specs[0] == specs[1] == specs[2]
+    assert (specs[0]["half_life"], specs[0]["horizon"]) == ([512.0, 65536.0], 16.0)
+
+
+def test_every_field_of_a_spec_that_a_user_may_set_has_an_option():
+    fields = {*FoxSpec.__dataclass_fields__} - set(STATE)
+    assert spec_fields().keys() == fields
+    assert all(spec_fields().values())
 
 
 PRO = ["qk-norm", "output-norm", "output-gate", "k-shift", "v-shift"]
@@ -164,7 +182,6 @@ def test_token_options_take_suffixes(run, source, tmp_path):
         ("generate", source, "hi", "--max-new-tokens", "4KB"),
         ("needle", source, "--data", "x.txt", "--lengths", "1Ki,4KB"),
         ("convert", source, tmp_path / "out", "--anneal-tokens", "4KB"),
-        ("convert", source, tmp_path / "out", "--half-life", "4KB", "8"),
     ):
         code, _, err = run(*arguments)
         assert code == 2
@@ -173,7 +190,6 @@ def test_token_options_take_suffixes(run, source, tmp_path):
 
 
 def test_layers_with_a_wavelength_of_their_own(run, source, tmp_path):
-    assert layer_wavelengths("0-2=8,5=0") == {0: 8.0, 1: 8.0, 2: 8.0, 5: 0.0}
     arguments = ["convert", source, tmp_path / "out", "--layer-max-wavelength", "0=7", "--no-verify", "--json"]
     code, out, _ = run(*arguments)
     assert code == 0
@@ -228,45 +244,49 @@ def test_extreme_numbers_stay_numbers(run, source, tmp_path, options):
 
 BAD = {
     "--preset fox-por": "preset must be one of fox-partial, fox-llama, fox-pro, transformer-llama",
-    "--preset fox-llama --max-wavelength 99": "but --preset fox-llama (--rope drop) leaves it without effect",
-    "--preset transformer-pro --sink-tokens 1": "but --preset transformer-pro (--gate none) leaves it without effect",
-    "--preset alibi --half-life 8 64": "--preset alibi (--init alibi) leaves it without effect",
+    "--preset fox-llama --max-wavelength 99": "but rope drop leaves it without effect",
+    "--preset transformer-pro --sink-tokens 2": "but gate none leaves it without effect",
+    "--preset alibi --half-life 8 64": "init alibi leaves it without effect",
     "--half-life 8 64 --t-min 2 --t-max 9": "give half_life, or t_min and t_max",
     "--t-min 2": "belong together",
     "--t-min 9 --t-max 2": "0 < t_min <= t_max",
-    "--init open --t-min 2 --t-max 9": "--t-min sets where gates start, but --init open",
+    "--init open --t-min 2 --t-max 9": "half_life sets where gates start, but init open",
     "--sink-tokens 99999999999": "sink_tokens must be an integer >= 0 and below 2^31",
     "--rope keeep": "rope must be one of interpolate, keep, partial, drop, anneal; got 'keeep' (did you mean 'keep'?)",
     "--half-life 100 10": "0 < shortest <= longest",
     "--half-life 0 10": "0 < shortest <= longest",
     "--half-life 5": "--half-life",
-    "--half-life a b": "--half-life",
+    "--half-life a 4KB": "half_life takes two numbers, (shortest, longest) in tokens, got ['a', '4KB']",
     "--gate dta": "gate must be one of",
     "--init slope": "init must be one of",
     "--sink-tokens -1": "sink_tokens must be an integer >= 0",
     "--max-wavelength 0": "max_wavelength must be a positive number",
     "--pro qknorm": "pro must be one of",
     "--log-n 1": "log_n",
-    "--rope drop --max-wavelength 100": "--max-wavelength sets which pairs --rope partial keeps, but --rope drop",
-    "--rope anneal --anneal-to drop --anneal-tokens 9 --max-wavelength 9": "--anneal-to drop leaves it without effect",
+    "--rope drop --max-wavelength 100": "max_wavelength sets which pairs rope partial keeps, but rope drop",
+    "--rope anneal --anneal-to drop --anneal-tokens 9 --max-wavelength 9": "anneal_to drop leaves it without effect",
     "--rope anneal": "anneal_tokens > 0",
-    "--anneal-tokens 100": "--anneal-tokens sets how long --rope anneal takes, but --rope interpolate",
-    "--anneal-to drop": "--anneal-to sets where --rope anneal ends",
-    "--init open --half-life 8 64": "--half-life sets where gates start, but --init open",
-    "--gate none --init slopes": "--init sets where gates start, but --gate none",
-    "--gate none --sink-tokens 2": "--sink-tokens sets which tokens never decay",
-    "--gate none --prune -10": "--prune sets which keys are skipped",
+    "--anneal-tokens 100": "anneal_tokens sets how long rope anneal takes, but rope interpolate",
+    "--anneal-to drop": "anneal_to sets where rope anneal ends",
+    "--init open --half-life 8 64": "half_life sets where gates start, but init open",
+    "--gate none --init measured": "init sets where gates start, but gate none",
+    "--gate none --sink-tokens 2": "sink_tokens sets which tokens never decay",
+    "--gate none --prune -10": "prune sets which keys are skipped",
     "--prune 10": "prune must be ln(eps)",
-    "--layer-max-wavelength 0:5": "--layer-max-wavelength takes layers and tokens",
+    "--layer-max-wavelength 0:5": "layer_max_wavelength takes tokens per layer",
     "--layer-max-wavelength 0=5,0-1=6": "each layer once",
     "--layer-max-wavelength 7=5": "layer_max_wavelength names layers [7]; the model has 0..0",
     "--layer-max-wavelength 0-99999999999=5": "layer_max_wavelength names layers [1, 2, 3, 4, 5]; the model has 0..0",
     "--init measured --texts missing.txt": "no data at missing.txt",
     "--init measured": "--texts FILES",
     "--open-heads 3": "open_heads takes [[layer, kv head], ...], or with init measured a number",
-    "--init open --open-heads 3": "--open-heads sets which gates start open, but --init open",
+    "--init open --open-heads 3": "open_heads takes [[layer, kv head], ...]",
     "--revision main": "belongs to a Hub id",
     "--bogus": "--bogus",
+    "fox.rop=drop": "(did you mean 'rope'?)",
+    "fox.half_life=[8": "not valid YAML",
+    "stages.0.tokens=5": "convert takes changes of fox, such as fox.horizon=16",
+    "fox.horizon=16 --horizon 9": "--horizon and fox.horizon= set the same field",
 }
 
 
