@@ -119,6 +119,17 @@ def test_backward_compiles_for_hopper_within_the_recorded_spills(D, rounds, tmp_
 
 
 @needs_gluon
+@pytest.mark.parametrize(("D", "spills"), [(64, 464), (128, 348)])
+def test_a_horizon_compiles_for_hopper_within_the_recorded_spills(D, spills, tmp_path):
+    forward, said = compiled(*forward_source(SHORT.get(D, SHAPES[D]), start=2), tmp_path)
+    backward, more = compiled(*backward_source(D, start=2, prune=True, exact_sums=True), tmp_path)
+    assert forward["spilled"] <= 8
+    assert backward["spilled"] <= spills
+    assert max(forward["shared"], backward["shared"]) <= 227 * 1024
+    assert "serialized" not in said + more
+
+
+@needs_gluon
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -182,6 +193,15 @@ query_ranges_kernel[(B * H * -(-num_n // part),)](
     first, first, lo, hi, T, S, H, bounds, tiles, num_n, HAS_START=0, SIZE=16, PER=per, BOUND=bound, BN=keys,
     PART=part,
 )
+wanted = (first // keys).flip(-1).cummin(-1).values.flip(-1)[..., ::per]
+assert torch.equal(lo, wanted)
+assert torch.equal(hi, (wanted[..., None, :] <= torch.arange(num_n)[:, None]).sum(-1).int())
+
+start = (torch.rand(B, H, S) * S).int()  # a head's edges, in any order: turns and walks must agree all the same
+query_ranges_kernel[(B * H * -(-num_n // part),)](
+    None, start, lo, hi, T, S, H, bounds, tiles, num_n, HAS_START=2, SIZE=16, PER=per, BOUND=bound, BN=keys, PART=part,
+)
+first = start[..., S - T :: bound]
 wanted = (first // keys).flip(-1).cummin(-1).values.flip(-1)[..., ::per]
 assert torch.equal(lo, wanted)
 assert torch.equal(hi, (wanted[..., None, :] <= torch.arange(num_n)[:, None]).sum(-1).int())
