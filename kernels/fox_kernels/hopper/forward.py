@@ -220,13 +220,13 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
 
 
 def edge_kind(options: Options, documents: Documents) -> int:
-    """Return the kernels' HAS_START: edges 2 per head (a horizon), 1 per sequence (documents, padding, window), 0 none."""
+    """Return the kernels' HAS_START: 2 for edges per head (a horizon), 1 per sequence (documents, windows), else 0."""
     bounded = not (options.window is None and all(x is None for x in documents[:3]))
     return int(bounded) if options.horizon is None else 2
 
 
 def found_edges(c_hi: Tensor, c_lo: Tensor, options: Options, documents: Documents) -> Tensor | None:
-    """Return the edges as the kernels take them, those of `documents` if they are known: (2, B, H, S) with a horizon."""
+    """Return the edges as the kernels take them, `documents.edges` if known; (2, B, H, S) with a horizon."""
     cu_seqlens, seq_start, known, _ = documents
     if known is not None:
         return known
