@@ -115,11 +115,10 @@ def attention_rows(clock: Clock, B: int, T: int, D: int, documents: int) -> Iter
     q, k, v = (torch.randn(B, T, h, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (H, Hkv, Hkv))
     cu_seqlens = starts(T, documents, "cuda")
     if documents == 1:
+        attend: Any = scaled_dot_product_attention
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             turned = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
-            times = passes(
-                clock, lambda: scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True), turned
-            )
+            times = passes(clock, lambda: attend(*turned, is_causal=True, enable_gqa=True), turned)
         yield named | {"what": "flash", "forward_ms": times[0], "backward_ms": times[1]}
     problems: list[tuple[str, float | None, float]] = [("dense", None, 1.0)]
     problems += [(kind, HORIZON, share) for kind in ("equal", "unequal") for share in SHARES]
@@ -162,10 +161,11 @@ def decoding_rows(clock: Clock, B: int, S: int) -> Iterator[dict[str, Any]]:
     named = {"cache": S, "batch": B, "heads": [H, Hkv, D]}
     q, k, v = (torch.randn(B, n, h, D, device="cuda", dtype=torch.bfloat16) for n, h in ((1, H), (S, Hkv), (S, Hkv)))
     turned = [x.transpose(1, 2) for x in (q, k, v)]
+    attend: Any = scaled_dot_product_attention
     whole = B * S * (2 * Hkv * D * 2 + H * 8) / 1e6
     with torch.no_grad():
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            replay = captured(lambda: scaled_dot_product_attention(*turned, enable_gqa=True))
+            replay = captured(lambda: attend(*turned, enable_gqa=True))
         yield named | {"what": "flash", "ms": clock(replay) / 10, "mb": B * S * 2 * Hkv * D * 2 / 1e6}
         for what, horizon, share in [("dense", None, 1.0)] + [
             (kind, HORIZON, share) for kind in ("equal", "unequal") for share in SHARES[1:]

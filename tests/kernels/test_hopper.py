@@ -51,7 +51,7 @@ def compiled(function, arguments: dict, constants: dict, work: Path) -> tuple[di
     return {"shared": kernel.metadata.shared, "spilled": spilled}, said
 
 
-def forward_source(shape, dtype="bf16", start=False, first=False, sink=0, across=False, residual=True):
+def forward_source(shape, dtype="bf16", start: int = False, first=False, sink=0, across=False, residual=True):
     from fox_kernels.hopper.forward_kernel import fox_forward
 
     rows = {"q": 64, "k": shape.keys, "v": shape.keys, "o": 64, "r": 64}
@@ -70,7 +70,7 @@ def forward_source(shape, dtype="bf16", start=False, first=False, sink=0, across
 
 
 def backward_source(
-    D, dtype="bf16", start=False, prune=False, sink=0, deterministic=True, heads=1, exact_sums=False, lost=True,
+    D, dtype="bf16", start: int = False, prune=False, sink=0, deterministic=True, heads=1, exact_sums=False, lost=True,
     rounds=0,
 ):  # fmt: skip
     from fox_kernels.hopper.backward import CUTS

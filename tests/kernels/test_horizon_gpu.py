@@ -1,6 +1,7 @@
 """A horizon on a GPU: both kernels against the float64 reference, heads that forget at rates unlike each other's."""
 
 # The operator returns o or (o, lse): pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 import itertools
 import math
