@@ -1,7 +1,7 @@
 """A horizon on a GPU: both kernels against the float64 reference, heads that forget at rates unlike each other's."""
 
-# The operator returns o or (o, lse): pyright: reportArgumentType=false, reportCallIssue=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# The operator returns o or (o, lse), options travel as dicts:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 import itertools
 import math
