@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from retrofox.conversion.card import card
@@ -37,11 +34,12 @@ from retrofox.version import __version__
 
 def plan_for(source: str | Path | PreTrainedModel, spec: FoxSpec, revision: str | None = None) -> Plan:
     """The plan of a conversion, without reading a weight. Errors as in `retrofox.convert`."""
-    if isinstance(source, PreTrainedModel):
+    live = isinstance(source, PreTrainedModel)
+    if revision is not None and (live or Path(source).exists()):
+        raise ValueError(f"revision {revision!r} belongs to a Hub id, and the model is live or a local path: drop it")
+    if live:
         check_live(source)
         return make_plan(source.config, spec, base=recorded(source.config._name_or_path) or None)
-    if revision is not None and Path(source).exists():
-        raise ValueError(f"revision {revision!r} belongs to a Hub id, and {source} is a local path: drop one of them")
     if str(source).endswith(".gguf"):
         return make_plan(any_config(source), spec, base=recorded(source))
     return make_plan(base_config(source, revision), spec, base=recorded(source), revision=revision)
@@ -62,7 +60,7 @@ def preview(
     refused is refused. Of a Hub id only config.json is fetched.
     """
     check_out(source, out)
-    _check_options(source, spec, link, texts)
+    check_options(spec, link, texts, _has_files(source))
     plan = plan_for(source, spec, revision)
     values: dict[str, Any] = plan.to_dict()
     if Path(source).is_dir():
@@ -76,24 +74,27 @@ def preview(
     return plan, values
 
 
-def _check_options(source: str | Path | PreTrainedModel, spec: FoxSpec, link: bool, texts: Sequence[Text]) -> None:
-    check_texts(spec, texts)
-    require_sources(texts)
-    if link and (isinstance(source, PreTrainedModel) or str(source).endswith(".gguf")):
-        raise ValueError(
-            "--link shares the weight files of a directory; a .gguf file or a live model has none: drop it"
-        )
+def check_options(spec: FoxSpec, link: bool, texts: Sequence[Text], has_files: bool = True) -> None:
+    """Raises ValueError for options that a conversion would ignore, FileNotFoundError for a text that is not there.
 
-
-def check_texts(spec: FoxSpec, texts: Sequence[Text]) -> None:
-    """Raises ValueError where texts are given and nothing is measured on them, or the other way round."""
-    if isinstance(texts, (str, Path)):
-        raise ValueError(f"texts takes a list of files, got {str(texts)!r}: give a list")
+    Args:
+        has_files: whether there are a directory's weight files to link, and OUT to link them into.
+    """
     if (spec.init == "measured") != bool(texts):
         raise ValueError(
             f"init measured and texts to measure the heads on (--texts FILES) belong together; got init {spec.init} "
             f"and {len(texts)} texts"
         )
+    require_sources(texts)
+    if link and not has_files:
+        raise ValueError(
+            "--link shares the weight files of a directory with OUT; without OUT, of a .gguf file or of a live model "
+            "there are none: drop it"
+        )
+
+
+def _has_files(source: str | Path | PreTrainedModel) -> bool:
+    return not isinstance(source, PreTrainedModel) and not str(source).endswith(".gguf")
 
 
 def write(
@@ -122,13 +123,11 @@ def write(
         refuse_existing(out)
     else:
         check_out(source, out)
-    _check_options(source, spec, link, texts)
+    check_options(spec, link, texts, _has_files(source))
     started = time.perf_counter()
     job = _job(source, spec, link, revision, progress)
     plan = job.plan
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_disk_of(out))
-        directory = stack.enter_context(AtomicDirectory(out))
+    with AtomicDirectory(out) as directory:
         partial = directory.partial
         values, start = measured_values(job.place, plan, texts)
         how = job.write(partial, values)
@@ -223,21 +222,6 @@ def _from_disk(source: str | Path, spec: FoxSpec, link: bool, revision: str | No
         return write_directory(directory, found, plan, partial, link, values, progress)
 
     return _Job(plan, directory, place)
-
-
-@contextlib.contextmanager
-def _disk_of(out: Path) -> Iterator[None]:
-    """Turns the errors of a full disk, often without a file's name, into a ValueError about `out`."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if isinstance(error, OSError) and error.errno not in full:
-            raise
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(
-            f"{out} could not be written: {why}; nothing was left there: free some disk space or choose another disk"
-        ) from error
 
 
 def _save(base: PreTrainedModel, tokenizer: Any, plan: Plan, partial: Path, values: dict[str, torch.Tensor]) -> None:

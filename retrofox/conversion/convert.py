@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from retrofox.conversion.artefact import check_texts, plan_for, write
+from retrofox.conversion.artefact import check_options, plan_for, write
 from retrofox.conversion.measured import is_measured, set_measured
 from retrofox.fox_spec import FoxSpec
 from retrofox.heads.texts import Text
@@ -48,21 +48,11 @@ def convert(
         FileNotFoundError: `source` is not there.
     """
     spec = FoxSpec() if fox is None else fox
-    if not isinstance(spec, FoxSpec):
-        raise ValueError(f"fox must be a FoxSpec, got a {type(fox).__name__}: FoxSpec.from_dict makes one of a dict")
-    if not isinstance(source, (str, Path, PreTrainedModel)):
-        raise ValueError(
-            f"source must be a transformers model, a Hub id, a directory or a .gguf file, got a {type(source).__name__}"
-            "; of a peft model, give what merge_and_unload() returns"
-        )
-    if revision is not None and isinstance(source, PreTrainedModel):
-        raise ValueError(f"revision {revision!r} belongs to a Hub id, and a live model has none: drop it")
+    texts = [texts] if isinstance(texts, (str, Path)) else texts
     if out is not None:
         return write(source, Path(out), spec, link=link, verify=verify, revision=revision, texts=texts)
     if spec.version is None:  # a spec with a version says how a model was converted
-        check_texts(spec, texts)
-    if link:
-        raise ValueError("link=True shares the weight files of a directory with OUT: give OUT, or drop it")
+        check_options(spec, link, texts, has_files=False)
     places = sorted({str(place) for place in (getattr(source, "hf_device_map", None) or {}).values()})
     if len(places) > 1:
         raise ValueError(

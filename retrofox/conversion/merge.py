@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading.adapter import (
@@ -16,6 +13,7 @@ from retrofox.loading.adapter import (
     refuse_plain_base,
     with_adapter,
 )
+from retrofox.loading.atomic_directory import AtomicDirectory, refuse_existing
 from retrofox.loading.converted import load
 from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer
@@ -49,8 +47,7 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
 def _merge(adapter: Path, out: Path) -> dict[str, Any]:
     if not (adapter / "adapter_config.json").is_file():
         raise FileNotFoundError(f"{adapter} holds no adapter_config.json: give the directory of a LoRA adapter")
-    if out.exists():
-        raise ValueError(f"{out} exists: choose another directory")
+    refuse_existing(out)
     base = base_of(adapter)
     refuse_plain_base(base)
     stored = getattr(torch, str(read_config(base).get("dtype") or "float32").removeprefix("torch."))
@@ -63,29 +60,23 @@ def _merge(adapter: Path, out: Path) -> dict[str, Any]:
         if not is_new_tensor(name):
             parameter.data = parameter.data.to(stored)
     limit = 1e-4 if stored == torch.float32 else 2e-2
-    difference = math.inf
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a merge that was killed
-    note = {"retrofox": __version__, "merged": {"adapter": str(adapter), "base": base}}
-    try:
+    with AtomicDirectory(out) as directory:
+        partial = directory.partial
         merged.save_pretrained(str(partial))
         tokenizer = load_tokenizer(base)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(partial))
-        write_json(partial / "retrofox.json", note)
+        write_json(
+            partial / "retrofox.json", {"retrofox": __version__, "merged": {"adapter": str(adapter), "base": base}}
+        )
         for file in partial.glob("*.safetensors"):
             file.chmod(new_file_mode())
         difference = float((_fresh_logits(partial) - unmerged).norm() / unmerged.norm())
-        if difference <= limit:
-            partial.rename(out)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"could not write {out}: {error}. Nothing was left there") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    if not difference <= limit:
-        raise ValueError(
-            f"merged logits differ by {difference:.2e} (limit {limit:.0e}) from the adapter's: not written"
-        )
+        if not difference <= limit:
+            raise ValueError(
+                f"merged logits differ by {difference:.2e} (limit {limit:.0e}) from the adapter's: not written"
+            )
+        directory.commit()
     return {
         "adapter": str(adapter),
         "base": base,

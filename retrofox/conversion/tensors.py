@@ -94,6 +94,7 @@ def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
     """
     with quiet_torch():
         state, mapped = _unpickled(file)
+    state = state if isinstance(state, dict) else {"": state}
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
@@ -125,8 +126,8 @@ def _same_memory(one: torch.Tensor, other: Any) -> bool:
     return isinstance(other, torch.Tensor) and one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
-def _unpickled(file: Path) -> tuple[dict[str, Any], bool]:
-    """The tensors of a .bin file, and whether they are mapped to it rather than in memory."""
+def _unpickled(file: Path) -> tuple[Any, bool]:
+    """What a .bin file holds, tensors by name if it is sound; whether they are mapped to it rather than in memory."""
     mapped = True
     try:
         try:
@@ -145,9 +146,6 @@ def _unpickled(file: Path) -> tuple[dict[str, Any], bool]:
         ) from error
     except (*UNREADABLE_BIN, *NO_MODEL, OSError) as error:
         raise ValueError(f"{file} can't be read ({first_line(error)}): download it again") from error
-    if not isinstance(state, dict) or not state:
-        what = "nothing" if state == {} else f"a {type(state).__name__}"
-        raise ValueError(f"{file} holds {what} where a dictionary of tensors belongs")
     return state, mapped
 
 

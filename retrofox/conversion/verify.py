@@ -52,24 +52,17 @@ def prove(source: Any, out: Path) -> dict[str, Any]:
             file = Path(folder) / "parity.json"
             program = "import sys\nfrom retrofox.conversion.verify import answer\nanswer(*sys.argv[1:])"
             run = processes.run_python(program, source, out, file)
-            if run.returncode < 0:
-                raise ValueError(
-                    f"the parity proof was killed by signal {-run.returncode}: it holds the base, then the converted "
-                    "model in memory, which may have been too little. --no-verify converts without it; nothing was "
-                    "written"
-                )
             if run.returncode:
-                raise ValueError(f"the parity proof failed to run; nothing was written:\n{run.stderr[-2000:]}")
+                why = f":\n{run.stderr[-2000:]}" if run.returncode > 0 else f", killed by signal {-run.returncode}"
+                raise ValueError(
+                    "the parity proof, which holds the base and then the converted model in memory, failed to run "
+                    f"(--no-verify converts without it); nothing was written{why}"
+                )
             result = json.loads(file.read_text(encoding="utf-8"))
-    if not math.isfinite(result["loss_base"]):
+    if not math.isfinite(result["loss_base"]) or result["base_tells_tokens_apart"] is False:
         raise ValueError(
-            f"the base's own loss on {result['text']} is {result['loss_base']} in {result['dtype']}: its weights are "
-            "damaged, or too large for this dtype; nothing was written"
-        )
-    if result["base_tells_tokens_apart"] is False:
-        raise ValueError(
-            f"the base gives all tokens of its vocabulary one score on {result['text']}: its weights are damaged (all "
-            "alike, or so large that they overflow inside it); nothing was written"
+            f"on {result['text']} the base's own loss is {result['loss_base']} in {result['dtype']}, or it gives all "
+            "tokens one score: its weights are damaged, or too large for this dtype; nothing was written"
         )
     if not result["equal"]:
         raise ValueError(

@@ -12,11 +12,15 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
 
 from retrofox.loading.shards import Shards
 from retrofox.support.counts import size
 
 COPY_BYTES = 16 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """Errors of file systems without locks."""
 
@@ -32,7 +36,7 @@ class AtomicDirectory:
             directory.commit()
 
     Raises:
-        ValueError: OUT exists, another process is writing it, or it can't be written.
+        ValueError: OUT exists, another process is writing it, or it can't be written, as where the disk is full.
     """
 
     def __init__(self, out: Path):
@@ -58,13 +62,19 @@ class AtomicDirectory:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.partial.exists():
             shutil.rmtree(self.partial, ignore_errors=True)
             with contextlib.suppress(OSError):  # something else is in them
                 for folder in self._made:
                     folder.rmdir()
         os.close(self._lock)
+        if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in FULL):
+            why = error.strerror if isinstance(error, OSError) else error  # often without a file's name
+            raise ValueError(
+                f"{self.out} could not be written: {why}; nothing was left there: free some disk space or choose "
+                "another disk"
+            ) from error
 
     def commit(self) -> None:
         """The directory becomes OUT."""

@@ -289,14 +289,14 @@ def test_a_base_that_asks_for_an_attention_of_its_own_is_converted_and_proven(so
 def test_a_proof_that_is_killed_says_what_may_have_been_wrong(source, tmp_path, monkeypatch):
     kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     monkeypatch.setattr("retrofox.support.processes.fresh_python", lambda program: kill)
-    refused("killed by signal 9: it holds the base.*--no-verify", source, tmp_path / "out")
+    refused("holds the base.*--no-verify.*killed by signal 9", source, tmp_path / "out")
 
 
 def test_damaged_weights_are_told_from_a_fault_of_the_conversion(source, tmp_path):
     state = load_file(source / "model.safetensors")
     state["model.norm.weight"][0] = float("nan")
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
-    refused("the base's own loss on .* is nan in float32", source, tmp_path / "out")
+    refused("the base's own loss is nan in float32", source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("words", [WordLevel({"[UNK]": 0}, unk_token="[UNK]"), BPE({"ф": 0}, [])], ids=["one", "none"])

@@ -209,8 +209,8 @@ def test_a_base_with_tensors_that_its_model_has_no_use_for_is_converted_with_a_w
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model.embed_tokens.weight", "gives all tokens of its vocabulary one score"),
-        ("model.layers.0.mlp.down_proj.weight", "the base's own loss on .* is nan"),
+        ("model.embed_tokens.weight", "gives all tokens one score"),
+        ("model.layers.0.mlp.down_proj.weight", "the base's own loss is nan"),
     ],
 )
 def test_weights_that_overflow_are_refused_by_the_proof(name, message, pico_checkpoint, tmp_path):
