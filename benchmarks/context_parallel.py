@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrofox
 from retrofox.config import stage_of
 from retrofox.data.packed import IGNORE
-from retrofox.model.attention import attend_locally
+from retrofox.model.modeling_fox import attend_locally
 from retrofox.parallel.layout import Degrees, degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.messages import KeyRing

@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
 from retrofox.anatomy import inner_model
-from retrofox.model.cache import CACHE
+from retrofox.model.modeling_fox import CACHE
 
 SINKS, OBSERVED, SMOOTHED, FUTURE = 4, 64, 5, 512
 DUO_SINKS, DUO_RECENT = 128, 256

@@ -42,10 +42,10 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import retrofox
+from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.generation.generate import PREFILL
 from retrofox.loading.opened import open_model
-from retrofox.model import captured
-from retrofox.model.cache import CACHE
+from retrofox.model.modeling_fox import CACHE
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENDERS = ("fox", "fox-loop", "base", "base-static")
@@ -130,7 +130,7 @@ def filled(model: Any, contender: str, batch: int, context: int, new: int) -> An
         k, v = (torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype) for _ in range(2))
         if contender.startswith("fox"):
             log_f = torch.full((batch, context, heads), -1e-4, device=model.device)
-            gates = retrofox.model.cache.GateCache(cache, log_f)
+            gates = retrofox.model.modeling_fox.GateCache(cache, log_f)
             gates.update(k, v, index)
         else:
             cache.update(k, v, index)

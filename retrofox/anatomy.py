@@ -12,11 +12,16 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from retrofox.model import modeling_fox
-from retrofox.model.attention import MODES, FoxMixin
-from retrofox.model.configuration_fox import SUPPORTED
+from retrofox.model.configuration_fox import SUPPORTED, FoxFields
+from retrofox.model.modeling_fox import NEW_MODULES, FoxMixin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+MODES = ("fox", "open", "shuffled", "original")
+WINDOW_IN_CONFIG = ("mistral", "ministral3", "mixtral", "olmoe", "phi3", "starcoder2")
+"""Families whose attention reads its sliding window from the config at each call, in every layer."""
 
 
 def is_new_tensor(name: str) -> bool:
@@ -64,6 +69,35 @@ def attentions(model: torch.nn.Module) -> Iterator[tuple[str, FoxMixin]]:
         )
         raise ValueError(f"no Forgetting Attention found in a {type(model).__name__}: {what_to_do}")
     return iter(found)
+
+
+def new_modules(attention: FoxMixin) -> list[tuple[str, Any]]:
+    """(name, module) of everything that a conversion added to an attention and that a checkpoint holds."""
+    return [(name, module) for name, module in attention.named_children() if name in NEW_MODULES]
+
+
+def sliding_window(attention: Any) -> int | None:
+    """The sliding window in tokens with which a native attention calls its attention function."""
+    if not getattr(attention, "is_sliding", True):
+        return None
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    in_config = attention.config.model_type.removeprefix("fox_") in WINDOW_IN_CONFIG
+    return getattr(attention.config, "sliding_window", None) if in_config else None
+
+
+def exempt_tokens(attention: Any) -> int:
+    """First tokens of a document that never decay: `sink_tokens`, or 0 under a sliding window, which drops them."""
+    return attention.sink_tokens if sliding_window(attention) is None else 0
+
+
+def set_annealed_tokens(model: Any, tokens: int) -> None:
+    """Moves the rotary dial of an annealing model to `tokens` training tokens; saved with the config."""
+    model.config.fox["annealed_tokens"] = int(tokens)
+    spec = FoxFields.read(model.config.fox)
+    for _, attention in attentions(model):
+        if attention.rotary_fade is not None:
+            attention.rotary_fade.set(spec)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import copy
 import difflib
 import logging
 import math
-from dataclasses import MISSING, InitVar, dataclass, fields
+from dataclasses import MISSING, InitVar, asdict, dataclass, fields
 from typing import Any
 
 from retrofox.model.configuration_fox import FoxFields
@@ -53,7 +53,7 @@ class FoxSpec(FoxFields):
     Args:
         preset: a published system, whose fields those given beside it change; kept as a note.
         rope: "interpolate": pairs that are slow beside the trained length turn slower still, by up to `rope_factor`,
-            fast ones as before (the ramp of YaRN, see `model.rope.interpolated`); "keep" every rotary pair; "drop" all;
+            fast ones as before (the ramp of YaRN, see `interpolated`); "keep" every rotary pair; "drop" all;
             "partial" keeps the pairs whose wavelength is at most `max_wavelength`; "anneal" goes from keep to
             `anneal_to` over `anneal_tokens` training tokens, lowest frequencies first. None = "partial" where
             max_wavelength is given, else "interpolate".
@@ -199,6 +199,17 @@ class FoxSpec(FoxFields):
             ValueError: no such preset, no such field, or a value outside its range.
         """
         return cls.from_dict({"preset": name, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: plain lists, numbers and strings, layer numbers as strings."""
+        values = asdict(self)
+        values["pro"] = list(self.pro)
+        values["half_life"] = None if self.half_life is None else list(self.half_life)
+        if not isinstance(self.open_heads, int):
+            values["open_heads"] = [list(head) for head in self.open_heads]
+        values["layer_max_wavelength"] = {str(k): v for k, v in self.layer_max_wavelength.items()}
+        values["layer_pairs"] = {str(k): list(v) for k, v in self.layer_pairs.items()}
+        return values
 
     def resolved(self, trained_length: int) -> FoxSpec:
         """This spec with its None defaults filled in from the length (tokens) the base model was trained to."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from retrofox.anatomy import attentions, is_new_tensor, on_meta
+from retrofox.anatomy import attentions, exempt_tokens, is_new_tensor, new_modules, on_meta, sliding_window
 from retrofox.families import (
     check_settings,
     check_supported,
@@ -23,10 +23,11 @@ from retrofox.families import (
     unconverted_config,
 )
 from retrofox.fox_spec import OPEN, FoxSpec
+from retrofox.half_lives import bias_from_half_life, half_life_tokens, initial_bias
 from retrofox.loading.errors import understood
+from retrofox.loading.generation_config import savable
 from retrofox.model import configuration_fox, modeling_fox
-from retrofox.model.configuration_fox import SUPPORTED, bias_from_half_life
-from retrofox.model.gates import half_life_tokens
+from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
     found = [module for _, module in attentions(model)]
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     added = {n: shape for n, shape in shapes.items() if is_new_tensor(n)}
-    windowed = all(m.window is not None for m in found)
+    windowed = all(sliding_window(m) is not None for m in found)
     if windowed and spec.sink_tokens not in (0, FoxSpec.sink_tokens):
         raise ValueError(
             f"sink_tokens {spec.sink_tokens} has no effect in this {config.model_type}: each of its layers has a "
@@ -143,8 +144,8 @@ def make_plan(config: Any, spec: FoxSpec, base: str | None = None, revision: str
         kept_pairs=[sum(f == 1.0 for f in layer) for layer in fade],
         slowed_pairs=[sum(0.0 < f < 1.0 for f in layer) for layer in fade],
         pairs=len(fade[0]) if fade else 0,
-        half_lives=starting_half_lives(gates[0].initial_bias) if gates else [],
-        exempt_tokens=[m.exempt_tokens for m in found if m.forget_gate is not None],
+        half_lives=starting_half_lives(spec, len(gates[0].bias)) if gates else [],
+        exempt_tokens=[exempt_tokens(m) for m in found if m.forget_gate is not None],
         base_tensors={n: shape for n, shape in shapes.items() if n not in added},
         tied=tuple(model._tied_weights_keys or ()) if config.tie_word_embeddings else (),
         settings_replaced=replaced_settings(config),
@@ -155,9 +156,12 @@ def with_new_modules(plan: Plan, device: Any = "cpu") -> Any:
     """A converted model on the meta device, but for its added modules, which are real and at their starting values."""
     model = on_meta(plan.model_type, plan.config)
     for _, attention in attentions(model):
-        for _, module in attention.new_modules():
+        for _, module in new_modules(attention):
             module.to_empty(device=device)
             module.reset()
+        if attention.forget_gate is not None:
+            bias = attention.forget_gate.bias
+            bias.data.copy_(torch.tensor(initial_bias(plan.spec, len(bias))))
     if isinstance(plan.spec.open_heads, tuple):
         _open_gates(model, plan.spec)
     return model
@@ -179,9 +183,10 @@ def open_half_life(config: Any, spec: FoxSpec) -> float:
     return max((OPEN[1] * trained_length(config), *(spec.half_life or ())))
 
 
-def starting_half_lives(biases: list[float]) -> list[float]:
-    """Half-lives in tokens of gates with these biases and weights of 0."""
-    log_f = torch.nn.functional.logsigmoid(torch.tensor(biases, dtype=torch.float64, device="cpu"))
+def starting_half_lives(spec: FoxSpec, num_heads: int) -> list[float]:
+    """Half-lives in tokens that the heads of a layer start with."""
+    biases = torch.tensor(initial_bias(spec, num_heads), dtype=torch.float64, device="cpu")
+    log_f = torch.nn.functional.logsigmoid(biases)
     return half_life_tokens(log_f).tolist()
 
 
@@ -215,7 +220,7 @@ def apply(base: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     _fill_buffers(base, model)
     model.tie_weights()
     if base.generation_config is not None:
-        model.generation_config = base.generation_config
+        model.generation_config = savable(base.generation_config)
     return model.train(base.training)
 
 

@@ -256,7 +256,7 @@ def remote_code(monkeypatch, tmp_path) -> Iterator[None]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-    import retrofox.model.attention  # noqa: F401 - registers ours first
+    import retrofox.model.modeling_fox  # noqa: F401 - registers ours first
 
     def forget_imports() -> None:
         for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ORDER = (
-    *("version", "support", "model", "fox_spec", "families", "config", "anatomy", "loading", "serving", "surgery"),
+    *("version", "support", "acceleration", "model", "fox_spec", "half_lives", "families", "config", "anatomy"),
+    *("loading", "serving", "surgery"),
     *("data", "parallel", "heads", "conversion", "training", "planning", "generation", "evaluation"),
     *("reporting", "hub", "cli", "__main__"),
 )

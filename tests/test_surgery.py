@@ -16,7 +16,7 @@ from retrofox.conversion.report import print_conversion
 from retrofox.conversion.verify import compare
 from retrofox.loading.base import load_base
 from retrofox.loading.tokenizers import load_tokenizer
-from retrofox.model import attention as attention_module
+from retrofox.model import modeling_fox as attention_module
 
 NORMS = FoxSpec(pro=("qk-norm", "output-norm", "output-gate"))
 TOKENS = torch.randint(2, 288, (1, 32), generator=torch.Generator().manual_seed(1))
@@ -255,7 +255,7 @@ def test_a_model_with_code_of_its_own_is_told_from_an_unconverted_one(own_code):
 def test_a_model_with_code_of_its_own_leaves_the_packages_models_theirs(own_code, pico_fox_checkpoint, monkeypatch):
     """Both register an attention function called "fox"; each model must run that of its own file."""
     ours, wanted = retrofox.load(pico_fox_checkpoint), logits(own_code)
-    monkeypatch.setattr(attention_module, "attend", lambda query, *_: query.transpose(1, 2) * 0)
+    monkeypatch.setattr(attention_module, "attend", lambda call: call.query.transpose(1, 2) * 0)
     assert torch.equal(logits(own_code), wanted)
     assert not torch.allclose(logits(ours), wanted, atol=1e-2)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from retrofox.anatomy import attentions, lm_class, on_meta
+from retrofox.anatomy import attentions, exempt_tokens, lm_class, on_meta
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import read_config
@@ -82,7 +82,7 @@ def card_of(directory: Path) -> str:
     spec = FoxSpec.from_dict(values["fox"])
     base_type = values["model_type"].removeprefix("fox_")
     model = on_meta(base_type, lm_class(base_type).config_class.from_dict(values))
-    exempt = [attention.exempt_tokens for _, attention in attentions(model) if attention.forget_gate is not None]
+    exempt = [exempt_tokens(attention) for _, attention in attentions(model) if attention.forget_gate is not None]
     by_wavelength = spec.rope == "partial" and not spec.layer_pairs
     kept = f" (wavelengths up to {spec.max_wavelength:g} tokens)" if by_wavelength else _turning(spec)
     rows = {"gates": spec.gate, "RoPE": str(spec.rope) + kept}

@@ -10,15 +10,16 @@ import torch
 from transformers import PreTrainedModel
 
 from retrofox.anatomy import attentions
+from retrofox.conversion.norm_gains import calibrate_norms
 from retrofox.conversion.verify import LARGEST_IN_FLOAT32
 from retrofox.data.fixed_text import fixed_tokens
+from retrofox.half_lives import bias_from_half_life
 from retrofox.heads.start import Start, measure_start
 from retrofox.heads.texts import Text
 from retrofox.loading.base import load_base
 from retrofox.loading.device import resolve_device
 from retrofox.loading.tokenizers import tokenizer_of_live
-from retrofox.model.configuration_fox import bias_from_half_life
-from retrofox.model.pro import HeadNorm, calibrate_norms
+from retrofox.model.modeling_fox import HeadNorm
 from retrofox.surgery import Plan, apply
 
 LENGTH = 512

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from retrofox.anatomy import attentions, inner_model
+from retrofox.anatomy import attentions, exempt_tokens, inner_model, sliding_window
 from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_live_share, write_gates
 from retrofox.evaluation.live_share import LENGTHS, measure_live_share
+from retrofox.half_lives import DEAD_DECAY
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.source import holds_converted
-from retrofox.model.gates import DEAD_DECAY
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
 
 if TYPE_CHECKING:
@@ -193,8 +193,8 @@ def _layers(opened: Opened) -> list[dict[str, Any]]:
                 "rotary_pairs_kept": sum(f == 1.0 for f in fade),
                 "rotary_pairs_fading": sum(0.0 < f < 1.0 for f in fade),
                 "longest_wavelength": max(kept, default=None),
-                "sink_tokens": attention.exempt_tokens,
-                "sliding_window": attention.window,
+                "sink_tokens": exempt_tokens(attention),
+                "sliding_window": sliding_window(attention),
                 "gate": attention.forget_gate,
             }
         )

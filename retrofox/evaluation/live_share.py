@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrofox.anatomy import attentions, inner_model
+from retrofox.anatomy import attentions, exempt_tokens, inner_model, sliding_window
 from retrofox.data.windows import Window
 from retrofox.loading.opened import Opened
 from retrofox.support.report import progress_bar
@@ -162,7 +162,8 @@ def _by_layer(model: Any, heard: dict[int, torch.Tensor], horizon: float, length
             continue
         c = heard[layer][..., :length].numpy()
         c = np.repeat(c, heads // c.shape[1], axis=1)  # one gate may serve all query heads of a kv head
-        shares.append(live_share(c, horizon, kv_heads, sinks=attention.exempt_tokens, window=attention.window))
+        window = sliding_window(attention)
+        shares.append(live_share(c, horizon, kv_heads, sinks=exempt_tokens(attention), window=window))
     return shares
 
 
@@ -181,7 +182,8 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare | None]
     itemsize = next(model.parameters()).element_size()
     base = kept = 0.0
     for layer, (_, attention) in enumerate(layers):
-        seen = min(1.0, (attention.window or length) / length)  # of the text's tokens, in a layer with a window
+        window = sliding_window(attention)
+        seen = 1.0 if window is None else min(1.0, window / length)  # of the text's tokens
         entry = 2 * attention.head_dim * itemsize
         base += seen * kv_heads * entry
         c_bytes = C_BYTES * heads / kv_heads if attention.forget_gate is not None else 0

@@ -16,13 +16,13 @@ from jinja2 import TemplateError
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from retrofox.acceleration.cuda_graph_decoding import rope_kinds
 from retrofox.anatomy import require_known_tokens, vocabulary_size
 from retrofox.config.fields import MOST
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.errors import NO_MODEL, first_line
 from retrofox.loading.opened import Opened, open_model
-from retrofox.model.cache import CACHE
-from retrofox.model.captured import rope_kinds
+from retrofox.model.modeling_fox import CACHE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,8 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retrofox.anatomy import attention_mode, inner_model, is_converted
 from retrofox.fox_spec import FoxSpec
-from retrofox.model import attention as fox
-from retrofox.model.scores import scale_by_position
+from retrofox.model import modeling_fox as fox
+from retrofox.model.modeling_fox import scale_by_position
 from retrofox.surgery import apply, make_plan
 
 if TYPE_CHECKING:

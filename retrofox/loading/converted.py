@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
-from retrofox.anatomy import lm_class
+from retrofox.anatomy import is_new_tensor, lm_class
 from retrofox.loading.adapter import base_of, with_adapter
 from retrofox.loading.added import check_added
 from retrofox.loading.device import resolve_device
 from retrofox.loading.errors import makes_a_model
+from retrofox.loading.generation_config import savable
 from retrofox.loading.shards import check_layers, find
 from retrofox.loading.source import read_config
 from retrofox.model.configuration_fox import SUPPORTED
@@ -49,6 +51,8 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
         check_files(directory, config_dict)
     with makes_a_model(path):
         model = lm_class(base_type).from_pretrained(path, revision=revision or "main", **options)
+    model.generation_config = savable(model.generation_config)
+    _check_finite(model, path)
     return model if place is None else model.to(place)
 
 
@@ -61,6 +65,15 @@ def check_files(directory: Path, values: dict[str, Any]) -> None:
     found = find(directory)  # says which file is missing or cut short
     check_layers(directory, values["num_hidden_layers"], found.tensors)
     check_added(directory, values, found)
+
+
+def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
+    for name, tensor in model.state_dict().items():
+        if is_new_tensor(name) and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(
+                f"{path} has NaN or infinity in {name}: take a checkpoint from before, or train again with a lower "
+                "learning rate"
+            )
 
 
 def _load_adapter(directory: Path, *, dtype: Any, device: Any) -> PreTrainedModel:

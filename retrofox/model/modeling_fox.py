@@ -1,70 +1,810 @@
 """Converted models: for every supported family, Fox<Family>Model and Fox<Family>ForCausalLM, made on first use.
 
-A Fox class is its transformers base class with FoxMixin attention in every layer; names and tensors of the base are
-untouched, the gates are added. `FoxLlamaForCausalLM.from_pretrained(directory)` and
-`AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` load the same thing.
+A Fox class is its transformers base class with FoxMixin attention in every layer. Names and tensors of the base are
+untouched, the gates are added. This file with configuration_fox.py and attention_torch.py is the whole model, from top
+to bottom: gates and Pro parts, the rotary edit, the cache, attention, models. `retrofox.load` runs the same file. Where
+retrofox is installed, its `acceleration` replaces slow functions of this module by fast ones.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 import inspect
-import shutil
+import logging
+import math
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers import initialization as init
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from . import configuration_fox
-from .attention import NEW_MODULES, PAGED, FoxMixin, refuse_paged
-from .cache import CACHE
-from .captured import decode
+from .attention_torch import forgetting_attention, masked_attention, summed, two_floats, visible_keys
 from .configuration_fox import SUPPORTED, FoxFields
-from .fused import fused_forward, is_plain, unrotated, with_rotary
-from .gates import AddedModule
-from .pro import calibrate_norms
-from .rope import Fades, RotaryFade
 
-REMOTE_FILES = (
-    "configuration_fox.py",
-    "modeling_fox.py",
-    "attention.py",
-    "cache.py",
-    "captured.py",
-    "fixed.py",
-    "forgetting_eager.py",
-    "fused.py",
-    "gates.py",
-    "lean.py",
-    "masks.py",
-    "pro.py",
-    "rope.py",
-    "scores.py",
-)
+Tensor = torch.Tensor
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Settings of a generation config that only sampling reads."""
-
+REMOTE_FILES = ("configuration_fox.py", "modeling_fox.py", "attention_torch.py")
+ACCELERATION = 1
+"""Version of what `retrofox.acceleration` replaces in this file: names, arguments, attributes."""
+CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
+"""What transformers calls a model's cache, as an argument and in what it returns: "cache" from 5.24 on."""
+PRO_MODULES = ("q_norm_fox", "k_norm_fox", "k_shift", "v_shift", "output_norm", "output_gate")
+NEW_MODULES = ("forget_gate", *PRO_MODULES)
+"""Names of the modules a conversion adds to an attention layer; each has reset(), and all stay float32."""
+SHORT_SCORES = 1 << 20  # elements of one layer's score matrix: 9 heads x 340 tokens; 1024 took 652 ms, in chunks 115
 ROTATES_IF: dict[str, Callable[[Any], bool]] = {
     "cohere2": lambda native: native.sliding_window is not None,
     "exaone4": lambda native: native.sliding_window is None or native.is_sliding,
     "smollm3": lambda native: bool(native.use_rope),
 }
 """Families in which some layers have no RoPE: whether a native attention rotates."""
+PAGED = "continuous batching (generate_batch) pages keys without the forget gates: use generate"
 
 
+# -- Gates and Pro parts --
+class AddedModule(nn.Module):
+    """Base of the modules that a conversion adds to an attention layer: float32 under casts, all values `start`."""
+
+    start = 0.0
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor.fill_(self.start)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AddedModule:
+        # model.to(bfloat16) and model.half() move these tensors but leave their dtype alone
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+
+def zeros(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape, dtype=torch.float32))
+
+
+class ForgetGate(AddedModule):
+    """log f_t = logsigmoid(W x_t + b), x_t the hidden state that enters the attention block, in float32.
+
+    A module of its own, not an nn.Linear: the base model's initialisation, bitsandbytes and peft's "all-linear" would
+    take an nn.Linear for one of theirs.
+
+    Shapes: x (B, T, hidden) any float dtype -> log_f (B, T, H) float32, natural log, <= 0.
+    Parameters (float32): weight (H, hidden) for gate="data"; bias (H,), a frozen buffer for gate="fixed". They start at
+    0, f = 1/2, as in the paper; a conversion starts the bias where `FoxSpec.init` says.
+    Source: Lin et al., "Forgetting Transformer" (ICLR 2025), eq. 1.
+    """
+
+    weight: Tensor | None
+    bias: Tensor
+    last_log_f: Tensor | None
+
+    def __init__(self, hidden_size: int, num_heads: int, spec: FoxFields):
+        super().__init__()
+        self.kind = spec.gate
+        self.weight = zeros(num_heads, hidden_size) if spec.gate == "data" else None
+        if spec.gate == "fixed":
+            self.register_buffer("bias", torch.zeros(num_heads, dtype=torch.float32))
+        else:
+            self.bias = zeros(num_heads)
+        self.record, self.last_log_f = False, None  # of the last call, where a log asks for it
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        log_f = self.log_f(hidden_states)
+        if self.record:
+            self.last_log_f = log_f.detach()
+        return log_f
+
+    def log_f(self, hidden_states: Tensor) -> Tensor:
+        if self.weight is None:
+            return F.logsigmoid(self.bias.float()).expand(*hidden_states.shape[:-1], -1)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return F.logsigmoid(F.linear(hidden_states.float(), self.weight.float(), self.bias.float()))
+
+
+class HeadNorm(AddedModule):
+    """RMS norm of each head, x (B, T, heads, D), with a gain of its own: y = gain_h * x / sqrt(mean(x^2) + eps).
+
+    Serves QK-norm (on q and k as they leave their projections, after the shift, before RoPE) and output norm. Not an
+    identity: each token's own size is lost. Source: Lin et al. (ICLR 2025), section 3.3, gains per head, not shared.
+    """
+
+    start = 1.0
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(num_heads, head_dim, dtype=torch.float32))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        wide = states.float()
+        square = wide.square().mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(square + self.eps) * self.gain).to(states.dtype)
+
+
+class OutputGate(AddedModule):
+    """y = 2 sigmoid(W x_t) * o_t, a gate per channel of the attention's output; W starts at 0, which is the identity.
+
+    Shapes: output (B, T, H, D), hidden_states (B, T, hidden) -> (B, T, H, D). Parameter: weight (H * D, hidden).
+    Source: Lin et al. (ICLR 2025), section 3.3; the factor 2, absent there, puts the start at exactly 1.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, head_dim: int):
+        super().__init__()
+        self.weight = zeros(num_heads * head_dim, hidden_size)
+
+    def forward(self, output: Tensor, hidden_states: Tensor) -> Tensor:
+        logit = F.linear(hidden_states, self.weight.to(hidden_states.dtype))
+        return (output * (2 * torch.sigmoid(logit.view(output.shape).float()))).to(output.dtype)
+
+
+class Shift(AddedModule):
+    """Mixes a token's key (or value) with its predecessor's, by an amount a_t that depends on the data.
+
+        y_t = k_t + a_t (k_{t-1} - k_t),   a_t = gain_h sigmoid(w_h . x_t)
+
+    Gain and w start at 0: no shift, exactly. The first token of a document has no predecessor and stays as it is.
+    Shapes: states (B, T, Hkv, D); before (B, Hkv, D), the token before the first one, or None; joined (B, T) bool,
+    whether a token's predecessor belongs to its document, None if all but the first do; hidden_states (B, T, hidden).
+    Parameters: weight (Hkv, hidden), gain (Hkv,). Source: Lin et al. (ICLR 2025), section 3.3.
+    """
+
+    def __init__(self, hidden_size: int, num_kv_heads: int):
+        super().__init__()
+        self.weight = zeros(num_kv_heads, hidden_size)
+        self.gain = zeros(num_kv_heads)
+
+    def forward(self, states: Tensor, before: Tensor | None, joined: Tensor | None, hidden_states: Tensor) -> Tensor:
+        first = states[:, 0] if before is None else before
+        previous = torch.cat([first[:, None], states[:, :-1]], dim=1)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            amount = self.gain * torch.sigmoid(F.linear(hidden_states.float(), self.weight))
+            if joined is not None:
+                amount = amount * joined[..., None]
+            return torch.lerp(states.float(), previous.float(), amount[..., None]).to(states.dtype)
+
+
+def joined_tokens(attention_mask: Tensor | None, cu_seqlens: Tensor | None, hidden_states: Tensor) -> Tensor | None:
+    """(B, T) bool: whether the token before each of these T belongs to the same document and is visible to it.
+
+    None where that is so for all, except for a first token that has none before it.
+    """
+    batch, length = hidden_states.shape[:2]
+    if cu_seqlens is not None:
+        inside = torch.ones(batch * length + 1, dtype=torch.bool, device=cu_seqlens.device)
+        inside[cu_seqlens[:-1].long()] = False
+        return inside[:-1].view(batch, length)
+    if attention_mask is None or not attention_mask.numel():
+        return None
+    if attention_mask.dim() == 2:
+        seen = F.pad(attention_mask, (1, 0), value=False)
+        return attention_mask[:, -length:] & seen[:, -length - 1 : -1]
+    mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
+    mask = mask[:, 0].expand(batch, -1, -1)
+    own = mask.shape[-1] - 1 - mask.flip(-1).int().argmax(-1, keepdim=True)
+    return (mask.gather(-1, (own - 1).clamp_min(0)) & (own > 0))[..., 0]
+
+
+class ProjectedAttention:
+    """An attention module whose projections give shifted, normed states: `self` of the native forward for one call.
+
+    Adapters that wrap q_proj keep working, and every other attribute is the module's own.
+    """
+
+    def __init__(self, module: Any, call: GateCache, mask: Tensor | None, cu_seqlens: Tensor | None, shards: Any):
+        self._module, self._call, self._shards = module, call, shards
+        shifts = [x for x in (module.k_shift, module.v_shift) if x is not None]
+        if shifts and shards is None:
+            assert call.hidden_states is not None, "the mixin gives every call its hidden states"
+            before = call.previous(module.layer_idx, len(shifts), module.head_dim) or [None] * len(shifts)
+            self._before = dict(zip(map(id, shifts), before, strict=True))
+            self._joined = joined_tokens(mask, cu_seqlens, call.hidden_states)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def q_proj(self, hidden_states: Tensor) -> Tensor:
+        return self._queries(self._module.q_proj(hidden_states))
+
+    def k_proj(self, hidden_states: Tensor) -> Tensor:
+        return self._keys(self._module.k_proj(hidden_states))
+
+    def v_proj(self, hidden_states: Tensor) -> Tensor:
+        return self._shifted(self._module.v_shift, self._module.v_proj(hidden_states)).flatten(2)
+
+    def qkv_proj(self, hidden_states: Tensor) -> Tensor:
+        """A fused projection (Phi-3): queries, keys and values side by side."""
+        fused = self._module.qkv_proj(hidden_states)
+        keys = self._module.config.num_key_value_heads * self._module.head_dim
+        q, k, v = fused.split([fused.shape[-1] - 2 * keys, keys, keys], dim=-1)
+        q, k = self._queries(q), self._keys(k)  # before v: what a token carries is in this order
+        return torch.cat([q, k, self._shifted(self._module.v_shift, v).flatten(2)], dim=-1)
+
+    def _queries(self, flat: Tensor) -> Tensor:
+        norm = self._module.q_norm_fox
+        return flat if norm is None else norm(flat.unflatten(-1, (-1, self._module.head_dim))).flatten(2)
+
+    def _keys(self, flat: Tensor) -> Tensor:
+        keys = self._shifted(self._module.k_shift, flat)
+        return (keys if self._module.k_norm_fox is None else self._module.k_norm_fox(keys)).flatten(2)
+
+    def _shifted(self, shift: Any, flat: Tensor) -> Tensor:
+        states = flat.unflatten(-1, (-1, self._module.head_dim))
+        if shift is None:
+            return states
+        if self._shards is not None:  # a token's predecessor may lie in another process
+            return self._shards.shifted(shift, states, self._call.hidden_states, self._call.position_ids)
+        self._call.carried.append(states)
+        return shift(states, self._before[id(shift)], self._joined, self._call.hidden_states)
+
+
+# -- The rotary edit --
+def fades(inv_freq: list[float], spec: FoxFields, layer_idx: int) -> list[float]:
+    """Fade of each rotary pair of one layer: the factor on its frequency, from 1 (as in the base) to 0 (gone).
+
+    keep: all 1; drop: all 0; interpolate: see `interpolated`; partial: 1 where the wavelength 2 pi / inv_freq is at
+    most `max_wavelength` tokens; anneal: pairs that will go fade one after the other, lowest frequency first. A layer's
+    own `layer_max_wavelength` replaces the mode for that layer, and its `layer_pairs`, 1 for each named pair, both.
+    """
+    named, override = spec.layer_pairs.get(layer_idx), spec.layer_max_wavelength.get(layer_idx)
+    if named is not None:
+        if any(pair >= len(inv_freq) for pair in named):
+            raise ValueError(
+                f"layer_pairs names pair {max(named)} in layer {layer_idx}, which has pairs 0 to {len(inv_freq) - 1}"
+            )
+        return [float(pair in named) for pair in range(len(inv_freq))]
+    if override is not None:
+        return _up_to(inv_freq, override)
+    if spec.rope in ("keep", "drop"):
+        return [float(spec.rope == "keep")] * len(inv_freq)
+    if spec.rope == "interpolate":
+        return interpolated(inv_freq, spec.known("rope_length"), spec.known("rope_factor"))
+    dropped = spec.rope == "anneal" and spec.anneal_to == "drop"
+    target = [0.0] * len(inv_freq) if dropped else _up_to(inv_freq, spec.known("max_wavelength"))
+    if spec.rope == "anneal":
+        going = sorted((i for i, keep in enumerate(target) if not keep), key=lambda i: inv_freq[i])
+        progress = min(1.0, spec.annealed_tokens / spec.anneal_tokens) * len(going)
+        for rank, pair in enumerate(going):
+            target[pair] = min(1.0, max(0.0, 1.0 - (progress - rank)))
+    return target
+
+
+def interpolated(inv_freq: list[float], trained_length: float, factor: float) -> list[float]:
+    """Fades that stretch slow pairs: fade = g + (1 - g) / factor, g = clip((r - 1) / (32 - 1), 0, 1).
+
+    r = trained_length * inv_freq / (2 pi) is how often a pair turns within the trained length. Pairs that turn 32 times
+    or more stay. Those that turn less than once would meet unseen angles: they turn `factor` times slower.
+    Source: NTK-by-parts of YaRN (Peng et al., arXiv 2309.00071, section 3.2), alpha = 1, beta = 32, no temperature.
+    """
+    turns = [trained_length * w / (2 * math.pi) for w in inv_freq]
+    kept = [min(1.0, max(0.0, (r - 1.0) / (32.0 - 1.0))) for r in turns]
+    return [g + (1.0 - g) / factor for g in kept]
+
+
+def _up_to(inv_freq: list[float], max_wavelength: float) -> list[float]:
+    # 1e-6: a wavelength given back by the tool in rounded decimals must select the pair it was read from
+    return [1.0 if 2 * math.pi / w <= max_wavelength * (1 + 1e-6) else 0.0 for w in inv_freq]
+
+
+def layer_frequencies(rotary: Any, layer_type: str | None) -> tuple[Tensor, float]:
+    """(inverse frequencies, attention scaling) that a family's rotary module uses now for one layer type.
+
+    Read at each use: dynamic and longrope RoPE change them with the length of the text.
+    """
+    prefix = "" if hasattr(rotary, "inv_freq") else f"{layer_type}_"
+    return getattr(rotary, f"{prefix}inv_freq"), float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
+
+
+class RotaryFade(nn.Module):
+    """Edits a layer's (cos, sin): faded pairs turn by fade * angle, gone pairs not at all.
+
+    cos'_p = cos(fade_p * position * w_p), so a pair stays a rotation at every step of an annealing schedule. Gone
+    pairs keep the attention scaling that yarn and longrope put on cos, which is a temperature of the logits.
+
+    rotary is the family's module in the running model, where current frequencies are read; it is built again on the
+    CPU, since from_pretrained builds models on the meta device. siblings: the fades of all layers of the model.
+    Shapes: cos, sin (B, T, 2 P) for P pairs, halves stacked or interleaved as the family has it; position_ids (B, T).
+    """
+
+    derived: Any
+
+    def __init__(self, rotary: nn.Module, config: Any, layer_type: Any, spec: FoxFields, layer_idx: int, siblings: Any):
+        super().__init__()
+        self.layer_type, self.layer_idx = layer_type, layer_idx
+        self._rotary, self._siblings = [rotary], siblings  # in lists: these modules belong to the model
+        siblings.append(self)
+        with torch.device("cpu"):
+            twin = type(rotary)(config)
+            inv_freq, self.attention_scaling = layer_frequencies(twin, layer_type)
+            cos, _ = twin(torch.zeros(1), torch.tensor([[1]]), *([] if hasattr(twin, "inv_freq") else [layer_type]))
+            halves = torch.arange(len(inv_freq)).repeat(2)
+            interleaved = torch.arange(len(inv_freq)).repeat_interleave(2)
+            expected = (inv_freq.cos() * self.attention_scaling).to(cos.dtype)
+            self.stacked = torch.allclose(cos[0, 0], expected[halves])
+            self.channel_pair = (halves if self.stacked else interleaved).tolist()
+        self.inv_freq = inv_freq.tolist()
+        self.set(spec)
+
+    def set(self, spec: FoxFields) -> None:
+        """Takes the fades of `spec`, whose `annealed_tokens` may have moved."""
+        self.take(fades(self.inv_freq, spec, self.layer_idx))
+
+    def take(self, faded: list[float]) -> None:
+        self.fade = faded
+        self.kept = all(f == 1.0 for f in faded)
+        self.gone = all(f == 0.0 for f in faded)
+        self.skippable = self.gone and self.attention_scaling == 1.0  # applying the rotary would multiply by one
+        for each in self._siblings:
+            each.derived = {}  # what is worked out from the fades once
+
+    def forward(self, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.kept:
+            return cos, sin
+        if self.skippable:
+            return cos.new_ones(1).expand_as(cos), sin.new_zeros(1).expand_as(sin)
+        if cos.device not in self.derived:
+            pair = torch.tensor(self.channel_pair, device=cos.device)
+            self.derived[cos.device] = torch.tensor(self.fade, device=cos.device)[pair], pair
+        fade, pair = self.derived[cos.device]
+        inv_freq, scaling = layer_frequencies(self._rotary[0], self.layer_type)
+        if any(0.0 < f < 1.0 for f in self.fade):
+            if position_ids is None:
+                raise ValueError("annealing rotary pairs needs position_ids to reach the attention layer")
+            part = (fade > 0.0) & (fade < 1.0)
+            angle = position_ids[..., None].float() * (inv_freq.to(cos.device).float()[pair] * fade)
+            cos = torch.where(part, (angle.cos() * scaling).to(cos.dtype), cos)
+            sin = torch.where(part, (angle.sin() * scaling).to(sin.dtype), sin)
+        gone = fade == 0.0
+        return cos.masked_fill(gone, scaling), sin.masked_fill(gone, 0.0)
+
+
+# -- The cache --
+class GatedLayer:
+    """A transformers cache layer with the gates of its keys in a twin, a layer of the same class.
+
+    What happens to the keys (windows, beams, crops, offloading) happens to the twin, whose keys are log f (B, 1, S, H)
+    and whose values are the projections that key and value shift need of a token's predecessor, (B, 1, S, width).
+    `incoming` holds both for the tokens of the running call.
+    """
+
+    twin: Any
+    incoming: tuple[Tensor, list[Tensor]] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
+        log_f, carried = taken(self)
+        carried = [x.flatten(2) for x in carried] or [log_f[..., :0]]
+        values = torch.cat(carried, -1)[:, None].to(key_states.dtype)
+        gates, _ = self.twin.update(log_f[:, None], values, *args, **kwargs)
+        self.gates = gates[:, 0]
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+
+    def log_f(self) -> Tensor:
+        """(B, S, H) float32 of the keys that `update` returned."""
+        return self.gates
+
+    def cumulative(self) -> tuple[Tensor, Tensor]:
+        """c (B, H, S) in base 2, as two floats."""
+        return two_floats(summed(self.gates))
+
+    def previous(self, count: int, head_dim: int) -> list[Tensor] | None:
+        """`count` projections (B, Hkv, D) that the newest cached token carries, None where there is no token."""
+        held = self.twin.values.shape[2] if self.twin.is_initialized else 0
+        newest = min(int(self.get_seq_length()), held) - 1  # type: ignore[attr-defined]
+        if newest < 0:
+            return None
+        return list(self.twin.values[:, 0, newest].unflatten(-1, (count, -1, head_dim)).unbind(1))
+
+
+def _on_both(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(super(GatedLayer, self), name)(*args, **kwargs)
+        if self.twin.is_initialized:
+            getattr(self.twin, name)(*args, **kwargs)
+        return result
+
+    return method
+
+
+for _name in (
+    *("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"),
+    *("reset", "offload", "prefetch", "activate_past_recording"),
+):
+    setattr(GatedLayer, _name, _on_both(_name))
+
+GATED: dict[type, type] = {
+    layer: type(f"Gated{layer.__name__}", (GatedLayer, layer), {})
+    for layer in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+}
+
+
+def taken(layer: Any) -> tuple[Tensor, list[Tensor]]:
+    """What `incoming` of a gated layer holds; it is None afterwards."""
+    incoming, layer.incoming = layer.incoming, None
+    if incoming is None:
+        raise ValueError("this cache holds the forget gates of a converted model: give another model a new cache")
+    return incoming
+
+
+def gated_layer(cache: Any, layer_idx: int) -> Any:
+    """The cache's layer with gates, put in the place of an empty one of transformers."""
+    replicated = getattr(cache, "layer_class_to_replicate", None)
+    while replicated is not None and len(cache.layers) <= layer_idx:
+        cache.layers.append(replicated())
+    layer = cache.layers[layer_idx]
+    if hasattr(layer, "incoming"):
+        return layer
+    if type(layer) not in GATED:
+        raise ValueError(
+            f"a key/value cache of {type(layer).__name__} can't hold the forget gates beside its keys: "
+            'use the default cache, "static" or "offloaded"'
+        )
+    if layer.get_seq_length():
+        raise ValueError("the cache holds keys without forget gates (of another model): start with an empty one")
+    cache.layers[layer_idx] = with_gates(layer, cache)
+    return cache.layers[layer_idx]
+
+
+def with_gates(layer: Any, cache: Any) -> Any:
+    """An empty layer of transformers as a layer with gates."""
+    twin = copy.deepcopy(layer)
+    twin.is_initialized = False
+    gated = object.__new__(GATED[type(layer)])
+    gated.__dict__.update(vars(layer), twin=twin)
+    return gated
+
+
+class GateCache:
+    """One attention call's view of a transformers cache (or of none) that gives each key its gates.
+
+    hidden_states (B, T, hidden) entered the attention block; position_ids (B or 1, T), which native forwards don't all
+    pass on; carried: (B, T, Hkv, D) tensors that the next call will need; layer: the one `update` has appended to.
+    """
+
+    def __init__(self, cache: Any, log_f: Tensor, hidden_states: Tensor | None = None, position_ids: Any = None):
+        self._cache = cache
+        self.new_log_f = log_f
+        self.hidden_states, self.position_ids = hidden_states, position_ids
+        self.carried: list[Tensor] = []
+        self.layer: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    @property
+    def log_f(self) -> Tensor:
+        """(B, S, H) float32 for all keys that `update` returned."""
+        return self.new_log_f if self.layer is None else self.layer.log_f()
+
+    def cumulative(self) -> tuple[Tensor, Tensor]:
+        """log2(e) times the running sum of log_f, (B, H, S) as (rounded, what that lost)."""
+        return two_floats(summed(self.new_log_f)) if self.layer is None else self.layer.cumulative()
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        if self._cache is None:
+            return keys, values
+        self.layer = gated_layer(self._cache, layer_idx)
+        self.layer.incoming = self.new_log_f, self.carried
+        # Under autocast the rotary's float32 widens keys, which the attention takes in the values' dtype.
+        return self._cache.update(keys.to(values.dtype), values, layer_idx, *args, **kwargs)
+
+    def previous(self, layer_idx: int, count: int, head_dim: int) -> list[Tensor] | None:
+        """`count` projections (B, Hkv, D) of the newest cached token, None when the cache is empty."""
+        if self._cache is None:
+            return None
+        layer = gated_layer(self._cache, layer_idx)
+        if layer.get_seq_length() and getattr(self._cache, "offloading", False):
+            raise ValueError(
+                "key and value shift can't run with an offloaded cache: the previous token's keys may be in flight; "
+                'use the default cache or "static"'
+            )
+        return layer.previous(count, head_dim)
+
+
+# -- Attention --
+def fox_mask(
+    q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, attention_mask: Any = None, **kwargs: Any
+) -> Tensor | None:
+    """The mask function registered as "fox": None or a (B, S) padding mask where causality, a window and left
+    padding describe it fully; a 4D boolean mask for everything else (custom masks, holes, compiled static caches).
+    """
+    plain = kwargs.pop("allow_is_causal_skip", True) and not kwargs.get("use_vmap")
+
+    def full() -> Tensor | None:
+        places = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+        return sdpa_mask(**places, attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs)
+
+    if not plain or (isinstance(q_offset, Tensor) and torch.compiler.is_compiling()):
+        return full()
+    length = int(q_offset) + q_length - kv_offset  # keys that exist by now
+    if length > kv_length:
+        return full()
+    if attention_mask is None:
+        if length == kv_length:
+            return None
+        return torch.ones(kwargs["batch_size"], length, dtype=torch.bool, device=kwargs.get("device", "cpu"))
+    mask = attention_mask[:, kv_offset : kv_offset + length].bool()
+    if mask.shape[1] < length:
+        return full()
+    if length == kv_length and bool(mask.all()):
+        return None
+    # Trailing padding is out of sight of every real query (causality); a gap in between is not.
+    seen = mask.cumsum(1)
+    gap = ~mask & (seen > 0) & (seen < seen[:, -1:])
+    trailing = ~mask[:, -q_length:].any(1) if q_length < length else mask.new_zeros(len(mask))
+    return full() if bool(gap.any() | trailing.any()) else mask
+
+
+def first_visible(mask: Tensor) -> Tensor:
+    """(B,) int32: index of the first True of each row, the row's length where there is none."""
+    first = mask.view(torch.uint8).argmax(1)
+    return torch.where(mask.any(1), first, mask.shape[1]).to(torch.int32)
+
+
+class Call(NamedTuple):
+    """What a layer attends with.
+
+    query (B, H, T, D); key, value (B, Hkv, S, D), the queries being the last T of the S positions; seq_start (B,) the
+    first visible position of each row; mask (B, 1, T, S), anything; cu_seqlens (N + 1,) over flattened tokens; options:
+    scale, window, sink, softcap, prune, horizon.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gates: GateCache
+    seq_start: Tensor | None
+    mask: Tensor | None
+    cu_seqlens: Tensor | None
+    options: dict[str, Any]
+
+
+def attend(call: Call) -> Tensor:
+    """(B, T, H, D): the attention of a layer by the backend that `choose` names."""
+    backend, _ = choose(call)
+    return BACKENDS[backend](call)
+
+
+def choose(call: Call) -> tuple[str, str]:
+    """(name of a backend in BACKENDS, the reason): what computes a layer's attention."""
+    query, key = call.query, call.key
+    if call.mask is not None:
+        return "bias", "the mask is one that only a bias can hold"
+    if call.cu_seqlens is not None:
+        return "operator", "documents are packed"
+    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    most = SHORT_SCORES << 8 if query.shape[2] == 1 else SHORT_SCORES  # one query's bias is smaller than its keys
+    scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+    if query.device.type == "cpu" and not trains and scores <= most:
+        return "bias", "the score matrix is small"
+    return "operator", "nothing else is faster"
+
+
+def by_bias(call: Call) -> Tensor:
+    """torch's SDPA with the decay as a bias."""
+    length, mask, window = call.key.shape[2], call.mask, call.options["window"]
+    single = call.query.shape[2] == 1 and call.seq_start is None and (window is None or window >= length)
+    if mask is None and not single:
+        queries = torch.arange(length - call.query.shape[2], length, device=call.query.device)
+        mask = visible_keys(queries, length, None if call.seq_start is None else call.seq_start[:, None], window)
+    options = {name: call.options[name] for name in ("scale", "sink", "softcap", "horizon")}
+    c = tuple(x[..., :length] for x in call.gates.cumulative())
+    return masked_attention(call.query, call.key, call.value, c, mask, **options)  # type: ignore[arg-type]
+
+
+def by_operator(call: Call) -> Tensor:
+    """The operator `forgetting_attention`."""
+    q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+    batch, length = k.shape[:2]
+    log_f = call.gates.log_f[:, :length]
+    if call.cu_seqlens is None:
+        return forgetting_attention(q, k, v, log_f, seq_start=call.seq_start, **call.options)
+    q, k, v, log_f = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, log_f))
+    out = forgetting_attention(q, k, v, log_f, cu_seqlens=call.cu_seqlens, **call.options)
+    return out.view(batch, length, *out.shape[2:])
+
+
+BACKENDS: dict[str, Callable[[Call], Tensor]] = {"bias": by_bias, "operator": by_operator}
+
+
+def attend_locally(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens: Any, options: dict[str, Any]) -> Tensor:
+    """The attention of tensors that are whole rows, all on this device; shapes as in `Call`."""
+    return attend(Call(q, k, v, GateCache(None, log_f), None, None, cu_seqlens, options))
+
+
+def scale_by_position(query: Tensor, trained: int, position_ids: Tensor | None, num_keys: int) -> Tensor:
+    """Scales the query of position i by max(1, ln(i + 1) / ln(trained))."""
+    if position_ids is None:
+        position_ids = torch.arange(num_keys - query.shape[2], num_keys, device=query.device)[None]
+    factor = (torch.log(position_ids.float() + 1) / torch.log(torch.tensor(float(trained)))).clamp_min(1.0)
+    return query * factor[:, None, :, None].to(query.dtype)
+
+
+class FoxMixin(nn.Module):
+    """`class FoxLlamaAttention(FoxMixin, LlamaAttention)`: the native attention, its logits decayed by gates.
+
+    s_ij = scale * q_i.k_j + (c_i - c_j), c the running sum of log f (Lin et al., ICLR 2025, eq. 3). The native
+    forward keeps its projections, biases, QK-norm, windows and multipliers; this mixin adds the gates, edits
+    (cos, sin), and stores the gates in the cache beside the keys.
+
+    `mode` chooses the form: "fox"; "open" (log f = 0, the rest as fox); "shuffled" (gates permuted over heads);
+    "original" (no gates, all rotary pairs, no added parts: the base model's attention through the same operator).
+    """
+
+    native_forward: Any  # the base class's forward, a plain function
+    forget_gate: Any  # this and the others: None where the spec, or the base's layer, has none
+    rotary_fade: Any
+    output_norm: Any
+    output_gate: Any
+    config: Any
+    layer_idx: int
+    head_dim: int
+
+    def add_fox(self, config: Any, spec: FoxFields, fade: RotaryFade | None) -> None:
+        """Adds the new modules to a freshly built native attention; `fade` is None for a layer without RoPE."""
+        if not getattr(self, "is_causal", True):
+            raise ValueError("bidirectional attention can't forget: gates need a causal model")
+        heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+        self.mode = "fox"
+        self.log_n, self.prune, self.horizon, self.sink_tokens = spec.log_n, spec.prune, spec.horizon, spec.sink_tokens
+        self.num_fox_heads = heads
+        self.forget_gate = None if spec.gate == "none" else ForgetGate(hidden, heads, spec)
+        eps, parts = getattr(config, "rms_norm_eps", 1e-6), spec.pro
+        norm = "qk-norm" in parts and not hasattr(self, "q_norm")  # a family's own QK-norm takes its place
+        self.q_norm_fox = HeadNorm(heads, self.head_dim, eps) if norm else None
+        self.k_norm_fox = HeadNorm(kv_heads, self.head_dim, eps) if norm else None
+        self.k_shift = Shift(hidden, kv_heads) if "k-shift" in parts else None
+        self.v_shift = Shift(hidden, kv_heads) if "v-shift" in parts else None
+        self.output_norm = HeadNorm(heads, self.head_dim, eps) if "output-norm" in parts else None
+        self.output_gate = OutputGate(hidden, heads, self.head_dim) if "output-gate" in parts else None
+        self.projects = any(x is not None for x in (self.q_norm_fox, self.k_norm_fox, self.k_shift, self.v_shift))
+        self.rotary_fade = fade
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None,
+        past_key_values: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        cache = kwargs.pop("cache", past_key_values)
+        refuse_other_attention(self.config, cache, kwargs)
+        hidden_tokens = kwargs.pop("hidden_tokens", None)
+        return self.run(hidden_states, position_embeddings, attention_mask, cache, hidden_tokens, kwargs)
+
+    def run(
+        self, hidden_states: Tensor, cos_sin: Any, attention_mask: Any, cache: Any, hidden_tokens: Any, kwargs: Any
+    ) -> Any:
+        """The native forward with gates, an edited rotary embedding, and the Pro parts in its projections."""
+        log_f = self.log_f(hidden_states)
+        if hidden_tokens is not None:
+            log_f = log_f.masked_fill(hidden_tokens[..., None], 0.0)
+        gates = GateCache(cache, log_f, hidden_states, kwargs.get("position_ids"))
+        stand_in: Any = self
+        if self.mode != "original":
+            if cos_sin is not None and self.rotary_fade is not None:
+                cos_sin = self.rotary_fade(*cos_sin, kwargs.get("position_ids"))
+            if self.projects:
+                told = kwargs.get("cu_seqlens"), kwargs.get("shards")
+                stand_in = ProjectedAttention(self, gates, attention_mask, *told)
+        given = {"position_embeddings": cos_sin, "attention_mask": attention_mask, CACHE: gates, **kwargs}
+        return self.native_forward(stand_in, hidden_states, gates=gates, **given)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+        dropout: float = 0.0, *, gates: GateCache, cu_seqlens: Tensor | None = None, shards: Any = None,
+        sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """The attention function that the native forward calls: (B, T, H, D), and no attention weights.
+
+        attention_mask: None; (B, S) bool, False on left padding (a mask shorter than the keys cuts a static cache to
+        its filled part); or (B, 1, T, S) bool, anything. shards: see `FoxModelMixin.forward`. The rest is as in `Call`.
+        """
+        if dropout or s_aux is not None:
+            raise ValueError(
+                "Forgetting Attention has no attention dropout and no sinks as parameters (s_aux): set "
+                f"attention_dropout to 0 (got {dropout}), use fox.sink_tokens"
+            )
+        # Under autocast the rotary's float32 (cos, sin) widen q and k but not v.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        if self.log_n is not None and self.mode != "original":
+            seen = key.shape[2] if gates.layer is None else int(gates.layer.get_seq_length())
+            position_ids = gates.position_ids
+            if position_ids is None and gates.layer is not None:
+                position_ids = getattr(gates.layer, "position", None)
+            query = scale_by_position(query, self.log_n, position_ids, seen)
+        options: dict[str, Any] = {
+            "scale": scaling,
+            "window": sliding_window,
+            "sink": self.sink_tokens if sliding_window is None else 0,  # a window hides them from later queries
+            "softcap": softcap,
+            "prune": None if self.mode == "original" else self.prune,
+            "horizon": self.horizon if self.mode in ("fox", "shuffled") else None,
+        }
+        seq_start = mask = None
+        if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
+            mask = attention_mask
+        elif attention_mask is not None and attention_mask.dim() == 2:
+            length, seq_start = min(key.shape[2], attention_mask.shape[1]), first_visible(attention_mask)
+            key, value = key[:, :, :length], value[:, :, :length]
+        if shards is None:
+            output = attend(Call(query, key, value, gates, seq_start, mask, cu_seqlens, options))
+        else:
+            output = shards.attend(query, key, value, gates.log_f, options, attend_locally)
+        return (output if self.mode == "original" else self.finish(output, gates.hidden_states)), None
+
+    def finish(self, output: Tensor, hidden_states: Tensor | None) -> Tensor:
+        """Output norm and output gate on the attention's output (B, T, H, D), where the spec has them."""
+        if self.output_norm is not None:
+            output = self.output_norm(output)
+        return output if self.output_gate is None else self.output_gate(output, hidden_states)
+
+    def log_f(self, hidden_states: Tensor) -> Tensor:
+        """log f (B, T, H) float32 in the current mode."""
+        if self.forget_gate is None or self.mode in ("open", "original"):
+            return hidden_states.new_zeros((*hidden_states.shape[:-1], self.num_fox_heads), dtype=torch.float32)
+        log_f = self.forget_gate(hidden_states)
+        return log_f.roll(log_f.shape[-1] // 2, dims=-1) if self.mode == "shuffled" else log_f
+
+
+def fox_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """The attention function registered as "fox": `FoxMixin.attend` of the module, whichever file that comes from."""
+    if kwargs.get("gates") is None:
+        raise ValueError(
+            f"the attention function 'fox' needs a converted model: no forget gates reached this "
+            f"{type(module).__name__}. Where a trainer loads its reference by the model's path (TRL), give it "
+            "ref_model=copy.deepcopy(model), or save the converted model and train what retrofox.load opens"
+        )
+    return module.attend(*args, **kwargs)
+
+
+def refuse_paged(cache: Any) -> None:
+    if cache is not None and not hasattr(cache, "get_seq_length"):
+        raise ValueError(PAGED)
+
+
+def refuse_other_attention(config: Any, cache: Any, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for everything that would run a layer with an attention that has no gates."""
+    if config._attn_implementation != "fox":
+        raise ValueError(ignores_gates(config._attn_implementation))
+    refuse_paged(cache)
+    if "is_causal" in kwargs:
+        raise ValueError(
+            "accelerate's own context parallelism splits the sequence without the forget gates: `retrofox train` has "
+            "one that moves them (parallel: {context: N}, or the same cp_size); elsewhere use FSDP or DDP"
+        )
+    if ALL_ATTENTION_FUNCTIONS["fox"].__name__ != "fox_attention":
+        raise ValueError(
+            "the attention function 'fox' was replaced (DeepSpeed sequence parallelism does that), which would leave "
+            "out the forget gates: train without sequence parallelism"
+        )
+
+
+def ignores_gates(attention: str) -> str:
+    return (
+        f"attn_implementation={attention!r} would silently ignore the forget gates; "
+        'load the model with attn_implementation="fox" (the default)'
+    )
+
+
+AttentionInterface.register("fox", fox_attention)
+AttentionMaskInterface.register("fox", fox_mask)
+
+
+# -- Models --
 class FoxPreTrained:
     """Mixin of the Fox classes, beside their base's PreTrainedModel: float32 gates, one attention, own code on disk."""
 
@@ -77,14 +817,9 @@ class FoxPreTrained:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, and never with tensors that the checkpoint lacks.
-
-        Raises:
-            ValueError: a tensor is missing, or an added one is not finite; or tensor parallelism, which splits
-                an attention's heads, not their gates.
-        """
-        parallel = kwargs.get("distributed_config") or {}
-        asked = {**(parallel if isinstance(parallel, dict) else vars(parallel)), **kwargs}
+        """As in transformers, and never with tensors that the checkpoint lacks."""
+        parallel: Any = kwargs.get("distributed_config") or {}
+        asked = {**getattr(parallel, "__dict__", parallel), **kwargs}
         if asked.get("tp_plan") or (asked.get("tp_size") or 1) > 1:
             raise ValueError(
                 "tensor parallelism (tp_plan, tp_size) splits the heads of attention without their forget gates: load "
@@ -92,102 +827,45 @@ class FoxPreTrained:
             )
         told = kwargs.pop("output_loading_info", False)
         model, loaded = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
-        _check_added(model, loaded["missing_keys"])
+        _check_complete(loaded["missing_keys"])
         return (model, loaded) if told else model
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
-        """Raises ValueError: continuous batching has a cache without gates."""
         raise ValueError(PAGED)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention not in (None, "fox"):
-            raise ValueError(
-                f"attn_implementation={requested_attention!r} would silently ignore the forget gates; "
-                'a converted model runs with attn_implementation="fox" (the default)'
-            )
+            raise ValueError(ignores_gates(requested_attention))
         return "fox"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, AddedModule):
-            for name, value in module.initial_values().items():
-                init.copy_(getattr(module, name), value)  # leaves loaded tensors alone
+            for tensor in (*module.parameters(), *module.buffers()):
+                init.constant_(tensor, module.start)  # leaves loaded tensors alone
         else:
             super()._init_weights(module)  # type: ignore[misc]
-
-    def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        """Greedy decoding and sampling of `generate`, from a captured step where it can be; see `captured.decode`."""
-        return decode(self, super()._sample, *args, **kwargs)  # type: ignore[misc]
-
-    def set_annealed_tokens(self, tokens: int) -> None:
-        """Moves the rotary dial of an annealing model to `tokens` training tokens; saved with the config."""
-        self.config.fox["annealed_tokens"] = int(tokens)
-        spec = FoxFields.read(self.config.fox)
-        for module in self.modules():  # type: ignore[attr-defined]
-            if isinstance(module, FoxMixin) and module.rotary_fade is not None:
-                module.rotary_fade.set(spec)
-
-    def calibrate_norms(self, batches: Iterable[torch.Tensor]) -> dict[str, list[float]]:
-        """Sets the gains of added QK-norms and output norms from a text; see `pro.calibrate_norms`."""
-        return calibrate_norms(self, batches)  # type: ignore[arg-type]
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """As in transformers, and the remote code beside the weights."""
         self.config.auto_map = auto_map(self.config.model_type)
-        kept: Any = getattr(self, "generation_config", None)
-        try:
-            self.generation_config = kept if kept is None else _savable(kept)
-            super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.generation_config = kept
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
             write_remote_code(Path(save_directory))
 
 
-def _check_added(model: nn.Module, missing: Iterable[str]) -> None:
-    """Raises ValueError where tensors were not in a checkpoint, or added ones came out of it as NaN or infinity."""
-    lost = sorted(name for name in missing if set(name.split(".")) & set(NEW_MODULES))
+def _check_complete(missing: Iterable[str]) -> None:
+    lost = sorted(missing, key=lambda name: (not set(name.split(".")) & set(NEW_MODULES), name))
     if lost:
         raise ValueError(
-            f"the checkpoint lacks {len(lost)} of the tensors that its conversion added, such as {lost[0]}: it is "
-            "incomplete and would run without them; download it, or convert its base, again"
+            f"the checkpoint lacks {len(lost)} of its model's tensors, such as {lost[0]}: it is incomplete and would "
+            "run with others in their place; download it, convert its base, or save the whole model, again"
         )
-    others = sorted(missing)
-    if others:
-        raise ValueError(
-            f"the checkpoint lacks {len(others)} of its model's tensors, such as {others[0]}: it would run with random "
-            "numbers in their place; download it again, or save the whole model with its head"
-        )
-    for name, tensor in model.state_dict().items():
-        if set(name.split(".")) & set(NEW_MODULES) and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
-            raise ValueError(
-                f"the checkpoint has NaN or infinity in {name}: take one from before, or train again with a lower "
-                "learning rate"
-            )
-
-
-def _savable(config: Any) -> Any:
-    """A generation config as it is or, where transformers refuses to save it, a copy without the fields it ignores.
-
-    Published checkpoints have temperatures without do_sample, and -1 for no padding token; most versions of
-    transformers then refuse to save the model at all.
-    """
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(ValueError):
-        config.save_pretrained(folder)
-        return config
-    config = copy.deepcopy(config)
-    if not config.do_sample:
-        for name in SAMPLING:
-            setattr(config, name, None)
-    if (config.pad_token_id or 0) < 0:
-        config.pad_token_id = None
-    return config
 
 
 def write_remote_code(directory: Path) -> None:
-    """Copies the flat model files into a checkpoint directory."""
-    for name in REMOTE_FILES:
-        shutil.copyfile(Path(__file__).parent / name, directory / name)
+    """Writes this file, and those it imports, into a checkpoint directory as transformers does for custom code."""
+    custom_object_save(FoxMixin, directory)
 
 
 def auto_map(model_type: str) -> dict[str, str]:
@@ -205,51 +883,33 @@ def _install(model: Any, config: Any) -> None:
     if config.fox is None:
         raise ValueError("config.fox is missing: this is not a converted checkpoint (run `retrofox convert` first)")
     spec = FoxFields.read(config.fox)
-    rotates_if, fades = ROTATES_IF.get(config.model_type.removeprefix("fox_")), Fades()
+    rotates_if, siblings = ROTATES_IF.get(config.model_type.removeprefix("fox_")), []
     for layer in model.layers:
         native = layer.self_attn
-        attention = _attention_class(type(native))(config=config, layer_idx=native.layer_idx)
+        attention = attention_class(type(native))(config=config, layer_idx=native.layer_idx)
         fade = None
         if rotates_if is None or rotates_if(native):
             layer_types = getattr(config, "layer_types", None)
             layer_type = layer_types[native.layer_idx] if layer_types else None
-            fade = RotaryFade(model.rotary_emb, config, layer_type, spec, native.layer_idx, fades)
+            fade = RotaryFade(model.rotary_emb, config, layer_type, spec, native.layer_idx, siblings)
         attention.add_fox(config, spec, fade)
         layer.self_attn = attention
 
 
-_attention_classes: dict[type, type] = {}
-
-
-def _attention_class(native: type) -> type:
-    if native not in _attention_classes:
-        forward: Any = inspect.unwrap(native.forward)  # type: ignore[attr-defined]
-        body = {
-            "__module__": __name__,
-            "native_forward": forward,
-            "unrotated_forward": with_rotary(forward, unrotated),
-            "fused_forward": fused_forward(forward),
-            "plain_forward": is_plain(forward),
-        }
-        _attention_classes[native] = type(f"Fox{native.__name__}", (FoxMixin, native), body)
-    return _attention_classes[native]
+@functools.cache
+def attention_class(native: Any) -> type:
+    body = {"__module__": __name__, "native_forward": staticmethod(inspect.unwrap(native.forward))}
+    return type(f"Fox{native.__name__}", (FoxMixin, native), body)
 
 
 class FoxModelMixin(FoxPreTrained):
     """Base of the inner models: the native forward, told where documents start."""
 
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        shards: Any = None,
-        **kwargs: Any,
-    ):
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: Any = None, inputs_embeds: Tensor | None = None, use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None, shards: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """As the base model's forward; packed documents by restarting position_ids or by `cu_seqlens`.
 
         Tokens that a 2D attention mask hides don't decay what lies before them: their log f is 0.
@@ -257,16 +917,11 @@ class FoxModelMixin(FoxPreTrained):
         Args:
             past_key_values: the cache; `cache`, as transformers calls it from 5.24 on, says the same.
             position_ids: (B, T); where they restart, p[t + 1] <= p[t], a new document starts, unless there is a cache.
-                Positions that skip forward stay in their document. None = counted from each document's start where
-                `cu_seqlens` tells it.
-            cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included;
-                `cu_seq_lens_q` and `cu_seq_lens_k`, as transformers and TRL call them, say the same.
+                Positions that skip forward stay in their document. None = counted from each document's start.
+            cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included; or
+                `cu_seq_lens_q` and `cu_seq_lens_k`, as TRL calls them.
             shards: what this process holds of rows that several processes share, and how attention finds the rest
                 (`retrofox.parallel.shards.Shards`); it knows the documents, position_ids count from their starts.
-
-        Raises:
-            ValueError: cu_seqlens together with a mask that hides tokens or a filled cache; cu_seq_lens that differ; a
-                mask with a hole inside a packed document; shards with any of these.
         """
         if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
             raise ValueError("Forgetting Attention never forms attention weights: output_attentions must be False")
@@ -275,69 +930,58 @@ class FoxModelMixin(FoxPreTrained):
         past = 0 if cache is None else int(cache.get_seq_length())
         cu_seqlens = _told_documents(cu_seqlens, kwargs)
         source: Any = input_ids if input_ids is not None else inputs_embeds
-        length = source.shape[1]
+        batch, length = source.shape[:2]
         hidden = _hidden_tokens(attention_mask, past, length)
-        flat = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2)
+        padded = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+        flat = attention_mask is None or padded
         if cu_seqlens is not None and (past or hidden is not None or not flat):
             raise ValueError("cu_seqlens (packed documents) excludes a mask that hides tokens and a filled cache")
+        # A 4D mask is taken as ready-made by every family; an empty one says that cu_seqlens or shards tell it all.
+        no_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=source.device)
         if shards is not None:
-            if attention_mask is not None or cu_seqlens is not None or cache is not None or use_cache:
-                raise ValueError("rows shared between processes take position_ids only: no mask, cu_seqlens or cache")
-            if position_ids is None:
-                raise ValueError("rows shared between processes need position_ids, counted from each document's start")
-            kwargs["shards"], use_cache = shards, False
-            attention_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=position_ids.device)
+            if attention_mask is not None or cu_seqlens is not None or cache is not None or position_ids is None:
+                raise ValueError(
+                    "rows shared between processes take position_ids, counted from each document's start, and no "
+                    "mask, cu_seqlens or cache"
+                )
+            kwargs["shards"], use_cache, attention_mask, flat = shards, False, no_mask, False
         if cu_seqlens is None and flat and position_ids is not None and cache is None:
-            cu_seqlens = _document_starts(position_ids, source.shape[0], hidden)
+            cu_seqlens = _document_starts(position_ids, batch, hidden)
             if attention_mask is None:  # transformers takes positions that skip for documents where it gets no mask
-                attention_mask = torch.ones(source.shape[:2], dtype=torch.bool, device=source.device)
+                attention_mask = torch.ones(batch, length, dtype=torch.bool, device=source.device)
         if position_ids is None and cu_seqlens is not None:
-            position_ids = _positions_in_documents(cu_seqlens, *source.shape[:2])
-        padded = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2
-        if cu_seqlens is None and position_ids is None and padded and self.config.fox["log_n"] is not None:
+            position_ids = _positions_in_documents(cu_seqlens, batch, length)
+        if position_ids is None and padded and self.config.fox["log_n"] is not None:
             # A rotary angle can count from the padding on, the logit scaling of a position can't.
-            position_ids = (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, -source.shape[1] :]  # type: ignore
+            position_ids = (attention_mask.long().cumsum(1) - 1).clamp_min(0)[:, -length:]  # type: ignore[union-attr]
         if cu_seqlens is not None:
-            # A 4D mask is taken as ready-made by every family; an empty one says that cu_seqlens tells it all.
-            attention_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=cu_seqlens.device)
-            kwargs["cu_seqlens"] = cu_seqlens.to(torch.int32)
+            attention_mask, kwargs["cu_seqlens"] = no_mask, cu_seqlens.to(torch.int32)
         if hidden is not None:
             kwargs["hidden_tokens"] = hidden
-        return super().forward(  # type: ignore[misc]
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **{CACHE: cache},
-            **kwargs,
-        )
+        given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "use_cache": use_cache, CACHE: cache}
+        return super().forward(attention_mask=attention_mask, position_ids=position_ids, **given, **kwargs)  # type: ignore[misc]
 
 
-def _told_documents(cu_seqlens: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """`cu_seqlens`, or what transformers' names for it say; these leave `kwargs`.
-
-    Raises:
-        ValueError: they differ, or queries and keys have documents of their own.
-    """
-    told = [x for x in (cu_seqlens, *(kwargs.pop(f"cu_seq_lens_{of}", None) for of in "qk")) if x is not None]
+def _told_documents(cu_seqlens: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
+    """`cu_seqlens`, or what transformers' names for it say; these leave `kwargs`."""
     for of in "qk":
         kwargs.pop(f"max_length_{of}", None)
+    told = [x for x in (cu_seqlens, *(kwargs.pop(f"cu_seq_lens_{of}", None) for of in "qk")) if x is not None]
     if any(not torch.equal(told[0], x.to(told[0])) for x in told[1:]):
         raise ValueError("cu_seqlens, cu_seq_lens_q and cu_seq_lens_k must name the same documents: give one of them")
     return told[0] if told else None
 
 
-def _hidden_tokens(attention_mask: Any, past: int, length: int) -> torch.Tensor | None:
+def _hidden_tokens(attention_mask: Any, past: int, length: int) -> Tensor | None:
     """(B, T) bool: which of the newest T tokens a 2D mask hides; None where it hides none, or is no 2D mask."""
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2:
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         return None
     start = past if attention_mask.shape[1] >= past + length else attention_mask.shape[1] - length
     hidden = ~attention_mask[:, start : start + length].bool()
     return hidden if bool(hidden.any()) else None
 
 
-def _document_starts(position_ids: torch.Tensor, batch: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
+def _document_starts(position_ids: Tensor, batch: int, hidden: Tensor | None) -> Tensor | None:
     """cu_seqlens (N + 1,) int32 over flattened tokens where positions restart; None if rows are whole.
 
     Hidden tokens (B, T) beside documents become documents of their own, which nothing else sees.
@@ -352,17 +996,16 @@ def _document_starts(position_ids: torch.Tensor, batch: int, hidden: torch.Tenso
         return None
     if hidden is not None:
         ends = hidden[:, 1:] != hidden[:, :-1]
-        inside = ends & ~hidden[:, 1:] & (text[:, :-1] > 0) & ~restart
-        if bool(inside.any()):
+        if bool((ends & ~hidden[:, 1:] & (text[:, :-1] > 0) & ~restart).any()):
             raise ValueError(
                 "attention_mask hides tokens within a packed document: leave them out, or give a 4D attention mask"
             )
         restart = restart | ends
-    starts = torch.nn.functional.pad(restart, (1, 0), value=True).flatten().nonzero()[:, 0]
-    return torch.nn.functional.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
+    starts = F.pad(restart, (1, 0), value=True).flatten().nonzero()[:, 0]
+    return F.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
 
 
-def _positions_in_documents(cu_seqlens: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+def _positions_in_documents(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
     """(B, T) int64: each token's place in its document."""
     token = torch.arange(batch * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.searchsorted(cu_seqlens, token, right=True) - 1
@@ -371,10 +1014,9 @@ def _positions_in_documents(cu_seqlens: torch.Tensor, batch: int, length: int) -
 
 def make_classes(model_type: str) -> tuple[type, type]:
     """(Fox<Family>Model, Fox<Family>ForCausalLM) for a base model_type such as "llama"."""
-    base_config = CONFIG_MAPPING[model_type]
+    base_config, prefix = CONFIG_MAPPING[model_type], SUPPORTED[model_type]
     native_lm: Any = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
     native: Any = MODEL_MAPPING[base_config]
-    prefix = SUPPORTED[model_type]
     config_class = getattr(configuration_fox, f"Fox{prefix}Config")
     checkpoint_names = get_checkpoint_conversion_mapping(model_type)
     if checkpoint_names is not None:  # how the base's checkpoints fit its modules (fused experts) holds here too
@@ -385,16 +1027,14 @@ def make_classes(model_type: str) -> tuple[type, type]:
         _install(self, config)
         native.post_init(self)
 
-    body = {"config_class": config_class, "__module__": __name__, "__init__": init_model}
-    inner: Any = type(f"Fox{prefix}Model", (FoxModelMixin, native), body)
-
     def init_lm(self: Any, config: Any) -> None:
         native_lm.__init__(self, config)
         setattr(self, self.base_model_prefix, inner(config))
         native_lm.post_init(self)
 
-    body = {"config_class": config_class, "__module__": __name__, "__init__": init_lm}
-    return inner, type(f"Fox{prefix}ForCausalLM", (FoxPreTrained, native_lm), body)
+    body = {"config_class": config_class, "__module__": __name__}
+    inner: Any = type(f"Fox{prefix}Model", (FoxModelMixin, native), {**body, "__init__": init_model})
+    return inner, type(f"Fox{prefix}ForCausalLM", (FoxPreTrained, native_lm), {**body, "__init__": init_lm})
 
 
 def __getattr__(name: str) -> type:
@@ -402,9 +1042,17 @@ def __getattr__(name: str) -> type:
     for model_type, prefix in SUPPORTED.items():
         if name == f"Fox{prefix.removesuffix('Text')}Attention":
             native: Any = MODEL_MAPPING[CONFIG_MAPPING[model_type]]
-            return _attention_class(getattr(sys.modules[native.__module__], name.removeprefix("Fox")))
+            return attention_class(getattr(sys.modules[native.__module__], name.removeprefix("Fox")))
         if name in (f"Fox{prefix}Model", f"Fox{prefix}ForCausalLM"):
             inner, lm = make_classes(model_type)
             globals()[inner.__name__], globals()[lm.__name__] = inner, lm
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+try:  # the one place where the installed package comes in
+    from retrofox.acceleration import attach
+except ImportError:
+    logging.getLogger(__name__).warning("retrofox is not installed: Forgetting Attention takes its slow path")
+else:
+    attach(sys.modules[__name__])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from retrofox.anatomy import attentions, causal_lm, is_converted
+from retrofox.anatomy import attentions, causal_lm, is_converted, sliding_window
 from retrofox.config import Recipe
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.parallel.layout import Degrees, degrees
@@ -134,7 +134,7 @@ def refuse_sharing(model: Any, length: int, split: Degrees, name: str = "context
             f"{name}: the ring doesn't mask keys beyond fox.horizon yet. Take a {name} that divides the "
             f"{key_value_heads(config)} key/value heads (there is no ring then)"
         )
-    windows = {module.window for _, module in attentions(causal_lm(model)) if module.window is not None}
+    windows = {window for _, module in attentions(causal_lm(model)) if (window := sliding_window(module)) is not None}
     if split.ring > 1 and windows and min(windows) < chunk:
         raise ValueError(
             f"{name}: a sliding window of {min(windows)} tokens is smaller than the ring's pieces ({chunk}), "

@@ -68,7 +68,7 @@ class Paged:
 
 
 def log_f_of(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """log sigmoid(W x + b) (T, H) float32 of hidden states (T, K), as `retrofox.model.gates.ForgetGate` in a kernel."""
+    """log sigmoid(W x + b) (T, H) float32 of hidden states (T, K), as a `ForgetGate` in a kernel."""
     if 0 < hidden_states.shape[0] <= FEW:
         return gate_rows(hidden_states.contiguous(), weight, bias)
     return gate_and_logit(hidden_states, weight, bias)[0]

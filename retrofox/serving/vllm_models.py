@@ -22,7 +22,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 
-from retrofox.anatomy import attentions, on_meta
+from retrofox.anatomy import attentions, exempt_tokens, on_meta, sliding_window
 from retrofox.families import unconverted_config
 from retrofox.fox_spec import FoxSpec
 from retrofox.model.configuration_fox import SUPPORTED
@@ -160,7 +160,7 @@ class Attend:
     __call__ = forward
 
     def _log_f(self) -> torch.Tensor:
-        """log f (T, H) float32, as `retrofox.model.gates.ForgetGate` computes it."""
+        """log f (T, H) float32, as `retrofox.model.modeling_fox.ForgetGate` computes it."""
         gate = self.module.forget_gate
         if not hasattr(gate, "weight"):
             return F.logsigmoid(gate.bias).expand(self.hidden_states.shape[0], -1)
@@ -168,7 +168,7 @@ class Attend:
 
 
 def _head_norm(flat: torch.Tensor, norm: Any) -> torch.Tensor:
-    """(..., heads * D), each head divided by its RMS and times its gain, as `retrofox.model.pro.HeadNorm` does."""
+    """(..., heads * D), each head divided by its RMS and times its gain, as a `HeadNorm` does."""
     wide = flat.float().view(-1, *norm.gain.shape)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.gain
     return normed.to(flat.dtype).view(flat.shape)
@@ -208,9 +208,9 @@ def _on_meta(config: Any) -> Any:
 
 def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -> None:
     native: Attention = module.attn
-    if (native.sliding_window or None) != wanted.window:
+    if (native.sliding_window or None) != sliding_window(wanted):
         raise ValueError(
-            f"layer {wanted.layer_idx} has a sliding window of {wanted.window} tokens, vLLM gives it one of "
+            f"layer {wanted.layer_idx} has a sliding window of {sliding_window(wanted)} tokens, vLLM gives it one of "
             f"{native.sliding_window}"
         )
     config = wanted.config
@@ -221,12 +221,12 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
     fox = types.SimpleNamespace(
         head_dim=native.head_size,
         log_n=spec.log_n,
-        exempt_tokens=wanted.exempt_tokens,
+        exempt_tokens=exempt_tokens(wanted),
         room=None,
         tables=None,
     )
     if wanted.forget_gate is not None:
-        module.attn = with_gates(native, module.forget_gate, wanted.exempt_tokens, spec.prune)
+        module.attn = with_gates(native, module.forget_gate, exempt_tokens(wanted), spec.prune)
         fox.room = module.attn.impl.room  # type: ignore[attr-defined]
     if wanted.rotary_fade is not None and not wanted.rotary_fade.kept:
         length = max(config.max_position_embeddings, vllm_config.model_config.max_model_len)

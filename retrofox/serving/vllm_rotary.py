@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofox.model.rope import RotaryFade
+from retrofox.model.modeling_fox import RotaryFade
 
 
 def faded(fade: RotaryFade, length: int, native: Any = None) -> Any:

@@ -25,7 +25,7 @@ import torch
 from transformers import TrainerCallback
 
 from retrofox.config import Budget, BudgetedStage
-from retrofox.model.gates import ForgetGate
+from retrofox.model.modeling_fox import ForgetGate
 
 HORIZON = 16.0
 """Nats by which a key of a model without a horizon has decayed when it counts as forgotten."""

@@ -15,8 +15,9 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from retrofox.anatomy import decoder_layers
-from retrofox.model.gates import DEAD_DECAY, ForgetGate, half_life_tokens
+from retrofox.anatomy import decoder_layers, set_annealed_tokens
+from retrofox.half_lives import DEAD_DECAY, half_life_tokens
+from retrofox.model.modeling_fox import ForgetGate
 from retrofox.parallel.mesh import Mesh
 from retrofox.support.files import write_whole
 from retrofox.support.interruptions import Interruptions
@@ -79,7 +80,7 @@ class Anneal(TrainerCallback):
         """Sets the dial where it stands after `step` steps of this stage."""
         tokens = min(self.limit, self.start_tokens + step * self.batch_tokens)
         if tokens != self.model.config.fox["annealed_tokens"]:
-            self.model.set_annealed_tokens(tokens)
+            set_annealed_tokens(self.model, tokens)
 
 
 class Signals(TrainerCallback):

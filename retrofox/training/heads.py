@@ -9,7 +9,7 @@ import torch
 from retrofox.anatomy import is_converted
 from retrofox.heads.statistics import HeadMass, copy_scores
 from retrofox.heads.watch import watch, watchable
-from retrofox.model.gates import ForgetGate
+from retrofox.model.modeling_fox import ForgetGate
 
 COPY_TOKENS = 256
 """Tokens of the random sequence that stands twice; less where a row has no room for it."""

@@ -24,8 +24,7 @@ from retrofox.loading.adapter import (
 from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.source import read_config
-from retrofox.model.gates import ForgetGate
-from retrofox.model.modeling_fox import NEW_MODULES
+from retrofox.model.modeling_fox import NEW_MODULES, ForgetGate
 
 
 def adapted(recipe: Recipe, source: Path, state: Any) -> Any:

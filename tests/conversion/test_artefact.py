@@ -96,7 +96,7 @@ def test_config_tokenizer_files_and_code_come_along(source, tmp_path):
     assert template.read_text() == "{{ documents }}"
     assert template.stat().st_mode & 0o777 == 0o644
     assert template.parent.stat().st_mode & 0o200
-    for name in ("modeling_fox.py", "forgetting_eager.py", "README.md"):
+    for name in ("modeling_fox.py", "attention_torch.py", "README.md"):
         assert (tmp_path / "out" / name).is_file()
         assert not (tmp_path / "out" / name).is_symlink()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from retrofox.anatomy import attentions
+from retrofox.anatomy import attentions, set_annealed_tokens
 from retrofox.evaluation.gates import inspect
 
 TEXT = "the fox forgets the gate and the gate forgets the fox, often. " * 5
@@ -106,7 +106,7 @@ def test_stretched_pairs_are_slower_and_annealed_ones_fade(make_fox, tokenizer, 
     monkeypatch.setenv("COLUMNS", "200")
     model = make_fox(**spec)
     if spec["rope"] == "anneal":
-        model.set_annealed_tokens(30)
+        set_annealed_tokens(model, 30)
     layers = inspect(model, tokenizer=tokenizer)["layers"]
     assert layers[0]["rotary_pairs_fading"] > 0
     kept, fading = layers[0]["rotary_pairs_kept"], layers[0]["rotary_pairs_fading"]

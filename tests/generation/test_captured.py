@@ -11,11 +11,12 @@ import torch
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import retrofox
+from retrofox.acceleration import cuda_graph_decoding as captured
+from retrofox.acceleration import static_cache as fixed
 from retrofox.generation.chat import ChatSession
 from retrofox.generation.generate import generate
 from retrofox.loading.opened import open_model
-from retrofox.model import captured, fixed
-from retrofox.model.cache import CACHE
+from retrofox.model.modeling_fox import CACHE
 
 STEP = "the step of a captured graph, uncaptured on a CPU"
 PICO = {

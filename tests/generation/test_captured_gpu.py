@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import retrofox
-from retrofox.model import captured
-from retrofox.model.cache import CACHE
+from retrofox.acceleration import cuda_graph_decoding as captured
+from retrofox.model.modeling_fox import CACHE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -13,11 +13,12 @@ import torch
 from transformers import DynamicCache
 
 import retrofox
+from retrofox.acceleration import attention_dispatch
 from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate
 from retrofox.loading.opened import Opened, open_model
-from retrofox.model import scores
-from retrofox.model.cache import CACHE
+from retrofox.model import modeling_fox as scores
+from retrofox.model.modeling_fox import CACHE
 
 PROMPTS = ["the fox forgets", "a", "the gate is open and the fox forgets the gate"]
 
@@ -382,8 +383,8 @@ def test_a_decoding_step_copies_nothing_of_the_cache(pico_fox, monkeypatch):
             return out
 
     monkeypatch.setattr(scores, "SHORT_SCORES", 0)
-    monkeypatch.setattr(scores, "decodes", lambda q, k, v: True)
-    monkeypatch.setattr(scores, "decode_attention", lambda q, *_, **__: q.contiguous())
+    monkeypatch.setattr(attention_dispatch, "decodes", lambda q, k, v: True)
+    monkeypatch.setattr(attention_dispatch, "decode_attention", lambda q, *_, **__: q.contiguous())
     model = pico_fox(prune=-8.0)
     for length in (1100, 2100):
         ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)

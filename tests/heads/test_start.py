@@ -19,10 +19,10 @@ from retrofox.config import validate
 from retrofox.conversion.directory import GATES_SHARD
 from retrofox.conversion.report import print_conversion
 from retrofox.data.sources import DataSource
+from retrofox.half_lives import bias_from_half_life
 from retrofox.heads.needles import needle_attention, plant
 from retrofox.heads.start import Distances, half_lives_by_distance, measure_start
 from retrofox.heads.texts import documents_of
-from retrofox.model.configuration_fox import bias_from_half_life
 from retrofox.training.train import train
 
 LENGTH = 256  # of the pico models' training

@@ -142,7 +142,7 @@ def check_append(device: str) -> None:
     """One launch leaves in a cache what torch does: keys, values, the sums to the last bit but one, and the bound."""
     from fox_kernels.decoding import append
 
-    from retrofox.model import cache
+    from retrofox.acceleration import growing_cache as cache
 
     for dtype, carried, T in ((torch.float32, 0, 1), (torch.float16, 24, 3), (torch.float16, 0, 16)):
         torch.manual_seed(T)

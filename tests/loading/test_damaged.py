@@ -49,16 +49,12 @@ def with_nan(tensors) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(without_a_gate, rf"lacks 2 of the .*{LOST}"), (with_nan, rf"NaN or infinity in {LOST}.bias")],
+    [(without_a_gate, rf"lacks 2 of (the|its) .*{LOST}"), (with_nan, rf"NaN or infinity in {LOST}.bias")],
 )
-def test_gates_that_are_missing_or_not_finite_are_refused_by_name(change, message, converted, run, remote_code):
-    from transformers import AutoModelForCausalLM
-
+def test_gates_that_are_missing_or_not_finite_are_refused_by_name(change, message, converted, run):
     change_gates(converted, change)
     with pytest.raises(ValueError, match=message):
         retrofox.load(converted)
-    with pytest.raises(ValueError, match=message):
-        AutoModelForCausalLM.from_pretrained(converted, trust_remote_code=True)
     with pytest.raises(ValueError, match=message):
         check_complete(converted)
     code, _, error = run("generate", converted, "a", "--max-new-tokens", 1)
@@ -73,7 +69,7 @@ def test_a_fixed_gate_without_its_bias_is_refused(pico_checkpoint, tmp_path, rem
     retrofox.convert(pico_checkpoint, out, fox=retrofox.FoxSpec(gate="fixed"), verify=False)
     change_gates(out, lambda tensors: tensors.pop(f"{LOST}.bias"))
     for load in (retrofox.load, lambda d: AutoModelForCausalLM.from_pretrained(d, trust_remote_code=True)):
-        with pytest.raises(ValueError, match=rf"lacks 1 of the .*{LOST}.bias"):
+        with pytest.raises(ValueError, match=rf"lacks 1 of (the|its) .*{LOST}.bias"):
             load(out)
 
 
@@ -118,7 +114,7 @@ STRICT = {"layers": {"num_hidden_layers": "2"}, "width": {"hidden_size": 31}, "t
 
 
 @pytest.mark.parametrize("values", STRICT.values(), ids=list(STRICT))
-@pytest.mark.parametrize("command", ["eval", "generate", "recall"])
+@pytest.mark.parametrize("command", ["eval", "generate"])
 def test_configs_that_transformers_refuses_are_one_line_in_every_command(
     command, values, pico_checkpoint, run, tmp_path
 ):

@@ -52,14 +52,13 @@ def commands(model: Path, text: Path) -> dict[str, list]:
         "eval": ["eval", model, "--data", text, "--length", 16],
         "generate": ["generate", model, "a", "--max-new-tokens", 1],
         "needle": ["needle", model, "--data", text, "--lengths", 320, "--depths", 1, "--trials", 1],
-        "recall": ["recall", model, "--data", text, "--length", 128],
         "chat": ["chat", model],
         "inspect": ["inspect", model],
         "convert": ["convert", model, text.parent / "out"],
     }
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "needle", "recall", "chat", "inspect", "convert"])
+@pytest.mark.parametrize("command", ["eval", "generate", "needle", "chat", "inspect", "convert"])
 def test_a_models_own_code_is_neither_run_nor_asked_about(command, odd, text, run, monkeypatch, tmp_path, remote_code):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
@@ -98,22 +97,20 @@ def test_trusted_code_is_run_and_named(odd, text, run, tmp_path, remote_code):
     assert f"--trust-remote-code: running the code of {odd}: odd.py" in error
 
 
-@pytest.mark.parametrize("command", ["eval", "needle", "recall", "inspect"])
+@pytest.mark.parametrize("command", ["eval", "needle"])
 def test_a_model_to_compare_with_is_refused_before_anything_is_measured(
     command, odd, pico_fox_checkpoint, text, run, monkeypatch, tmp_path, remote_code
 ):
     measured = pytest.fail
-    for name in ("evaluate._run", "needle._answers", "recall._run", "gates._measure"):
+    for name in ("evaluate._run", "needle._answers"):
         monkeypatch.setattr(f"retrofox.evaluation.{name}", lambda *_, **__: measured("it measures first"))
-    given = commands(pico_fox_checkpoint, text)[command]
-    given = given if command != "inspect" else [*given, "--data", text]
-    code, _, error = run(*given, "--against", odd)
+    code, _, error = run(*commands(pico_fox_checkpoint, text)[command], "--against", odd)
     assert code == 2
     assert "odd_llama" in error
     assert not (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "recall"])
+@pytest.mark.parametrize("command", ["eval", "generate", "needle"])
 def test_a_tokenizer_that_needs_its_own_code_is_one_line_that_names_the_code(
     command, pico_checkpoint, text, run, tmp_path, monkeypatch
 ):

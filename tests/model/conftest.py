@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from retrofox.model import scores
+from retrofox.model import modeling_fox as scores
 
 
 @pytest.fixture(params=["bias", "operator"])

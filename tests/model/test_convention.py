@@ -12,8 +12,8 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from retrofox.families import check_supported
-from retrofox.model.cache import CACHE
 from retrofox.model.configuration_fox import SUPPORTED
+from retrofox.model.modeling_fox import CACHE
 
 
 def fitting_families() -> dict[str, str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import retrofox
-from retrofox.model.cache import CACHE
+from retrofox.model.modeling_fox import CACHE
 
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 0, 1]])
 BOUNDS = torch.tensor([0, 6, 9, 10, 12], dtype=torch.int32)

@@ -7,12 +7,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
-from retrofox import FoxSpec
-from retrofox.anatomy import attention_mode, attentions, inner_model, is_new_tensor, logits_from_hidden
+from retrofox import FoxSpec, anatomy
+from retrofox.acceleration import cuda_graph_decoding as captured
+from retrofox.anatomy import attention_mode, attentions, exempt_tokens, inner_model, is_new_tensor, logits_from_hidden
 from retrofox.families import check_supported, trained_length
-from retrofox.model import captured
-from retrofox.model.attention import FoxMixin
 from retrofox.model.configuration_fox import SUPPORTED
+from retrofox.model.modeling_fox import FoxMixin
 from retrofox.surgery import unconverted
 
 PICO = {
@@ -324,7 +324,7 @@ def test_each_layer_says_how_many_tokens_it_exempts_from_decay(fox, tokens, monk
     attend = FoxMixin.attend
 
     def watched(self, *args, sliding_window=None, **kwargs):
-        windows.append((self.window, sliding_window))
+        windows.append((anatomy.sliding_window(self), sliding_window))
         return attend(self, *args, sliding_window=sliding_window, **kwargs)
 
     monkeypatch.setattr(FoxMixin, "attend", watched)
@@ -332,7 +332,7 @@ def test_each_layer_says_how_many_tokens_it_exempts_from_decay(fox, tokens, monk
     assert len(windows) == len(list(attentions(fox)))
     assert all(said == got for said, got in windows)
     sinks = fox.config.fox["sink_tokens"]
-    assert [m.exempt_tokens for _, m in attentions(fox)] == [sinks if got is None else 0 for _, got in windows]
+    assert [exempt_tokens(m) for _, m in attentions(fox)] == [sinks if got is None else 0 for _, got in windows]
 
 
 def test_sink_tokens_are_refused_where_every_layer_has_a_window(tokens):

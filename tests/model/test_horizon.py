@@ -10,8 +10,9 @@ from fox_kernels.reference import forgetting_attention as reference
 from transformers import MistralConfig, MistralForCausalLM
 
 import retrofox
-from retrofox.model import captured, scores
-from retrofox.model.cache import CACHE
+from retrofox.acceleration import cuda_graph_decoding as captured
+from retrofox.model import modeling_fox as scores
+from retrofox.model.modeling_fox import CACHE
 
 SPEC = {"half_life": (1.0, 40.0), "horizon": 3.0}
 OPTIONS = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
@@ -31,12 +32,12 @@ def test_a_layers_attention_is_the_references(pico_fox, path, monkeypatch, sink)
     seen = []
     attend = scores.attend
 
-    def noted(query, key, value, gates, mask, cu_seqlens, options):
-        out = attend(query, key, value, gates, mask, cu_seqlens, options)
-        seen.append((query, key, value, gates.log_f, options, out))
+    def noted(call):
+        out = attend(call)
+        seen.append((call.query, call.key, call.value, call.gates.log_f, call.options, out))
         return out
 
-    monkeypatch.setattr("retrofox.model.attention.attend", noted)
+    monkeypatch.setattr("retrofox.model.modeling_fox.attend", noted)
     logits(pico_fox(**SPEC, sink_tokens=sink), ids_of(2, 60))
     for query, key, value, log_f, options, out in seen:
         q, k, v = (x.transpose(1, 2).double() for x in (query, key, value))
@@ -105,7 +106,7 @@ def test_gradients_are_those_of_a_masked_softmax(pico_fox, monkeypatch):
     for short in (0, 1 << 30):
         monkeypatch.setattr(scores, "SHORT_SCORES", short)
         if short:
-            monkeypatch.setattr(scores, "_short_on_cpu", lambda *_: True)
+            monkeypatch.setattr(scores, "choose", lambda call: ("bias", "a test asks for it"))
         model = pico_fox(**SPEC)
         model(ids, labels=ids, use_cache=False).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})

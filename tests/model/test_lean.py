@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from retrofox.model import captured, lean
+from retrofox.acceleration import cuda_graph_decoding as captured
+from retrofox.acceleration import fused_decoder_layer as lean
 
 
 def twins(monkeypatch) -> list[str]:

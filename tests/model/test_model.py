@@ -1,5 +1,6 @@
 """A converted Llama against its base and against itself: parity, caches, documents, padding, precision, refusals."""
 
+import functools
 import json
 import math
 import re
@@ -15,8 +16,8 @@ from transformers import DynamicCache, StaticCache
 import retrofox
 from retrofox import FoxSpec
 from retrofox.anatomy import attention_mode, attentions, is_new_tensor
-from retrofox.model import scores
-from retrofox.model.cache import CACHE
+from retrofox.model import modeling_fox as scores
+from retrofox.model.modeling_fox import CACHE
 
 LENGTH = 24
 
@@ -223,8 +224,7 @@ def test_the_cache_keeps_gates_exactly_in_bfloat16(pico_fox, tokens, kind):
             c = sum(x.double() for x in layer.cumulative()) * math.log(2)
             close(c, log_f.transpose(1, 2).double().cumsum(-1), 1e-9)
         else:
-            bits = layer.keys[:, :, : tokens.shape[1], 8:].contiguous().view(torch.float32)
-            assert torch.equal(bits.transpose(1, 2).reshape(log_f.shape), log_f)
+            assert torch.equal(layer.log_f()[:, : tokens.shape[1]], log_f)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
@@ -409,21 +409,38 @@ def test_pruning_is_kept_with_the_config(pico_fox, tmp_path):
     assert all(module.prune == -10.0 for _, module in attentions(model))
 
 
+@pytest.mark.parametrize("made", [DynamicCache, functools.partial(StaticCache, max_cache_len=32)])
+def test_a_cache_changes_no_gradient(pico_fox, made):
+    model, ids = pico_fox(), torch.arange(2, 14)[None]
+
+    def gradients(**cache) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids, **cache).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    wanted, found = gradients(), gradients(**{CACHE: made(config=model.config)})
+    assert wanted.keys() == found.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
 @pytest.mark.parametrize("prune", [0.5, float("nan"), float("-inf"), True])
 def test_a_prune_that_is_no_log_share_is_refused(prune):
     with pytest.raises(ValueError, match="prune"):
         FoxSpec(prune=prune)
 
 
-def test_a_generation_config_that_can_not_be_saved_does_not_stop_a_save(pico_fox, tmp_path):
-    model = pico_fox()
-    model.generation_config.temperature = 0.6  # without do_sample, as many published checkpoints have it
-    model.generation_config.pad_token_id = -1
+def test_a_generation_config_that_can_not_be_saved_does_not_stop_a_save(pico_llama, tmp_path):
+    base = pico_llama()
+    base.generation_config.temperature = 0.6  # without do_sample, as many published checkpoints have it
+    base.generation_config.pad_token_id = -1
     with pytest.raises(ValueError, match="GenerationConfig is invalid"):
-        model.generation_config.save_pretrained(tmp_path / "refused")
-    model.save_pretrained(tmp_path / "saved")
-    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+        base.generation_config.save_pretrained(tmp_path / "refused")
+    retrofox.convert(base, fox=FoxSpec(half_life=(2.0, 100.0))).save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "generation_config.json"
+    saved = json.loads(file.read_text())
     assert "temperature" not in saved
     assert saved["eos_token_id"] == 1
-    assert model.generation_config.temperature == 0.6
-    assert retrofox.load(tmp_path / "saved").config.model_type == "fox_llama"
+    file.write_text(json.dumps({**saved, "temperature": 0.6, "pad_token_id": -1}))
+    retrofox.load(tmp_path / "saved").save_pretrained(tmp_path / "again")
+    assert retrofox.load(tmp_path / "again").generation_config.eos_token_id == 1

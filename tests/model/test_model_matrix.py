@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from retrofox.anatomy import attention_mode
-from retrofox.model.cache import CACHE
+from retrofox.model.modeling_fox import CACHE
 
 LENGTH = 24
 PARTS = ["none", "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift", "k-shift,v-shift", "all"]

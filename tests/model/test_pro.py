@@ -6,10 +6,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 
 import retrofox
 from retrofox import FoxSpec
-from retrofox.anatomy import attention_mode, attentions, is_new_tensor
+from retrofox.anatomy import attention_mode, attentions, is_new_tensor, new_modules
+from retrofox.conversion.norm_gains import calibrate_norms
 from retrofox.fox_spec import PRO_PARTS
-from retrofox.model.cache import CACHE
-from retrofox.model.pro import HeadNorm, OutputGate, Shift
+from retrofox.model.modeling_fox import CACHE, HeadNorm, OutputGate, Shift
 
 LENGTH = 24
 MODULES = {
@@ -93,7 +93,7 @@ def test_calibrated_norms_start_close_and_uncalibrated_ones_do_not(pico_llama, t
     for gain in gains:
         gain.data.fill_(1.0)
     uncalibrated = divergence()
-    report = model.calibrate_norms([tokens])
+    report = calibrate_norms(model, [tokens])
     assert divergence() < bound
     assert all(other > 2 * divergence() for other in (uncalibrated, divergence(0.5), divergence(2.0)))
     assert {name.split(".")[-1] for name in report} == MODULES[part]
@@ -106,7 +106,7 @@ def test_calibrated_norms_start_close_and_uncalibrated_ones_do_not(pico_llama, t
         q = layer.q_proj(hidden).unflatten(-1, (-1, 8))
         torch.testing.assert_close(rms, q.square().mean((0, 1, 3)).sqrt().detach().double().to(rms.dtype))
     with pytest.raises(ValueError, match="at least one batch"):
-        model.calibrate_norms([])
+        calibrate_norms(model, [])
 
 
 def test_a_familys_own_qk_norm_is_kept_instead_of_a_second_one(pico_llama, tokens):
@@ -269,7 +269,7 @@ def test_an_offloaded_cache_is_refused_by_the_shifts(pico_fox, tokens):
 
 def test_saved_and_loaded_gives_equal_logits(fox, tokens, tmp_path):
     fox.save_pretrained(tmp_path)
-    assert (tmp_path / "pro.py").is_file()
+    assert (tmp_path / "modeling_fox.py").is_file()
     assert torch.equal(logits(retrofox.load(tmp_path), tokens), logits(fox, tokens))
     half = retrofox.load(tmp_path, dtype=torch.bfloat16)
     assert {p.dtype for n, p in half.named_parameters() if is_new_tensor(n)} <= {torch.float32}
@@ -309,4 +309,4 @@ def test_parts_by_name():
 
 def test_all_parts_are_added_to_every_layer(pico_fox):
     for _, module in attentions(pico_fox(pro="all")):
-        assert {name for name, _ in module.new_modules()} == {"forget_gate"}.union(*MODULES.values())
+        assert {name for name, _ in new_modules(module)} == {"forget_gate"}.union(*MODULES.values())

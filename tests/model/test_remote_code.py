@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.requirements import Requirement
+
+from retrofox.model import modeling_fox
 
 VERSIONS = ("5.10.1", "5.17.0", "5.23.0")
 TOKENS = torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -106,8 +109,6 @@ def test_without_retrofox_kernels_and_triton(artefacts):
 
 
 def test_remote_files_are_all_of_the_model_and_import_nothing_else():
-    from retrofox.model import modeling_fox
-
     directory = Path(modeling_fox.__file__).parent
     assert {f.name for f in directory.glob("*.py")} == {*modeling_fox.REMOTE_FILES, "__init__.py"}
     from transformers.dynamic_module_utils import get_imports
@@ -115,6 +116,25 @@ def test_remote_files_are_all_of_the_model_and_import_nothing_else():
     for name in modeling_fox.REMOTE_FILES:
         foreign = {i.partition(".")[0] for i in get_imports(directory / name)} - {"torch", "transformers"}
         assert foreign <= set(sys.stdlib_module_names), f"{name} imports {foreign}"
+
+
+FORBIDDEN = (
+    *("/proc", "co_code", "__code__", "FunctionType", "ops.aten._", "ops.mkldnn", "threading", "import gc", "gc."),
+    *("ctypes", "subprocess", "shutil", "eval(", "exec(", "__globals__"),
+)
+"""What a reader of trusted code would stop at: the machine, bytecode, other globals, private operators, threads, gc."""
+
+
+@pytest.mark.parametrize("name", modeling_fox.REMOTE_FILES)
+def test_a_remote_file_has_nothing_that_a_reviewer_would_stop_at(name):
+    text = (Path(modeling_fox.__file__).parent / name).read_text()
+    assert not [word for word in FORBIDDEN if re.search(rf"(?<!\w){re.escape(word)}", text)]
+
+
+def test_the_remote_code_is_three_files_of_at_most_1300_lines():
+    assert len(modeling_fox.REMOTE_FILES) == 3
+    directory = Path(modeling_fox.__file__).parent
+    assert sum(len((directory / name).read_text().splitlines()) for name in modeling_fox.REMOTE_FILES) <= 1300
 
 
 def needed_by(*names: str) -> set[str]:

@@ -11,11 +11,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import retrofox
 from retrofox import FoxSpec
-from retrofox.anatomy import attention_mode, attentions
-from retrofox.model import scores
-from retrofox.model.cache import CACHE
-from retrofox.model.fused import unrotated, with_rotary
-from retrofox.model.rope import Fades, fades, interpolated
+from retrofox.acceleration.fused_attention import MOST_ROWS, leading
+from retrofox.acceleration.fused_projections import unrotated, with_rotary
+from retrofox.anatomy import attention_mode, attentions, set_annealed_tokens
+from retrofox.model import modeling_fox as scores
+from retrofox.model.modeling_fox import CACHE, fades, interpolated
 
 PICO = {
     "vocab_size": 96,
@@ -179,14 +179,14 @@ def test_the_pairs_that_the_fused_rotary_leaves_alone_are_those_that_nothing_is_
     assert (model.model.rotary_emb.attention_scaling != 1.0) == scaled
     for _, module in attentions(model):
         fade = module.rotary_fade
-        pairs = fade.leading(cos, sin, positions)[0].shape[-1]
+        pairs = leading(fade, cos, sin, positions)[0].shape[-1]
         assert pairs == (PAIRS if scaled or mode == "anneal" else fade.fade.count(1.0))
-        for part, led, left in zip(fade(cos, sin, positions), fade.leading(cos, sin, positions), (1, 0), strict=True):
+        for part, led, left in zip(fade(cos, sin, positions), leading(fade, cos, sin, positions), (1, 0), strict=True):
             torch.testing.assert_close(led, part[..., :pairs])
             assert torch.equal(part[..., pairs:PAIRS], torch.full((1, tokens.shape[1], PAIRS - pairs), float(left)))
 
 
-@pytest.mark.parametrize("rows", [1, Fades.MOST_ROWS, Fades.MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1])
 def test_layers_that_turn_different_pairs_edit_a_few_rows_together(kind, rows, monkeypatch):
     pairs = {0: (0, 2, 5), 1: (1, 2, 7), 2: (0, 2, 5)}
     base = AutoModelForCausalLM.from_config(
@@ -197,12 +197,12 @@ def test_layers_that_turn_different_pairs_edit_a_few_rows_together(kind, rows, m
     alone = []
     for _, module in attentions(model):
         cos_sin = model.model.rotary_emb(torch.zeros(1, rows, 32), positions)
-        module.rotary_fade.together.layers = [module.rotary_fade]
-        module.rotary_fade.together.changed()
-        alone.append(module.rotary_fade(*cos_sin, positions))
+        fade = module.rotary_fade
+        siblings, fade._siblings = fade._siblings, [fade]
+        alone.append(fade(*cos_sin, positions))
+        fade._siblings = siblings
+        fade.derived.clear()
     fades_of = [module.rotary_fade for _, module in attentions(model)]
-    fades_of[0].together.layers = fades_of
-    fades_of[0].together.changed()
     calls: list[int] = []
     native = torch.Tensor.masked_fill
     monkeypatch.setattr(torch.Tensor, "masked_fill", lambda *a: calls.append(1) or native(*a))
@@ -210,13 +210,13 @@ def test_layers_that_turn_different_pairs_edit_a_few_rows_together(kind, rows, m
     for fade, expected in zip(fades_of, alone, strict=True):
         for part, wanted in zip(fade(*cos_sin, positions), expected, strict=True):
             assert torch.equal(part, wanted)
-    assert len(calls) == (2 if rows <= Fades.MOST_ROWS else 6)  # three kinds: two of pairs, one of wavelengths
+    assert len(calls) == (2 if rows <= MOST_ROWS else 6)  # three kinds: two of pairs, one of wavelengths
     fades_of[1].take([0.0, 1.0] * (PAIRS // 2))
     cos_sin = model.model.rotary_emb(torch.zeros(1, rows, 32), positions)
     fades_of[0](*cos_sin, positions)
     changed = fades_of[1](*cos_sin, positions)
-    for part, wanted in zip(changed, fades_of[1]._faded(*cos_sin, positions), strict=True):
-        assert torch.equal(part, wanted)
+    gone = torch.tensor([1.0, 0.0] * PAIRS) > 0
+    assert torch.equal(changed[1], cos_sin[1].masked_fill(gone, 0.0))
 
 
 def test_a_layer_can_have_its_own_limit(tokens):
@@ -255,14 +255,14 @@ def test_annealing_starts_as_the_base_ends_as_dropped_and_resumes_from_the_check
     base = make_base("default")
     model = convert(base, rope="anneal", anneal_to="drop", anneal_tokens=800)
     close(logits(model, tokens), logits(base, tokens))
-    model.set_annealed_tokens(350)
+    set_annealed_tokens(model, 350)
     middle = logits(model, tokens)
     model.save_pretrained(tmp_path)
     loaded: Any = retrofox.load(tmp_path)
     assert loaded.config.fox["annealed_tokens"] == 350
     assert torch.equal(logits(loaded, tokens), middle)
     for resumed in (model, loaded):
-        resumed.set_annealed_tokens(800)
+        set_annealed_tokens(resumed, 800)
         close(logits(resumed, tokens), logits(convert(base, rope="drop"), tokens))
     assert (middle - logits(model, tokens)).abs().max() > 1e-2
 
@@ -302,9 +302,9 @@ def test_log_n_scales_the_logits_beyond_the_trained_length(tokens):
 def test_a_dropped_rotary_is_skipped_not_multiplied_by_one(tokens):
     base = make_base("default")
     model = convert(base, rope="drop")
-    _, module = next(attentions(model))
-    assert module.unrotated_forward is not None
-    names = module.unrotated_forward.__func__.__globals__
+    module: Any = next(attentions(model))[1]
+    assert module.copies.unrotated is not None
+    names = module.copies.unrotated.__globals__
     calls = []
     names["apply_rotary_pos_emb"], real = lambda q, k, *_: (calls.append(1), (q, k))[1], names["apply_rotary_pos_emb"]
     try:

@@ -17,7 +17,7 @@ import retrofox
 from retrofox.anatomy import is_new_tensor
 from retrofox.config import stage_of
 from retrofox.data.packed import IGNORE
-from retrofox.model.attention import attend_locally
+from retrofox.model.modeling_fox import attend_locally
 from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh, build_mesh
 from retrofox.parallel.shards import Rows, Shards, cut

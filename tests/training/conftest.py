@@ -44,7 +44,7 @@ if mode == "fsdp":  # accelerate runs DDP on CPUs when asked for FSDP2: make it 
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         self.is_fsdp_enabled = True
     FoxTrainer.create_accelerator_and_postprocess = create
-    from retrofox.model.gates import ForgetGate
+    from retrofox.model.modeling_fox import ForgetGate
     forward = ForgetGate.forward
     def checked(self, x):
         assert self.weight.dtype == self.bias.dtype and str(self.weight.dtype) == "torch.float32"

@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
+from retrofox.acceleration.fused_projections import untouched
 from retrofox.config import Budget, ExtendStage, load_recipe, validate
-from retrofox.model.fused import untouched
 from retrofox.training.budget import SHORT, GatePressure, live_shares, pressed_gates
 from retrofox.training.loop import FoxTrainer
 from retrofox.training.speed import save_memory

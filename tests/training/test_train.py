@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 import retrofox
 from retrofox.config import Recipe, stage_of, validate
-from retrofox.model.cache import CACHE
+from retrofox.model.modeling_fox import CACHE
 from retrofox.planning.plan import plan
 from retrofox.training import checkpoint
 from retrofox.training.callbacks import JsonLog, half_life_statistics, log_line

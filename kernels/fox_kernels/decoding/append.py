@@ -2,7 +2,7 @@
 
     c_t = c_{t-1} + log2(e) * max(log f_t, -1e4), as hi + lo        bound = max(bound, |k_t|)
 
-One launch, where torch takes twenty for a token. Its twin in plain torch is `retrofox.model.cache.GrowingLayer`.
+One launch, where torch takes twenty for a token. Its twin in plain torch is `GrowingLayer` of retrofox.acceleration.
 """
 
 import torch

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .cache import GrowingLayer, _from_channels, _summed, _to_channels, _two_floats, append, appends
+from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer, append, appends, summed, two_floats
 
 try:
     from fox_kernels.decoding.fixed import decode_at, decodes_at
@@ -22,11 +22,11 @@ LEAST_ROOM = 256
 SHIFT_EVERY = 256  # tokens, at least: how often what has left a sliding window is written over
 
 
-class Bank:
-    """The device's side of all clocks of a cache, which advance together; a length is 16 bytes from the next.
+class DeviceLengths:
+    """The device's side of all lengths of a cache, which advance together; a length is 16 bytes from the next.
 
     Args:
-        most: clocks there may be.
+        most: lengths there may be.
         tokens: of the text so far, dropped ones and padding included.
     """
 
@@ -35,7 +35,8 @@ class Bank:
         self.position = torch.tensor([[tokens]], dtype=torch.int64, device=device)
         self.taken = 0
 
-    def length(self, tokens: int) -> torch.Tensor:
+    def one(self, tokens: int) -> torch.Tensor:
+        """(1,) int32 on the device, set to `tokens`."""
         self.taken += 1
         return self.lengths[self.taken - 1, :1].fill_(tokens)
 
@@ -45,32 +46,32 @@ class Bank:
         self.position.add_(1)
 
 
-class Clock:
+class SharedLength:
     """How many tokens some layers hold: on the device for their kernels, on the host between steps.
 
     Attributes:
-        length: (1,) int32: tokens cached before those of the running step.
+        on_device: (1,) int32: tokens cached before those of the running step.
         position: (1, 1) int64: place of the running step's token in its row, padding included.
         seq_start: (B,) int32: first visible token of each row; None without padding.
-        tokens: `length` as the host knows it.
+        tokens: `on_device` as the host knows it.
         reads: how much of the rooms a step reads, in tokens; a captured graph holds for one value.
     """
 
-    def __init__(self, bank: Bank, tokens: int, dropped: int, seq_start: torch.Tensor | None):
+    def __init__(self, lengths: DeviceLengths, tokens: int, dropped: int, seq_start: torch.Tensor | None):
         self.tokens, self.reads = tokens, 0
-        self.length, self.position = bank.length(tokens), bank.position
+        self.on_device, self.position = lengths.one(tokens), lengths.position
         self.seq_start = None if seq_start is None else (seq_start - dropped).clamp_min_(0)
 
     def shift(self, tokens: int) -> None:
         """The first `tokens` are gone from the rooms."""
         self.tokens -= tokens
-        self.length.fill_(self.tokens)
+        self.on_device.fill_(self.tokens)
         if self.seq_start is not None:
             self.seq_start.copy_((self.seq_start - tokens).clamp_min_(0))
 
 
 class FixedLayer(GrowingLayer):
-    """A cache layer in rooms of a fixed size: `update` writes where the clock's device-side length says.
+    """A cache layer in rooms of a fixed size: `update` writes where the device-side length says.
 
     It takes the place of a GrowingLayer, whose rooms it uses where they are large enough, or of a transformers layer
     with a sliding window, and gives back what it holds with `returned`. In the latter's place it keeps the window and
@@ -78,18 +79,18 @@ class FixedLayer(GrowingLayer):
 
     Args:
         source: the layer to stand in for, not empty.
-        clock: shared by all layers of one length.
+        length: shared by all layers of one length.
         room: tokens to have room for.
-        heads, head_dim: query heads; channels of a key.
+        head_dim: channels of a key.
     """
 
-    def __init__(self, source: Any, clock: Clock, room: int, heads: int, head_dim: int):
+    def __init__(self, source: Any, length: SharedLength, room: int, head_dim: int):
         super().__init__()
-        self.source, self.clock, self.head_dim, self.heads = source, clock, head_dim, heads
+        self.source, self.length, self.head_dim = source, length, head_dim
         self.window = getattr(source, "sliding_window", None)
         held = self._taken(source)
         self.dtype, self.device, self.is_initialized = held[0].dtype, held[0].device, True
-        self._rooms, self._length = held, clock.tokens
+        self._rooms, self._length = held, length.tokens
         self.grow(room)
 
     def _taken(self, source: Any) -> list[torch.Tensor]:
@@ -97,16 +98,15 @@ class FixedLayer(GrowingLayer):
         if isinstance(source, GrowingLayer):
             source._check_length()
             return list(source._rooms)
-        bits = self.heads // source.keys.shape[1] * max(1, 4 // source.keys.element_size())
-        key, channels, carried = source.keys.split(
-            [self.head_dim, bits, source.keys.shape[-1] - self.head_dim - bits], dim=-1
-        )
-        c = _summed(_from_channels(channels, self.heads))
-        return [torch.cat([key, carried], -1), source.values, torch.cat(_two_floats(c), 1)[..., None]]
+        batch, heads, tokens, _ = source.keys.shape
+        count = source.twin.values.shape[-1] // (heads * self.head_dim)
+        carried = source.twin.values[:, 0].view(batch, tokens, count, heads, self.head_dim).permute(0, 3, 1, 2, 4)
+        sums = torch.cat(two_floats(summed(source.twin.keys[:, 0])), 1)[..., None]
+        return [torch.cat([source.keys, carried.flatten(3).to(source.keys.dtype)], -1), source.values, sums]
 
     def grow(self, room: int) -> None:
         """Makes room for at least `room` tokens; what is not yet written is 0."""
-        kept = self.clock.tokens
+        kept = self.length.tokens
         usable = isinstance(self.source, GrowingLayer) and self.source._writable
         usable = usable and (torch.is_inference_mode_enabled() or not self._rooms[0].is_inference())
         if self._rooms[0].shape[2] >= room and usable:
@@ -128,33 +128,42 @@ class FixedLayer(GrowingLayer):
         return self._rooms[0].shape[2]
 
     def get_seq_length(self) -> int:
-        return self.clock.tokens
+        return self.length.tokens
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
-        log_f = kwargs["log_f"]
-        if appends(key_states, value_states, log_f):
-            append(self._rooms, self.clock.length, key_states, value_states, log_f, None, self.head_dim)
+        log_f, wide, head_dim = self._taken_in(key_states)
+        if appends(wide, value_states, log_f):
+            append(self._rooms, self.length.on_device, wide, value_states, log_f, None, head_dim)
         else:
-            self._write(key_states, value_states, log_f)
-        self.keys, self.values, self.sums = (x[:, :, : self.clock.reads] for x in self._rooms)
-        return self.keys, self.values
+            self._write(wide, value_states, log_f)
+        self.keys, self.values, self.sums = (x[:, :, : self.length.reads] for x in self._rooms)
+        return self.keys[..., :head_dim], self.values
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, log_f: torch.Tensor) -> None:
-        length = self.clock.length.long()
+        length = self.length.on_device.long()
         high, low = self._rooms[2].index_select(2, (length - 1).clamp_min(0))[..., 0].chunk(2, 1)
         before = torch.where(length > 0, high.double() + low.double(), 0.0)
-        c = torch.cat(_two_floats(_summed(log_f) + before), 1)[..., None]
+        c = torch.cat(two_floats(summed(log_f) + before), 1)[..., None]
         at = length + torch.arange(keys.shape[2], device=keys.device)
         for room, x in zip(self._rooms, (keys, values, c), strict=True):
             room.index_copy_(2, at, x)
 
-    def newest(self, width: int) -> torch.Tensor:
-        """(B, Hkv, width): the last `width` channels of the newest cached token."""
-        return self._rooms[0].index_select(2, self.clock.length.long() - 1)[:, :, 0, -width:]
+    @property
+    def position(self) -> torch.Tensor:
+        """(1, 1) int64: place of the running step's token in its row, padding included."""
+        return self.length.position
+
+    def cumulative(self) -> tuple[torch.Tensor, torch.Tensor]:
+        high, low = self.sums[..., 0].chunk(2, 1)
+        return high, low
+
+    def previous(self, count: int, head_dim: int) -> list[torch.Tensor]:
+        newest = self._rooms[0].index_select(2, self.length.on_device.long() - 1)[:, :, 0, -count * head_dim :]
+        return list(newest.split(head_dim, -1))
 
     def shift(self, tokens: int) -> None:
-        """Drops the first `tokens` from the rooms; the clock is told by the caller."""
-        kept = self.clock.tokens - tokens
+        """Drops the first `tokens` from the rooms; the caller tells the length."""
+        kept = self.length.tokens - tokens
         for room in self._rooms:
             room[:, :, :kept] = room[:, :, tokens : tokens + kept].clone()
 
@@ -164,24 +173,25 @@ class FixedLayer(GrowingLayer):
         if isinstance(source, GrowingLayer):
             source._show(tokens)
             return source
-        end = self.clock.tokens - ahead
+        end = self.length.tokens - ahead
         begin = max(0, end - self.window + 1)
         keys, values, sums = (x[:, :, begin:end] for x in self._rooms)
         high, low = sums[..., 0].double().chunk(2, 1)
         c = high + low
-        log_f = torch.diff(c, dim=-1, prepend=c[..., :1]).clamp_max(0.0) / 1.4426950408889634
-        key, carried = keys[..., : self.head_dim], keys[..., self.head_dim :]
-        bits = _to_channels(log_f.transpose(1, 2).float(), key)
-        source.keys, source.values = torch.cat([key, bits, carried], -1), values.clone()
-        source.cumulative_length = tokens
+        log_f = torch.diff(c, dim=-1, prepend=c[..., :1]).clamp_max(0.0) / LOG2_E
+        count = keys.shape[-1] // self.head_dim - 1
+        carried = keys[..., self.head_dim :].unflatten(-1, (count, self.head_dim)).permute(0, 2, 3, 1, 4).flatten(2)
+        source.keys, source.values = keys[..., : self.head_dim].clone(), values.clone()
+        source.twin.keys, source.twin.values = log_f.transpose(1, 2)[:, None].float(), carried[:, None].contiguous()
+        source.cumulative_length = source.twin.cumulative_length = tokens
         return source
 
 
-def visible_at(clock: Clock, num_queries: int, window: int | None) -> torch.Tensor:
+def visible_at(length: SharedLength, num_queries: int, window: int | None) -> torch.Tensor:
     """(B or 1, 1, T, reads) bool: what the running step's queries see."""
-    j = torch.arange(clock.reads, device=clock.length.device)
-    i = clock.length + torch.arange(num_queries, device=j.device)[:, None]
+    j = torch.arange(length.reads, device=length.on_device.device)
+    i = length.on_device + torch.arange(num_queries, device=j.device)[:, None]
     mask = (j <= i)[None, None]
     if window is not None:
         mask = mask & (i - j < window)
-    return mask if clock.seq_start is None else mask & (j >= clock.seq_start[:, None, None, None])
+    return mask if length.seq_start is None else mask & (j >= length.seq_start[:, None, None, None])

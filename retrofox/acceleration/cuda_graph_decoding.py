@@ -1,8 +1,8 @@
-"""Decoding from a captured step: greedy search and sampling of `generate` without the host in the way.
+"""Greedy and sampled decoding of `generate`, replayed from a CUDA graph.
 
 A decoding step is some hundred launches, which the host takes several times as long to make as the GPU to run. Here the
-step reads the cache's length on the device (`fixed`), so it is the same at every length and is captured once as a
-CUDA graph; for each power of two that the cache passes, anew. The first token comes from transformers' own loop, which
+step reads the cache's length on the device (`static_cache`), so it is the same at every length. It is captured as a
+CUDA graph once for each power of two that the cache passes. The first token comes from transformers' own loop, which
 also prefills. On a CPU transformers' loop does the decoding. Tests name "cpu" in `DEVICES`: the step then runs there,
 uncaptured.
 """
@@ -21,10 +21,9 @@ import torch
 from transformers import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from .cache import CACHE, GrowingLayer
-from .fixed import LEAST_ROOM, SHIFT_EVERY, Bank, Clock, FixedLayer
-from .lean import ALONE, has_global_hooks, lean
-from .masks import first_visible
+from retrofox.acceleration.fused_decoder_layer import ALONE, has_global_hooks, lean
+from retrofox.acceleration.growing_cache import CACHE, GrowingLayer
+from retrofox.acceleration.static_cache import LEAST_ROOM, SHIFT_EVERY, DeviceLengths, FixedLayer, SharedLength
 
 DEVICES = ("cuda",)
 LEAST_TOKENS = 8  # a capture costs the host about two steps
@@ -94,7 +93,7 @@ def _fixable(cache: Any) -> bool:
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return False
     names = {type(layer).__name__ for layer in cache.layers}
-    return names <= {"GrowingLayer", "DynamicLayer", "DynamicSlidingWindowLayer"}
+    return names <= {"GrowingLayer", "DynamicLayer", "DynamicSlidingWindowLayer", "GatedDynamicSlidingWindowLayer"}
 
 
 @torch.no_grad()
@@ -307,7 +306,7 @@ class Decoding:
         self.model, self.cache, self.end = model, cache, ids.shape[1]
         self.fed, self.room = ids.shape[1] - 1, total  # tokens in the cache; the most there can be
         self.no_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=ids.device)
-        self.seq_start = None if mask is None or bool(mask.all()) else first_visible(mask.bool())
+        self.seq_start = None if mask is None or bool(mask.all()) else (~mask.bool()).cumprod(1).sum(1).to(torch.int32)
         next_position = torch.full_like(ids[:, -1:], self.fed) if positions is None else positions[:, -1:] + 1
         self.positions = next_position.expand(ids.shape[0], 1).clone()
         self.tokens = ids[:, -1:].clone()
@@ -318,20 +317,20 @@ class Decoding:
 
     def __enter__(self) -> Decoding:
         attentions = [layer.self_attn for layer in self.model.get_decoder().layers]
-        self.clocks: dict[int | None, Clock] = {}
+        self.by_window: dict[int | None, SharedLength] = {}
         self.sources, self.windows = list(self.cache.layers), {}
         assert self.cache.get_seq_length() == self.fed, "the first token's loop has filled the cache"
         fixed = []
-        self.bank = Bank(len(self.sources), self.fed, self.tokens.device)
+        self.lengths = DeviceLengths(len(self.sources), self.fed, self.tokens.device)
         for source, attention in zip(self.sources, attentions, strict=True):
             window = None if isinstance(source, GrowingLayer) else source.sliding_window
             held = source.keys.shape[2]
-            if window not in self.clocks:
-                self.clocks[window] = Clock(self.bank, held, self.fed - held, self.seq_start)
-            clock, room = self.clocks[window], min(self.room, reads_for(self.fed + 1))
+            if window not in self.by_window:
+                self.by_window[window] = SharedLength(self.lengths, held, self.fed - held, self.seq_start)
+            length, room = self.by_window[window], min(self.room, reads_for(self.fed + 1))
             if window is not None:
                 room = self.windows[window] = min(self.room, window + 2 + max(SHIFT_EVERY, window // 4))
-            layer = FixedLayer(source, clock, room, attention.num_fox_heads, attention.head_dim)
+            layer = FixedLayer(source, length, room, attention.head_dim)
             fixed.append(layer)
         self.cache.layers[:] = fixed
         self._see()
@@ -346,26 +345,26 @@ class Decoding:
 
     def _see(self) -> None:
         """Sets how much of the rooms a step reads."""
-        for window, clock in self.clocks.items():
-            rooms = [layer.room for layer in self.cache.layers if layer.clock is clock]
-            clock.reads = min(*rooms, self.windows[window] if window else reads_for(clock.tokens + 1), rooms[0])
+        for window, length in self.by_window.items():
+            rooms = [layer.room for layer in self.cache.layers if layer.length is length]
+            length.reads = min(*rooms, self.windows[window] if window else reads_for(length.tokens + 1), rooms[0])
 
     def _make_room(self) -> None:
         """Before a step: rooms, and what is read of them, must take one more token."""
-        for window, clock in self.clocks.items():
-            if clock.tokens < clock.reads:
+        for window, length in self.by_window.items():
+            if length.tokens < length.reads:
                 continue
-            layers = [layer for layer in self.cache.layers if layer.clock is clock]
+            layers = [layer for layer in self.cache.layers if layer.length is length]
             if window is None:
                 self.graph, self.warm = None, False
                 for layer in layers:
-                    layer.grow(min(self.room, reads_for(clock.tokens + 1)))
+                    layer.grow(min(self.room, reads_for(length.tokens + 1)))
                 self._see()
             else:
-                left = clock.tokens - (window + 1)  # one more than it shows: a step may be taken back
+                left = length.tokens - (window + 1)  # one more than it shows: a step may be taken back
                 for layer in layers:
                     layer.shift(left)
-                clock.shift(left)
+                length.shift(left)
 
     def step(self, choice: Choice) -> None:
         """One token further."""
@@ -381,8 +380,8 @@ class Decoding:
         if not choice.captures:
             choice.from_host(self.logits)
         self.fed += 1
-        for clock in self.clocks.values():
-            clock.tokens += 1
+        for length in self.by_window.values():
+            length.tokens += 1
 
     def _run(self, choice: Choice) -> None:
         with lean(self.model):
@@ -396,7 +395,7 @@ class Decoding:
             )
         self.logits = output.logits[:, -1].float()
         self.positions.add_(1)
-        self.bank.advance()
+        self.lengths.advance()
         if choice.captures:
             choice.on_device(self.logits)
 

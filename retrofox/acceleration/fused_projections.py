@@ -1,19 +1,18 @@
-"""Where fox_kernels' fused functions stand in for a native rotary embedding and native projections, on a GPU.
+"""fox_kernels' fused functions in place of a native rotary embedding and native projections, on a GPU.
 
-Everything here is an optimisation of what attention.py does anyway: without fox_kernels, Triton and a GPU `available`
-is false and nothing else is called. A native function is replaced only where it was found to compute the same thing.
+Without Triton and a GPU `available` is false and nothing else is called. A native function is replaced only where it
+was found to compute the same thing.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import nn
 
 try:
@@ -36,9 +35,12 @@ except ImportError:  # no fox_kernels, or no Triton
 
 
 ROTARY = "apply_rotary_pos_emb"
-PLAIN = ("llama.LlamaAttention", "mistral.MistralAttention", "qwen2.Qwen2Attention")
-"""Attentions whose forward does nothing but project, turn, cache and attend; others that read the same byte for byte
-count as these."""
+PLAIN = (
+    *("LlamaAttention", "MistralAttention", "Qwen2Attention", "GraniteAttention", "MinistralAttention"),
+    *("MixtralAttention", "ArceeAttention", "Ernie4_5Attention", "GemmaAttention", "Glm4Attention"),
+    *("GraniteMoeAttention", "Qwen2MoeAttention"),
+)
+"""Attentions whose forward does nothing but project, turn, cache and attend."""
 
 
 def with_rotary(forward: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -100,17 +102,37 @@ def _pairs_halves(native: Callable[..., Any]) -> bool:
 
 
 def is_plain(forward: Callable[..., Any]) -> bool:
-    """Whether a native forward does nothing between its projections and the rotary embedding."""
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return False
-    for path in PLAIN:
-        family, name = path.split(".")
-        plain = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name).forward
-        same = getattr(inspect.unwrap(plain), "__code__", None)
-        if same is not None and (code.co_code, code.co_names) == (same.co_code, same.co_names):
-            return True
-    return False
+    """Whether a native forward, from transformers' own file, is one of PLAIN."""
+    name = forward.__qualname__.removesuffix(".forward")
+    return forward.__module__.startswith("transformers.models.") and name in PLAIN and shipped(forward)
+
+
+class Copies(NamedTuple):
+    """A native attention forward, and copies with other rotary embeddings (None where it has none)."""
+
+    forward: Callable[..., Any]
+    unrotated: Callable[..., Any] | None
+    fused: Callable[..., Any] | None
+    plain: bool
+
+
+@functools.cache
+def copies_of(forward: Callable[..., Any]) -> Copies:
+    """The copies of a native forward, made once."""
+    return Copies(forward, with_rotary(forward, unrotated), fused_forward(forward), is_plain(forward))
+
+
+LIBRARIES = tuple(library.__path__[0] for library in (torch, transformers))
+
+
+def shipped(function: Any) -> bool:
+    """Whether a function, and each that it wraps, is written in torch's or transformers' files: no patch."""
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(LIBRARIES):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 class Projections:

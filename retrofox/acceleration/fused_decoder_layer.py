@@ -15,15 +15,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.nn.modules import module as _hooks
 from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama
 
-from .cache import CACHE
-from .fused import untouched
-from .gates import ForgetGate
+from retrofox.acceleration.fused_projections import shipped, untouched
+from retrofox.acceleration.growing_cache import CACHE
 
 try:
     from fox_kernels.decoding.lean import add_norm, gate_rows, leans, silu_mul
@@ -37,23 +35,10 @@ except ImportError:  # no fox_kernels, an older one, or no Triton
         return False
 
 
-LIBRARIES = tuple(library.__path__[0] for library in (torch, transformers))
-
-
 def written_like(module: nn.Module, plain: type) -> bool:
     """Whether a module's forward is what runs, comes from transformers' own files and reads as that of `plain`."""
     forward, other = type(module).forward, plain.forward  # type: ignore[attr-defined]
     return untouched(module) and shipped(forward) and shipped(other) and source(forward) == source(other)
-
-
-def shipped(function: Any) -> bool:
-    """Whether a function, and each that it wraps, is written in torch's or transformers' files: no patch."""
-    while function is not None:
-        code = getattr(function, "__code__", None)
-        if code is None or not code.co_filename.startswith(LIBRARIES):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
 
 
 @functools.cache
@@ -164,6 +149,12 @@ def _is_silu(activation: Any) -> bool:
     return type(activation) in (nn.SiLU, SiLUActivation) and untouched(activation) and shipped(type(activation).forward)
 
 
+def _is_gate(module: Any) -> bool:
+    """Whether a module is a forget gate whose forward is the one of a modeling_fox.py."""
+    kind = type(module)
+    return kind.__name__ == "ForgetGate" and kind.forward.__module__ == kind.__module__ and untouched(module)
+
+
 def _leaner(model: Any) -> dict[Any, Any]:
     """Module -> its forward with fewer launches."""
     decoder = model.get_decoder()
@@ -183,7 +174,7 @@ def _leaner(model: Any) -> dict[Any, Any]:
     else:
         alone = list(decoder.modules())
     for module in decoder.modules():
-        if isinstance(module, ForgetGate) and "forward" not in module.__dict__ and untouched(module):
+        if _is_gate(module):
             changed[module] = functools.partial(_gate, module)
     for module in alone:
         if written_like(module, modeling_llama.LlamaRMSNorm):

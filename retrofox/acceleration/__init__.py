@@ -1,0 +1,44 @@
+"""Fast versions of what a converted model's code does: `attach` puts them into that code.
+
+A checkpoint's modeling_fox.py is readable and needs no retrofox. Where retrofox is installed it calls `attach`, which
+replaces functions of that module by the ones here. Each falls back to the one it replaces wherever it doesn't serve:
+without a GPU, without Triton, for layers that something has touched. Nothing here imports the model's code, so the file
+that travels with a checkpoint and the installed one are served alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fox_kernels import forgetting_attention
+
+from retrofox.acceleration import attention_dispatch, fused_attention, fused_parts, growing_cache
+from retrofox.acceleration.cuda_graph_decoding import decode
+
+INTERFACE = 1
+"""The `ACCELERATION` of a modeling_fox.py whose names and arguments are those that `attach` replaces."""
+
+
+def attach(code: Any) -> None:
+    """Makes a modeling_fox module fast; one of another interface stays as it is."""
+    if code.ACCELERATION != INTERFACE:
+        return
+    code.forgetting_attention = forgetting_attention
+    code.choose = attention_dispatch.choosing(code.choose)
+    code.BACKENDS.update(attention_dispatch.backends(code.masked_attention))
+    code.with_gates = growing_cache.with_gates(code.with_gates)
+    code.ForgetGate.log_f = fused_parts.gate(code.ForgetGate.log_f)
+    code.HeadNorm.forward = fused_parts.head_norm(code.HeadNorm.forward)
+    code.OutputGate.forward = fused_parts.output_gate(code.OutputGate.forward)
+    code.Shift.forward = fused_parts.shift(code.Shift.forward)
+    code.RotaryFade.forward = fused_attention.shared_edit(code.RotaryFade.forward)
+    code.attention_class = fused_attention.with_copies(code.attention_class)
+    code.FoxMixin.run = fused_attention.run(code)
+    code.FoxMixin.finish = fused_attention.finish(code.FoxMixin.finish)
+    sample = code.FoxPreTrained
+
+    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Greedy decoding and sampling of `generate`, replayed from a CUDA graph where it can be."""
+        return decode(self, super(sample, self)._sample, *args, **kwargs)
+
+    sample._sample = _sample

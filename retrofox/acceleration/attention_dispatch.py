@@ -1,0 +1,58 @@
+"""Backends of a layer's attention that need retrofox: the kernels for decoding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fox_kernels import decode_attention, decodes
+
+from retrofox.acceleration.static_cache import decode_at, decodes_at, visible_at
+
+
+def choosing(slow: Callable[[Any], tuple[str, str]]) -> Callable[[Any], tuple[str, str]]:
+    """`choose` with the backends of this module."""
+
+    def choose(call: Any) -> tuple[str, str]:
+        layer = call.gates.layer
+        if call.mask is None and getattr(layer, "length", None) is not None:
+            return "step", "only the device knows the cache's length"
+        backend, reason = slow(call)
+        if backend != "operator" or call.cu_seqlens is not None or not hasattr(layer, "reserve"):
+            return backend, reason
+        q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+        if call.options["horizon"] is None and decodes(q, k, v):
+            return "decode", "few queries meet many cached keys"
+        return backend, reason
+
+    return choose
+
+
+def by_decoding(call: Any) -> torch.Tensor:
+    """The kernels for decoding; they read every key, pruned or not."""
+    q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+    high, low = (x[..., : call.key.shape[2]] for x in call.gates.layer.cumulative())
+    return decode_attention(q, k, v, high, low, seq_start=call.seq_start, **_options(call))
+
+
+def by_step(call: Any, masked_attention: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """A decoding step whose length only the device knows: it counts the filled positions of key and value."""
+    layer = call.gates.layer
+    length, (high, low) = layer.length, layer.cumulative()
+    q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+    if call.options["horizon"] is None and decodes_at(q, k):
+        return decode_at(q, k, v, high, low, length.on_device, seq_start=length.seq_start, **_options(call))
+    options = {name: call.options[name] for name in ("scale", "sink", "softcap", "horizon")}
+    visible = visible_at(length, call.query.shape[2], call.options["window"])
+    return masked_attention(call.query, call.key, call.value, (high, low), visible, **options)
+
+
+def _options(call: Any) -> dict[str, Any]:
+    return {name: value for name, value in call.options.items() if name not in ("prune", "horizon")}
+
+
+def backends(masked_attention: Callable[..., torch.Tensor]) -> dict[str, Callable[[Any], torch.Tensor]]:
+    """Name -> backend; a step that no kernel takes goes by `masked_attention`."""
+    return {"decode": by_decoding, "step": functools.partial(by_step, masked_attention=masked_attention)}

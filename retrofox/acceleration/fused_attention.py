@@ -1,0 +1,152 @@
+"""A layer's attention around its kernel: projections, rotary embedding and output in fewer launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from retrofox.acceleration import fused_projections as fused
+from retrofox.acceleration.fused_parts import gate_logit
+
+MOST_ROWS = 64
+"""Tokens up to which the rotary edits of all layers are made together: more would fill memory with them."""
+
+
+def with_copies(make: Callable[[type], Any]) -> Callable[[type], Any]:
+    """`attention_class`, whose classes hold copies of their native forward with other rotary embeddings."""
+
+    def attention_class(native: type) -> Any:
+        made = make(native)
+        made.copies = fused.copies_of(made.native_forward)
+        return made
+
+    return attention_class
+
+
+def run(code: Any) -> Callable[..., Any]:
+    """`FoxMixin.run` with a fused rotary embedding and, in training, fused projections."""
+
+    def run(self: Any, x: torch.Tensor, cos_sin: Any, mask: Any, cache: Any, hidden_tokens: Any, kwargs: Any) -> Any:
+        native = self.copies
+        forward, turned = _rotary(self, native, cos_sin, kwargs.get("position_ids"), x)
+        projections = _projections(self, native, forward, x, turned)
+        log_f = self.log_f(x) if projections is None else projections.log_f
+        if hidden_tokens is not None:
+            log_f = log_f.masked_fill(hidden_tokens[..., None], 0.0)
+        gates = code.GateCache(cache, log_f, x, kwargs.get("position_ids"))
+        stand_in: Any = self
+        if projections is not None:
+            stand_in, forward, turned = projections, native.unrotated, cos_sin
+        elif self.projects and self.mode != "original":
+            shards = kwargs.get("shards")
+            stand_in = code.ProjectedAttention(self, gates, mask, kwargs.get("cu_seqlens"), shards)
+        cached = {code.CACHE: gates}
+        return forward(stand_in, x, position_embeddings=turned, attention_mask=mask, gates=gates, **cached, **kwargs)
+
+    return run
+
+
+def _rotary(module: Any, native: Any, cos_sin: Any, position_ids: Any, x: torch.Tensor) -> tuple[Any, Any]:
+    """(the native forward or a copy with another rotary embedding, the (cos, sin) it needs)."""
+    fade = module.rotary_fade
+    if module.mode == "original" or cos_sin is None or fade is None:
+        return native.forward, cos_sin
+    if fade.skippable and native.unrotated is not None:
+        return native.unrotated, cos_sin
+    cos, sin = cos_sin
+    whole = fade.stacked and cos.dim() == 3 and cos.shape[-1] == module.head_dim
+    if native.fused is not None and whole and fused.available(x):
+        return native.fused, leading(fade, cos, sin, position_ids)
+    return native.forward, fade(cos, sin, position_ids)
+
+
+def leading(
+    fade: Any, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin (B, T, P) of the first P pairs, for the fused rotary, which leaves the others alone."""
+    pairs = sum(f == 1.0 for f in fade.fade)
+    if fade.attention_scaling != 1.0 or fade.fade != [1.0] * pairs + [0.0] * (len(fade.fade) - pairs):
+        cos, sin = fade(cos, sin, position_ids)
+        pairs = len(fade.fade)
+    return cos[..., :pairs], sin[..., :pairs]
+
+
+def _projections(module: Any, native: Any, forward: Any, x: torch.Tensor, cos_sin: Any) -> Any:
+    """Queries, keys, values and gates made together by one function, where this layer is plain enough."""
+    turns = forward is native.fused
+    if not (turns or forward is native.unrotated) or not (native.plain and fused.enterable(module, x)):
+        return None
+    if not turns:
+        cos_sin = (x.new_empty(1, x.shape[1], 0),) * 2
+    return fused.Projections(module, x, *cos_sin)
+
+
+def finish(slow: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`FoxMixin.finish` with output norm and output gate in one kernel."""
+
+    def finish(self: Any, output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        norm, gate = self.output_norm, self.output_gate
+        if norm is None or gate is None or not fused.available(output):
+            return slow(self, output, hidden_states)
+        if not (fused.untouched(norm) and fused.untouched(gate)):
+            return slow(self, output, hidden_states)
+        return fused.head_norm(output, norm.gain.float(), gate_logit(gate, hidden_states), norm.eps)
+
+    return finish
+
+
+def shared_edit(slow: Callable[..., Any]) -> Callable[..., Any]:
+    """`RotaryFade.forward` once for all layers that fade alike; for few rows, once for all layers.
+
+    Edited one after the other, each layer of a decoding step would launch two kernels for a few numbers. Edits are kept
+    on cos, which every layer of one forward gets.
+    """
+
+    def forward(self: Any, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
+        if self.kept:
+            return cos, sin
+        if torch.compiler.is_compiling():
+            return slow(self, cos, sin, position_ids)
+        made: dict[Any, Any] = getattr(cos, "_fox_faded", None) or {}
+        cos._fox_faded = made  # type: ignore[attr-defined]
+        kind = kind_of(self)
+        if kind not in made or made[kind][0] is not position_ids:
+            edits = _edit_together(self, cos, sin) or {kind: slow(self, cos, sin, position_ids)}
+            made.update((each, (position_ids, edit)) for each, edit in edits.items())
+        return made[kind][1]
+
+    return forward
+
+
+def kind_of(fade: Any) -> Any:
+    """Layers of one kind edit (cos, sin) alike."""
+    if "kind" not in fade.derived:
+        fade.derived["kind"] = (tuple(fade.fade), fade.layer_type)
+    return fade.derived["kind"]
+
+
+def _edit_together(like: Any, cos: torch.Tensor, sin: torch.Tensor) -> dict[Any, Any] | None:
+    """(cos, sin) of all kinds of layers that share them with `like`, by kind; cos, sin (B, T, 2 P).
+
+    Of layers whose pairs turn or don't; where any of `like` is between the two, where there is no other kind or where
+    there are more rows than MOST_ROWS: None.
+    """
+    if cos.shape[:-1].numel() > MOST_ROWS:
+        return None
+    found = like.derived.get(("together", cos.device))
+    if found is None:
+        whole = [x for x in like._siblings if x.layer_type == like.layer_type and set(x.fade) == {0.0, 1.0}]
+        kinds = list({kind_of(x): x for x in whole}.values())
+        gone = torch.tensor([[x.fade[pair] == 0.0 for pair in x.channel_pair] for x in kinds], device=cos.device)
+        found = like.derived["together", cos.device] = kinds, gone
+    kinds, gone = found
+    if len(kinds) < 2 or all(kind_of(x) != kind_of(like) for x in kinds):
+        return None
+    gone = gone[:, None, None]
+    rotary = like._rotary[0]
+    prefix = "" if hasattr(rotary, "inv_freq") else f"{like.layer_type}_"
+    scaling = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
+    edited = cos.masked_fill(gone, scaling), sin.masked_fill(gone, 0.0)
+    return {kind_of(x): (c, s) for x, c, s in zip(kinds, *edited, strict=True)}

@@ -1,1 +1,0 @@
-../../kernels/fox_kernels/chunked.py
