@@ -167,14 +167,14 @@ def presets() -> str:
 
 
 def shipped_recipes() -> str:
-    """The recipes that ship, as `retrofox recipes ls --json` has them."""
+    """The recipes that ship, as `retrofox recipes ls --json` has them, without their results: those have a page."""
     from typer.testing import CliRunner  # only here: it is made for tests
 
     rows = json.loads(CliRunner().invoke(app, ["recipes", "ls", "--json"]).stdout)
     texts = []
     for row in rows:
-        facts = [[key, row[key]] for key in ("hardware", "tokens", "time", "result", "run") if key in row]
-        texts.append(f"### {row['name']}\n\n{row['about']}\n\n" + table(["", ""], facts, left=2))
+        facts = [f"* {key}: {row[key]}" for key in ("hardware", "tokens", "time", "run") if key in row]
+        texts.append("\n".join([f"### {row['name']}\n\n{row['about']}\n", *facts]))
     return "\n\n".join(texts)
 
 
