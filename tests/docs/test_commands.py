@@ -14,7 +14,7 @@ from retrofox.cli.app import app, spread
 from retrofox.config import load_recipe
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.sh"))]
 FENCED = re.compile(r"^( *)```[^\n]*\n(.*?)^\1```", re.M | re.S)
 INDENTED = re.compile(r"^ {4,}\S.*$", re.M)
 COMMAND = re.compile(r"^\s*(?:\$ |.* -m )?retrofox ([a-z-]+(?: .*)?)$")
@@ -25,6 +25,8 @@ COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[
 def shown(page: Path) -> list[list[str]]:
     """The arguments of every command in a page's code blocks; an ellipsis stands for what the page leaves out."""
     text = page.read_text(encoding="utf-8")
+    if page.suffix == ".sh":
+        text = f"```bash\n{text}```"
     fenced = [line for block in FENCED.findall(text) for line in block[1].splitlines()]
     lines = [*fenced, *INDENTED.findall(FENCED.sub("", text))]
     found = [match[1] for match in map(COMMAND.match, lines) if match]

@@ -73,6 +73,18 @@ def test_every_example_is_tested_here():
     assert {file.stem for file in EXAMPLES.glob("*.py")} == {*SIX, "demo"}
 
 
+def test_the_notebook_runs(pico_checkpoint, tmp_path, monkeypatch, capsys):
+    (tmp_path / "data").symlink_to(EXAMPLES / "data")
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((EXAMPLES / "first_retrofit.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec("".join(cell["source"]).replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(pico_checkpoint)), names)
+    assert "the same loss after saving and loading: True" in capsys.readouterr().out
+
+
 def test_a_live_model_is_converted_and_saved(pico_checkpoint, tmp_path, capsys):
     script("convert_live_model").main(["--model", str(pico_checkpoint), "--out", str(tmp_path / "out")])
     out = capsys.readouterr().out
