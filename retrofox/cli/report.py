@@ -34,11 +34,12 @@ def report(
     limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
     task_cache: Annotated[Path | None, typer.Option(help="lm-eval: folder of finished tasks.")] = None,
     text_field: TextField = "text",
+    name: Annotated[str | None, typer.Option(help="What the page calls the model; by default its directory.")] = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Measures memory, loss, gates and tasks beside the base, and writes one self-contained HTML page and one JSON.
+    """Measures memory, loss, harm, gates and tasks beside the base, and writes one self-contained HTML page and JSON.
 
     Parts that are finished are kept: interrupted, it goes on; asked again, it runs what has changed. Suites: *quick*
     (easy and standard needles, loss and gates to 32k tokens; on a CPU to 2k), *long* (to 64k, more prompts, RULER's
@@ -51,6 +52,6 @@ def report(
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "trials": trials}
     options |= {"baselines": baseline or [], "tasks": task_names(tasks)}
-    options |= {"include_path": include_path, "limit": limit, "task_cache_folder": task_cache}
+    options |= {"name": name, "include_path": include_path, "limit": limit, "task_cache_folder": task_cache}
     with trusting_code(trust_remote_code):
         run(model, against, data or [], suite, out, **options, text_field=text_field, dtype=dtype, device=device)

@@ -17,6 +17,7 @@ from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_live_share, write_gates
 from retrofox.evaluation.live_share import LENGTHS, measure_live_share
+from retrofox.evaluation.needle_heads import measure_needle_heads, open_heads_sentence
 from retrofox.half_lives import DEAD_DECAY
 from retrofox.loading.opened import Opened, open_model
 from retrofox.loading.source import holds_converted
@@ -55,7 +56,8 @@ def inspect(
     gate's slope f (1 - f) is under 1e-6.
 
     With data, the live share too (`live_share`): what attention and the cache keep at a horizon of e^-t, at 8k, 32k,
-    128k and `length` tokens as far as the text reaches, and the heads that stay open.
+    128k and `length` tokens as far as the text reaches, and the heads that stay open. Why they do, each head's
+    attention to facts planted in the texts tells: a head that looks facts up has to see far.
 
     Prints tables; into `out` go gates.json, gates.csv, half_lives.png and .svg.
 
@@ -68,7 +70,7 @@ def inspect(
 
     Returns:
         {"heads": [...], "layers": [...], "summary": {...}, ...}; a half-life too long for a number is None. With data,
-        "live_share": as `measure_live_share` returns it.
+        "live_share": as `measure_live_share` returns it, and of each head "needle_attention", a share.
 
     Raises:
         FileNotFoundError: a model or data file that is not there.
@@ -116,10 +118,14 @@ def inspect(
         longest = max(len(window.token_ids) for window in windows)
         lengths = sorted({*(n for n in LENGTHS if n < longest), longest})
         result["live_share"] = measure_live_share(opened, windows, horizon, lengths, progress)
+        scores = measure_needle_heads(opened, windows)
+        for head in heads:
+            head["needle_attention"] = None if scores is None else scores[head["layer"]][head["head"]]
     console = output_console()
     print_gates(result, console)
     if "live_share" in result:
         print_live_share(result["live_share"], console)
+        console.print(open_heads_sentence(result["live_share"], heads), highlight=False, soft_wrap=True)
     if out is not None:
         result["files"] = write_gates(result, Path(out))
         console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)

@@ -68,6 +68,7 @@ def write_gates(result: dict[str, Any], out: Path) -> dict[str, str]:
         "dead",
         "saturated_share",
     ]
+    header += ["needle_attention"] if "live_share" in result else []
     percentiles = [f"half_life_p{p}" for p in PERCENTILES] if result["tokens"] else []
     rows = [
         [h[name] for name in header] + [h["half_life_percentiles"][str(p)] for p in PERCENTILES if percentiles]
@@ -94,18 +95,23 @@ def write_gates(result: dict[str, Any], out: Path) -> dict[str, str]:
 
 
 def print_live_share(live: dict[str, Any], console: Console) -> None:
-    """At each length: share of attention operations and of the cache, cache bytes per token, heads that stay open."""
+    """At each length: share of attention operations and of the cache, cache bytes per token, decoding, open heads."""
     table = Table(title=f"Live share at a horizon of {live['horizon']:g} nats", title_justify="left")
-    for name in ("tokens", "texts", "attention", "cache", "cache bytes per token", "open heads"):
+    for name in ("tokens", "texts", "attention", "cache", "cache bytes per token", "decode ms", "open heads"):
         table.add_column(name, justify="right")
     for row in live["lengths"]:
         shares = (f"{100 * row[name]:.0f} %" for name in ("ops", "cache"))
         size = f"{row['cache_bytes_per_token']:,.0f} of {row['base_bytes_per_token']:,.0f}"
         open_heads = str(len(row["open_heads"]))
-        table.add_row(tokens_label(row["length"]), str(row["documents"]), *shares, size, open_heads)
+        decode = f"{row['decode_ms']:.3g} of {row['base_decode_ms']:.3g}"
+        table.add_row(tokens_label(row["length"]), str(row["documents"]), *shares, size, decode, open_heads)
     console.print(table)
-    still_open = live["lengths"][-1]["open_heads"]
-    shown = ", ".join(still_open[:8]) + (", ..." if len(still_open) > 8 else "")
-    if still_open:
-        length = tokens_label(live["lengths"][-1]["length"])
-        console.print(f"heads that see all of {length} tokens: {shown}", highlight=False, soft_wrap=True)
+    console.print(decoding_note(live), highlight=False, soft_wrap=True)
+
+
+def decoding_note(live: dict[str, Any]) -> str:
+    """What the predicted milliseconds of a decoded token are."""
+    return (
+        "decode ms: predicted, not measured: the time to read weights and live cache once at "
+        f"{live['bandwidth'] / 1e12:g} TB/s, an H100's by its data sheet, for one text"
+    )

@@ -30,6 +30,8 @@ HORIZON = 16.0
 LENGTHS = (8192, 32768, 131072)
 C_BYTES = 8
 """Bytes of c that a cache keeps per token and query head: two float32."""
+BANDWIDTH = 3.35e12
+"""Bytes per second of an H100's memory, by its data sheet: decoding is predicted from it, not measured."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,11 @@ def measure_live_share(
         horizon: in nats; None = the model's own, else HORIZON.
 
     Returns:
-        {"horizon", "lengths": [{"length", "documents", "ops", "cache", "cache_bytes_per_token",
-        "base_bytes_per_token", "open_heads"}]}; shares are means over layers and heads, bytes are those that keys,
-        values and c take after the last token, divided by the text's tokens. An open head, "LAYER.HEAD", is a query
-        head that sees the whole text at that length.
+        {"horizon", "bandwidth", "lengths": [{"length", "documents", "ops", "cache", "cache_bytes_per_token",
+        "base_bytes_per_token", "decode_ms", "base_decode_ms", "open_heads"}]}; shares are means over layers and heads,
+        bytes are those that keys, values and c take after the last token, divided by the text's tokens. Decoding's
+        milliseconds are the time that BANDWIDTH needs to read weights and cache once: no token of one text takes less.
+        An open head, "LAYER.HEAD", is a query head that sees the whole text at that length.
 
     Raises:
         ValueError: no text is as long as the shortest length.
@@ -129,7 +132,7 @@ def measure_live_share(
                     found[length].append(_by_layer(opened.model, heard, nats, length))
             bar.advance(task, len(window.token_ids))
     rows = [_row(opened.model, length, found[length]) for length in wanted]
-    return {"horizon": nats, "lengths": rows}
+    return {"horizon": nats, "bandwidth": BANDWIDTH, "lengths": rows}
 
 
 @contextmanager
@@ -188,6 +191,7 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare | None]
         base += seen * kv_heads * entry
         c_bytes = C_BYTES * heads / kv_heads if attention.forget_gate is not None else 0
         kept += seen * float(cache[layer].sum()) * (entry + c_bytes)
+    weights = _weight_bytes(model)
     still_open = [f"{layer}.{head}" for layer, head in zip(*np.nonzero(reach >= 1.0), strict=True)]
     return {
         "length": length,
@@ -196,8 +200,18 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare | None]
         "cache": float(cache.mean()),
         "cache_bytes_per_token": kept,
         "base_bytes_per_token": base,
+        "decode_ms": 1e3 * (weights + kept * length) / BANDWIDTH,
+        "base_decode_ms": 1e3 * (weights + base * length) / BANDWIDTH,
         "open_heads": still_open,
     }
+
+
+def _weight_bytes(model: Any) -> int:
+    """Bytes of the parameters that a decoded token reads: all but an embedding that is not the head's, too."""
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    rows = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight is rows
+    return total if tied else total - rows.numel() * rows.element_size()
 
 
 def _kv_heads(config: Any) -> int:

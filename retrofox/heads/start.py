@@ -111,7 +111,7 @@ def measure_start(model: PreTrainedModel, tokenizer: Any, texts: Sequence[Text])
             watch(model, torch.from_numpy(ids[: min(LENGTH, trained)]).long()[None], distances, original=True)
         if isinstance(chosen, int):
             needles = plant(documents, tokenizer, min(LONGEST, trained)) if chosen else []
-            scores = by_kv_head(_needle_scores(model, needles), kv_heads) if needles else scores
+            scores = by_kv_head(needle_scores(model, needles, original=True), kv_heads) if needles else scores
             chosen = strongest(scores, chosen) if needles else ()
     finally:
         model.train(training)
@@ -123,8 +123,8 @@ def measure_start(model: PreTrainedModel, tokenizer: Any, texts: Sequence[Text])
     return Start(medians, lives, scores.tolist(), list(chosen))
 
 
-def _needle_scores(model: PreTrainedModel, needles: Sequence[Needle]) -> torch.Tensor:
-    """(layers, H): each head's attention to the planted values, mean over prompts."""
+def needle_scores(model: PreTrainedModel, needles: Sequence[Needle], original: bool = False) -> torch.Tensor:
+    """(layers, H): each head's attention to the planted values, mean over prompts; `original`: as the base model."""
     scores: dict[int, torch.Tensor] = {}
     for needle in needles:
 
@@ -132,5 +132,5 @@ def _needle_scores(model: PreTrainedModel, needles: Sequence[Needle]) -> torch.T
             found = needle_attention(attention.weights(needle.answer.start, needle.answer.stop), needle.value)
             scores[layer] = scores.get(layer, 0) + found.double().cpu() / len(needles)
 
-        watch(model, needle.token_ids, visit, original=True)
+        watch(model, needle.token_ids, visit, original=original)
     return torch.stack([scores[layer] for layer in sorted(scores)])

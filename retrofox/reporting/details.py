@@ -39,14 +39,16 @@ def gates_table(gates: dict[str, Any]) -> str:
 
 
 def live_share_table(live: dict[str, Any]) -> str:
-    """Per length: shares of attention and cache alive, bytes of cache per token, heads that see everything."""
+    """Per length: shares of attention and cache alive, bytes of cache per token, decoding, open heads."""
     rows = [
         [
             tokens_label(row["length"]),
             *(f"{100 * row[name]:.0f} %" for name in ("ops", "cache")),
             f"{row['cache_bytes_per_token']:,.0f} of {row['base_bytes_per_token']:,.0f}",
+            f"{row['decode_ms']:.3g} of {row['base_decode_ms']:.3g}",
             len(row["open_heads"]),
         ]
         for row in live["lengths"]
     ]
-    return table(["tokens", "attention alive", "cache alive", "cache bytes per token", "open heads"], rows)
+    header = ["tokens", "attention alive", "cache alive", "cache bytes per token", "decode ms, predicted", "open heads"]
+    return table(header, rows)

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from retrofox.evaluation.gates_report import decoding_note
 from retrofox.reporting.details import gates_table, live_share_table, slopes_table
 from retrofox.reporting.format_numbers import number
 from retrofox.reporting.style import CSS
@@ -95,6 +96,8 @@ def _sections(result: dict[str, Any], folder: Path) -> Iterator[tuple[str, str, 
         yield "needles", "Needles in a haystack", _needle_lead(needles) + rows + figures
     if "loss" in parts:
         yield "loss", "Loss by position", _loss(result, parts["loss"], folder)
+    if "panel" in parts:
+        yield "panel", "Unlike texts and instructions", _panel(result, parts["panel"])
     if "heads" in parts:
         yield "heads", "Gates", _heads(summary, parts["heads"], folder)
     if any(name in parts for name in ("tasks", "tasks-long")):
@@ -141,6 +144,14 @@ def _loss(result: dict[str, Any], part: dict[str, Any], folder: Path) -> str:
     return _lead(lead) + sentences + summary_table(result, "loss") + figure + slopes
 
 
+def _panel(result: dict[str, Any], part: dict[str, Any]) -> str:
+    lead = (
+        f"Kinds of text that no recipe was tuned to, up to {part['tokens']:,} tokens each, in rows of "
+        f"{part['length']:,} tokens; greedy answers to the same prompts. Losses in nats per token."
+    )
+    return _lead(lead) + _list(result["summary"]["sentences"]["panel"]) + summary_table(result, "panel")
+
+
 def _heads(summary: dict[str, Any], part: dict[str, Any], folder: Path) -> str:
     counts = part["summary"]
     measured = f"measured over {part['tokens']:,} tokens" if part["tokens"] else "from the gates' biases alone"
@@ -149,7 +160,9 @@ def _heads(summary: dict[str, Any], part: dict[str, Any], folder: Path) -> str:
         f"{counts['dead']} dead, {counts['saturated']} saturated; {measured}."
     )
     figure = _figure(folder, "heads", part, "svg", "One mark per head: its half-life in tokens.")
-    live = live_share_table(part["live_share"]) if "live_share" in part else ""
+    live = ""
+    if "live_share" in part:
+        live = live_share_table(part["live_share"]) + _lead(decoding_note(part["live_share"]))
     return _lead(lead) + _list(summary["sentences"]["heads"]) + live + figure + gates_table(part)
 
 

@@ -51,15 +51,16 @@ def report(
     limit: int | None = None,
     task_cache_folder: str | os.PathLike | None = None,
     text_field: str = "text",
+    name: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Measures a model beside its base and writes one HTML page, report.html, and one JSON, report.json.
 
-    Parts: needles, loss by position, gates, tasks. Each one's numbers, tables and figures are kept
-    in OUT/parts as soon as it is done, under a fingerprint of models, texts, options and versions: a report that was
-    interrupted goes on after its last finished part, and one that is asked for again runs what has changed. What
+    Parts: needles, loss by position, unlike texts and instructions, gates, tasks. Each one's numbers and figures are
+    kept in OUT/parts as soon as it is done, under a fingerprint of models, texts, options and versions: a report that
+    was interrupted goes on after its last finished part, and one that is asked for again runs what has changed. What
     can't be measured is named on the page with the reason, and tried again the next time.
 
     Args:
@@ -71,6 +72,7 @@ def report(
         length, max_documents, trials: other sizes than the suite's: longest text in tokens, documents of the
             loss, needle prompts for each length and depth.
         baselines: columns beside the base, such as "yarn:4", for needles and loss.
+        name: what the page calls the model; None = its directory's name.
         tasks: lm-eval tasks or presets beside the suite's own; `include_path`, `limit` and `task_cache_folder` as
             in `evaluate`.
 
@@ -127,6 +129,8 @@ def report(
         "seconds": time.time() - started,
         "environment": environment(),
     }
+    if name is not None:
+        result["summary"]["labels"]["model"] = name
     result["markdown"] = card_section(result)
     write_result(folder / PAGE, render(result, folder / "parts").encode())
     write_result(folder / DATA, (json.dumps(_without_answers(result), indent=1, allow_nan=False) + "\n").encode())

@@ -14,7 +14,10 @@ from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.gates import inspect
 from retrofox.evaluation.lm_eval import expand
 from retrofox.evaluation.needle import needle
+from retrofox.evaluation.panel import LENGTH as PANEL_ROW
+from retrofox.evaluation.panel import panel
 from retrofox.loading.source import holds_converted
+from retrofox.loading.tokenizers import open_tokenizer
 from retrofox.reporting.suites import Suite
 from retrofox.support.plots import tokens_label
 
@@ -54,7 +57,7 @@ class Part:
         return shlex.join(words)
 
 
-COMMANDS: dict[Callable[..., Any], str] = {needle: "needle", evaluate: "eval", inspect: "inspect"}
+COMMANDS: dict[Callable[..., Any], str] = {needle: "needle", evaluate: "eval", panel: "panel", inspect: "inspect"}
 FLAGS = {"baselines": "baseline", "task_cache_folder": "task-cache"}
 JOINED = ("lengths", "tasks")
 
@@ -112,6 +115,7 @@ def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
     if not asked.data:
         missing = {part.name: "it needs texts: give --data" for part in parts}
         parts = []
+    _add_panel(parts, missing, asked, suite)
     _add_heads(parts, missing, asked, suite)
     _add_tasks(parts, missing, asked, suite)
     return parts, missing
@@ -119,6 +123,24 @@ def plan_parts(asked: Asked, suite: Suite) -> tuple[list[Part], dict[str, str]]:
 
 def _documents(count: int) -> str:
     return f"{count} document{'s' * (count > 1)}"
+
+
+def _add_panel(parts: list[Part], missing: dict[str, str], asked: Asked, suite: Suite) -> None:
+    if not asked.against:
+        missing["panel"] = "it compares with a base: give --against"
+        return
+    options: dict[str, Any] = {"model": asked.model, "against": asked.against[0], "chat": suite.chat}
+    options |= {"length": min(PANEL_ROW, suite.length, suite.panel_tokens), "tokens": suite.panel_tokens}
+    options |= {"quick": True} if suite.panel_tokens < PANEL_ROW else {}
+    if not _has_chat_template(asked.model):
+        options["chat"] = 0
+        missing["instructions"] = f"{asked.model} has no chat template: it is no instruct model's"
+    measures = f"11 kinds of text, {options['chat']} prompts answered"
+    parts.append(Part("panel", measures, panel, "panel.json", options, 22 * suite.panel_tokens))
+
+
+def _has_chat_template(model: str) -> bool:
+    return bool(getattr(open_tokenizer(model), "chat_template", None))
 
 
 def _add_heads(parts: list[Part], missing: dict[str, str], asked: Asked, suite: Suite) -> None:

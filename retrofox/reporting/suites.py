@@ -25,6 +25,8 @@ class Suite:
         needles: the parts on needles.
         documents: documents that the loss reads.
         heads_length, heads_documents: what the gates are measured over.
+        panel_tokens: tokens of each kind of unlike text; below 8192, the panel's quick form.
+        chat: prompts that model and base answer.
         tasks: lm-eval tasks that belong to the suite.
     """
 
@@ -34,6 +36,8 @@ class Suite:
     documents: int
     heads_length: int
     heads_documents: int
+    panel_tokens: int
+    chat: int
     tasks: tuple[str, ...] = ()
 
 
@@ -43,8 +47,10 @@ SUITES = {
         lengths=(1024, 4096, 8192, 16384, 32768),
         needles=(Needles("easy", 5, 10), Needles("standard", 5, 4)),
         documents=8,
-        heads_length=4096,
+        heads_length=32768,
         heads_documents=2,
+        panel_tokens=131072,
+        chat=64,
     ),
     "long": Suite(
         length=65536,
@@ -54,8 +60,10 @@ SUITES = {
             Needles("standard", 5, 10),
         ),
         documents=16,
-        heads_length=8192,
+        heads_length=65536,
         heads_documents=4,
+        panel_tokens=131072,
+        chat=208,
         tasks=("ruler",),
     ),
     "full": Suite(
@@ -66,8 +74,10 @@ SUITES = {
             Needles("standard", 5, 40),
         ),
         documents=64,
-        heads_length=8192,
+        heads_length=131072,
         heads_documents=8,
+        panel_tokens=131072,
+        chat=208,
         tasks=("short", "ruler"),
     ),
 }
@@ -78,6 +88,8 @@ QUICK_ON_CPU = Suite(
     documents=4,
     heads_length=1024,
     heads_documents=1,
+    panel_tokens=2048,
+    chat=6,
 )
 """What `quick` is on a CPU: minutes for 135M parameters on two cores, with wide intervals."""
 

@@ -10,8 +10,11 @@ from typing import Any
 from retrofox.evaluation.bootstrap import student_t
 from retrofox.evaluation.loss_report import CONTROLS, trends
 from retrofox.evaluation.loss_report import verdicts as gate_verdicts
+from retrofox.evaluation.needle_heads import open_heads_sentence
 from retrofox.evaluation.needles.tasks import MODES
 from retrofox.evaluation.paired import paired_difference
+from retrofox.evaluation.panel_report import headline as worst_kind
+from retrofox.evaluation.panel_report import instruction_sentence
 from retrofox.support.plots import tokens_label
 
 SIGNIFICANT = 0.05
@@ -28,7 +31,7 @@ def summarise(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     "difference": {"value", "interval" or "standard_error", "p"} of the model to the base, "state"}. States are
     BETTER or WORSE only where the 95 % interval leaves out 0 (p below 0.05), else UNCLEAR; None without a base.
     """
-    rows = [*_needle_rows(results), *_loss_rows(results), *_task_rows(results)]
+    rows = [*_needle_rows(results), *_loss_rows(results), *_panel_rows(results), *_task_rows(results)]
     few = too_few(results)
     sentences = _sentences(results, rows)
     return {
@@ -75,6 +78,8 @@ def _labels(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     for result in results.values():
         if result.get("names"):
             return dict(result["names"])
+        if "kinds" in result:
+            return {key: result[key]["label"] for key in ("model", "base")}
     gates = next(result for result in results.values() if "heads" in result)
     return {"model": Path(gates["model"]).name}
 
@@ -149,6 +154,26 @@ def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def _panel_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each kind of text and span of positions."""
+    rows = []
+    for kind, found in results.get("panel", {}).get("kinds", {}).items():
+        for span in found["spans"]:
+            if not span["tokens"]:
+                continue
+            values = {
+                key: {"value": span[name]["mean"], "interval": span[name]["interval"]}
+                for key, name in (("model", "loss"), ("base", "base"))
+            }
+            change = span["difference"]
+            low, high = change["interval"] or (0.0, 0.0)
+            state = _state(-change["mean"], low > 0 or high < 0)
+            what = f"{kind}, {tokens_label(span['from'])}-{tokens_label(span['to'])}"
+            difference = {"value": change["mean"], "interval": change["interval"]}
+            rows.append(_row("panel", what, "nats", values, difference, state))
+    return rows
+
+
 def _around(value: Mapping[str, Any], times: float | None, least: float = -math.inf) -> list[float] | None:
     """The 95 % interval of a mean, cut at the `least` value it can have."""
     error = value["standard_error"]
@@ -184,8 +209,8 @@ def _task_row(result: dict[str, Any], task: str, metric: str) -> dict[str, Any]:
 
 
 def _sentences(results: Mapping[str, dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """By topic, in words: memory, loss, heads, tasks."""
-    sentences: dict[str, list[str]] = {"memory": [], "loss": [], "heads": [], "tasks": []}
+    """By topic, in words: memory, loss, panel, heads, tasks."""
+    sentences: dict[str, list[str]] = {"memory": [], "loss": [], "panel": [], "heads": [], "tasks": []}
     for topic in dict.fromkeys(row["topic"] for row in rows if row["topic"].startswith("needle")):
         own = [row for row in rows if row["topic"] == topic and row["state"] is not None]
         if own:
@@ -200,6 +225,11 @@ def _sentences(results: Mapping[str, dict[str, Any]], rows: list[dict[str, Any]]
             f"after {tokens_label(row['length'])} tokens the gates leave {100 * row['ops']:.0f} % of attention and "
             f"{100 * row['cache']:.0f} % of the cache alive, at a horizon of {live['horizon']:g} nats"
         )
+        sentences["heads"].append(open_heads_sentence(live, results["heads"]["heads"]))
+    if "panel" in results:
+        sentences["panel"].append(worst_kind(results["panel"]))
+        if results["panel"]["instructions"] is not None:
+            sentences["panel"].append(instruction_sentence(results["panel"]["instructions"]))
     tasks = [row for row in rows if row["topic"] == "tasks" and row["state"] is not None]
     if tasks:
         count = {state: sum(row["state"] == state for row in tasks) for state in (BETTER, WORSE, UNCLEAR)}

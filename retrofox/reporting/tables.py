@@ -21,7 +21,7 @@ def summary_table(result: dict[str, Any], topic: str) -> str:
     labels = result["summary"]["labels"]
     rows = [row for row in result["summary"]["rows"] if row["topic"].split()[0] == topic]
     with_base = "base" in labels and any(row["difference"] for row in rows)
-    first = {"needle": "length", "loss": "positions", "tasks": "task, metric"}[topic]
+    first = {"needle": "length", "loss": "positions", "panel": "text", "tasks": "task, metric"}[topic]
     header = [first, *labels.values(), *(["difference to the base", ""] if with_base else [])]
     body, group = [], None
     for row in rows:

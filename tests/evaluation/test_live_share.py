@@ -10,7 +10,7 @@ import torch
 
 from retrofox.anatomy import attentions, exempt_tokens
 from retrofox.data.windows import Window
-from retrofox.evaluation.live_share import live_share, measure_live_share
+from retrofox.evaluation.live_share import BANDWIDTH, live_share, measure_live_share
 from retrofox.loading.opened import Opened
 
 
@@ -89,6 +89,15 @@ def test_cache_bytes_are_those_of_kept_keys_values_and_c(opened):
     entry = 2 * 8 * 4  # head_dim 8 in float32
     assert row["base_bytes_per_token"] == 2 * 2 * entry
     assert row["cache_bytes_per_token"] == pytest.approx(row["cache"] * 2 * 2 * (entry + 8 * 2))
+
+
+def test_decoding_is_predicted_from_weights_and_live_cache(opened):
+    row = measure_live_share(opened, [Window(0, np.arange(3, 67), "a")], 16.0, (64,), progress=False)["lengths"][0]
+    weights = sum(parameter.numel() * 4 for parameter in opened.model.parameters())
+    if not opened.model.config.tie_word_embeddings:
+        weights -= 288 * 32 * 4  # one row of the embedding is read
+    assert row["decode_ms"] == pytest.approx(1e3 * (weights + 64 * row["cache_bytes_per_token"]) / BANDWIDTH)
+    assert row["base_decode_ms"] == pytest.approx(1e3 * (weights + 64 * row["base_bytes_per_token"]) / BANDWIDTH)
 
 
 def test_texts_shorter_than_every_length_are_refused(opened):

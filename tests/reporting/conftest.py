@@ -18,6 +18,8 @@ SMALL = Suite(
     documents=3,
     heads_length=64,
     heads_documents=1,
+    panel_tokens=128,
+    chat=2,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import re
+import shutil
 from html.parser import HTMLParser
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from retrofox.reporting.format_numbers import cell, difference
 from retrofox.reporting.markdown import card_section
 from retrofox.reporting.page import render
+from retrofox.reporting.report import report
 from retrofox.reporting.summary import BETTER, UNCLEAR, WORSE, summarise
 
 
@@ -80,7 +82,7 @@ def test_figures_are_those_that_the_evaluations_drew(page, made):
 def test_memory_comes_first_and_everything_has_its_place(page, made):
     read = Reader(page)
     sections = [given["id"] for tag, given in read.tags if tag == "section"]
-    assert sections == ["memory", "needles", "loss", "heads", "missing", "method"]
+    assert sections == ["memory", "needles", "loss", "panel", "heads", "missing", "method"]
     assert [given["href"] for tag, given in read.tags if tag == "a"] == [f"#{name}" for name in sections]
     for entry in made["result"]["parts"].values():
         assert entry["command"] in read.text
@@ -91,6 +93,14 @@ def test_memory_comes_first_and_everything_has_its_place(page, made):
         assert row["what"] in read.text
     for texts in made["result"]["summary"]["sentences"].values():
         assert all(text in read.text for text in texts)
+
+
+def test_a_name_of_the_users_stands_for_the_model(made, tmp_path):
+    shutil.copytree(made["out"], tmp_path / "out")
+    result = report(**{**made["given"], "out": tmp_path / "out", "name": "My model"})
+    assert result["summary"]["labels"]["model"] == "My model"
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "<h1>My model</h1>" in page
 
 
 def test_names_make_no_html_and_no_markdown(made):

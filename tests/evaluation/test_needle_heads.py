@@ -1,0 +1,54 @@
+"""Heads that look facts up: measured with the gates on, and told beside the heads that stay open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retrofox.anatomy import attentions
+from retrofox.data.windows import Window
+from retrofox.evaluation.needle_heads import measure_needle_heads, open_heads_sentence
+from retrofox.loading.opened import Opened
+
+TEXT = "The fox keeps stones beside the river, and counts them every winter evening. " * 40
+
+
+@pytest.fixture
+def windows(pico_tokenizer) -> list[Window]:
+    return [Window(0, np.array(pico_tokenizer(TEXT)["input_ids"][:900]))]
+
+
+def test_closed_heads_see_no_planted_fact(pico_fox, pico_tokenizer, windows):
+    model = pico_fox(stirred=False, config={"max_position_embeddings": 1024}, half_life=(1.0, 100_000.0))
+    found = measure_needle_heads(Opened(model, pico_tokenizer, "fox", "fox"), windows)
+    assert found is not None
+    scores = np.array(found)
+    assert scores.shape == (len([*attentions(model)]), 4)
+    assert (scores[:, 0] < 1e-3).all(), "half-lives of one token"
+    assert (scores[:, 3] > 1e-3).all(), "half-lives beyond the text"
+
+
+def test_texts_or_models_too_short_for_a_fact_tell_nothing(pico_fox, pico_tokenizer, windows):
+    short = [Window(0, windows[0].token_ids[:400])]
+    long = Opened(pico_fox(config={"max_position_embeddings": 1024}), pico_tokenizer, "fox", "fox")
+    assert measure_needle_heads(long, short) is None
+    assert measure_needle_heads(Opened(pico_fox(), pico_tokenizer, "fox", "fox"), windows) is None
+
+
+def test_the_sentence_says_why_heads_stay_open():
+    scores = {"0.0": 0.5, "0.1": 0.0, "1.0": 0.3, "1.1": 0.02}
+    heads: list[dict[str, Any]] = [
+        {"layer": int(name[0]), "head": int(name[2]), "needle_attention": score} for name, score in scores.items()
+    ]
+    live = {"lengths": [{"length": 32768, "open_heads": ["0.0", "1.1"]}]}
+    assert open_heads_sentence(live, heads) == (
+        "2 heads of 4 see all of 32k tokens; 1 of these look facts up (at least 10 % of attention on a planted fact): "
+        "0.0 (50 %); closed heads that would: 1.0 (30 %)"
+    )
+    unknown = [{**head, "needle_attention": None} for head in heads]
+    assert open_heads_sentence(live, unknown) == "2 heads of 4 see all of 32k tokens: 0.0, 1.1"
+    assert (
+        open_heads_sentence({"lengths": [{"length": 8192, "open_heads": []}]}, heads) == "no head sees all of 8k tokens"
+    )
