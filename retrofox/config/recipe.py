@@ -19,9 +19,30 @@ class Source(Section):
     weight: float = Field(
         default=1.0, ge=1e-9, le=1e9, description="share of the tokens, relative to the other sources; in `eval`, none"
     )
-    text_field: str | None = Field(default=None, description="field holding the text; None = data.text_field")
+    text_field: str | None = Field(
+        default=None,
+        description="field holding the text; None = data.text_field; of a chat, messages",
+    )
     recall: float | None = Field(default=None, ge=0, le=1, description="None = data.recall; in `eval`, 0")
     questions: float | None = Field(default=None, ge=0, le=1, description="None = data.questions; in `eval`, 0")
+    reflow: float = Field(
+        default=0.0, ge=0, le=1, description="share of the documents whose long lines are broken at 60 to 80 columns"
+    )
+    recase: float = Field(
+        default=0.0, ge=0, le=1, description="share of the documents that are put in lower or in upper case"
+    )
+    chat: bool = Field(
+        default=False,
+        description="the field holds messages, [{role, content}, ...]: they take the form of the tokenizer's chat "
+        "template, and only what the assistant says is learnt",
+    )
+
+    @model_validator(mode="after")
+    def _chat_as_it_is(self) -> Source:
+        for name in ("recall", "questions", "reflow", "recase"):
+            if self.chat and getattr(self, name):
+                raise ValueError(f"{name} changes texts, not conversations: remove it, or chat")
+        return self
 
 
 def _source(value: object) -> object:
@@ -82,6 +103,8 @@ class DataConfig(Section):
         return [self._filled(source) for source in self.train]
 
     def _filled(self, source: Source) -> Source:
+        if source.chat:
+            return source.model_copy(update={"recall": 0.0, "questions": 0.0})
         recall = self.recall if source.recall is None else source.recall
         asked = (self.questions if recall else 0.0) if source.questions is None else source.questions
         text_field = source.text_field or self.text_field

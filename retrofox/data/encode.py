@@ -1,8 +1,7 @@
-"""Text to tokens at the tokenizer's own speed: the encoder, its pieces of long texts, and a tokenizer's fingerprint."""
+"""Texts and conversations to tokens at the tokenizer's own speed, batch by batch."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +10,21 @@ import numpy as np
 
 from retrofox.data import pieces
 from retrofox.data.backend import affixes, backend, special_literals
-from retrofox.data.facts import lacks_words, with_facts
-from retrofox.data.longcrawl64 import decode
+from retrofox.data.chat import ChatEncoder
+from retrofox.data.facts import lacks_words
 from retrofox.data.read import Batch
+from retrofox.data.records import conversations_of, texts_of, utf8
 
 PIECES = ("first piece", "middle piece", "last piece")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the records of a source become documents: the field, texts or conversations, special tokens split or not."""
+
+    field: str = "text"
+    chat: bool = False
+    split_special_tokens: bool = True
 
 
 @dataclass
@@ -27,6 +36,7 @@ class Encoded:
     `unfinished`: the last document goes on in the next batch (pieces of a long text, see `Encoder.divide`).
     `wordless`: documents with too few words for the made-up facts that were asked for.
     `literals`: special tokens of the tokenizer, such as </s>, that are spelled out in the texts.
+    `learnt`: of conversations, 1 at the tokens that the assistant wrote, uint8.
     """
 
     tokens: np.ndarray
@@ -37,23 +47,26 @@ class Encoded:
     unfinished: bool = False
     wordless: int = 0
     literals: int = 0
+    learnt: np.ndarray | None = None
 
 
 class Encoder:
     """Tokens of documents as the tokenizer gives them, its special tokens around them, and its EOS as the last.
 
     Special tokens that are spelled out in a text, such as </s>, are plain text with `split_special_tokens`.
+    Conversations take the form of the tokenizer's chat template instead (`data.chat`).
     """
 
-    def __init__(self, tokenizer: Any, text_field: str = "text", split_special_tokens: bool = True):
-        self.text_field, self.split_special_tokens = text_field, split_special_tokens
+    def __init__(self, tokenizer: Any, reading: Reading | None = None):
+        self.reading = reading or Reading()
         self.literal = special_literals(tokenizer)
         self.eos = tokenizer.eos_token_id
         self.dtype = np.dtype("<u2" if max(tokenizer.get_vocab().values()) < 1 << 16 else "<u4")
         self.tokenizer = tokenizer
+        self.chat = ChatEncoder(tokenizer, self.reading.split_special_tokens) if self.reading.chat else None
         self.fast = backend(tokenizer)
         if self.fast is not None:
-            self.fast.encode_special_tokens = split_special_tokens
+            self.fast.encode_special_tokens = self.reading.split_special_tokens
         self.affixes = affixes(self.fast)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,80 +81,45 @@ class Encoder:
             from tokenizers import Tokenizer
 
             self.fast = Tokenizer.from_str(state["fast"])
-            self.fast.encode_special_tokens = self.split_special_tokens
-
-    def texts(self, batch: Batch) -> tuple[list[str], list[str]]:
-        """The texts of a batch, with made-up facts where it asks for them, and their names.
-
-        Raises:
-            ValueError: see `_read`.
-        """
-        texts, names = self._read(batch)
-        return self._told(texts, batch), names
-
-    def _told(self, texts: list[str], batch: Batch) -> list[str]:
-        return [with_facts(text, batch.recall, batch.questions) for text in texts] if batch.recall else texts
-
-    def _read(self, batch: Batch) -> tuple[list[str], list[str]]:
-        """The texts of a batch and their names.
-
-        Raises:
-            ValueError: not UTF-8, not JSON, no such field; the text says which record.
-        """
-        if batch.kind == "text":
-            return batch.items, batch.names
-        if batch.kind.startswith("gpt2:"):
-            found = [
-                (text, name)
-                for item, name in zip(batch.items, batch.names, strict=True)
-                for text in decode(batch.kind, item)
-            ]
-            return [text for text, _ in found], [name for _, name in found]
-        read = {"bytes": _utf8, "json": self._json}[batch.kind]
-        return [read(item, name) for item, name in zip(batch.items, batch.names, strict=True)], batch.names
-
-    def _json(self, line: bytes, name: str) -> str:
-        line_text = _utf8(line, name)
-        try:
-            value = json.loads(line_text)
-        except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in one another
-            raise ValueError(f"{name}: not a line of JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"{name}: a record must be a JSON object with a text field, got {type(value).__name__}")
-        if self.text_field not in value:
-            raise ValueError(
-                f"{name}: no field {self.text_field!r}; the record has {', '.join(map(repr, value)) or 'no fields'}: "
-                f"set text_field"
-            )
-        text = value[self.text_field]
-        if text is None:
-            return ""
-        if not isinstance(text, str):
-            raise ValueError(f"{name}: field {self.text_field!r} must hold text, got {type(text).__name__}")
-        return text
+            self.fast.encode_special_tokens = self.reading.split_special_tokens
 
     def __call__(self, batch: Batch) -> Encoded:
-        """Encodes a batch; documents without any text are counted, not kept."""
+        """Encodes a batch; documents without any text, or anything the assistant says, are counted, not kept.
+
+        Raises:
+            ValueError: a record can't be read; the text says which.
+        """
         if batch.kind in PIECES:
             tokens = self._piece(batch.items[0], batch.kind)
             names, unfinished = [*map(_label, batch.names)], batch.kind != "last piece"
             literals = self._literals(batch.items)
             return Encoded(tokens, np.array([len(tokens)]), names, 0, batch.size, unfinished, literals=literals)
-        texts, names = self._read(batch)
+        if self.chat is not None:
+            return self._conversations(batch, self.chat)
+        texts, names = texts_of(batch, self.reading.field)
         kept = [number for number, text in enumerate(texts) if text.strip()]
         texts = [texts[number] for number in kept]
-        told = self._told(texts, batch)
-        same = [old for old, new in zip(texts, told, strict=True) if new is old]
-        wordless = sum(map(lacks_words, same)) if batch.recall else 0
-        ids = self.encode(told)
-        if ids:
-            tokens = np.concatenate(ids)
-        else:
-            tokens = np.empty(0, dtype=self.dtype)
-        lengths = np.array([len(one) for one in ids], dtype=np.int64)
-        kept_names = [_label(names[number]) for number in kept]
-        empty, literals = len(names) - len(kept), self._literals(texts)
-        return Encoded(tokens, lengths, kept_names, empty, batch.size, wordless=wordless, literals=literals)
+        encoded = self._joined(self.encode([batch.augment(text) for text in texts]), [names[n] for n in kept], batch)
+        encoded.empty, encoded.literals = len(names) - len(kept), self._literals(texts)
+        encoded.wordless = sum(map(lacks_words, texts)) if batch.augment.recall else 0
+        return encoded
+
+    def _conversations(self, batch: Batch, chat: ChatEncoder) -> Encoded:
+        found = conversations_of(batch, self.reading.field)
+        made = [chat(one, name) for one, name in zip(found, batch.names, strict=True) if one]
+        names = [name for one, name in zip(found, batch.names, strict=True) if one]
+        kept = [number for number, (_, learnt) in enumerate(made) if any(learnt)]
+        rows = [np.array(made[number][0], dtype=self.dtype) for number in kept]
+        encoded = self._joined(rows, [names[number] for number in kept], batch)
+        encoded.empty = len(found) - len(kept)
+        encoded.literals = self._literals([str(message["content"]) for one in found for message in one])
+        encoded.learnt = np.array([mark for number in kept for mark in made[number][1]], dtype=np.uint8)
+        return encoded
+
+    def _joined(self, rows: list[np.ndarray], names: list[str], batch: Batch) -> Encoded:
+        tokens = np.concatenate(rows) if rows else np.empty(0, dtype=self.dtype)
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        return Encoded(tokens, lengths, [*map(_label, names)], 0, batch.size)
 
     def _literals(self, texts: list[str]) -> int:
         """How many special tokens are spelled out in these texts."""
@@ -152,17 +130,13 @@ class Encoder:
 
         One process alone would be busy with a book of many megabytes, and hold many times its size in memory.
         """
-        if (
-            batch.recall
-            or batch.kind != "bytes"
-            or max(map(len, batch.items), default=0) <= pieces.PIECE
-            or self.affixes is None
-        ):
+        long = batch.kind == "bytes" and max(map(len, batch.items), default=0) > pieces.PIECE
+        if not long or batch.augment or self.affixes is None:
             yield batch
             return
         for item, name in zip(batch.items, batch.names, strict=True):
             size = batch.size * len(item) // max(1, sum(map(len, batch.items)))
-            text = _whole([_utf8(item, name)])[0] if len(item) > pieces.PIECE else ""
+            text = _whole([utf8(item, name)])[0] if len(item) > pieces.PIECE else ""
             places = [0, *pieces.cuts(text, self._plain), len(text)]
             if len(places) == 2 or not text.strip():
                 yield Batch(batch.kind, [item], [name], size)
@@ -192,7 +166,7 @@ class Encoder:
         if self.fast is not None:
             rows = [encoding.ids for encoding in self.fast.encode_batch_fast(_whole(texts))]
         else:
-            options = {"truncation": False, "verbose": False, "split_special_tokens": self.split_special_tokens}
+            options = {"truncation": False, "verbose": False, "split_special_tokens": self.reading.split_special_tokens}
             rows = [self.tokenizer(text, **options)["input_ids"] for text in _whole(texts)]
         return [np.array(self._ended(ids), dtype=self.dtype) for ids in rows]
 
@@ -207,12 +181,3 @@ def _whole(texts: list[str]) -> list[str]:
 def _label(name: str) -> str:
     """a.jsonl:3 of books/a.jsonl:3."""
     return name.rpartition("/")[2]
-
-
-def _utf8(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{name}: not UTF-8 text ({error.reason} at byte {error.start}): convert or remove it"
-        ) from None

@@ -25,7 +25,7 @@ class Shard:
     """One unit's tokens: file stem, counts and checksum.
 
     `wordless`: documents with too few words for the facts that were asked for. `literals`: special tokens spelled out
-    in the texts. Shards from before these were counted say 0.
+    in the texts. Shards from before these were counted say 0. `chat`: KEY.learnt marks the tokens to learn.
     """
 
     key: str
@@ -37,10 +37,12 @@ class Shard:
     sha256: str
     wordless: int = 0
     literals: int = 0
+    chat: bool = False
 
     def check(self, folder: Path) -> None:
         """Raises ValueError if a file is missing or has another size than the manifest says."""
         sizes = {"tokens": self.tokens * np.dtype(self.dtype).itemsize, "bounds": (self.documents + 1) * 8}
+        sizes |= {"learnt": self.tokens} if self.chat else {}
         for suffix, size in sizes.items():
             path = folder / f"{self.key}.{suffix}"
             found = path.stat().st_size if path.is_file() else None
@@ -56,6 +58,10 @@ class Shard:
     def map(self, folder: Path) -> np.ndarray:
         """The tokens as a read-only memory map, (tokens,) uint16 or uint32."""
         return np.memmap(folder / f"{self.key}.tokens", dtype=self.dtype, mode="r")
+
+    def map_learnt(self, folder: Path) -> np.ndarray:
+        """Of conversations: 1 at the tokens to learn, (tokens,) uint8."""
+        return np.memmap(folder / f"{self.key}.learnt", dtype=np.uint8, mode="r")
 
 
 def sweep(folder: Path) -> None:
@@ -99,7 +105,8 @@ def cache_folder(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         if made and not any(path.stat().st_size for path in folder.glob("*.tokens")):
-            for path in (folder / DIGESTS, *folder.glob("*.tokens"), *folder.glob("*.bounds"), *folder.glob("*.json")):
+            kinds = ("*.tokens", "*.bounds", "*.learnt", "*.json")
+            for path in (folder / DIGESTS, *(path for kind in kinds for path in folder.glob(kind))):
                 path.unlink(missing_ok=True)
             remove_empty(made)
         raise
@@ -114,7 +121,7 @@ def is_complete(folder: Path, key: str) -> bool:
         shard.check(folder)
         if _note(folder, key)["modified"] == _modified(folder, key):
             return True
-        intact = _checksum(folder, key) == shard.sha256  # copied, or changed: read again, as its time says nothing
+        intact = _checksum(folder, shard) == shard.sha256  # copied, or changed: read again, as its time says nothing
     except (ValueError, KeyError, TypeError):  # a damaged note, or files that differ from it
         return False
     if intact:
@@ -143,10 +150,10 @@ def _modified(folder: Path, key: str) -> list[int]:
     return [(folder / f"{key}.{kind}").stat().st_mtime_ns for kind in ("tokens", "bounds")]
 
 
-def _checksum(folder: Path, key: str) -> str:
+def _checksum(folder: Path, shard: Shard) -> str:
     digest = hashlib.sha256()
-    for kind in ("tokens", "bounds"):
-        with open(folder / f"{key}.{kind}", "rb") as stream:
+    for kind in ("tokens", "bounds", *(["learnt"] if shard.chat else [])):
+        with open(folder / f"{shard.key}.{kind}", "rb") as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()

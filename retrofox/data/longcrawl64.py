@@ -45,7 +45,7 @@ class Block:
         files = [digests.of(chunk) for chunk in _chunks(self.path, self.start)]
         return json.dumps(["longcrawl64 unescaped", encoder(self.path), self.stop - self.start, files])
 
-    def batches(self, text_field: str) -> Iterator[Batch]:
+    def batches(self, text_field: str, chat: bool = False) -> Iterator[Batch]:
         """Rows as bytes of little-endian uint16, to be decoded on the tokenising side."""
         array, kind = _open(self.path), f"gpt2:{encoder(self.path)}"
         try:  # all rows: a chunk is decompressed once, not 32 times

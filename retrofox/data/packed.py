@@ -44,7 +44,7 @@ class Tokens:
         self.firsts = np.concatenate([[0], np.cumsum([shard.tokens for shard in self.shards], dtype=np.int64)])
         begins = [shard.bounds(folder)[:-1] + first for shard, first in zip(self.shards, self.firsts, strict=False)]
         self.bounds = np.concatenate([*begins, self.firsts[-1:]])
-        self.maps: OrderedDict[int, np.ndarray] = OrderedDict()
+        self.maps: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "maps": OrderedDict()}  # a pickled map would be a copy of the tokens
@@ -54,15 +54,27 @@ class Tokens:
 
     def slice(self, start: int, length: int) -> np.ndarray:
         """Tokens start .. start + length of the stream, within one shard."""
+        part, inside = self._place(start)
+        return self._mapped((part, "tokens"))[inside : inside + length]
+
+    def learnt(self, start: int, length: int) -> np.ndarray | None:
+        """1 at those of the tokens `slice` gives that are to be learnt, 0 at others; None: all are."""
+        part, inside = self._place(start)
+        return self._mapped((part, "learnt"))[inside : inside + length] if self.shards[part].chat else None
+
+    def _place(self, start: int) -> tuple[int, int]:
         part = int(np.searchsorted(self.firsts, start, side="right")) - 1
-        inside = start - int(self.firsts[part])
-        if part in self.maps:
-            self.maps.move_to_end(part)
+        return part, start - int(self.firsts[part])
+
+    def _mapped(self, key: tuple[int, str]) -> np.ndarray:
+        if key in self.maps:
+            self.maps.move_to_end(key)
         else:
-            self.maps[part] = self.shards[part].map(self.folder)
+            shard = self.shards[key[0]]
+            self.maps[key] = (shard.map if key[1] == "tokens" else shard.map_learnt)(self.folder)
             if len(self.maps) > OPEN_MAPS:
                 self.maps.popitem(last=False)
-        return self.maps[part][inside : inside + length]
+        return self.maps[key]
 
     def document(self, number: int) -> np.ndarray:
         """The tokens of a document."""
@@ -88,7 +100,8 @@ class PackedDataset(torch.utils.data.Dataset):
 
         input_ids     (T,) int64
         labels        (T,) int64, equal to input_ids (the model shifts), -100 at the first token of each segment, which
-                      would be predicted across a boundary, and on padding
+                      would be predicted across a boundary, on padding, and on what the assistant of a conversation
+                      did not write
         position_ids  (T,) int64, restarting at 0 at each segment; with `max_position` half of the segments skip
                       ahead at a random token (`skipping`), the same one each time
         doc_lengths   (segments,) int64, summing to T; the unfilled tail, if any, is the last segment (EOS, label -100)
@@ -185,15 +198,20 @@ class PackedDataset(torch.utils.data.Dataset):
         ids = np.full(length, self.filler, dtype=np.int64)
         positions = np.arange(length, dtype=np.int64)
         random = np.random.default_rng([self.seed % (1 << 64), index])  # as `Order`, of any seed
+        hidden = np.zeros(length, dtype=bool)
         at, begins = 0, []
         for start, count in zip(packing.start[first:last].tolist(), packing.length[first:last].tolist(), strict=True):
             ids[at : at + count] = tokens.slice(start, count)
+            learnt = tokens.learnt(start, count)
+            if learnt is not None:
+                hidden[at : at + count] = learnt == 0
             positions[at : at + count] -= at
             if self.max_position is not None:
                 positions[at : at + count] += skipping(count, self.max_position, random)
             begins.append(at)
             at += count
         labels = ids.copy()
+        labels[hidden] = IGNORE
         labels[begins] = IGNORE
         labels[at:] = IGNORE
         if at < length:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from retrofox.data.augment import Augmentation
+
+UNCHANGED = Augmentation()
 TEXT = (".txt", ".text")
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
@@ -27,17 +30,15 @@ class Batch:
     """Raw documents on their way to the tokenizer: `kind` is the type of the items, `size` counts source bytes.
 
     `names` say where the items are, files with their folders, for errors.
-    kind "text": str; "bytes": UTF-8 of one document; "json": one line holding the text in a field; "gpt2:NAME": uint16
-    tokens of that tokenizer, as bytes. `recall`: share of the documents that get made-up facts, `questions`: share of
-    these facts that are asked for (`data.facts`).
+    kind "text": str; "chat": a list of messages; "bytes": UTF-8 of one document; "json": one line holding the text or
+    the messages in a field; "gpt2:NAME": uint16 tokens of that tokenizer, as bytes. `augment` changes the texts.
     """
 
     kind: str
     items: list[Any] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     size: int = 0
-    recall: float = 0.0
-    questions: float = 0.0
+    augment: Augmentation = UNCHANGED
 
 
 def compression(path: Path) -> str:
@@ -166,8 +167,8 @@ def _array(data: bytes, path: Path) -> list[bytes]:
     return [json.dumps(value).encode() for value in values]
 
 
-def parquet(path: Path, text_field: str) -> Iterator[Batch]:
-    """One column of a Parquet file."""
+def parquet(path: Path, text_field: str, chat: bool = False) -> Iterator[Batch]:
+    """One column of a Parquet file: texts, or lists of messages."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -177,21 +178,30 @@ def parquet(path: Path, text_field: str) -> Iterator[Batch]:
             schema = table.schema_arrow
             kind: Any = schema.field(text_field).type if text_field in schema.names else None
             values = kind.value_type if isinstance(kind, pa.DictionaryType) else kind
-            is_text = values in (pa.string(), pa.large_string(), pa.string_view())
-            require_text(str(path), text_field, schema.names, str(kind), is_text)
+            fits = is_list(values) if chat else values in (pa.string(), pa.large_string(), pa.string_view())
+            require_column(str(path), text_field, schema.names, str(kind), fits, chat)
             size, rows, number = path.stat().st_size, max(1, table.metadata.num_rows), 0
+            kind_of, empty = ("chat", []) if chat else ("text", "")
             for chunk in table.iter_batches(batch_size=256, columns=[text_field]):
-                texts = [text or "" for text in chunk.column(0).to_pylist()]
-                names = [f"{path}:{number + row}" for row in range(1, len(texts) + 1)]
-                number += len(texts)
-                yield Batch("text", texts, names, size * len(texts) // rows)
+                items = [item or empty for item in chunk.column(0).to_pylist()]
+                names = [f"{path}:{number + row}" for row in range(1, len(items) + 1)]
+                number += len(items)
+                yield Batch(kind_of, items, names, size * len(items) // rows)
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise damaged(path, error) from error
 
 
-def require_text(where: str, text_field: str, columns: list[str], kind: str, is_text: bool) -> None:
-    """Raises ValueError unless there is such a column and it holds text."""
+def is_list(kind: Any) -> bool:
+    """Whether a type of pyarrow is one of lists."""
+    import pyarrow as pa
+
+    return kind is not None and (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def require_column(where: str, text_field: str, columns: list[str], kind: str, fits: bool, chat: bool) -> None:
+    """Raises ValueError unless there is such a column and it holds texts, or conversations."""
     if text_field not in columns:
         raise ValueError(f"{where}: no column {text_field!r}; there are {', '.join(columns)}: set text_field")
-    if not is_text:
-        raise ValueError(f"{where}: column {text_field!r} must hold text, got {kind}")
+    if not fits:
+        wanted = "lists of messages" if chat else "text"
+        raise ValueError(f"{where}: column {text_field!r} must hold {wanted}, got {kind}")

@@ -20,6 +20,8 @@ from typing import Any
 from rich.console import Console
 
 from retrofox.data.backend import fingerprint
+from retrofox.data.chat import VERSION as CHAT_VERSION
+from retrofox.data.encode import Reading
 from retrofox.data.facts import FEWEST_WORDS
 from retrofox.data.files import (
     DIGESTS,
@@ -32,7 +34,7 @@ from retrofox.data.files import (
     read_shard,
     sweep,
 )
-from retrofox.data.sources import SourceLike, resolve
+from retrofox.data.sources import MESSAGES, SourceLike, resolve
 from retrofox.data.tokenise import tokenise
 from retrofox.data.units import Unit
 from retrofox.support.files import write_whole
@@ -177,13 +179,21 @@ def prepare_sources(
         memory = folder / DIGESTS
         digests = Digests.load(memory)
         made_from = fingerprint(tokenizer)
-        plan = [(source, source.text_field or text_field, resolve(source, leave_out=folder)) for source in sources]
-        key_of = functools.partial(_key, tokenizer=made_from, split=split_special_tokens, digests=digests)
-        keys = {id(unit): key_of(unit, name) for _, name, units in plan for unit in units}
+        readings = [
+            Reading(source.text_field or (MESSAGES if source.chat else text_field), source.chat, split_special_tokens)
+            for source in sources
+        ]
+        plan = [
+            (source, reading, resolve(source, leave_out=folder))
+            for source, reading in zip(sources, readings, strict=True)
+        ]
+        template = getattr(tokenizer, "chat_template", None)
+        key_of = functools.partial(_key, tokenizer=made_from, template=template, digests=digests)
+        keys = {id(unit): key_of(unit, reading) for _, reading, units in plan for unit in units}
         write_whole(memory, json.dumps(digests.known).encode())
         missing = [
-            (unit, name, keys[id(unit)])
-            for _, name, units in plan
+            (unit, reading, keys[id(unit)])
+            for _, reading, units in plan
             for unit in units
             if not is_complete(folder, keys[id(unit)])
         ]
@@ -193,25 +203,26 @@ def prepare_sources(
             Console(stderr=True, soft_wrap=True, emoji=False).print(
                 f"{there} of {total} token shards are in {folder}, {todo}", highlight=False, markup=False
             )
-        tokenise(missing, tokenizer, folder, workers, progress, split_special_tokens)
-        for unit, name, key in missing:
-            if key_of(unit, name) != key:
+        tokenise(missing, tokenizer, folder, workers, progress)
+        for unit, reading, key in missing:
+            if key_of(unit, reading) != key:
                 (folder / f"{key}.json").unlink(missing_ok=True)
                 raise ValueError(f"{unit.name} changed while it was read: run it again when it is complete")
         prepared = [
             PreparedSource(
                 source.path,
                 source.weight,
-                name,
+                reading.field,
                 [file for unit in units for file in _files(unit, digests)],
                 [read_shard(folder, keys[id(unit)]) for unit in units],
             )
-            for source, name, units in plan
+            for source, reading, units in plan
         ]
-        for source in prepared:
+        for source, reading in zip(prepared, readings, strict=True):
             if not source.tokens:
+                nothing, wanted = ("no assistant", "conversations") if reading.chat else ("no text", "texts")
                 empty = sum(s.empty for s in source.shards)
-                raise ValueError(f"{source.path}: no text in it (empty documents: {empty}): give texts")
+                raise ValueError(f"{source.path}: {nothing} in it (empty documents: {empty}): give {wanted}")
         with_facts = [into for into, (source, *_) in zip(prepared, plan, strict=True) if source.recall]
         for line in (_without_facts(with_facts), *_with_literals(prepared, split_special_tokens)):
             if line and progress:
@@ -245,9 +256,11 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _key(unit: Unit, text_field: str, tokenizer: str, split: bool, digests: Digests) -> str:
-    content = json.dumps([FORMAT, unit.identity(digests), text_field, tokenizer, *(["split"] if split else [])])
-    return hashlib.sha256(content.encode()).hexdigest()[:24]
+def _key(unit: Unit, reading: Reading, tokenizer: str, template: Any, digests: Digests) -> str:
+    content = [FORMAT, unit.identity(digests), reading.field, tokenizer]
+    content += ["split"] if reading.split_special_tokens else []
+    content += ["chat", CHAT_VERSION, template] if reading.chat else []
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 
 def _files(unit: Unit, digests: Digests) -> list[dict[str, Any]]:

@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from retrofox.data import read as data_read
+from retrofox.data.augment import Augmentation
 from retrofox.data.longcrawl64 import blocks
 from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT
 from retrofox.data.streamed import sliced
 from retrofox.data.streamed import units as streamed_units
-from retrofox.data.units import FileUnit, RowsUnit, Unit, WithFacts
+from retrofox.data.units import AugmentedUnit, FileUnit, RowsUnit, Unit
 
 GROUP_FILES = 256
 """Above this many files in one source, neighbours are joined into units of about GROUP_BYTES."""
 GROUP_BYTES = 32 << 20
+MESSAGES = "messages"
+"""The field of conversations where none is named."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files that tell a directory written by `datasets`' save_to_disk."""
 
@@ -41,6 +44,12 @@ class SourceLike(Protocol):
     def recall(self) -> float | None: ...
     @property
     def questions(self) -> float | None: ...
+    @property
+    def reflow(self) -> float: ...
+    @property
+    def recase(self) -> float: ...
+    @property
+    def chat(self) -> bool: ...
 
 
 def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list[str]:
@@ -52,27 +61,31 @@ def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list
 
 @dataclass(frozen=True)
 class DataSource:
-    """A source of documents: path (or "hf:...", "longcrawl64:..."), weight (share of tokens), field of the text,
-    `recall`, the share of documents that get made-up facts, and `questions`, that of the facts that are asked for (see
-    `data.facts`)."""
+    """A source of documents: path (or "hf:...", "longcrawl64:..."), weight (share of tokens), field of the text.
+
+    `recall` is the share of documents that get made-up facts, `questions` that of the facts that are asked for
+    (`data.facts`), `reflow` and `recase` those with hard line breaks and in one case (`data.augment`). `chat`: the
+    field holds conversations (`data.chat`).
+    """
 
     path: str
     weight: float = 1.0
     text_field: str | None = None
     recall: float = 0.0
     questions: float = 0.0
+    reflow: float = 0.0
+    recase: float = 0.0
+    chat: bool = False
 
 
 def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
-    """The units of a source, in a fixed order, with its share of made-up facts.
+    """The units of a source, in a fixed order, with its changes of their documents.
 
     Arguments and errors are those of `units_of`.
     """
     units = units_of(source, leave_out)
-    if not source.recall:
-        return units
-    told: list[Unit] = [WithFacts(unit, source.recall, source.questions or 0.0) for unit in units]
-    return told
+    augment = Augmentation(source.recall or 0.0, source.questions or 0.0, source.reflow, source.recase)
+    return [AugmentedUnit(unit, augment) for unit in units] if augment else units
 
 
 def units_of(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from retrofox.data.files import Digests
-from retrofox.data.read import BATCH_BYTES, Batch, require_text
+from retrofox.data.read import BATCH_BYTES, Batch, require_column
 
 UNIT_ROWS = 256
 """Rows that are tokenised, kept and reused as one: about 100 MB of books."""
@@ -65,25 +65,26 @@ class StreamedUnit:
         """The set's files, with the commit of the Hub that their addresses hold, and the range of rows."""
         return json.dumps(["streamed", self.files, self.split, self.start, self.stop])
 
-    def batches(self, text_field: str) -> Iterator[Batch]:
+    def batches(self, text_field: str, chat: bool = False) -> Iterator[Batch]:
         """Batches of about a megabyte, one column.
 
         Raises:
-            ValueError: no such column, one that holds no text, or the Hub can't be reached.
+            ValueError: no such column, one that holds no text (or messages), or the Hub can't be reached.
         """
         share = self.size // max(1, self.stop - self.start)
-        batch, held = Batch("text"), 0
+        kind = "chat" if chat else "text"
+        batch, held = Batch(kind), 0
         for number, row in enumerate(self._rows(), self.start + 1):
             value = row.get(text_field)
-            is_text = value is None or isinstance(value, str)
-            require_text(f"hf:{self.name}", text_field, list(row), type(value).__name__, is_text)
-            batch.items.append(value or "")
+            fits = value is None or isinstance(value, list if chat else str)
+            require_column(f"hf:{self.name}", text_field, list(row), type(value).__name__, fits, chat)
+            batch.items.append(value or ([] if chat else ""))
             batch.names.append(f"{self.name}:{number}")
             batch.size += share
-            held += len(value or "")
+            held += len(str(value or ""))
             if held >= BATCH_BYTES:
                 yield batch
-                batch, held = Batch("text"), 0
+                batch, held = Batch(kind), 0
         if batch.items:
             yield batch
 

@@ -15,39 +15,34 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from retrofox.data.encode import Encoded, Encoder
+from retrofox.data.encode import Encoded, Encoder, Reading
 from retrofox.data.files import Shard, write_note
 from retrofox.data.pool import Pool
 from retrofox.data.read import Batch
 from retrofox.data.units import Unit
-from retrofox.support.files import temporary, to_disk
+from retrofox.support.files import temporary, to_disk, write_whole
 
 IN_PROCESS_BYTES = 4 << 20
 """Below this starting processes costs more than it gains."""
 
 
 def tokenise(
-    units: list[tuple[Unit, str, str]],
-    tokenizer: Any,
-    folder: Path,
-    workers: int,
-    progress: bool,
-    split_special_tokens: bool = True,
+    units: list[tuple[Unit, Reading, str]], tokenizer: Any, folder: Path, workers: int, progress: bool
 ) -> None:
-    """Writes the shards that are missing; those of one text field share a pool of processes."""
-    units = list({key: (unit, name, key) for unit, name, key in units}.values())  # the same content twice: once
+    """Writes the shards that are missing; those that are read alike share a pool of processes."""
+    units = list({key: (unit, reading, key) for unit, reading, key in units}.values())  # the same content twice: once
     total = sum(unit.size for unit, *_ in units)
     with _bar(total, progress and bool(units)) as advance:
-        for name in dict.fromkeys(name for _, name, _ in units):
-            mine = [(unit, key) for unit, field_name, key in units if field_name == name]
+        for reading in dict.fromkeys(reading for _, reading, _ in units):
+            mine = [(unit, key) for unit, read_as, key in units if read_as == reading]
             small = sum(unit.size for unit, _ in mine) < IN_PROCESS_BYTES
-            with Pool(Encoder(tokenizer, name, split_special_tokens), 1 if small else workers) as pool:
-                _write_all(mine, name, pool, folder, advance)
+            with Pool(Encoder(tokenizer, reading), 1 if small else workers) as pool:
+                _write_all(mine, pool, folder, advance)
 
 
-def _write_all(units: list[tuple[Unit, str]], text_field: str, pool: Pool, folder: Path, advance: Any) -> None:
+def _write_all(units: list[tuple[Unit, str]], pool: Pool, folder: Path, advance: Any) -> None:
     """Writes shards one after the other, from one stream of batches: no process waits at the end of a unit."""
-    stream = _encoded([unit for unit, _ in units], text_field, pool)
+    stream = _encoded([unit for unit, _ in units], pool)
     for unit, key in units:
         with _ShardWriter(folder, key, unit.name, pool.encoder.dtype) as writer:
             for encoded, is_last in stream:
@@ -58,19 +53,22 @@ def _write_all(units: list[tuple[Unit, str]], text_field: str, pool: Pool, folde
             writer.finish()
 
 
-def _encoded(units: list[Unit], text_field: str, pool: Pool) -> Iterator[tuple[Encoded, bool]]:
+def _encoded(units: list[Unit], pool: Pool) -> Iterator[tuple[Encoded, bool]]:
     """The encoded batches of all units in order, each with whether it is its unit's last.
 
     Reading runs ahead of tokenising; its error is raised after all units before it were given.
     """
     lasts: deque[bool] = deque()  # of the batches on their way
     broken: list[Exception] = []
+    reading = pool.encoder.reading
 
     def batches() -> Iterator[Batch]:
         for unit in units:
             waiting = Batch("text")  # a unit without any batch is one without documents
             try:
-                parts = (part for batch in unit.batches(text_field) for part in pool.encoder.divide(batch))
+                parts = (
+                    part for batch in unit.batches(reading.field, reading.chat) for part in pool.encoder.divide(batch)
+                )
                 for number, part in enumerate(parts):
                     if number:
                         lasts.append(False)
@@ -95,6 +93,7 @@ class _ShardWriter:
         self.folder, self.key, self.name, self.dtype = folder, key, name, dtype
         self.digest = hashlib.sha256()
         self.lengths: list[np.ndarray] = []
+        self.learnt: list[np.ndarray] = []
         self.empty, self.wordless, self.literals, self.unfinished = 0, 0, 0, False
 
     def __enter__(self) -> _ShardWriter:
@@ -111,6 +110,8 @@ class _ShardWriter:
         """Appends the documents of a batch; the first may be the rest of the last batch's last."""
         data, lengths = part.tokens.tobytes(), part.lengths
         self.stream.write(data)
+        if part.learnt is not None:
+            self.learnt.append(part.learnt)
         self.digest.update(data)
         if self.unfinished:
             self.lengths[-1][-1] += lengths[0]
@@ -130,9 +131,15 @@ class _ShardWriter:
         with open(self.bounds, "wb") as stream:
             stream.write(ends.tobytes())
             to_disk(stream)
+        if self.learnt:
+            marks = np.concatenate(self.learnt).tobytes()
+            self.digest.update(marks)
+            write_whole(self.folder / f"{self.key}.learnt", marks)
         counts = (len(ends) - 1, int(ends[-1]), self.empty)
         digest = self.digest.hexdigest()
-        shard = Shard(self.key, self.name, *counts, self.dtype.str, digest, self.wordless, self.literals)
+        shard = Shard(
+            self.key, self.name, *counts, self.dtype.str, digest, self.wordless, self.literals, bool(self.learnt)
+        )
         os.replace(self.tokens, self.folder / f"{self.key}.tokens")
         os.replace(self.bounds, self.folder / f"{self.key}.bounds")
         write_note(self.folder, shard)

@@ -1,4 +1,4 @@
-"""The parts of a source that are tokenised, kept and reused as one: files, rows of a dataset, either with facts."""
+"""The parts of a source that are tokenised, kept and reused as one: files, rows of a dataset, either augmented."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from retrofox.data import facts
 from retrofox.data import read as data_read
+from retrofox.data.augment import Augmentation
 from retrofox.data.files import Digests
-from retrofox.data.read import Batch, compression, form_of, require_text
+from retrofox.data.read import Batch, compression, form_of, require_column
 
 
 class Unit(Protocol):
@@ -21,7 +21,7 @@ class Unit(Protocol):
     size: int
 
     def identity(self, digests: Digests) -> str: ...
-    def batches(self, text_field: str) -> Iterator[Batch]: ...
+    def batches(self, text_field: str, chat: bool = False) -> Iterator[Batch]: ...
 
 
 class FileUnit:
@@ -36,7 +36,7 @@ class FileUnit:
         """Depends on the contents and on how they are read, not on where the files lie."""
         return json.dumps([[form_of(path) + compression(path), digests.of(path)] for path in self.paths])
 
-    def batches(self, text_field: str) -> Iterator[Batch]:
+    def batches(self, text_field: str, chat: bool = False) -> Iterator[Batch]:
         """Batches of about a megabyte; a text file is one document."""
         waiting = Batch("bytes")
         for path in self.paths:
@@ -50,7 +50,7 @@ class FileUnit:
                 waiting.names.append(str(path))
                 waiting.size += path.stat().st_size
             else:
-                yield from data_read.json_lines(path) if form == "json" else data_read.parquet(path, text_field)
+                yield from data_read.json_lines(path) if form == "json" else data_read.parquet(path, text_field, chat)
         if waiting.items:
             yield waiting
 
@@ -71,26 +71,29 @@ class RowsUnit:
         files = [digests.of(Path(file["filename"])) for file in self.dataset.cache_files]
         return json.dumps([self.key, files, self.start, self.stop])
 
-    def batches(self, text_field: str) -> Iterator[Batch]:
+    def batches(self, text_field: str, chat: bool = False) -> Iterator[Batch]:
         """256 rows at a time, one column."""
         feature = self.dataset.features.get(text_field)
         kind = getattr(feature, "dtype", type(feature).__name__)
-        require_text(f"hf:{self.name}", text_field, self.dataset.column_names, kind, "string" in kind)
+        # A feature that is no value, such as a list of messages, has no dtype of text.
+        fits = (feature is not None and "string" not in kind) if chat else "string" in kind
+        require_column(f"hf:{self.name}", text_field, self.dataset.column_names, kind, fits, chat)
         column = self.dataset.select_columns([text_field])
         for start in range(self.start, self.stop, 256):
             stop = min(start + 256, self.stop)
-            texts = [text or "" for text in column[start:stop][text_field]]
+            items = [item or ([] if chat else "") for item in column[start:stop][text_field]]
             names = [f"{self.name}:{row}" for row in range(start + 1, stop + 1)]
-            yield Batch("text", texts, names, self.size * (stop - start) // max(1, self.stop - self.start))
+            yield Batch(
+                "chat" if chat else "text", items, names, self.size * (stop - start) // max(1, self.stop - self.start)
+            )
 
 
 @dataclass
-class WithFacts:
-    """A unit into a share of whose documents made-up facts are put (`data.facts`)."""
+class AugmentedUnit:
+    """A unit whose documents are changed as they are read."""
 
     unit: Unit
-    share: float
-    questions: float = 0.0
+    augment: Augmentation
 
     def __post_init__(self) -> None:
         self.name, self.size = self.unit.name, self.unit.size
@@ -100,11 +103,10 @@ class WithFacts:
         return getattr(self.unit, "paths", [])
 
     def identity(self, digests: Digests) -> str:
-        """The unit's own, the version of the facts, the share of documents, and that of facts asked for, if any are."""
-        asked = [self.questions] if self.questions else []
-        return json.dumps([self.unit.identity(digests), "facts", facts.VERSION, self.share, *asked])
+        """The unit's own, and what decides on the changes."""
+        return json.dumps([self.unit.identity(digests), *self.augment.identity()])
 
-    def batches(self, text_field: str) -> Iterator[Batch]:
-        """The unit's batches, marked: whoever reads their texts puts the facts in."""
-        for batch in self.unit.batches(text_field):
-            yield replace(batch, recall=self.share, questions=self.questions)
+    def batches(self, text_field: str, chat: bool = False) -> Iterator[Batch]:
+        """The unit's batches, marked: the encoder changes their texts."""
+        for batch in self.unit.batches(text_field, chat):
+            yield replace(batch, augment=self.augment)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from retrofox.data.encode import Encoder
-from retrofox.data.sources import DataSource, SourceLike, listed, resolve
+from retrofox.data.encode import Encoder, Reading
+from retrofox.data.sources import MESSAGES, DataSource, SourceLike, listed, resolve
 
 
 def documents(
@@ -31,10 +31,10 @@ def documents(
     """
     for source in sources:
         given = DataSource(os.fspath(source)) if isinstance(source, str | os.PathLike) else source
-        name = given.text_field or text_field
-        encode = Encoder(tokenizer, name)
+        name = given.text_field or (MESSAGES if given.chat else text_field)
+        encode = Encoder(tokenizer, Reading(name, given.chat))
         for unit in resolve(given):
-            for batch in unit.batches(name):
+            for batch in unit.batches(name, given.chat):
                 encoded = encode(batch)
                 ends = np.cumsum(encoded.lengths)[:-1]
                 for label, tokens in zip(encoded.names, np.split(encoded.tokens, ends), strict=False):

@@ -103,13 +103,13 @@ class FoxTrainer(Trainer):
         return self.batch_tokens // self.stage.sequence_length
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """The micro-batches of one step and the number of targets in it over all processes."""
+        """The micro-batches of one step and the number of targets in it over all processes, at least 1."""
         samples = [next(epoch_iterator) for _ in range(num_batches)]
         count: Any = sum(sample["num_targets"] for sample in samples)
         if self.args.world_size > 1:
             here: Any = torch.tensor(count, device=device)
             count = self.accelerator.reduce(here, "sum")
-        return samples, count
+        return samples, count or 1  # conversations may hold nothing to learn in a whole step
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # Pinned host memory and non_blocking: the copy runs beside the step before it.

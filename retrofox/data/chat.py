@@ -1,0 +1,112 @@
+"""Conversations to tokens by the tokenizer's chat template, with the tokens that the assistant wrote marked.
+
+An assistant's turn begins where the template's generation prompt ends and goes on to the end of the turn's text, its
+end mark (such as <|im_end|>) included. Special tokens spelled out in a message are plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from retrofox.data.backend import backend, special_literals
+from retrofox.data.records import Messages
+
+VERSION = 1
+"""Part of a shard's identity: change it when the tokens or marks of conversations change."""
+_OPEN, _CLOSE = "\U000f0000", "\U000f0001"
+"""Around the number of a special token that a message spells out, while the template is applied (private use)."""
+_SPELLED_OUT = re.compile(f"({_OPEN}[0-9]+{_CLOSE})")
+
+
+class ChatEncoder:
+    """Tokens of a conversation and which of them the assistant wrote.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or no Rust tokenizer that gives the same tokens.
+    """
+
+    def __init__(self, tokenizer: Any, split_special_tokens: bool = True):
+        self.tokenizer, self.split_special_tokens = tokenizer, split_special_tokens
+        self.fast, self.literal, self.eos = backend(tokenizer), special_literals(tokenizer), tokenizer.eos_token_id
+        if not getattr(tokenizer, "chat_template", None) or self.fast is None:
+            lacks = "no chat template" if self.fast is not None else "no fast form, which chat needs"
+            raise ValueError(f"the tokenizer has {lacks}: set data.tokenizer to that of an Instruct model")
+
+    def __call__(self, messages: Messages, name: str) -> tuple[list[int], list[bool]]:
+        """(tokens, whether the assistant wrote each); the first message is not learnt: nothing asks for it.
+
+        Raises:
+            ValueError: the template refuses these messages, or does not show where an assistant's turn is.
+        """
+        spelled: list[str] = []
+        text, turns = self._rendered(self._hidden(messages, spelled), name)
+        ids: list[int] = []
+        learnt: list[bool] = []
+        at = 0
+        for piece in _SPELLED_OUT.split(text):
+            number = piece[1:-1] if _SPELLED_OUT.fullmatch(piece) else ""
+            self.fast.encode_special_tokens = bool(number)
+            encoding = self.fast.encode(spelled[int(number)] if number else piece, add_special_tokens=False)
+            ids += encoding.ids
+            for begin, end in [(0, len(piece))] * len(encoding.ids) if number else encoding.offsets:
+                # A token across the start, such as " it" after "assistant: ", is one that the assistant writes.
+                learnt.append(any(at + begin < stop and at + end > start for start, stop in turns))
+            at += len(piece)
+        ends = turns and turns[-1][1] >= len(text.rstrip()) and not self._ends_with_special(text.rstrip())
+        if ends and self.eos is not None:  # a template without an end mark would teach the model never to end
+            ids, learnt = [*ids, self.eos], [*learnt, True]
+        return ids, learnt
+
+    def _hidden(self, messages: Messages, spelled: list[str]) -> Messages:
+        """The messages with a mark in place of each special token that they spell out, listed in `spelled`."""
+        if self.literal is None or not self.split_special_tokens:
+            return messages
+
+        def mark(match: re.Match[str]) -> str:
+            spelled.append(match[0])
+            return f"{_OPEN}{len(spelled) - 1}{_CLOSE}"
+
+        literal = self.literal
+        return [
+            {**message, "content": literal.sub(mark, message["content"])}
+            if isinstance(message["content"], str)
+            else message
+            for message in messages
+        ]
+
+    def _rendered(self, messages: Messages, name: str) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation's text, and (start, stop) of the assistant's turns in it."""
+        text = self._render(messages, name)
+        turns = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or not number:
+                continue
+            before = self._render(messages[:number], name, add_generation_prompt=True)
+            after = self._render(messages[: number + 1], name)
+            stop = len(after.rstrip()) if text.startswith(after) else self._next_special(text, len(before))
+            if not text.startswith(before) or stop is None:
+                raise ValueError(
+                    f"{name}: the chat template writes message {number + 1} otherwise when more follow, so the "
+                    "assistant's words can't be found: set data.tokenizer to one with another template"
+                )
+            turns.append((len(before), stop))
+        return text, turns
+
+    def _render(self, messages: Messages, name: str, add_generation_prompt: bool = False) -> str:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            raise ValueError(f"{name}: the chat template refuses these messages: {error}") from None
+
+    def _next_special(self, text: str, start: int) -> int | None:
+        """Where the first special token after `start` ends; None where there is none."""
+        found = None if self.literal is None else self.literal.search(text, start)
+        return None if found is None else found.end()
+
+    def _ends_with_special(self, text: str) -> bool:
+        return self.literal is not None and any(m.end() == len(text) for m in self.literal.finditer(text))

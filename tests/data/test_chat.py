@@ -1,0 +1,290 @@
+"""Conversations as training data: the tokenizer's template, the assistant's words learnt and no others, no leaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from retrofox.config import Recipe
+from retrofox.data.chat import ChatEncoder
+from retrofox.data.packed import IGNORE, PackedDataset, collate, next_token_targets, open_tokens
+from retrofox.data.shards import prepare_sources
+from retrofox.data.sources import DataSource
+from retrofox.training.loop import FoxTrainer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think></think>"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NO_END = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+BACKWARDS = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(make_tokenizer):
+    """chat_tokenizer(template) -> one with that template and <|im_start|>, <|im_end|> and </s> as special tokens."""
+
+    def make(template: str | None) -> Any:
+        tokenizer = make_tokenizer()
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make
+
+
+def said(*words: str, system: str | None = None) -> list[dict[str, str]]:
+    """A user and an assistant in turns."""
+    turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(words)]
+    return [{"role": "system", "content": system}, *turns] if system else turns
+
+
+def learnt(tokenizer, messages) -> list[str]:
+    """Stretches of the text that are learnt."""
+    ids, marks = ChatEncoder(tokenizer)(messages, "a.jsonl:1")
+    assert len(ids) == len(marks)
+    runs: list[list[int]] = []
+    for number, (token, mark) in enumerate(zip(ids, marks, strict=True)):
+        if mark and (not number or not marks[number - 1]):
+            runs.append([])
+        if mark:
+            runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs]
+
+
+TALK = said("the fox?", "it forgets", "and the gate?", "it lets go", system="keep the key")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, ["it forgets<|im_end|>", "it lets go<|im_end|>"]),
+        (LLAMA2, [" it forgets</s>", " it lets go</s>"]),
+        (THINKING, ["it forgets<|im_end|>", "<think></think>it lets go<|im_end|>"]),
+        (NO_END, [" it forgets", " it lets go", "</s>"]),
+    ],
+)
+def test_the_assistants_turns_are_learnt_with_their_end_and_nothing_else(template, expected, chat_tokenizer):
+    messages = TALK[1:] if template == LLAMA2 else TALK
+    assert learnt(chat_tokenizer(template), messages) == expected
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA2, THINKING])
+def test_the_tokens_are_those_of_the_template(template, chat_tokenizer):
+    tokenizer, messages = chat_tokenizer(template), TALK[1:]
+    ids, _ = ChatEncoder(tokenizer)(messages, "a.jsonl:1")
+    assert ids == tokenizer.apply_chat_template(messages, tokenize=True)["input_ids"]
+
+
+def test_special_tokens_in_a_message_are_plain_text(chat_tokenizer):
+    tokenizer = chat_tokenizer(CHATML)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    messages = said("say <|im_end|>", "here: <|im_end|> and </s>, done")
+    ids, _ = ChatEncoder(tokenizer)(messages, "a.jsonl:1")
+    assert ids.count(end) == 2
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert learnt(tokenizer, messages) == ["here: <|im_end|> and </s>, done<|im_end|>"]
+    assert ChatEncoder(tokenizer, split_special_tokens=False)(messages, "a.jsonl:1")[0].count(end) == 4
+
+
+def test_an_assistant_who_speaks_first_is_read_and_not_learnt(chat_tokenizer):
+    messages = [{"role": "assistant", "content": "hello"}, *said("the fox?", "it forgets")]
+    assert learnt(chat_tokenizer(CHATML), messages) == ["it forgets<|im_end|>"]
+
+
+def test_a_template_that_hides_the_turns_is_refused(chat_tokenizer):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template writes message \d otherwise when more follow"):
+        ChatEncoder(chat_tokenizer(BACKWARDS))(TALK, "a.jsonl:1")
+
+
+def test_messages_that_the_template_refuses_are_named(chat_tokenizer):
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template refuses these messages: roles must alternate"):
+        ChatEncoder(chat_tokenizer(template))(TALK, "a.jsonl:1")
+
+
+def test_a_tokenizer_without_a_template_is_refused(chat_tokenizer):
+    with pytest.raises(ValueError, match=r"no chat template: set data\.tokenizer to that of an Instruct model"):
+        ChatEncoder(chat_tokenizer(None))
+
+
+TALKS = [said(f"{n} the fox?", f"{n} forgets " * (n % 5 + 1), "and?", "goes") for n in range(30)]
+
+
+def write(talks: list[Any], path: Path, field: str = "messages") -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({field: talk, "id": 1}) + "\n" for talk in talks))
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({field: talks}), path)
+    return path
+
+
+@pytest.fixture
+def talks(tmp_path, chat_tokenizer):
+    """talks(name="a.jsonl", field="messages", **options) -> the manifest of TALKS written there."""
+
+    def prepare(name: str = "a.jsonl", field: str = "messages", **options: Any) -> Any:
+        file = write(TALKS, tmp_path / name, field)
+        named = None if field == "messages" else field
+        source = DataSource(str(file), text_field=named, chat=True)
+        return prepare_sources([source], chat_tokenizer(CHATML), tmp_path / "out", progress=False, **options)
+
+    return prepare
+
+
+@pytest.mark.parametrize(("name", "field"), [("a.jsonl", "messages"), ("a.parquet", "messages"), ("a.jsonl", "turns")])
+def test_conversations_come_from_json_lines_and_parquet(name, field, talks, chat_tokenizer):
+    (tokens,) = open_tokens(talks(name, field))
+    encode = ChatEncoder(chat_tokenizer(CHATML))
+    assert len(tokens) == len(TALKS)
+    for number, talk in enumerate(TALKS):
+        ids, marks = encode(talk, "")
+        start = int(tokens.bounds[number])
+        assert tokens.document(number).tolist() == ids
+        assert np.array_equal(tokens.learnt(start, len(ids)), marks)  # type: ignore[arg-type]
+
+
+def test_conversations_come_from_hugging_face_datasets(tmp_path, chat_tokenizer, talks):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"messages": talk} for talk in TALKS]).save_to_disk(tmp_path / "saved")
+    source = DataSource(f"hf:{tmp_path / 'saved'}", chat=True)
+    manifest = prepare_sources([source], chat_tokenizer(CHATML), tmp_path / "out", progress=False)
+    assert manifest.sources[0].fingerprint == talks().sources[0].fingerprint
+
+
+def test_processes_give_the_same_conversations_as_one(talks, monkeypatch):
+    alone = talks().sources[0].fingerprint
+    for shard in Path(talks().folder).glob("*.json"):
+        shard.unlink()
+    monkeypatch.setattr("retrofox.data.tokenise.IN_PROCESS_BYTES", 0)
+    assert talks(workers=2).sources[0].fingerprint == alone
+
+
+def test_windows_learn_the_assistants_tokens_and_no_others(talks, chat_tokenizer):
+    dataset = PackedDataset(talks(), sequence_length=128)
+    learnt_here = [
+        int(label) for number in range(len(dataset)) for label in dataset[number]["labels"] if label != IGNORE
+    ]
+    encode = ChatEncoder(chat_tokenizer(CHATML))
+    expected = [token for talk in TALKS for token, mark in zip(*encode(talk, ""), strict=True) if mark]
+    assert sorted(learnt_here) == sorted(expected)
+
+
+def test_targets_outside_the_assistants_turns_are_masked(talks, chat_tokenizer):
+    dataset = PackedDataset(talks(), sequence_length=64)
+    batch = collate([dataset[number] for number in range(len(dataset))])
+    targets = next_token_targets(batch["input_ids"], batch["labels"], batch["position_ids"])
+    opening = chat_tokenizer(CHATML).convert_tokens_to_ids("<|im_start|>")
+    assert not (targets == opening).any()
+    assert 0 < (targets != IGNORE).float().mean() < 0.7
+
+
+def test_packed_conversations_do_not_see_each_other(talks, pico_llama):
+    import retrofox
+    from retrofox.fox_spec import FoxSpec
+
+    model = retrofox.convert(pico_llama(vocab_size=512), fox=FoxSpec(rope="keep", init="open")).eval()
+    dataset = PackedDataset(talks(), sequence_length=256)
+    number = next(n for n in range(len(dataset)) if len(dataset[n]["doc_lengths"]) > 2)
+    batch = collate([dataset[number]])
+    batch.pop("labels")
+    first = int(dataset[number]["doc_lengths"][0])
+    other = {**batch, "input_ids": batch["input_ids"].clone()}
+    other["input_ids"][:, :first] = 7
+    with torch.no_grad():
+        one, two = (model(**each).logits for each in (batch, other))
+    assert not torch.allclose(one[:, :first], two[:, :first])
+    torch.testing.assert_close(one[:, first:], two[:, first:], atol=0, rtol=0)
+
+
+def test_conversations_are_mixed_with_books_by_weight(tmp_path, chat_tokenizer, make_text):
+    book = tmp_path / "book.txt"
+    book.write_text(make_text(0, 3000))
+    sources = [DataSource(str(book), 3.0), DataSource(str(write(TALKS, tmp_path / "a.jsonl")), 1.0, chat=True)]
+    manifest = prepare_sources(sources, chat_tokenizer(CHATML), tmp_path / "out", progress=False)
+    dataset = PackedDataset(manifest, sequence_length=64)
+    drawn = dataset.order.take(torch.arange(4096).numpy())
+    tokens = {0: 0, 1: 0}
+    for number in drawn.tolist():
+        item = dataset[number]
+        tokens[int(number >= dataset.offsets[1])] += int((item["input_ids"] != dataset.filler).sum())
+    assert tokens[0] / tokens[1] == pytest.approx(3.0, rel=0.1)
+
+
+def test_another_template_makes_another_shard(tmp_path, chat_tokenizer):
+    file = write(TALKS, tmp_path / "a.jsonl")
+    keys = {
+        prepare_sources([DataSource(str(file), chat=True)], chat_tokenizer(template), tmp_path / "out", progress=False)
+        .sources[0]
+        .shards[0]
+        .key
+        for template in (CHATML, THINKING)
+    }
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"messages": "hello"}', r"a\.jsonl:1: field 'messages' must hold a list of {role, content}, got hello"),
+        ('{"messages": [{"from": "human"}]}', "must hold a list of {role, content}"),
+        ('{"text": "hello"}', "no field 'messages'; the record has 'text': set text_field"),
+        ('{"messages": [{"role": "user", "content": "hello"}]}', r"no assistant in it \(empty documents: 1\)"),
+        ('{"messages": null}', r"no assistant in it \(empty documents: 1\)"),
+    ],
+)
+def test_records_that_hold_no_conversation_are_named(content, why, tmp_path, chat_tokenizer):
+    (tmp_path / "a.jsonl").write_text(content + "\n")
+    source = DataSource(str(tmp_path / "a.jsonl"), chat=True)
+    with pytest.raises(ValueError, match=why):
+        prepare_sources([source], chat_tokenizer(CHATML), tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.parquet"])
+def test_texts_are_no_conversations(name, tmp_path, chat_tokenizer):
+    if name == "a.txt":
+        (tmp_path / name).write_text("hello")
+    else:
+        write(["hello"], tmp_path / name)
+    with pytest.raises(ValueError, match="list"):
+        prepare_sources([DataSource(str(tmp_path / name), chat=True)], chat_tokenizer(CHATML), tmp_path / "out")
+
+
+def test_a_recipe_mixes_conversations_and_refuses_changes_of_them(tmp_path):
+    recipe = {
+        "model": "some/model",
+        "output": "run",
+        "data": {"train": ["books", {"path": "talks.jsonl", "chat": True, "weight": 0.2}], "recall": 0.5},
+        "stages": [{"objective": "extend", "tokens": 100, "batch_tokens": 64, "sequence_length": 16}],
+    }
+    books, chat = Recipe.model_validate(recipe).data.read_as()
+    assert (books.recall, chat.recall, chat.chat) == (0.5, 0.0, True)
+    recipe["data"]["train"][1]["reflow"] = 0.5
+    with pytest.raises(ValueError, match="reflow changes texts, not conversations: remove it, or chat"):
+        Recipe.model_validate(recipe)
+
+
+def test_a_step_without_anything_to_learn_changes_nothing():
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(world_size=1))
+    _, count = FoxTrainer.get_batch_samples(trainer, iter([{"num_targets": 0}]), 1, torch.device("cpu"))
+    assert count == 1  # the sum of no losses, by 1
