@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .common import cumsum, pruning
 from .common.edges import edges
-from .common.horizon import first_seen
+from .common.horizon import edges_within, first_seen
 from .decoding import planner
 from .host.device import on_device
 from .host.readable import aligned
@@ -88,7 +88,9 @@ def attend(
         if way.backend == "gluon":
             extra["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
         c_hi, c_lo = cumsum.cumulative(log_f, extra.get("counter"))
-        if options.horizon is not None:
+        if options.horizon is not None and way.backend == "gluon":
+            documents = documents._replace(edges=edges_within(c_hi, c_lo, documents.edges, options.horizon))
+        elif options.horizon is not None:
             documents = documents._replace(first_seen=first_seen(c_hi, c_lo, q.shape[1], options))
         if bounds is not None:
             q, k = aligned(q), aligned(k)

@@ -1,6 +1,7 @@
 """Problems for proving a kernel right, and the comparison that decides: at most twice eager's error, same dtype."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 NAMES = ("o", "lse", "dq", "dk", "dv", "dlog_f")
 LAYOUTS = ("plain", "heads", "packed", "last", "tokens first", "odd", "shifted", "expanded")
-GATES = ("mixed", "open", "short", "shut", "zeros", "unequal")
+GATES = ("mixed", "open", "short", "shut", "zeros", "unequal", "half-lives")
 ROUNDING = {torch.float32: 4e-6, torch.float16: 2e-4, torch.bfloat16: 1e-3}  # floor where eager happens to be exact
 
 
@@ -44,6 +45,8 @@ def gates(kind: str, *shape, device="cpu") -> torch.Tensor:
     x = torch.randn(*shape, device=device)
     if kind == "unequal":  # the first head forgets a hundred times as fast as the last
         return -x.abs() * torch.logspace(0, -2, shape[-1], device=device)
+    if kind == "half-lives":  # 16 to 2^20 tokens
+        return -2 * torch.rand_like(x) * math.log(2) / torch.logspace(4, 20, shape[-1], base=2, device=device)
     if kind == "open":
         return torch.zeros_like(x)
     if kind == "zeros":

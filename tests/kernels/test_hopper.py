@@ -51,7 +51,7 @@ def compiled(function, arguments: dict, constants: dict, work: Path) -> tuple[di
     return {"shared": kernel.metadata.shared, "spilled": spilled}, said
 
 
-def forward_source(shape, dtype="bf16", start=False, first=False, sink=0, across=False, residual=True):
+def forward_source(shape, dtype="bf16", start: int = False, first=False, sink=0, across=False, residual=True):
     from fox_kernels.hopper.forward_kernel import fox_forward
 
     rows = {"q": 64, "k": shape.keys, "v": shape.keys, "o": 64, "r": 64}
@@ -70,7 +70,7 @@ def forward_source(shape, dtype="bf16", start=False, first=False, sink=0, across
 
 
 def backward_source(
-    D, dtype="bf16", start=False, prune=False, sink=0, deterministic=True, heads=1, exact_sums=False, lost=True,
+    D, dtype="bf16", start: int = False, prune=False, sink=0, deterministic=True, heads=1, exact_sums=False, lost=True,
     rounds=0,
 ):  # fmt: skip
     from fox_kernels.hopper.backward import CUTS
@@ -116,6 +116,17 @@ def test_backward_compiles_for_hopper_within_the_recorded_spills(D, rounds, tmp_
     assert found["spilled"] <= BACKWARD[D] + more
     assert found["shared"] <= 227 * 1024
     assert "serialized" not in said
+
+
+@needs_gluon
+@pytest.mark.parametrize(("D", "spills"), [(64, 464), (128, 348)])
+def test_a_horizon_compiles_for_hopper_within_the_recorded_spills(D, spills, tmp_path):
+    forward, said = compiled(*forward_source(SHORT.get(D, SHAPES[D]), start=2), tmp_path)
+    backward, more = compiled(*backward_source(D, start=2, prune=True, exact_sums=True), tmp_path)
+    assert forward["spilled"] <= 8
+    assert backward["spilled"] <= spills
+    assert max(forward["shared"], backward["shared"]) <= 227 * 1024
+    assert "serialized" not in said + more
 
 
 @needs_gluon
@@ -179,9 +190,18 @@ first = (torch.rand(B, H, bounds).cumsum(-1) * S / bounds).int()
 first[0, 0, 3] = S  # a tile's own first key may lie behind the next one's: its walk begins where the next one's does
 lo, hi = torch.full((B, H, tiles), -7, dtype=torch.int32), torch.full((B, H, num_n), -7, dtype=torch.int32)
 query_ranges_kernel[(B * H * -(-num_n // part),)](
-    first, first, lo, hi, T, S, H, bounds, tiles, num_n, HAS_START=False, SIZE=16, PER=per, BOUND=bound, BN=keys,
+    first, first, lo, hi, T, S, H, bounds, tiles, num_n, HAS_START=0, SIZE=16, PER=per, BOUND=bound, BN=keys,
     PART=part,
 )
+wanted = (first // keys).flip(-1).cummin(-1).values.flip(-1)[..., ::per]
+assert torch.equal(lo, wanted)
+assert torch.equal(hi, (wanted[..., None, :] <= torch.arange(num_n)[:, None]).sum(-1).int())
+
+start = (torch.rand(B, H, S) * S).int()  # a head's edges, in any order: turns and walks must agree all the same
+query_ranges_kernel[(B * H * -(-num_n // part),)](
+    None, start, lo, hi, T, S, H, bounds, tiles, num_n, HAS_START=2, SIZE=16, PER=per, BOUND=bound, BN=keys, PART=part,
+)
+first = start[..., S - T :: bound]
 wanted = (first // keys).flip(-1).cummin(-1).values.flip(-1)[..., ::per]
 assert torch.equal(lo, wanted)
 assert torch.equal(hi, (wanted[..., None, :] <= torch.arange(num_n)[:, None]).sum(-1).int())
@@ -230,6 +250,7 @@ def test_every_warpgroup_of_the_forward_has_the_key_block_that_its_rows_end_in(c
         start = min(padding, S)  # of every row: the address it is loaded from doesn't matter
         plain = SimpleNamespace(minimum=min, maximum=max, load=lambda address, start=start: start)
         monkeypatch.setattr(forward_producer, "gl", plain)
+        monkeypatch.setattr(forward_producer, "edges_of", lambda *_: 0)
         for m in range(-(-T // (64 * consumers))):
             row0, _, nb_hi, n_main, _, n_all, _ = forward_producer.key_blocks.fn(
                 m, 0, 0, 0, 0, T, S, True, False, sink, 64 * consumers, 128

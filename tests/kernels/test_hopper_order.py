@@ -38,12 +38,13 @@ class Pointer:
 
 @st.composite
 def problems(draw):
-    """T, S, queries per tile, sinks; what bounds the keys; the first key that pruning leaves each 64 queries."""
+    """T, S, queries per tile, sinks; what bounds the keys, and of which kind those are; the first key that pruning
+    leaves each 64 queries."""
     T = draw(st.integers(64, 900))
     S = T + draw(st.sampled_from((0, 0, 1, 64, 100, 128, 705)))
     padding = cuts = window = first = None
     sink = draw(st.sampled_from((0, 0, 1, 4, 64)))
-    bound = draw(st.sampled_from(("none", "padding", "documents", "both", "window")))
+    bound = draw(st.sampled_from(("none", "padding", "documents", "both", "window", "horizon")))
     if bound in ("padding", "both"):
         padding = torch.tensor([draw(st.one_of(st.integers(0, S), st.sampled_from((0, 127, 128, 129, S - T, S))))])
     if bound in ("documents", "both"):
@@ -52,7 +53,12 @@ def problems(draw):
         window = draw(st.integers(1, S))
     if draw(st.booleans()):
         first = [draw(st.integers(0, (S - T + i * 64) // 64)) * 64 for i in range(-(-T // 64))]
-    return T, S, draw(st.sampled_from((64, 128))), sink, edges_torch(1, S, cuts, padding, window, "cpu"), first
+    found = edges_torch(1, S, cuts, padding, window, "cpu")
+    kind = int(found is not None)
+    if bound == "horizon" and sink == 0:  # c may rise by its rounding: a query may see more than those before it
+        start = torch.tensor(draw(st.lists(st.integers(0, S), min_size=S, max_size=S))).minimum(torch.arange(S))
+        kind, found = 2, torch.stack((start, torch.full_like(start, S)))[:, None]
+    return T, S, draw(st.sampled_from((64, 128))), sink, found, kind, first
 
 
 def walks(first: list[int], start: list[int] | None, T: int, S: int, queries: int) -> tuple[list[int], list[int]]:
@@ -67,18 +73,21 @@ def walks(first: list[int], start: list[int] | None, T: int, S: int, queries: in
 def test_a_key_tile_waits_for_as_many_as_add_to_a_query_tile_before_it(problem):
     from fox_kernels.hopper import backward_copies as copies
 
-    T, S, queries, sink, bounds, first = problem
+    T, S, queries, sink, bounds, kind, first = problem
     start = end = low = high = None
     if bounds is not None:
         start, end = (x.flatten().tolist() for x in bounds)
-    if first is not None:
+    ranged = kind == 2 or first is not None
+    if ranged:
+        first = first or [0] * -(-T // 64)
         low, high = map(Pointer, walks(first, start, T, S, queries))
     START, END = (None if x is None else Pointer(x) for x in (start, end))
-    options = start is not None, first is not None, sink, queries
+    options = kind, ranged, sink, queries
     plain = SimpleNamespace(minimum=min, maximum=max, load=Pointer.load, where=lambda yes, a, b: a if yes else b)
     tiles, seen = -(-T // queries), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies, "gl", plain)
+        patch.setattr(copies, "edges_of", lambda edges, *_: edges)
         patch.setattr(copies, "BN", KEYS)
         for n in range(-(-S // KEYS)):
             lo, hi, _, _ = copies._query_tiles.fn(n, 0, 0, -(-S // KEYS), START, END, high, T, S, *options)

@@ -2,8 +2,10 @@
 
     first_seen_i  = min {j : c_j < c_i + horizon, j > i - window} <= i      unseen_from_j = #{i : first_seen_i <= j}
 
-c falls, so both never fall along a row, and binary searches find them. Sinks are visible beyond it, which the kernels
-see to. The forward saves first_seen for its backward: both hide the same keys.
+c falls, so both never fall along a row, and binary searches find them; a query whose c is NaN is left its own key. The
+plain kernels take these, and see to sinks, which are visible beyond a horizon. The Hopper kernels take the edges of
+documents and windows narrowed by the horizon, per head. The forward saves either for its backward: both hide the same
+keys.
 """
 
 import torch
@@ -33,7 +35,7 @@ def first_seen_kernel(
         going = low < high
         c = tl.load(k_hi_ptr + bh * S + middle, mask=going, other=0.0).to(tl.float64)
         c += tl.load(k_lo_ptr + bh * S + middle, mask=going, other=0.0).to(tl.float64)
-        hidden = c >= limit  # False for NaN, which is to be seen
+        hidden = (c < limit) == 0
         low, high = tl.where(going & hidden, middle + 1, low), tl.where(going & (hidden == 0), middle, high)
     if WINDOW:
         low = tl.maximum(low, q_offset + t - window + 1)
@@ -75,6 +77,55 @@ def first_seen(
         launch(
             first_seen_kernel, (B * H * cdiv(T, BLOCK),), (*own, c_hi, c_lo, out, *numbers),
             (causal, options.window is not None, BLOCK),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["S", "total", "steps"])
+def edges_within_kernel(
+    hi_ptr, lo_ptr, edges_ptr, out_ptr, S, H, total, horizon2, steps, STARTED: tl.constexpr, BLOCK: tl.constexpr
+):
+    bh = (tl.program_id(0) // tl.cdiv(S, BLOCK)).to(tl.int64)
+    j = tl.program_id(0) % tl.cdiv(S, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    hi_ptr += bh * S
+    lo_ptr += bh * S
+    own = tl.load(hi_ptr + j, mask=j < S, other=0.0).to(tl.float64)
+    own += tl.load(lo_ptr + j, mask=j < S, other=0.0).to(tl.float64)
+    start, start_end = j * 0, tl.minimum(j, S)  # where the first key that the query at j sees may lie
+    end, end_end = tl.minimum(j + 1, S), j * 0 + S  # the first query behind it that no longer sees key j
+    for _ in range(steps):
+        key, query = (start + start_end) // 2, (end + end_end) // 2
+        c_key = tl.load(hi_ptr + key, mask=start < start_end, other=0.0).to(tl.float64)
+        c_key += tl.load(lo_ptr + key, mask=start < start_end, other=0.0).to(tl.float64)
+        c_query = tl.load(hi_ptr + query, mask=end < end_end, other=0.0).to(tl.float64)
+        c_query += tl.load(lo_ptr + query, mask=end < end_end, other=0.0).to(tl.float64)
+        near_key, near_query = c_key < own + horizon2, own < c_query + horizon2
+        searched, seeking = start < start_end, end < end_end
+        start = tl.where(searched & (near_key == 0), key + 1, start)
+        start_end = tl.where(searched & near_key, key, start_end)
+        end = tl.where(seeking & near_query, query + 1, end)
+        end_end = tl.where(seeking & (near_query == 0), query, end_end)
+    if STARTED:
+        row = edges_ptr + bh // H * S + j
+        start = tl.maximum(start, tl.load(row, mask=j < S, other=0))
+        end = tl.minimum(end, tl.load(row + total, mask=j < S, other=0))
+    tl.store(out_ptr + bh * S + j, start, mask=j < S)
+    tl.store(out_ptr + tl.num_programs(0).to(tl.int64) // tl.cdiv(S, BLOCK) * S + bh * S + j, end, mask=j < S)
+
+
+def edges_within(c_hi: torch.Tensor, c_lo: torch.Tensor, edges: torch.Tensor | None, horizon: float) -> torch.Tensor:
+    """Return start and end (2, B, H, S) int32 of each head: those of `common.edges.edges`, narrowed by a horizon.
+
+    c_hi, c_lo (B, H, S) float32, contiguous, are c in base 2; it must not rise along a row.
+    """
+    B, H, S = c_hi.shape
+    out = torch.empty(2, B, H, S, dtype=torch.int32, device=c_hi.device)
+    if out.numel():
+        total = 0 if edges is None else edges.shape[-1]
+        numbers = (S, H, total, horizon * LOG2_E, S.bit_length())
+        launch(
+            edges_within_kernel, (B * H * cdiv(S, BLOCK),), (c_hi, c_lo, edges, out, *numbers),
+            (edges is not None, BLOCK),
         )  # fmt: skip
     return out
 

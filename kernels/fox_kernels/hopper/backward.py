@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.edges import edges
 from ..common.first_weights import begins_at_the_first_key, lost_to_rounding
+from ..common.pruning import BLOCK_M, loop_bounds
 from ..host.device import processors
 from ..options import ONE_DOCUMENT, Documents, Options, Saved
 from ..plain.backward import launch_backward as plain_backward
@@ -16,6 +16,8 @@ from .forward import (
     blocks_of,
     copied,
     copyable,
+    edge_kind,
+    found_edges,
     heads_per_group,
     remembered,
     unsupported,
@@ -78,14 +80,13 @@ class BackwardPlan(NamedTuple):
 _plans: dict[tuple, BackwardPlan] = {}
 
 
-def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: bool, cut: Cut) -> BackwardPlan:
+def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bool, cut: Cut) -> BackwardPlan:
     """Return how to launch the kernels of a backward."""
-    from ..common.pruning import BLOCK_M
     from .backward_kernel import fox_backward
     from .backward_steps import finish_kernel, prepare_kernel, query_ranges_kernel
 
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    sink, pruned = options.sink, options.prune is not None
+    sink, ranged = options.sink, not (options.prune is None and options.horizon is None)
     num_n, tiles, found = -(-S // KEYS), -(-T // cut.queries), -(-T // BLOCK_M)
     rows = tiles * cut.queries
     given, (q, k, v, do) = (q, k, v, do), (copyable(q), copyable(k), copyable(v), copyable(do))
@@ -95,18 +96,18 @@ def plan_backward(q, k, v, do, started: bool, options: Options, deterministic: b
         blocks_of(k, 64, D, True), blocks_of(v, 64, D, True),
     ]  # fmt: skip
     heads = min(H // Hkv, cut.heads)
-    long = (LONG if B * Hkv > LONG_HEADS else 2 * LONG) <= S and not (started or pruned)
+    long = (LONG if B * Hkv > LONG_HEADS else 2 * LONG) <= S and not (started or ranged)
     bias_by_mma = (
         heads == 1 and cut.queries == 128 and sink == 0
     )  # more heads take the shared memory that its parts need
-    first = begins_at_the_first_key(q, k, True, S - T, started, None)
+    first = begins_at_the_first_key(q, k, True, S - T, started > 0, None)
     constants = (
-        started, pruned, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
+        started, ranged, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
         cut.registers, cut.copier_registers, cut.generations, EXACT_SUMS, bias_by_mma, first,
         processors(q.device) if long else 0,
     )  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
-    zero = not deterministic or started
+    zero = not deterministic or started > 0
     steps = rows // 64 * B * H
     ranges = (started, 1 << (found - 1).bit_length(), cut.queries // BLOCK_M, BLOCK_M, KEYS, SEARCHED)
     return BackwardPlan(
@@ -132,14 +133,14 @@ def launch_backward(
     backward. Raises ValueError for what `hopper.forward.unsupported` names.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    scale, window, sink, softcap, prune, _ = options
-    (cu_seqlens, seq_start, starts, _), (o, lse2, c_hi, c_lo, residual, bounds) = documents, saved
-    started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
+    scale, window, sink, softcap, prune, horizon = options
+    o, lse2, c_hi, c_lo, residual, bounds = saved
+    started = edge_kind(options, documents)
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
         None if dlse2 is None else (dlse2.stride(), dlse2.dtype), residual is None, q.dtype, q.device,
         alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, prune is None, usable(scale),
-        window is None, sink, softcap, deterministic, EXACT_SUMS,
+        window is None, horizon is None, sink, softcap, deterministic, EXACT_SUMS,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -147,7 +148,8 @@ def launch_backward(
         if reason is not None:
             raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
         if D not in CUTS:
-            return plain_backward(do, dlse2, q, k, v, saved, options, documents)
+            others = documents if horizon is None else documents._replace(edges=None)  # these are per head
+            return plain_backward(do, dlse2, q, k, v, saved, options, others)
         plan = remembered(_plans, key, plan_backward(q, k, v, do, started, options, deterministic, CUTS[D]))
     num_n, tiles, rows = plan.sizes
     if any(plan.copies):
@@ -158,18 +160,16 @@ def launch_backward(
     sums = torch.empty(B * H * rows, D, dtype=torch.float32, device=device)
     delta, row_sum = torch.empty(2, B, H, rows, dtype=torch.float32, device=device).unbind()
     ticket = torch.empty(B * H * tiles + 2, dtype=torch.int32, device=device)  # then: key tiles begun, copied
-    if starts is None:
-        starts = edges(B, S, cu_seqlens, seq_start, window, device)
+    starts = found_edges(c_hi, c_lo, options, documents)
     start, end = (None, None) if starts is None else starts.unbind()
     tile_lo, tile_hi = ticket, ticket
-    if prune is not None:
-        from ..common.pruning import loop_bounds
-
-        first = loop_bounds(q, k, c_hi, c_lo, options) if bounds is None else bounds
+    if prune is not None and bounds is None:
+        bounds = loop_bounds(q, k, c_hi, c_lo, options)
+    if prune is not None or horizon is not None:
         tile_lo = torch.empty(B, H, tiles, dtype=torch.int32, device=device)
         tile_hi = torch.empty(B, H, num_n, dtype=torch.int32, device=device)
-        found = first.shape[-1]
-        plan.ranges((), (first, ticket if start is None else start, tile_lo, tile_hi, T, S, H, found, tiles, num_n))
+        found = -(-T // BLOCK_M)
+        plan.ranges((), (bounds, ticket if start is None else start, tile_lo, tile_hi, T, S, H, found, tiles, num_n))
     plan.prepare((), (
         o, do, residual, dlse2, delta, sums, row_sum, ticket, *o.stride()[:3], *do.stride()[:3],
         *((0, 0, 0) if dlse2 is None else dlse2.stride()), T, H, rows, B * H * tiles,

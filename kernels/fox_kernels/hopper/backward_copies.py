@@ -7,7 +7,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..common.blocks import LOG2E
-from .forward_producer import difference
+from .forward_producer import difference, edges_of
 
 BN = gl.constexpr(128)  # keys per tile, 64 per consumer warpgroup
 # barriers; those of two come one per slot, those from Q_FULL on full ones and empty ones of each stage
@@ -69,8 +69,9 @@ def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.const
     end = S
     clean_hi = T + BM
     if HAS_START:
+        clean_hi = gl.load(edges_of(END, b, bh, S, HAS_START) + n0) - shift
+    if HAS_START == 1:  # a horizon's ends are in TILE_HI, in accord with TILE_LO, as the turns must be
         end = gl.load(END + b * S + n_last)
-        clean_hi = gl.load(END + b * S + n0) - shift
     clean_lo = n0 + BN - 1 - shift
     hi = (gl.minimum(end - shift, T) + BM - 1) // BM
     if HAS_PRUNE:
@@ -157,12 +158,13 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
             steps = 0 * n
             lo = 0 * n
             clean_lo = 0 * n
-            clean_hi = 0 * n
+            clean_hi = 0 * n + T + BM
             for g in range(heads):
                 bh = bh0 + g
-                lo, hi, clean_lo, clean_hi = _query_tiles(
+                lo, hi, clean_lo, clean = _query_tiles(
                     n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, HAS_PRUNE, SINK, BM
                 )
+                clean_hi = gl.minimum(clean_hi, clean)
                 top = gl.maximum(top, hi)
                 steps += hi - lo
                 c_hi = C_HI + bh.to(gl.int64) * S
@@ -217,7 +219,8 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
                         row_lse = gl.load(LSE + bh.to(gl.int64) * T + rows, mask=inside, other=-float("inf"))
                         row_delta = gl.load(DELTA + bh.to(gl.int64) * T_PAD + rows)
                         if HAS_START:
-                            start = gl.load(START + b * S + S - T + rows, mask=inside, other=S)
+                            starts = edges_of(START, b, bh, S, HAS_START)
+                            start = gl.load(starts + S - T + rows, mask=inside, other=S)
                         full = bars.index(Q_FULL + s)
                         mbarrier.wait(bars.index(Q_FULL + NB + s), ((it // NB) & 1) ^ 1)
                         mbarrier.expect(full, q_desc.block_type.nbytes + do_desc.block_type.nbytes)
@@ -265,7 +268,7 @@ def _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, HAS
     """How many key tiles add to query tile m before key tile n."""
     first = 0
     if HAS_START:
-        first = gl.load(START + b * S + S - T + m * BM) // BN
+        first = gl.load(edges_of(START, b, bh, S, HAS_START) + S - T + m * BM) // BN
     if HAS_PRUNE:
         sink_tile = first
         first = gl.load(TILE_LO + bh * num_m + m)
@@ -285,7 +288,7 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
            EXACT_SUMS: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     BOUNDED: gl.constexpr = HAS_START or HAS_PRUNE
-    # heads that pruning ends at different query tiles are not visited in turn: no looking ahead to the next one
+    # heads that pruning or a horizon ends at different query tiles are not visited in turn: no looking ahead
     EACH: gl.constexpr = HAS_PRUNE and HEADS > 1
     num_m = T_PAD // BM
     it = 0

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..common.blocks import LOG2_E
 from ..common.edges import edges
+from ..common.horizon import edges_within
 from ..host import replay
 from ..host.device import capability, processors
 from ..host.launch import Runner
@@ -80,10 +81,8 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None
         return f"scale {scale} is not between {LEAST_SCALE} and {1 / LEAST_SCALE}"
     if softcap is not None:
         return "it has no softcap"
-    if horizon is not None:
-        return "it has no horizon"
-    if window is not None and sink > 0:
-        return "it has no window together with sink tokens"
+    if sink > 0 and not (window is None and horizon is None):
+        return "it has no window or horizon together with sink tokens"
     if sink > 64:
         return f"sink {sink} is more than 64"
     if q.shape[1] < MIN_QUERIES:
@@ -194,7 +193,7 @@ _plans: dict[tuple, ForwardPlan] = {}
 
 
 def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants: tuple) -> ForwardPlan:
-    """Return how to launch the forward; constants are (documents or window, pruned, sink, residual)."""
+    """Return how to launch the forward; constants are (`edge_kind`, pruned, sink, residual)."""
     from .forward_kernel import fox_forward
 
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
@@ -220,6 +219,22 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
     return ForwardPlan(launch, copies, (T, S, H, H // Hkv, tiles, B * H, group), shape.rest > 0)
 
 
+def edge_kind(options: Options, documents: Documents) -> int:
+    """Return the kernels' HAS_START: 2 for edges per head (a horizon), 1 per sequence (documents, windows), else 0."""
+    bounded = not (options.window is None and all(x is None for x in documents[:3]))
+    return int(bounded) if options.horizon is None else 2
+
+
+def found_edges(c_hi: Tensor, c_lo: Tensor, options: Options, documents: Documents) -> Tensor | None:
+    """Return the edges as the kernels take them, `documents.edges` if known; (2, B, H, S) with a horizon."""
+    cu_seqlens, seq_start, known, _ = documents
+    if known is not None:
+        return known
+    B, _, S = c_hi.shape
+    found = edges(B, S, cu_seqlens, seq_start, options.window, c_hi.device)
+    return found if options.horizon is None else edges_within(c_hi, c_lo, found, options.horizon)
+
+
 def launch_forward(
     q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, residual: Tensor | None = None,
     bounds: Tensor | None = None, counter: Tensor | None = None, shape: Shape | None = None,
@@ -231,13 +246,11 @@ def launch_forward(
     (contiguous, like o), takes the rounding error of o; bounds is what `pruning.loop_bounds` returns, if known; counter
     is one int32 0, if there is one. Raises ValueError for what `unsupported` names.
     """
-    scale, window, sink, softcap, prune, _ = options
-    cu_seqlens, seq_start, starts, _ = documents
-    started = not (starts is None and cu_seqlens is None and seq_start is None and window is None)
-    constants = (started, prune is not None or bounds is not None, sink, residual is not None)
+    scale, window, sink, softcap, prune, horizon = options
+    constants = (edge_kind(options, documents), prune is not None or bounds is not None, sink, residual is not None)
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, alignment(q, k, v, c_hi, c_lo),
-        constants, usable(scale), window is None, softcap, shape,
+        constants, usable(scale), window is None, horizon is None, softcap, shape,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -248,8 +261,7 @@ def launch_forward(
     if any(plan.copies):
         q, k, v = (copied(x) if copy else x for x, copy in zip((q, k, v), plan.copies, strict=True))
     B, T, H, _ = q.shape
-    if starts is None:
-        starts = edges(B, k.shape[1], cu_seqlens, seq_start, window, q.device)
+    starts = found_edges(c_hi, c_lo, options, documents)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if prune is not None and bounds is None:

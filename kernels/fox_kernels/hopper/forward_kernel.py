@@ -4,10 +4,10 @@ The producer partition copies q, k, v by TMA and turns the two-float cumulative 
 key (c_first - c_j); the consumers run FlashAttention-3's pipeline (the next scores while the last weights meet V), in
 turns. With BIAS_BY_MMA the bias is three more columns of k (its bfloat16 parts) against ones in q: one step of the
 tensor cores instead of a load and an addition per score. Tiles are handed out heaviest first by an atomic counter.
-A row sees the keys start_i <= j <= i + S - T, which covers packed documents, left padding and windows with one vector;
-blocks that every row sees whole skip the mask. In the others, which hold most of the weight of the rows whose o is
-largest, the weights meet V in two parts of 16 bits. While a tile is under way the producer fetches the next one's
-queries and first blocks.
+A row sees the keys start_i <= j <= i + S - T, which covers packed documents, left padding and windows with one vector,
+and a horizon with one per head; blocks that every row sees whole skip the mask. In the others, which hold most of the
+weight of the rows whose o is largest, the weights meet V in two parts of 16 bits. While a tile is under way the
+producer fetches the next one's queries and first blocks.
 """
 
 from triton.experimental import gluon
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .forward_masked import half_block, masked_block
-from .forward_producer import key_blocks, producer
+from .forward_producer import edges_of, key_blocks, producer
 from .forward_softmax import lost, row_sums, scores, sees_whole, softmax, times_v, widened
 
 PRODUCER_WARPS = gl.constexpr(4)
@@ -92,7 +92,7 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
         ends = rows + (S - T)
         start = gl.zeros([64], gl.int32, layout=ROW)
         if HAS_START:
-            start = gl.load(START + b * S + ends, mask=rows < T, other=0)
+            start = gl.load(edges_of(START, b, bh, S, HAS_START) + ends, mask=rows < T, other=0)
         m_i = gl.full([64], -float("inf"), gl.float32, layout=ROW)
         l_i = row_sums(zero, BN)
         acc = gl.zeros([64, D], gl.float32, layout=O_L)

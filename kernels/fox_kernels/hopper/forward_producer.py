@@ -48,6 +48,15 @@ def _store_parts(parts_s, bias, BN: gl.constexpr):
 
 
 @gluon.jit
+def edges_of(EDGES, b, bh, S, KIND: gl.constexpr):
+    """A pointer to the row of START or END: one for all heads (KIND 1) or, with a horizon, one per head (2)."""
+    if KIND == 2:
+        return EDGES + bh.to(gl.int64) * S
+    else:
+        return EDGES + b * S
+
+
+@gluon.jit
 def key_blocks(m, b, bh, START, LO, T, S, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
                 BM: gl.constexpr, BN: gl.constexpr):  # fmt: skip
     """Which key blocks query tile m visits: main ones down from nb_hi - 1, then the sink's down from sb_hi - 1."""
@@ -58,8 +67,9 @@ def key_blocks(m, b, bh, START, LO, T, S, HAS_START: gl.constexpr, HAS_LO: gl.co
     start_first = 0
     start_last = 0
     if HAS_START:
-        start_first = gl.load(START + b * S + first_end)
-        start_last = gl.load(START + b * S + last + S - T)
+        starts = edges_of(START, b, bh, S, HAS_START)
+        start_first = gl.load(starts + first_end)
+        start_last = gl.load(starts + last + S - T)
     lo = start_first
     if HAS_START:  # padded rows start behind themselves: yet each warpgroup must have the block its rows lie in
         lo = gl.minimum(lo, first_end)

@@ -42,6 +42,8 @@ def attention_kind(q, k, v, log_f, options: tuple, documents: Documents, backend
     if torch.compiler.is_compiling() or not TENSORS.issuperset((type(q), type(k), type(v), type(log_f))):
         return None
     device, dtype = q.device, q.dtype
+    if options[5] is not None:  # a horizon's edges are found from values
+        return None
     if not on_current_gpu(device) or not (
         device == k.device == v.device == log_f.device and dtype is k.dtype is v.dtype
     ):
