@@ -51,7 +51,7 @@ def make_recipe(tmp_path, pico_fox_checkpoint):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_gates_are_trained_saved_and_merged(make_recipe, tmp_path, dora, monkeypatch):
+def test_gates_are_trained_saved_and_merged(make_recipe, tmp_path, dora, monkeypatch, launch):
     recipe = make_recipe(lora={"rank": 2, "dora": dora})
     adapter = Path(train(recipe)["model"])
     saved = load_file(adapter / "adapter_model.safetensors")
@@ -64,6 +64,7 @@ def test_gates_are_trained_saved_and_merged(make_recipe, tmp_path, dora, monkeyp
     targets = json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
     assert sorted(targets) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     (tmp_path / "random.py").write_text("raise SystemExit('a module of the user, not of Python')")
+    launch("pass")  # what forks the fresh process starts outside the user's folder
     monkeypatch.chdir(tmp_path)
     report = merge(adapter, tmp_path / "merged")
     assert report["relative_difference"] < report["limit"]
