@@ -67,6 +67,7 @@ class FoxSpec(FoxFields):
         anneal_tokens: training tokens over which the pairs fade.
         annealed_tokens: training tokens annealed so far (state, kept in the checkpoint).
         gate: "data" (w_f and b_f learned), "bias" (b_f only), "fixed" (b_f frozen: ALiBi), "none" (no gate).
+        gate_heads: "query" (a gate for each query head) or "kv" (one for all query heads that share a key).
         init: "open" (f = 1: the start is the base model), "slopes" (half-lives log-spaced over the heads of each
             layer), "measured" (the same half-lives, in order of the heads' median attention distance on a text),
             "alibi" (ALiBi's slopes: log f = -2^(-8h/H) for head h of H). "calibrated" is the old name of "measured".
@@ -109,6 +110,7 @@ class FoxSpec(FoxFields):
         _one_of("rope", self.rope, ROPE_MODES)
         _one_of("anneal_to", self.anneal_to, ("partial", "drop"))
         _one_of("gate", self.gate, GATE_KINDS)
+        _one_of("gate_heads", self.gate_heads, ("query", "kv"))
         _one_of("init", self.init, GATE_INITS)
         if isinstance(self.pro, str):
             whole = {"all": PRO_PARTS, "none": ()}
@@ -236,6 +238,7 @@ IDLE = {
     "annealed_tokens": "how far rope anneal has come",
     "half_life": "where gates start",
     "init": "where gates start",
+    "gate_heads": "how many gates there are",
     "open_heads": "which gates start open",
     "sink_tokens": "which tokens never decay",
     "prune": "which keys are skipped",
@@ -267,7 +270,8 @@ def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[
     if init == "alibi":
         idle["half_life"] = "init"
     if gate == "none":
-        idle |= dict.fromkeys(("half_life", "open_heads", "init", "sink_tokens", "prune", "horizon"), "gate")
+        starts = ("half_life", "open_heads", "init", "gate_heads")
+        idle |= dict.fromkeys((*starts, "sink_tokens", "prune", "horizon"), "gate")
     return idle
 
 

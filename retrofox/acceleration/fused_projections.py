@@ -146,15 +146,19 @@ class Projections:
         self._module, self._hidden = module, hidden_states
         linears = [module.q_proj, module.k_proj, module.v_proj]
         bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-        gates = module.forget_gate
-        self._q, self._k, self._v, self.log_f = entry(
-            hidden_states, *(linear.weight for linear in linears), bias, gates.weight, gates.bias, cos, sin,
-            module.head_dim,
-        )  # fmt: skip
+        gates, group = module.forget_gate, module.heads_per_gate
+        weight, shift = gates.weight, gates.bias
+        if group > 1:  # `entry` takes a gate per query head
+            weight, shift = weight.repeat_interleave(group, 0), shift.repeat_interleave(group, 0)
+        self._q, self._k, self._v, log_f = entry(
+            hidden_states, *(linear.weight for linear in linears), bias, weight, shift, cos, sin, module.head_dim
+        )
+        log_f = log_f[..., ::group]
         if gates.record:
-            gates.last_log_f = self.log_f.detach()
+            gates.last_log_f = log_f.detach()
         for hook in gates._forward_hooks.values():  # of outputs alone, else this layer isn't `enterable`
-            self.log_f = hook(gates, (hidden_states,), self.log_f)
+            log_f = hook(gates, (hidden_states,), log_f)
+        self.log_f = log_f if group == 1 else log_f.repeat_interleave(group, -1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

@@ -70,9 +70,10 @@ def _table(title: str, plan: dict[str, Any]) -> None:
     opened = spec["open_heads"]
     if opened:
         start += f"; {opened if isinstance(opened, int) else len(opened)} kv heads start open"
+    shared = ", one per kv head" if spec["gate_heads"] == "kv" else ""
     rows = {
         "layers x heads": f"{plan['layers']} x {plan['heads']}",
-        "gates": spec["gate"] + (start if spec["gate"] != "none" else ""),
+        "gates": spec["gate"] + (shared + start if spec["gate"] != "none" else ""),
         "RoPE": f"{spec['rope']}: {pairs} of {plan['rotary_pairs']} pairs kept{span}",
         "sink tokens": exemption(plan["exempt_tokens"]),
         "Pro parts": ", ".join(spec["pro"]) or "none",

@@ -31,7 +31,8 @@ class Start:
 
     Attributes:
         distances: median attention distance of each head, in tokens.
-        half_lives: half-life that each head starts with, in tokens.
+        half_lives: half-life that each gate starts with, in tokens; of the gates of kv heads, by the query head of each
+            that looks farthest.
         needle_attention: attention of each kv head to planted facts; empty where none were planted.
         open_heads: (layer, kv head) of those that start open.
     """
@@ -116,7 +117,9 @@ def measure_start(model: PreTrainedModel, tokenizer: Any, texts: Sequence[Text])
     finally:
         model.train(training)
     medians = distances.medians()
-    lives = [half_lives_by_distance(layer, *spec.half_life) for layer in medians]
+    gates = kv_heads if spec.gate_heads == "kv" else len(medians[0])
+    farthest = by_kv_head(torch.tensor(medians), gates).tolist()
+    lives = [half_lives_by_distance(layer, *spec.half_life) for layer in farthest]
     for layer, kv_head in chosen:
         group = len(lives[layer]) // kv_heads
         lives[layer][kv_head * group : (kv_head + 1) * group] = [open_half_life(model.config, spec)] * group

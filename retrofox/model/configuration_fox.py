@@ -38,6 +38,7 @@ class FoxFields:
     anneal_tokens: int = 0
     annealed_tokens: int = 0
     gate: str = "data"
+    gate_heads: str = "query"
     init: str = "slopes"
     half_life: tuple[float, float] | None = None
     open_heads: int | tuple[tuple[int, int], ...] = 0
@@ -58,8 +59,6 @@ class FoxFields:
         spec = FoxFields(**{name: value for name, value in values.items() if name in known})
         spec.layer_max_wavelength = {int(k): float(v) for k, v in spec.layer_max_wavelength.items()}
         spec.layer_pairs = {int(k): tuple(v) for k, v in spec.layer_pairs.items()}
-        if not isinstance(spec.open_heads, int):
-            spec.open_heads = tuple((layer, kv_head) for layer, kv_head in spec.open_heads)
         return spec
 
     def known(self, name: str) -> float:

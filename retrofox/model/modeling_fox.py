@@ -86,7 +86,7 @@ class ForgetGate(AddedModule):
     A module of its own, not an nn.Linear: the base model's initialisation, bitsandbytes and peft's "all-linear" would
     take an nn.Linear for one of theirs.
 
-    Shapes: x (B, T, hidden) any float dtype -> log_f (B, T, H) float32, natural log, <= 0.
+    Shapes: x (B, T, hidden) any float dtype -> log_f (B, T, H) float32, natural log, <= 0; H gates, see `gate_heads`.
     Parameters (float32): weight (H, hidden) for gate="data"; bias (H,), a frozen buffer for gate="fixed". They start at
     0, f = 1/2, as in the paper; a conversion starts the bias where `FoxSpec.init` says.
     Source: Lin et al., "Forgetting Transformer" (ICLR 2025), eq. 1.
@@ -663,8 +663,9 @@ class FoxMixin(nn.Module):
         heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
         self.mode = "fox"
         self.log_n, self.prune, self.horizon, self.sink_tokens = spec.log_n, spec.prune, spec.horizon, spec.sink_tokens
-        self.num_fox_heads = heads
-        self.forget_gate = None if spec.gate == "none" else ForgetGate(hidden, heads, spec)
+        gates = kv_heads if spec.gate_heads == "kv" else heads
+        self.num_fox_heads, self.heads_per_gate = heads, heads // gates
+        self.forget_gate = None if spec.gate == "none" else ForgetGate(hidden, gates, spec)
         eps, parts = getattr(config, "rms_norm_eps", 1e-6), spec.pro
         norm = "qk-norm" in parts and not hasattr(self, "q_norm")  # a family's own QK-norm takes its place
         self.q_norm_fox = HeadNorm(heads, self.head_dim, eps) if norm else None
@@ -753,11 +754,12 @@ class FoxMixin(nn.Module):
         return output if self.output_gate is None else self.output_gate(output, hidden_states)
 
     def log_f(self, hidden_states: Tensor) -> Tensor:
-        """log f (B, T, H) float32 in the current mode."""
+        """log f (B, T, H) float32 of every query head in the current mode."""
         if self.forget_gate is None or self.mode in ("open", "original"):
             return hidden_states.new_zeros((*hidden_states.shape[:-1], self.num_fox_heads), dtype=torch.float32)
         log_f = self.forget_gate(hidden_states)
-        return log_f.roll(log_f.shape[-1] // 2, dims=-1) if self.mode == "shuffled" else log_f
+        log_f = log_f.roll(log_f.shape[-1] // 2, dims=-1) if self.mode == "shuffled" else log_f
+        return log_f if self.heads_per_gate == 1 else log_f.repeat_interleave(self.heads_per_gate, -1)
 
 
 def fox_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:

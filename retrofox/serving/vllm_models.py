@@ -36,8 +36,11 @@ from retrofox.serving.vllm_rotary import Unturned, faded
 class Added(nn.Module):
     """One module that a conversion added, such as `forget_gate`: its tensors in float32, this rank's heads of them."""
 
-    def __init__(self, module: Any, num_heads: dict[int, int]):
-        """`num_heads`: heads of the whole model -> heads of one rank, for query heads and for kv heads."""
+    def __init__(self, module: Any, num_heads: dict[int, int], repeat: int = 1):
+        """Args:
+        num_heads: heads of the whole model -> heads of one rank, for query heads and for kv heads.
+        repeat: how often each head's row is held, as where the query heads of a kv head share a gate.
+        """
         super().__init__()
         for name, tensor in module.state_dict().items():
             whole = tensor.shape[0]
@@ -45,21 +48,21 @@ class Added(nn.Module):
             if whole not in num_heads:  # the output gate has a row per channel
                 heads = max(num_heads)
                 per_head, whole = whole // heads, heads
-            shape = (num_heads[whole] * per_head, *tensor.shape[1:])
+            shape = (num_heads[whole] * per_head * repeat, *tensor.shape[1:])
             parameter = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
-            set_weight_attrs(parameter, {"weight_loader": _loader(whole, per_head)})
+            set_weight_attrs(parameter, {"weight_loader": _loader(whole, per_head, repeat)})
             self.register_parameter(name, parameter)
         self.eps = getattr(module, "eps", 0.0)
 
 
-def _loader(whole: int, per_head: int) -> Any:
+def _loader(whole: int, per_head: int, repeat: int) -> Any:
     """Loads this rank's heads of a tensor whose first dimension has `whole` heads; shared kv heads are repeated."""
 
     def load(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
         ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        rows = parameter.shape[0]
+        rows = parameter.shape[0] // repeat
         first = rank * whole // ranks * per_head
-        parameter.data.copy_(loaded[first : first + rows])
+        parameter.data.copy_(loaded[first : first + rows].repeat_interleave(repeat, 0))
 
     return load
 
@@ -217,7 +220,9 @@ def _convert(module: Any, wanted: Any, spec: FoxSpec, vllm_config: VllmConfig) -
     num_heads = {config.num_key_value_heads: native.num_kv_heads, config.num_attention_heads: native.num_heads}
     for name in ("forget_gate", "q_norm_fox", "k_norm_fox", "output_norm", "output_gate"):
         added = getattr(wanted, name)
-        setattr(module, name, None if added is None else Added(added, num_heads))
+        shared = name == "forget_gate" and wanted.heads_per_gate > 1
+        repeat = native.num_heads // native.num_kv_heads if shared else 1
+        setattr(module, name, None if added is None else Added(added, num_heads, repeat))
     fox = types.SimpleNamespace(
         head_dim=native.head_size,
         log_n=spec.log_n,

@@ -1,0 +1,171 @@
+"""One gate per kv head: the model whose query heads of a kv head have equal gates, with fewer parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache, StaticCache
+
+import retrofox
+from retrofox import FoxSpec
+from retrofox.anatomy import attention_mode, attentions
+from retrofox.config import Budget, ExtendStage
+from retrofox.conversion.directory import GATES_SHARD
+from retrofox.conversion.report import print_conversion
+from retrofox.evaluation.gates import inspect
+from retrofox.model.modeling_fox import CACHE
+from retrofox.training.budget import GatePressure
+
+LAYERS, HEADS, KV_HEADS, HIDDEN = 2, 4, 2, 32
+
+
+@pytest.fixture(scope="module")
+def shared(pico_fox) -> Any:
+    return pico_fox(gate_heads="kv")
+
+
+@pytest.fixture(scope="module")
+def repeated(pico_fox, shared) -> Any:
+    """The model with a gate per query head, equal within each kv head."""
+    model = pico_fox()
+    for (_, ours), (_, theirs) in zip(attentions(model), attentions(shared), strict=True):
+        for name, value in theirs.forget_gate.named_parameters():
+            getattr(ours.forget_gate, name).data.copy_(value.repeat_interleave(HEADS // KV_HEADS, 0))
+    return model
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(2, 288, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def test_there_are_as_many_gates_as_kv_heads(shared):
+    shapes = {tuple(value.shape) for name, value in shared.named_parameters() if "forget_gate" in name}
+    assert shapes == {(KV_HEADS, HIDDEN), (KV_HEADS,)}
+
+
+@pytest.mark.parametrize("mode", ["fox", "open", "original"])
+def test_a_text_is_read_alike(shared, repeated, ids, mode):
+    with torch.no_grad(), attention_mode(shared, mode), attention_mode(repeated, mode):
+        assert torch.equal(shared(ids).logits, repeated(ids).logits)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_cached_tokens_are_read_alike(shared, repeated, ids, kind):
+    def decode(model) -> torch.Tensor:
+        cache = kind(config=model.config, **({"max_cache_len": 24} if kind is StaticCache else {}))
+        with torch.no_grad():
+            return torch.cat([model(part, **{CACHE: cache}).logits for part in ids.split([12, 3, 1, 1, 7], 1)], 1)
+
+    torch.testing.assert_close(decode(shared), decode(repeated))
+    torch.testing.assert_close(decode(shared), shared(ids).logits.detach(), atol=1e-4, rtol=1e-4)
+
+
+def test_masked_and_packed_rows_are_read_alike(shared, repeated, ids):
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    packed = torch.cat([torch.arange(10), torch.arange(14)])[None].expand(2, -1)
+    for options in ({"attention_mask": mask}, {"position_ids": packed}):
+        with torch.no_grad():
+            torch.testing.assert_close(shared(ids, **options).logits, repeated(ids, **options).logits)
+
+
+def test_generated_tokens_are_alike(shared, repeated, ids):
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    mask = torch.ones_like(ids)
+    ours, theirs = (model.generate(ids, attention_mask=mask, **options) for model in (shared, repeated))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_shared_gate_has_the_gradients_of_its_query_heads(shared, repeated, ids):
+    for model in (shared, repeated):
+        model.zero_grad()
+        model(ids, use_cache=False).logits.square().mean().backward()
+    for (_, ours), (_, theirs) in zip(attentions(shared), attentions(repeated), strict=True):
+        for name, value in ours.forget_gate.named_parameters():
+            summed = getattr(theirs.forget_gate, name).grad.unflatten(0, (KV_HEADS, -1)).sum(1)
+            torch.testing.assert_close(value.grad, summed, rtol=1e-4, atol=1e-7)
+
+
+def test_a_checkpoint_keeps_them(shared, ids, tmp_path):
+    shared.save_pretrained(tmp_path)
+    loaded = retrofox.load(tmp_path)
+    assert loaded.config.fox["gate_heads"] == "kv"
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, shared(ids).logits)
+
+
+def test_a_conversion_writes_them_and_says_so(pico_checkpoint, tmp_path, capsys):
+    report = retrofox.convert(pico_checkpoint, tmp_path / "out", fox=FoxSpec(gate_heads="kv", half_life=(8, 64)))
+    assert report["parity"]["equal"]
+    assert report["plan"]["half_lives_tokens"] == pytest.approx([8, 64])
+    assert {t.shape[0] for t in load_file(tmp_path / "out" / GATES_SHARD).values()} == {KV_HEADS}
+    print_conversion(report, tmp_path / "out")
+    assert "data, one per kv head, half-lives in tokens: 8, 64" in capsys.readouterr().out
+
+
+def test_checkpoints_from_before_have_a_gate_per_query_head(pico_fox):
+    before = {name: value for name, value in pico_fox().config.fox.items() if name != "gate_heads"}
+    assert FoxSpec.from_dict(before).gate_heads == "query"
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"gate_heads": "keys"}, "gate_heads must be one of query, kv"),
+        ({"gate": "none", "gate_heads": "kv"}, "gate_heads sets how many gates there are, but gate none"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(spec, said):
+    with pytest.raises(ValueError, match=said):
+        FoxSpec(**spec)
+
+
+def test_a_named_open_head_opens_its_gate(pico_fox):
+    model = pico_fox(gate_heads="kv", open_heads=((1, 0),), stirred=False)
+    first, second = (attention.forget_gate.bias.tolist() for _, attention in attentions(model))
+    assert second[0] > first[0]
+    assert second[1] == first[1]
+
+
+def test_measured_gates_follow_the_head_of_theirs_that_looks_farthest(pico_llama, pico_tokenizer, tmp_path):
+    (tmp_path / "text.txt").write_text("the fox forgets many different foxes beside these rivers. " * 60)
+    base = pico_llama()
+    base.save_pretrained(tmp_path / "base")
+    pico_tokenizer.save_pretrained(tmp_path / "base")
+    spec = FoxSpec(gate_heads="kv", init="measured", half_life=(8, 64))
+    texts = [str(tmp_path / "text.txt")]
+    start = retrofox.convert(tmp_path / "base", tmp_path / "out", fox=spec, texts=texts, verify=False)["start"]
+    for distances, lives in zip(start["distances"], start["half_lives"], strict=True):
+        assert sorted(lives) == pytest.approx([8, 64])
+        farthest = [max(distances[:2]), max(distances[2:])]
+        assert farthest[0] == farthest[1] or (lives[0] < lives[1]) == (farthest[0] < farthest[1])
+
+
+def test_a_budget_presses_each_gate_once(pico_fox, ids):
+    model = pico_fox(stirred=False, gate="bias", gate_heads="kv", half_life=(100.0, 5000.0)).train()
+    stage = ExtendStage(
+        objective="extend", tokens=960, sequence_length=12, budget=Budget(share=0.6, weight=0.5, spare=[[0, 1]])
+    )
+    pressure = GatePressure(model, stage, 24, 1)
+    assert (pressure.weights == 0).tolist() == [[False, True], [False, False]]
+    pressure.target = 0.0
+    biases = [gate.bias for gate in pressure.gates]
+
+    def gradient() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(ids, use_cache=False).logits.square().mean().backward()
+        return [bias.grad.clone() for bias in biases if bias.grad is not None]
+
+    plain = gradient()
+    pressure.attach()
+    pressed = gradient()
+    added = torch.stack(pressed) - torch.stack(plain)
+    assert (added != 0).tolist() == [[True, False], [True, True]]
+
+
+def test_inspection_lists_gates(shared, pico_tokenizer):
+    assert len(inspect(shared, tokenizer=pico_tokenizer)["heads"]) == LAYERS * KV_HEADS
