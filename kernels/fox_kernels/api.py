@@ -2,15 +2,13 @@
 
 import re
 import sys
-from typing import Any
 
 import torch
 
 from . import chunked, chunked_operator, reference
 from .host.device import capability, triton_unsupported
-from .host.kinds import TENSORS, attention_kind, decoding_kind, under_transform
-from .host.replay import calls, recording
-from .options import ONE_DOCUMENT, Documents, Options
+from .host.tracing import TENSORS, under_transform
+from .options import Documents, Options
 
 Tensor = torch.Tensor
 
@@ -20,8 +18,6 @@ POSITIVE_LOG_F = 1e-3  # allowed: finite differences around an open gate
 
 NUMBER = re.compile(r"(?<!\w)-?\d[\d.e+-]*")  # not the 16 of float16
 _announced: set[tuple[str, str]] = set()
-_decoders: dict[tuple, Any] = {}
-MAX_DECODERS = 256  # at more, all are forgotten
 
 
 def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
@@ -143,13 +139,6 @@ def forgetting_attention(
     and seq_start are checked on a CPU only: reading them would stall a GPU.
     Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """
-    whole = cu_seqlens is None and seq_start is None
-    kind, documents = None, ONE_DOCUMENT if whole else Documents(cu_seqlens, seq_start)
-    if return_lse is False and not recording():
-        kind = attention_kind(q, k, v, log_f, (scale, window, sink, softcap, prune, horizon), documents, backend)
-        call = calls.get(kind)
-        if call is not None:
-            return call(q, k, v, log_f, documents)
     q, k, v = chunked.under_autocast(q, k, v)
     given: dict = {
         "scale": scale, "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink,
@@ -168,12 +157,15 @@ def forgetting_attention(
         return reference.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **given)
     if chosen == "chunked" and not torch.compiler.is_compiling():
         return chunked.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **given)
-    options = Options(given["scale"], window, sink, softcap, prune, horizon)
+    options, documents = (
+        Options(given["scale"], window, sink, softcap, prune, horizon),
+        Documents(cu_seqlens, seq_start),
+    )
     if chosen == "chunked":
         return chunked_operator.forgetting_attention(q, k, v, log_f, options, documents, return_lse)
     from . import autograd
 
-    return autograd.forgetting_attention(q, k, v, log_f, options, documents, chosen, return_lse, kind)
+    return autograd.forgetting_attention(q, k, v, log_f, options, documents, chosen, return_lse)
 
 
 def decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -217,17 +209,6 @@ def decode_attention(
     a gradient is asked for: there is none.
     """
     options = Options(scale, window, sink, softcap, prune, horizon)  # pyright: ignore[reportArgumentType]
-    kind = decoding_kind(q, k, v, c_hi, c_lo, options, seq_start, k_bound)
-    decoder = None if kind is None else _decoders.get(kind)
-    if decoder is None:
-        return _decode_new(kind, q, k, v, c_hi, c_lo, options, seq_start, k_bound)
-    if seq_start is not None:
-        chunked._check_seq_start(seq_start, q.shape[0], k.shape[1], q.device)  # its values
-    return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, k_bound=k_bound)
-
-
-def _decode_new(kind, q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound) -> Tensor:
-    """Check the arguments and run `decode_attention`; later calls of this kind skip the checks."""
     for name, x in (("q", q), ("k", k), ("v", v), ("c_hi", c_hi), ("c_lo", c_lo)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -260,11 +241,6 @@ def _decode_new(kind, q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound)
     from .decoding import operator as decode_operator
 
     k_bound = None if k_bound is None else k_bound.contiguous()
-    decoder = None if kind is None else decode_operator.decoder(q, k, options, seq_start, k_bound)
-    if kind is not None and decoder is not None:
-        if len(_decoders) >= MAX_DECODERS:
-            _decoders.clear()
-        _decoders[kind] = decoder
     return decode_operator.decode_attention(q, k, v, c_hi, c_lo, options, seq_start, k_bound)
 
 

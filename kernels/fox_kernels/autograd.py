@@ -7,7 +7,7 @@ operator with a fake and a gradient, so that torch.compile sees no graph break:
     fox_kernels::attention_backward   -> dq, dk, dv, dlog_f
 
 Torch's machinery for operators written in Python costs the host more than 0.1 ms a call, as much as a short problem
-takes: hence the two ways in. In eager mode, later calls of a kind take a third of the first one's time (`calls`).
+takes: hence the two ways in.
 """
 
 import math
@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 
 from . import determinism
-from .calls import remember
 from .chunked import check_backward, within
-from .host.kinds import traced
-from .host.launch import watched
-from .host.replay import calls
+from .host.tracing import traced
 from .options import Documents, Options, Saved, Way
 from .passes import attend, differentiate, room_for_bounds, room_for_residual
 
@@ -151,7 +148,7 @@ class _Attention(torch.autograd.Function):
     """The operator `attention` as an autograd function, without torch.library."""
 
     @staticmethod
-    def forward(ctx, attend, q, k, v, log_f, options, documents, way):
+    def forward(ctx, q, k, v, log_f, options, documents, way):
         saved, documents = attend(q, k, v, log_f, options, documents, way)
         _keep(ctx, (q, k, v, log_f), saved, options, documents, way)
         return saved[:2]
@@ -162,22 +159,13 @@ class _Attention(torch.autograd.Function):
         inputs, saved, documents = _kept(ctx)
         do = torch.zeros_like(saved.o) if do is None else do
         given: tuple = (*inputs, saved, ctx.options, documents, ctx.way)
-        return None, *differentiate(do, dlse2, *given), None, None, None
-
-
-def run(q, k, v, log_f, options: Options, documents: Documents, way: Way, attend=attend) -> tuple[Tensor, Tensor]:
-    """Return o and lse2, differentiable if way.for_backward."""
-    inputs = q, k, v, log_f, options, documents, way
-    return _Attention.apply(attend, *inputs) if way.for_backward else attend(*inputs)[0][:2]  # pyright: ignore[reportReturnType]
+        return *differentiate(do, dlse2, *given), None, None, None
 
 
 def forgetting_attention(
-    q, k, v, log_f, options: Options, documents: Documents, backend: str, return_lse: bool, kind: tuple | None = None
+    q, k, v, log_f, options: Options, documents: Documents, backend: str, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels.
-
-    kind is `attention_kind` of the call, without lse, or None: the next call of that kind runs from `replay.calls`.
-    """
+    """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels."""
     window, sink = within(options.window, options.sink, k.shape[1])
     softcap, prune, horizon = (None if x is None else float(x) for x in options[3:])
     options = Options(options.scale, window, sink, softcap, prune, horizon)
@@ -187,8 +175,8 @@ def forgetting_attention(
         cu_seqlens, seq_start, *_ = documents
         flat: tuple = (q, k, v, log_f, options.scale, cu_seqlens, seq_start, *options[1:], *way)
         o, lse2, *_ = attention(*flat)
-    elif kind is None or kind in calls or watched():
-        o, lse2 = run(q, k, v, log_f, options, documents, way)
+    elif for_backward:
+        o, lse2 = _Attention.apply(q, k, v, log_f, options, documents, way)  # pyright: ignore[reportGeneralTypeIssues]
     else:
-        return remember(kind, run, q, k, v, log_f, options, documents, way)
+        (o, lse2, *_), _ = attend(q, k, v, log_f, options, documents, way)
     return (o, lse2.transpose(1, 2) * LN_2) if return_lse else o

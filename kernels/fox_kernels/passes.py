@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from .common import cumsum, pruning
-from .common.edges import edges
-from .common.horizon import edges_within, first_seen
+from .common.horizon import found_edges
 from .decoding import planner
 from .host.device import on_device
 from .host.readable import aligned
@@ -49,13 +48,6 @@ def room_for_bounds(q: Tensor, for_backward: bool, prune: float | None) -> Tenso
     return None
 
 
-def find_edges(q: Tensor, k: Tensor, documents: Documents, window: int | None, backend: str) -> Tensor | None:
-    """Return the edges as a backend's kernels take them: the plain ones look at a window themselves."""
-    cu_seqlens, seq_start, *_ = documents
-    window = window if backend == "gluon" else None
-    return edges(q.shape[0], k.shape[1], cu_seqlens, seq_start, window, q.device)
-
-
 def worthwhile(q: Tensor, k: Tensor, options: Options) -> Options:
     """Return options without pruning where a search for what to prune costs more than it saves."""
     kept = options.prune is None or pruning.worth(q, k, options.prune) is not None
@@ -69,18 +61,13 @@ def as_made(x: Tensor | None) -> Tensor | None:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def attend(
-    q, k, v, log_f, options: Options, documents: Documents, way: Way, known_edges: bool = False
-) -> tuple[Saved, Documents]:
-    """Return what the forward saves, o among it, and what it found of documents; known_edges: theirs are right."""
+def attend(q, k, v, log_f, options: Options, documents: Documents, way: Way) -> tuple[Saved, Documents]:
+    """Return what the forward saves, o among it, and the documents with their edges."""
     with on_device(q):
         if documents.cu_seqlens is None and not way.for_backward and planner.pays(q, k):
             c_hi, c_lo = cumsum.cumulative(log_f)
             o, lse2 = planner.launch_decode(q, k, v, c_hi, c_lo, options, documents.seq_start)
             return Saved(o, lse2, c_hi, c_lo), documents
-        found = documents.edges if known_edges else find_edges(q, k, documents, options.window, way.backend)
-        if found is not documents.edges:
-            documents = documents._replace(edges=found)
         options = worthwhile(q, k, options)
         residual = room_for_residual(q, way.for_backward)
         bounds = room_for_bounds(q, way.for_backward, options.prune)
@@ -88,10 +75,7 @@ def attend(
         if way.backend == "gluon":
             extra["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
         c_hi, c_lo = cumsum.cumulative(log_f, extra.get("counter"))
-        if options.horizon is not None and way.backend == "gluon":
-            documents = documents._replace(edges=edges_within(c_hi, c_lo, documents.edges, options.horizon))
-        elif options.horizon is not None:
-            documents = documents._replace(first_seen=first_seen(c_hi, c_lo, q.shape[1], options))
+        documents = found_edges(c_hi, c_lo, q.shape[1], options, documents, per_head=way.backend == "gluon")
         if bounds is not None:
             q, k = aligned(q), aligned(k)
             bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, out=bounds)

@@ -31,8 +31,6 @@ FEW = 256
 """Rows up to which a gate takes a program for each row and head."""
 TOKENS = 128
 """Tokens that a program adds up at once."""
-COPIED = 2048
-"""Numbers that a program copies."""
 CHUNK = 512
 """Tokens of one request that a program walks through."""
 PROGRAMS = 1056
@@ -335,17 +333,6 @@ def _gather_kernel(
     fall += tl.load(here + GROUPS, mask=inside, other=0.0).to(tl.float64)
     fall -= tl.load(there + GROUPS, mask=inside, other=0.0).to(tl.float64)
     tl.store(log_f + to * GROUPS + g[None, :], tl.minimum(fall, 0.0).to(tl.float32), mask=inside)
-
-
-@triton.jit
-def _copy_kernel(source, target, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + at, tl.load(source + at, mask=at < n, other=0.0), mask=at < n)
-
-
-def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies a contiguous tensor into another one of its shape and dtype, by a kernel that a tape can repeat."""
-    launch(_copy_kernel, (cdiv(source.numel(), COPIED),), (source, target, source.numel()), (COPIED,))
 
 
 def _of_cache(kv_cache: torch.Tensor) -> tuple[int, int, int]:

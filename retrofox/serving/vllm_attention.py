@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from fox_kernels.host.replay import taped
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
@@ -129,14 +128,13 @@ class Step(NamedTuple):
 
     links: None where no request goes on from another's new token; readings: calls of `forgetting_attention`; tokens:
     how many new tokens stand before those of the readings; owner: (tokens,) int32 on the device, the request of each,
-    None where every request has one; tapes: what a layer launches, for the other layers (`taped`).
+    None where every request has one.
     """
 
     links: Links | None
     readings: list[Reading]
     tokens: int
     owner: torch.Tensor | None
-    tapes: dict[tuple, Any]
 
 
 class StepBuilder:
@@ -181,7 +179,7 @@ class StepBuilder:
         fast = fast_build or self.paged or bool(readings)  # plans for the backend's kernels are not needed then
         made = super().build(common_prefix_len, common, fast)  # type: ignore[misc]
         placed = [prompts.placed(reading, common.query_start_loc) for reading in readings]
-        made.fox = Step(self._links(common), placed, tokens, owner, {})
+        made.fox = Step(self._links(common), placed, tokens, owner)
         return made
 
     def _links(self, common: Any) -> Links | None:
@@ -246,32 +244,9 @@ class PagedImpl:
             return output.zero_()
         assert output_scale is not None
         weights = () if self.gate is None else (self.gate.weight, self.gate.bias)
-        moving = query, key, value, kv_cache, output, output_scale, *weights
-        links, readings, _, owner, tapes = batch.fox
-        if readings and query.is_cuda:  # a dozen launches, in every layer
-            tables = batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping, owner, *(links or ())
-            fixed = [x for x in (*tables, *(reading.cu_seqlens for reading in readings)) if x is not None]
-            kind = self.room, *self.options.values()
-            taped(tapes, kind, (*moving, *fixed), len(moving), lambda: self._attend(batch, *moving))
-        else:
-            self._attend(batch, *moving)
-        return output
-
-    def _attend(
-        self,
-        batch: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        output: torch.Tensor,
-        gates: torch.Tensor,
-        *weights: torch.Tensor,
-    ) -> None:
-        """What `forward` launches; weights: of the layer's gate, if it reads the states."""
-        links, readings, tokens, owner, _ = batch.fox
+        links, readings, tokens, owner = batch.fox
         room = self.room
-        log_f = paged_kernels.log_f_of(gates, *weights) if weights else gates
+        log_f = paged_kernels.log_f_of(output_scale, *weights) if weights else output_scale
         paged_kernels.write(room, key, value, log_f, kv_cache, batch, links)
         if tokens:
             paged_kernels.attend(room, query[:tokens], kv_cache, batch, output[:tokens], self.options, owner)
@@ -283,7 +258,8 @@ class PagedImpl:
                 rows = paged_kernels.gather(room, kv_cache, batch.block_table[reading.request], first, length)
             else:
                 rows = prompts.Rows(key[new], value[new], log_f[new])
-            paged_kernels.copy(prompts.read(query[new], rows, reading.cu_seqlens, self.options), output[new])
+            output[new] = prompts.read(query[new], rows, reading.cu_seqlens, self.options)
+        return output
 
 
 class LanesImpl:

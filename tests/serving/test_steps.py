@@ -76,7 +76,7 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
         drawn.append((queries, keys, values, [torch.randn(n, HIDDEN).half() for n in texts]))
     weights, biases = 0.1 * torch.randn(layers, HEADS * GROUPS, HIDDEN), 2 + torch.rand(layers, HEADS * GROUPS)
     gates = [SimpleNamespace(weight=w.to(device), bias=b.to(device)) for w, b in zip(weights, biases, strict=True)]
-    done, outputs, readings, taped = [0] * len(texts), [[[] for _ in texts] for _ in range(layers)], {}, {}
+    done, outputs, readings = [0] * len(texts), [[[] for _ in texts] for _ in range(layers)], {}
     for name, new in steps.items():
         order = [text for _, text in sorted((n, text) for text, n in enumerate(new) if n)]
         spans = [range(done[text], done[text] + new[text]) for text in order]
@@ -116,7 +116,6 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
         step = batch.fox
         owners = None if step.owner is None else step.owner.tolist()
         readings[name] = [step.tokens, owners, [[reading.past, len(reading.edges) - 1] for reading in step.readings]]
-        taped[name] = [tape is not None for tape in step.tapes.values()]
     assert done == texts
     starts = torch.tensor([0, 3, 4, 4, 4, 4, 4]).int()  # requests without tokens behind them, as padding has it
     step = build(
@@ -136,7 +135,7 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
             log_f = torch.nn.functional.logsigmoid(states @ weight.double().T + bias.double())
             exact = reference.forgetting_attention(q, k, v, log_f, scale=SCALE, sink=1)[0]
             errors.append(float((torch.cat(made) - exact).abs().max()))
-    return {"readings": readings, "errors": errors, "padded": padded, "taped": taped}
+    return {"readings": readings, "errors": errors, "padded": padded}
 
 
 def test_steps_of_all_kinds_give_forgetting_attention():
@@ -157,11 +156,10 @@ def test_steps_of_all_kinds_give_forgetting_attention():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_second_layer_launches_what_the_first_one_did_on_a_gpu():
+def test_two_layers_on_a_gpu():
     done = subprocess.run([sys.executable, __file__, "cuda"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert list(found["taped"].values()) == [[True], [True], [], [True]]
     assert len(found["errors"]) == 8
     assert max(found["errors"]) < 2**-6
 

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from ..host.launch import cdiv, launch
-from ..options import Options
+from ..options import ALL_KEYS, Documents, Options, Shard
 from .blocks import LOG2_E
+from .edges import edges
 
 BLOCK = 256
 
@@ -137,3 +138,25 @@ def unseen_from(first: torch.Tensor, S: int) -> torch.Tensor:
     if out.numel():
         launch(unseen_from_kernel, (B * H * cdiv(S, BLOCK),), (first, out, T, S, T.bit_length()), (BLOCK,))
     return out
+
+
+def found_edges(
+    c_hi: torch.Tensor, c_lo: torch.Tensor, T: int, options: Options, documents: Documents, *, per_head: bool,
+    shard: Shard = ALL_KEYS,
+) -> Documents:  # fmt: skip
+    """Return documents with edges and first_seen as kernels take them, unless they have some.
+
+    per_head=True, for the Hopper kernels: the edges are narrowed by the window and the horizon. Else edges are those of
+    documents and padding, and first_seen is narrowed by the window.
+    """
+    if documents.edges is not None or documents.first_seen is not None:
+        return documents
+    B, _, S = c_hi.shape
+    window = options.window if per_head else None
+    found = edges(B, S, documents.cu_seqlens, documents.seq_start, window, c_hi.device)
+    if not per_head:
+        first = first_seen(c_hi, c_lo, T, options, q_offset=shard.q_offset, causal=shard.causal)
+        return documents._replace(edges=found, first_seen=first)
+    if options.horizon is not None:
+        found = edges_within(c_hi, c_lo, found, options.horizon)
+    return documents._replace(edges=found)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..chunked import within
 from ..host.device import on_device
-from ..host.kinds import traced
+from ..host.tracing import traced
 from ..options import Options
 from . import planner
 
@@ -50,21 +50,3 @@ def decode_attention(q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound) 
     if traced(q, k, v, c_hi, c_lo):
         return decode_operator(q, k, v, c_hi, c_lo, k_bound, seq_start, *options)
     return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, options)
-
-
-def decoder(q, k, options: Options, seq_start, k_bound) -> planner.Decoder | None:
-    """Return a `Decoder` for calls like this one; None where torch searches the keys, or the call is cut in parts."""
-    pruned = options.prune is not None
-    searches = pruned or options.horizon is not None
-    if q.shape[0] * k.shape[2] > planner.MAX_PAIRS or (pruned and k_bound is None):
-        return None
-    return planner.decoder_for(
-        q.shape,
-        k.shape[2],
-        q.dtype,
-        q.device,
-        options,
-        padded=seq_start is not None,
-        pruned=searches,
-        searches=searches,
-    )

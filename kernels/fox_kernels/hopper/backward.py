@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.first_weights import begins_at_the_first_key, lost_to_rounding
+from ..common.horizon import found_edges
 from ..common.pruning import BLOCK_M, loop_bounds
 from ..host.device import processors
 from ..options import ONE_DOCUMENT, Documents, Options, Saved
@@ -17,7 +18,6 @@ from .forward import (
     copied,
     copyable,
     edge_kind,
-    found_edges,
     heads_per_group,
     remembered,
     unsupported,
@@ -148,8 +148,7 @@ def launch_backward(
         if reason is not None:
             raise ValueError(f"the Hopper kernel can't run this: {reason}; use the Triton kernels")
         if D not in CUTS:
-            others = documents if horizon is None else documents._replace(edges=None)  # these are per head
-            return plain_backward(do, dlse2, q, k, v, saved, options, others)
+            return plain_backward(do, dlse2, q, k, v, saved, options, documents._replace(edges=None))
         plan = remembered(_plans, key, plan_backward(q, k, v, do, started, options, deterministic, CUTS[D]))
     num_n, tiles, rows = plan.sizes
     if any(plan.copies):
@@ -160,7 +159,7 @@ def launch_backward(
     sums = torch.empty(B * H * rows, D, dtype=torch.float32, device=device)
     delta, row_sum = torch.empty(2, B, H, rows, dtype=torch.float32, device=device).unbind()
     ticket = torch.empty(B * H * tiles + 2, dtype=torch.int32, device=device)  # then: key tiles begun, copied
-    starts = found_edges(c_hi, c_lo, options, documents)
+    starts = found_edges(c_hi, c_lo, T, options, documents, per_head=True).edges
     start, end = (None, None) if starts is None else starts.unbind()
     tile_lo, tile_hi = ticket, ticket
     if prune is not None and bounds is None:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.blocks import LOG2_E
-from ..common.edges import edges
-from ..common.horizon import edges_within
-from ..host import replay
+from ..common.horizon import found_edges
 from ..host.device import capability, processors
 from ..host.launch import Runner
 from ..options import ONE_DOCUMENT, Documents, Options
@@ -150,7 +148,6 @@ class Launch:
             blocks = [Blocks(x, *how).descriptor() for x, how in zip(copied, self.described, strict=True)]
             compiled = self.kernel[(self.programs,)](*blocks, *arguments, *self.constants, num_warps=4)
             self.run = Runner(compiled, self.constants, self.described)
-            replay.note(self.run, (self.programs,), copied, arguments)
 
 
 def alignment(*tensors: Tensor | None) -> tuple:
@@ -225,16 +222,6 @@ def edge_kind(options: Options, documents: Documents) -> int:
     return int(bounded) if options.horizon is None else 2
 
 
-def found_edges(c_hi: Tensor, c_lo: Tensor, options: Options, documents: Documents) -> Tensor | None:
-    """Return the edges as the kernels take them, `documents.edges` if known; (2, B, H, S) with a horizon."""
-    cu_seqlens, seq_start, known, _ = documents
-    if known is not None:
-        return known
-    B, _, S = c_hi.shape
-    found = edges(B, S, cu_seqlens, seq_start, options.window, c_hi.device)
-    return found if options.horizon is None else edges_within(c_hi, c_lo, found, options.horizon)
-
-
 def launch_forward(
     q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, residual: Tensor | None = None,
     bounds: Tensor | None = None, counter: Tensor | None = None, shape: Shape | None = None,
@@ -261,7 +248,7 @@ def launch_forward(
     if any(plan.copies):
         q, k, v = (copied(x) if copy else x for x, copy in zip((q, k, v), plan.copies, strict=True))
     B, T, H, _ = q.shape
-    starts = found_edges(c_hi, c_lo, options, documents)
+    starts = found_edges(c_hi, c_lo, T, options, documents, per_head=True).edges
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if prune is not None and bounds is None:

@@ -11,8 +11,6 @@ import triton
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import replay
-
 PROVEN = triton.__version__.startswith("3.6.")  # the way to a launch is known for these versions only
 
 HOOKS = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -81,7 +79,6 @@ class Runner:
 
     def __call__(self, grid: tuple, copied: tuple, arguments, addressed: bool = False) -> None:
         """Run the kernel; addressed=True: arguments hold addresses in place of tensors."""
-        replay.note(self, grid, copied, None if addressed else arguments)
         if not self.short or watched():
             blocks = [Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
             self.compiled[grid](*blocks, *arguments, *self.constants)
@@ -93,27 +90,6 @@ class Runner:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         arguments = arguments if addressed else pointers(arguments)
         self.go(*grid, stream, *self.fixed, *blocks, *arguments, *self.constants)
-
-    def written_out(self, grid: tuple, copied: tuple, arguments: tuple) -> replay.Launched | None:
-        """Return the launch's arguments in C, tensors in place of addresses; None where Triton's own way is taken."""
-        if not self.short or watched():
-            return None
-        blocks = [Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
-        given = (*blocks, *arguments, *self.constants)
-        blocks = [x for x in given if isinstance(x, Described | TensorDescriptor)]
-        fills = fillings(self.compiled, blocks) if blocks else []
-        if None in fills:
-            return None
-        flat, descriptors, fills = [*(*grid, 1, 1)[:3], 0, *self.fixed], [], iter(fills)
-        for x in given:
-            if isinstance(x, Described | TensorDescriptor):
-                how, sizes = next(fills)
-                descriptors.append((len(flat), x.base, (filler(), how)))
-                flat += [None, *sizes]
-            else:
-                flat.append(x)
-        go = self.compiled.run.launch
-        return replay.Launched(in_c(go) if blocks else go, flat, 3, descriptors)
 
 
 def in_c(launch):
@@ -153,7 +129,6 @@ def launch(
     """
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         kernel[grid](*arguments, *constants)
-        replay.note(None, grid, (), None)
         return None
     kinds = kinds or tuple([KIND.get(type(x), of_other)(x) for x in arguments])
     key = (id(kernel), torch.cuda.current_device(), kinds, constants, warps, stages)
@@ -163,7 +138,6 @@ def launch(
         options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
         compiled = kernel[grid](*arguments, *constants, **options)
         run = _runners[key] = Runner(compiled, constants)
-        replay.note(run, grid, (), arguments)
     else:
         run((*grid, 1, 1)[:3], (), arguments)
     return run if PROVEN else None

@@ -13,9 +13,8 @@ import torch
 from ..common import pruning
 from ..common.blocks import LOG2_E, cap_factors, cap_kind
 from ..common.cumsum import block_relative
-from ..common.edges import edges
 from ..common.first_weights import BLOCK, begins_at_the_first_key, lost_to_rounding
-from ..common.horizon import first_seen, unseen_from
+from ..common.horizon import found_edges, unseen_from
 from ..host.launch import cdiv, launch
 from ..host.readable import aligned, describable, source
 from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Saved, Shard
@@ -51,14 +50,10 @@ def launch_backward(
         return dq, dk.zero_(), dv.zero_(), dc.zero_()
     padded = cdiv(T, 16) * 16  # so that the rows of facts are aligned
     facts = torch.empty(B, H, 4, padded, dtype=torch.float32, device=q.device)
-    starts = documents.edges
-    if starts is None:
-        starts = edges(B, S, documents.cu_seqlens, documents.seq_start, None, q.device)
+    documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False, shard=shard)
+    starts, lower = documents.edges, documents.first_seen
     if prune is not None and bounds is None:
         bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, shard)
-    lower = documents.first_seen
-    if lower is None:
-        lower = first_seen(c_hi, c_lo, T, options, q_offset=q_offset, causal=causal)
     unseen = None if lower is None else unseen_from(lower, S)
     bounds_or_none = no_bounds(q.device) if bounds is None else bounds
     start, end = (None, None) if starts is None else starts.unbind()

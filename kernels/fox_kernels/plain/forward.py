@@ -31,8 +31,7 @@ from ..common.blocks import (
     scores,
 )
 from ..common.cumsum import block_relative
-from ..common.edges import edges
-from ..common.horizon import first_seen
+from ..common.horizon import found_edges
 from ..host.launch import cdiv, launch
 from ..host.readable import aligned, describable, row_source, source
 from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Shard
@@ -253,14 +252,10 @@ def launch_forward(
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if o.numel() == 0:
         return o, lse2
-    (_, c_offset, causal), starts = shard, documents.edges
-    if starts is None:
-        starts = edges(B, S, documents.cu_seqlens, documents.seq_start, None, q.device)
+    documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False, shard=shard)
+    (_, c_offset, causal), starts, lower = shard, documents.edges, documents.first_seen
     if prune is not None and bounds is None:
         bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, shard)
-    lower = documents.first_seen
-    if lower is None:
-        lower = first_seen(c_hi, c_lo, T, options, q_offset=q_offset, causal=causal)
     tile = tile or tile_for("forward", D, q.dtype, q.device)
     D0, D1 = split_head_dim(D)
     relative = block_relative(c_hi, c_lo, tile.block_n)
