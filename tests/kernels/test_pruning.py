@@ -93,6 +93,61 @@ def check_keys_are_pruned_nevertheless() -> None:
     assert pruned > 200
 
 
+def falling_once(own: float, old: float, first_block: float, fall: float, S: int = 400):
+    """Return q, k, v, log_f, eps = e^-6: a query scores `own` with keys from 200 on, `old` with those of the first 128,
+    `first_block` more with the first 64. No gate forgets, but for one, at 199, by `fall` nats."""
+    import torch
+
+    q, k = torch.zeros(1, S, 2, 16), torch.zeros(1, S, 1, 16)
+    q[..., 0] = 4.0
+    k[:, 200:, 0, 0] = own / 4
+    k[:, :128, 0, 0] = old / 4
+    k[:, :64, 0, 0] += first_block / 4
+    k[:, 128:200, 0, 1] = 1e-3  # orthogonal: they score 0, and hold nothing beside the rest
+    log_f = torch.zeros(1, S, 2)
+    log_f[:, 199] = -fall
+    return q, k, log_f
+
+
+def pruned_and_lost(q, k, log_f, prune: float = -6.0) -> tuple[int, float]:
+    """Return how many keys the last tile of queries leaves out, and the greatest weight that any query loses."""
+    import torch
+    from fox_kernels.common import cumsum, pruning
+    from fox_kernels.options import Options
+
+    T, S = q.shape[1], k.shape[1]
+    first = pruning.loop_bounds(q, k, *cumsum.cumulative(log_f), Options(1.0, prune=prune))[0]
+    before = torch.arange(S) < first.repeat_interleave(64, 1)[:, :T, None]
+    return int(first[:, -1].max()), (weights(q, k, log_f, None) * before).sum(-1).max().item()
+
+
+def check_many_keys_that_hold_less_than_eps_each_may_hold_more_together() -> None:
+    """The rule divides eps by how many keys there are: 128 keys of e^-8 each beside one of e^0."""
+    q, k, log_f = falling_once(own=-20.0, old=0.0, first_block=0.0, fall=8.0)
+    k[:, -1] = 0.0
+    for fall, kept in ((8.0, True), (25.0, False)):
+        log_f[:, 199] = -fall
+        first, lost = pruned_and_lost(q[:, -1:], k, log_f)
+        assert (first == 0) == kept, (fall, first)
+        assert lost <= math.exp(-6.0), (fall, lost)
+
+
+def check_a_query_that_scores_its_own_key_low_keeps_more() -> None:
+    """What a key holds is judged beside the query's own key, not beside a score of 0."""
+    for fall, kept in ((15.0, True), (30.0, False)):
+        first, lost = pruned_and_lost(*falling_once(own=-12.0, old=1.0, first_block=0.0, fall=fall))
+        assert (first == 0) == kept, (fall, first)
+        assert lost <= math.exp(-6.0), (fall, lost)
+
+
+def check_a_long_key_is_kept_with_all_that_come_after_it() -> None:
+    """Behind keys whose scores may be 20, short ones that could go alone stay: what is left out is a prefix."""
+    for fall, kept in ((15.0, True), (40.0, False)):
+        first, lost = pruned_and_lost(*falling_once(own=0.0, old=0.0, first_block=20.0, fall=fall))
+        assert (first == 0) == kept, (fall, first)
+        assert lost <= math.exp(-6.0), (fall, lost)
+
+
 CHECKS = [name for name in dict(globals()) if name.startswith("check_")]
 
 
