@@ -99,6 +99,9 @@ def check_complete(directory: Path) -> None:
             )
 
 
+DRY = "a dry run contacts nothing: the card of {}, with its licence, is read at the push"
+
+
 def push(
     directory: str | Path,
     repo: str,
@@ -125,7 +128,7 @@ def push(
         check: afterwards download it into an empty cache and compare the logits.
 
     Returns:
-        repo, files (path -> bytes), bytes, licence, and licence_unchecked where the base's card could not be read;
+        repo, files (path -> bytes), bytes, licence, and licence_unchecked, why there is none or it was not compared;
         unless dry_run also commit and verified, how many files were compared, and logits_equal (None without `check`).
 
     Raises:
@@ -152,7 +155,7 @@ def push(
     if adapter:
         values = _adapter_config(directory)
         contents["adapter_config.json"] = json.dumps({**values, "base_model_name_or_path": named}, indent=2).encode()
-        licence, unread = ({}, None) if dry_run else read_licence(named)
+        licence, unread = ({}, DRY.format(named)) if dry_run else read_licence(named)
         text = adapter_card(named, values, licence)
     else:
         text, licence, unread = _model_card(directory, dry_run)
@@ -166,6 +169,8 @@ def push(
     contents["README.md"] = text.replace(HERE, repo).encode()
     sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
     found: dict[str, Any] = {"repo": repo, "files": sizes, "bytes": sum(sizes.values()), "licence": licence or None}
+    if not licence:
+        unread = unread or "neither the card nor its base's names one: add `license:` to README.md's metadata"
     found |= {"licence_unchecked": unread} if unread else {}
     if dry_run:
         return found
@@ -199,7 +204,7 @@ def _model_card(directory: Path, offline: bool) -> tuple[str, dict[str, str], st
     text = own_card(directory) or card_of(directory)
     spec = FoxSpec.from_dict(read_config(directory).get("fox"))
     asked = not offline or Path(str(spec.base)).is_dir()
-    known, unread = read_licence(spec.base, spec.base_revision) if asked else ({}, None)
+    known, unread = read_licence(spec.base, spec.base_revision) if asked else ({}, DRY.format(spec.base))
     licence = agreed(licence_in(text), known, str(spec.base))
     return with_metadata(text, licence), licence, unread
 

@@ -528,7 +528,9 @@ def test_a_licence_of_another_name_is_refused_and_a_missing_link_inherited(pico_
 def test_a_base_whose_card_is_damaged_converts_without_a_licence(pico_checkpoint, tmp_path):
     (pico_checkpoint / "README.md").write_text("---\nlicense: [\n---\n")
     retrofox.convert(pico_checkpoint, tmp_path / "fox", verify=False)
-    assert push(tmp_path / "fox", "me/fox", dry_run=True)["licence"] is None
+    found = push(tmp_path / "fox", "me/fox", dry_run=True)
+    assert found["licence"] is None
+    assert found["licence_unchecked"].startswith("neither the card nor its base's names one")
 
 
 def test_a_card_without_a_licence_gets_the_bases_from_the_hub(online, converted, pico_checkpoint):
@@ -611,6 +613,8 @@ def test_an_adapter_is_pushed_with_the_name_of_its_base(online, adapter, pico_fo
     assert "library_name: peft" in card
     assert 'snapshot_download("me/adapter")' in card
     assert files["adapter_model.safetensors"] == (adapter / "adapter_model.safetensors").read_bytes()
+    dry = push(adapter, "me/adapter", base="me/base", dry_run=True)
+    assert dry["licence_unchecked"].startswith("a dry run contacts nothing: the card of me/base")
     whole = (adapter / "adapter_model.safetensors").read_bytes()
     (adapter / "adapter_model.safetensors").write_bytes(whole[:-8])
     with pytest.raises(ValueError, match="download it again"):

@@ -9,21 +9,21 @@ from typing import Annotated
 
 import typer
 
-from retrofox.cli.options import Overrides
+from retrofox.cli.options import Overrides, RecipeFile
 
 
-def prepare(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")], changes: Overrides = None
-) -> None:
+def prepare(recipe: RecipeFile, changes: Overrides = None) -> None:
     """Tokenises a recipe's data into memory-mapped shards (train does this too); finished shards are reused."""
     from retrofox.config import load_recipe
+
+    loaded = load_recipe(recipe, changes or [])
     from retrofox.data.prepare import prepare as run
 
-    print(json.dumps(run(load_recipe(recipe, changes or [])), indent=2, default=str))
+    print(json.dumps(run(loaded), indent=2, default=str))
 
 
 def plan(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    recipe: RecipeFile,
     changes: Overrides = None,
     measure: Annotated[bool, typer.Option("--measure", help="Run two real steps for time and memory.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
@@ -33,16 +33,18 @@ def plan(
     Exit code 2 where it lists refusals: `train` would stop at the first of them.
     """
     from retrofox.config import load_recipe
+
+    loaded = load_recipe(recipe, changes or [])
     from retrofox.planning.plan import plan as run
 
-    result = run(load_recipe(recipe, changes or []), measure=measure, show=not as_json)
+    result = run(loaded, measure=measure, show=not as_json)
     if as_json and os.environ.get("RANK", "0") == "0":
         print(json.dumps(result, indent=2))
     if result["refusals"]:
         raise typer.Exit(2)
 
 
-def train(recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")], changes: Overrides = None) -> None:
+def train(recipe: RecipeFile, changes: Overrides = None) -> None:
     """Adapts a model by a recipe; run again after an interruption, it resumes. On several GPUs: `accelerate launch -m
     retrofox train RECIPE`.
     """
@@ -59,6 +61,9 @@ def merge(
     out: Annotated[Path, typer.Argument(help="Directory to write the merged model to.")],
 ) -> None:
     """Merges a LoRA adapter and its gates into its converted base and proves the logits equal."""
+    from retrofox.loading.source import check_out
+
+    check_out(adapter, out)
     from retrofox.conversion.merge import merge as run
 
     print(json.dumps(run(adapter, out), indent=2))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from retrofox.cli.options import there
 from retrofox.cli.spec_options import spec_of, with_spec_options
 from retrofox.support.interruptions import Interruptions
 
@@ -43,6 +44,9 @@ def convert(
     `--horizon 16` is short for `fox.horizon=16`, and so for every field of the retrofit.
     """
     spec = spec_of(changes or [], fox)
+    from retrofox.loading.source import check_out
+
+    check_out(there(source), out)
     files = [str(file) for file in texts or []]
     if dry_run:
         from retrofox.conversion import artefact

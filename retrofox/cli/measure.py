@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode, task_names
+from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode, task_names, there
 from retrofox.cli.tokens import METAVAR, count
 from retrofox.support.counts import ALLOWED
 
@@ -23,12 +23,14 @@ def evaluate(
         ),
     ] = 4096,
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
-    max_documents: Annotated[int | None, typer.Option(help="Use only the first N documents.")] = None,
-    windows: Annotated[int, typer.Option(help="Windows per document; 0 = all.")] = 1,
+    max_documents: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Use only the first N documents.")
+    ] = None,
+    windows: Annotated[int, typer.Option(min=0, metavar="N", help="Windows per document; 0 = all.")] = 1,
     min_tokens: Annotated[
         int, typer.Option(parser=count, metavar=METAVAR, help="Skip documents with fewer tokens.")
     ] = 2,
-    batch: Annotated[int, typer.Option(help="Windows per batch.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Windows per batch.")] = 1,
     controls: Annotated[bool, typer.Option(help="Also run with gates forced open and shuffled over heads.")] = True,
     text_field: TextField = "text",
     baseline: Baselines = None,
@@ -39,7 +41,7 @@ def evaluate(
         ),
     ] = None,
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
-    limit: Annotated[int | None, typer.Option(help="lm-eval: examples per task.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="lm-eval: examples per task.")] = None,
     task_batch: Annotated[str, typer.Option(help="lm-eval: requests per batch, or auto: by tokens.")] = "auto",
     task_cache: Annotated[
         Path | None,
@@ -59,10 +61,12 @@ def evaluate(
 
     Prints a bucket table; writes JSON, CSV and plots into --out.
     """
+    names = task_names(tasks)
+    for name in (model, *(against or ())):
+        there(name)
     from retrofox.evaluation.evaluate import evaluate as run
     from retrofox.loading.trust import trusting_code
 
-    names = task_names(tasks)
     with trusting_code(trust_remote_code):
         run(
             model,
@@ -96,7 +100,9 @@ def needle(
         list[str] | None, typer.Option(help="Models that read the same prompts, the base first.")
     ] = None,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "1024,2048,4096,8192",
-    depths: Annotated[int, typer.Option(help="Number of depths, evenly spaced from start to end.")] = 5,
+    depths: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of depths, evenly spaced from start to end.")
+    ] = 5,
     mode: Annotated[
         list[str] | None,
         typer.Option(
@@ -104,7 +110,9 @@ def needle(
             show_default=False,
         ),
     ] = None,
-    trials: Annotated[int, typer.Option(help="Prompts per length and depth, each with another fact and text.")] = 2,
+    trials: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Prompts per length and depth, each of another text.")
+    ] = 2,
     seed: Annotated[int, typer.Option(help="Seed of facts and places.")] = 0,
     batch: Annotated[str, typer.Option(help="Prompts per batch, or auto: by length.")] = "auto",
     baseline: Baselines = None,
@@ -127,9 +135,6 @@ def needle(
 
         retrofox needle RUN/model --against BASE --data books/ --lengths 1024,8192,32768 --mode easy --mode standard
     """
-    from retrofox.evaluation.needle import needle as run
-    from retrofox.loading.trust import trusting_code
-
     try:
         sizes = [count(part) for part in lengths.split(",")]
     except typer.BadParameter:
@@ -137,6 +142,11 @@ def needle(
             f"lengths must be whole numbers with commas between, such as 1024,4096 or 4Ki,32Ki; got {lengths!r}: each "
             f"takes {ALLOWED}"
         ) from None
+    for name in (model, *(against or ())):
+        there(name)
+    from retrofox.evaluation.needle import needle as run
+    from retrofox.loading.trust import trusting_code
+
     options: dict[str, Any] = {"depths": depths, "mode": mode or ["easy"], "trials": trials, "seed": seed}
     options |= {"batch": int(batch) if batch.isdecimal() else batch, "text_field": text_field}
     options |= {"baselines": baseline or []}
@@ -166,12 +176,13 @@ def inspect(
 
     With --data also the live share at 8k, 32k and 128k tokens (--length 128Ki): what attention and cache must keep.
     """
-    from retrofox.evaluation.gates import inspect as run
-    from retrofox.loading.trust import trusting_code
-
     given = {"--max-documents": max_documents, "--text-field": text_field}
     if not data and (named := ", ".join(name for name, value in given.items() if value is not None)):
         raise ValueError(f"{named} without texts has no effect: give --data, or leave it out")
+    there(model)
+    from retrofox.evaluation.gates import inspect as run
+    from retrofox.loading.trust import trusting_code
+
     options: dict[str, Any] = {"length": length, "out": out, "text_field": "text" if text_field is None else text_field}
     options["max_documents"] = 8 if max_documents is None else max_documents
     options["horizon"] = horizon

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,9 +22,23 @@ Baselines = Annotated[
     list[str] | None,
     typer.Option(help="Made of the base, untrained: pi:4, ntk:4, yarn:4 or drope; repeatable."),
 ]
+RecipeFile = Annotated[str, typer.Argument(help="The recipe: a YAML file, or the name of one that ships.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Changes to the recipe, a.b=value, such as stages.0.tokens=2M.")
 ]
+
+
+def there(model: str) -> str:
+    """A model's name, unless it is a path of this machine at which there is none.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    from retrofox.loading.source import read_config
+
+    if not Path(model).exists() and (model.startswith((".", "/", "~")) or model.count("/") != 1):
+        read_config(model)
+    return model
 
 
 def task_names(tasks: str | None) -> list[str]:

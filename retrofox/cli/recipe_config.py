@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from retrofox.cli.options import Overrides
+from retrofox.cli.options import Overrides, RecipeFile
 
 app = typer.Typer(no_args_is_help=True, help="What a recipe may say: schema, show.")
 
@@ -22,7 +20,7 @@ def print_schema() -> None:
 
 
 @app.command("show")
-def print_recipe(recipe: Annotated[Path, typer.Argument(help="The recipe.")], changes: Overrides = None) -> None:
+def print_recipe(recipe: RecipeFile, changes: Overrides = None) -> None:
     """Prints a recipe as it will run: defaults filled in, changes applied."""
     from retrofox.config import dump, load_recipe
 

@@ -16,7 +16,7 @@ Name = Annotated[str, typer.Argument(help="A name that `retrofox recipes ls` giv
 @app.command("ls")
 def ls(as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False) -> None:
     """Lists the recipes, what each is for and what it takes, and the launch files for several GPUs."""
-    from retrofox.cli.shipped import shipped
+    from retrofox.config.shipped import shipped
 
     recipes = shipped()
     if as_json:
@@ -33,7 +33,7 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.
 @app.command("show")
 def show(name: Name) -> None:
     """Prints a recipe."""
-    from retrofox.cli.shipped import named
+    from retrofox.config.shipped import named
 
     print(named(name).text, end="")
 
@@ -44,6 +44,6 @@ def cp(
     out: Annotated[Path | None, typer.Argument(help="File or directory to write to. [default: here]")] = None,
 ) -> None:
     """Copies a recipe here, to be changed and run: data, output and model are yours to set."""
-    from retrofox.cli.shipped import copy
+    from retrofox.config.shipped import copy
 
     print(copy(name, out))

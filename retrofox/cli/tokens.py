@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from retrofox.support.counts import ALLOWED, parse_count, parse_tokens
+from retrofox.support.counts import ALLOWED, parse_count
 
 METAVAR = "TOKENS"
 
 
 def count(text: str | int) -> int:
-    """A whole number of tokens from the command line, 0 or more."""
+    """A whole number of tokens from the command line, 1 or more."""
     number = parse_count(text)
-    if isinstance(number, int):
-        return number
-    try:
-        return int(str(number))  # a number below 0: the command says what it allows
-    except ValueError:
-        raise typer.BadParameter(f"got {text!r}: give {ALLOWED}") from None
-
-
-def length(text: str | float) -> float:
-    """A number of tokens from the command line, inf allowed."""
-    try:
-        return float(str(parse_tokens(text)))
-    except ValueError:
-        raise typer.BadParameter(f"got {text!r}: give {ALLOWED}, or inf") from None
+    if not isinstance(number, int) or number < 1:
+        raise typer.BadParameter(f"got {str(text)!r}: give {ALLOWED}, 1 or more")
+    return number

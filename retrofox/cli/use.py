@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofox.cli.options import MODEL, Device, Dtype, TrustRemoteCode
+from retrofox.cli.options import MODEL, Device, Dtype, TrustRemoteCode, there
 from retrofox.cli.tokens import METAVAR, count
 
 
@@ -18,9 +18,11 @@ def generate(
         list[str] | None, typer.Argument(help="One or more prompts; several run as one batch.", show_default=False)
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the smallest set with this probability.")] = 1.0,
-    num_beams: Annotated[int, typer.Option(help="Beam search width.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, metavar="X", help="0 = greedy.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, metavar="X", max=1.0, help="Sample from the smallest set with this probability.")
+    ] = 1.0,
+    num_beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beam search width.")] = 1,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling; needs a temperature.")] = None,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep keys, values and gates of past tokens.")
@@ -37,6 +39,7 @@ def generate(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Continues a prompt and streams the text."""
+    there(model)
     from retrofox.generation.generate import generate as run
     from retrofox.loading.trust import trusting_code
     from retrofox.support.files import text_of
@@ -65,10 +68,15 @@ def chat(
     model: Annotated[str, typer.Argument(help=MODEL)],
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_new_tokens: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Most tokens per answer.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
+    temperature: Annotated[float, typer.Option(min=0.0, metavar="X", help="0 = greedy.")] = 0.7,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Sample from the smallest set with this probability. [default: 0.95]", show_default=False),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Sample from the smallest set with this probability. [default: 0.95]",
+            show_default=False,
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling; needs a temperature.")] = None,
     device: Device = None,
@@ -76,6 +84,7 @@ def chat(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Chats with a model, keeping the cache between turns. /exit ends the chat."""
+    there(model)
     from retrofox.generation.chat import chat as run
     from retrofox.loading.trust import trusting_code
 
@@ -117,11 +126,11 @@ def verify_serving(
     against: Annotated[str | None, typer.Option(help="The base: needed for bfloat16.")] = None,
     data: Annotated[Path | None, typer.Option(help="A text file to take prompts from; else random tokens.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16 measured against the base's own error.")] = "float32",
-    requests: Annotated[int, typer.Option(help="Requests at once.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests at once.")] = 32,
     longest: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens of the longest prompt.")] = 8192,
-    tokens: Annotated[int, typer.Option(help="Tokens generated for each.")] = 24,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens generated for each.")] = 24,
     eager: Annotated[bool, typer.Option("--eager", help="Without vLLM's torch.compile.")] = False,
-    tensor_parallel: Annotated[int, typer.Option(help="Ranks to split the heads over.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks to split the heads over.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON file for the report.")] = None,
 ) -> None:
     """Serves a converted model with vLLM and compares its log-probabilities with retrofox's.

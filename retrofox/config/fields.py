@@ -107,6 +107,9 @@ class Section(BaseModel):
     told_by: ClassVar[str] = ""
     """The key that tells a section's kinds apart, where there are several."""
 
+    elsewhere: ClassVar[dict[str, str]] = {}
+    """Other programs' names for keys of this section -> ours."""
+
     @classmethod
     def tags(cls) -> tuple[str, ...]:
         """The values of that key which mean this kind."""

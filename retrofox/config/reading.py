@@ -6,13 +6,13 @@ import difflib
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from retrofox.config.fields import Section
 from retrofox.config.recipe import Recipe
+from retrofox.config.shipped import recipe_file
 from retrofox.config.yaml_text import apply_override, read_yaml, write_yaml
 from retrofox.fox_spec import PRESETS, TOKENS
 from retrofox.support.counts import PATTERN
@@ -22,7 +22,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None
     """Reads a recipe and applies overrides such as "stages.0.tokens=20M" or "fox.sink_tokens=2".
 
     Args:
-        path: a YAML file, also OUTPUT/recipe.yaml of a run, which holds its recipe and what it ran with.
+        path: a YAML file, also OUTPUT/recipe.yaml of a run, which holds its recipe and what it ran with; or the name
+            of a recipe that ships, such as "smollm2-lora".
         overrides: "a.b=c": c is parsed as YAML, a number in the path is an index into a list.
 
     Raises:
@@ -30,19 +31,15 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None
         ValueError: broken YAML, an unknown or missing key, a value outside its range; the text names the file, the
             key, what was given and what is allowed.
     """
-    file = Path(path)
-    if file.is_dir() or not file.exists():  # a pipe is a recipe too: <(sed ...)
-        raise FileNotFoundError(
-            f"no recipe at {file}: give the path of a YAML file (`retrofox recipes cp NAME` copies one that ships, "
-            "`retrofox config schema` describes them)"
-        )
+    file = recipe_file(path)
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8 text ({error}): give the path of a YAML file") from None
     values = read_yaml(text, str(file))
     if not isinstance(values, dict):
-        raise ValueError(f"{file}: a recipe is a mapping of keys to values, got {type(values).__name__}")
+        got = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ValueError(f"{file}: a recipe is a mapping of keys to values, got {got}")
     if isinstance(values.get("recipe"), dict) and "retrofox" in values:
         values = values["recipe"]
     for override in overrides or []:
@@ -103,7 +100,7 @@ def _lines(errors: Sequence[Any]) -> list[str]:
 
 def _explain(item: Any) -> tuple[str, str]:
     """One pydantic error as the key of the recipe and a sentence: what was given, what is allowed."""
-    place, known, others = _trace(item["loc"])
+    place, section, others = _trace(item["loc"])
     kind, given, context = item["type"], item["input"], item.get("ctx", {})
     shown = _shown(given)
     if kind == "union_tag_not_found":
@@ -117,7 +114,9 @@ def _explain(item: Any) -> tuple[str, str]:
     if kind == "extra_forbidden" and place[-1] in others:
         return key, f"{others[place[-1]]}: remove it, given {shown}"
     if kind == "extra_forbidden":
-        return key, f"unknown key, given {shown}{_did_you_mean(place[-1], known)}. Known keys: {', '.join(known)}"
+        known, ours = list(section.model_fields), section.elsewhere.get(place[-1])
+        hint = f" (did you mean {ours}?)" if ours else _did_you_mean(place[-1], known)
+        return key, f"unknown key, given {shown}{hint}. Known keys: {', '.join(known)}"
     if kind == "literal_error":
         allowed = context["expected"]
         hint = _did_you_mean(given, re.findall(r"'([^']*)'", allowed))
@@ -131,16 +130,16 @@ def _did_you_mean(given: object, known: list[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def _trace(loc: Sequence[Any]) -> tuple[list[str], list[str], dict[str, str]]:
-    """The keys on the way to an error; the keys of its section; what takes the keys of the section's other kinds."""
+def _trace(loc: Sequence[Any]) -> tuple[list[str], type[Section], dict[str, str]]:
+    """The keys on the way to an error; its section; what takes the keys of the section's other kinds."""
     place: list[str] = []
     kinds: list[type[Section]] = [Recipe]
-    known, others = list(Recipe.model_fields), {}
+    section, others = kinds[0], {}
     for part in loc:
         if len(kinds) > 1 and isinstance(part, str):  # the kind of a section, which pydantic puts into the place
             others = {name: _belongs(name, kinds, part) for kind in kinds for name in kind.model_fields}
             kinds = [kind for kind in kinds if part in kind.tags()]
-            known = list(kinds[0].model_fields)
+            section = kinds[0]
             continue
         if part in _UNION_MEMBERS or "[" in str(part):
             continue
@@ -148,8 +147,8 @@ def _trace(loc: Sequence[Any]) -> tuple[list[str], list[str], dict[str, str]]:
         if isinstance(part, str) and len(kinds) == 1 and part in kinds[0].model_fields:
             kinds = _sections(kinds[0].model_fields[part].annotation) or kinds
             if len(kinds) == 1:
-                known, others = list(kinds[0].model_fields), {}
-    return place, known, others
+                section, others = kinds[0], {}
+    return place, section, others
 
 
 def _sections(annotation: Any) -> list[type[Section]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -120,6 +120,15 @@ class DataConfig(Section):
 
 class LoraConfig(Section):
     """Adapters on the pretrained projections; gates and Pro parts are trained in full beside them."""
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        "r": "rank",
+        "lora_alpha": "alpha",
+        "lora_dropout": "dropout",
+        "target_modules": "targets",
+        "use_dora": "dora",
+        "load_in_4bit": "quantize: nf4",
+    }
 
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0)

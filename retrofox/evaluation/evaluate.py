@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -167,6 +168,9 @@ def evaluate(
         which = {key: getattr(asked, key) for key in ("windows", "min_tokens", "max_documents", "text_field")}
         chosen = choose_windows(sources, tokenizer, length, **which)
     result = _empty_result(asked, sources, chosen)
+    if chosen and progress:
+        cut = f": none has {length:,}" if result["longest"] < length else ""
+        print(f"{len(chosen)} windows of up to {result['longest']:,} tokens{cut}", file=sys.stderr, flush=True)
     losses: dict[str, list[np.ndarray]] = {}
     scores: dict[str, Scores] = {}
     for key, opened in columns(model, others, wanted, tokenizer=tokenizer, dtype=asked.dtype, device=device):

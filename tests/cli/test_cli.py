@@ -324,6 +324,51 @@ def test_missing_things_exit_2(run, source, tmp_path, arguments, text):
     assert not list(tmp_path.iterdir())
 
 
+def test_arguments_are_refused_before_torch_is_imported(source, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: m\n")
+    refused = {
+        "plan no-such-recipe": "none of this name ships",
+        "train smollm2-lora lora.r=3": "(did you mean rank?)",
+        "plan {r} model=3": "r.yaml: model: input should be a valid string",
+        "prepare {r} model=3": "r.yaml: model: input should be a valid string",
+        "config show {r} model=3": "r.yaml: model: input should be a valid string",
+        "needle {base} --data x.txt --lengths abc": "lengths must be whole numbers",
+        "needle {base} --data x.txt --trials 0": "--trials",
+        "generate {base} hi --max-new-tokens -3": "1 or more",
+        "generate {base} hi --temperature -1": "--temperature",
+        "generate ./absent hi": "no such directory",
+        "chat ./absent": "no such directory",
+        "inspect ./absent": "no such directory",
+        "inspect {base} --horizon x": "--horizon",
+        "eval ./absent --data x.txt": "no such directory",
+        "eval {base} --data x.txt --against ./absent": "no such directory",
+        "eval {base} --data x.txt --batch 0": "--batch",
+        "convert {base} {base}": "exists: remove it",
+        "convert {base} out fox.rope=keeep": "(did you mean 'keep'?)",
+        "convert ./absent out": "no such directory",
+        "merge ./absent {base}": "exists: remove it",
+        "recipes cp smollm2-lora absent/x/y.yaml": "can't write",
+    }
+    code = """
+import sys, retrofox.cli.app as app
+for arguments in sys.stdin.read().splitlines():
+    sys.argv = ["retrofox", *arguments.split()]
+    try:
+        app.main()
+    except SystemExit as end:
+        print("#", end.code, "torch" in sys.modules, file=sys.stderr)
+"""
+    given = "\n".join(refused).format(base=source, r=recipe)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=given, capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    *texts, rest = " ".join(done.stderr.replace("│", " ").split()).split("# 2 False")
+    assert (len(texts), rest) == (len(refused), ""), done.stderr
+    for text, wanted in zip(texts, refused.values(), strict=True):
+        assert wanted in text
+
+
 def test_names_in_brackets_are_shown_as_they_are(run, source, tmp_path):
     base, out = tmp_path / "ba[b]se", tmp_path / "out[" / "b]:x:"
     shutil.copytree(source, base)
@@ -390,7 +435,7 @@ def test_config_schema_is_json_schema(run):
 def test_tasks_may_have_spaces_between(run, monkeypatch):
     asked = {}
     monkeypatch.setattr("retrofox.evaluation.evaluate.evaluate", lambda model, **options: asked.update(options))
-    assert run("eval", "MODEL", "--tasks", "arc_easy, piqa ,")[0] == 0
+    assert run("eval", "an/MODEL", "--tasks", "arc_easy, piqa ,")[0] == 0
     assert asked["tasks"] == ["arc_easy", "piqa"]
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from retrofox.cli.shipped import HOME, copy, named, shipped
 from retrofox.config import load_recipe
+from retrofox.config.shipped import HOME, copy, named, shipped
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,17 +52,19 @@ def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, 
     assert (tmp_path / "smollm2-lora.yaml").read_text() == "mine"
     assert copy("accelerate/ddp", tmp_path / "new" / "launch.yaml").read_text() == named("accelerate/ddp").text
     assert copy("accelerate/ddp", tmp_path / "new") == tmp_path / "new" / "ddp.yaml"
-    code, out, _ = run("recipes", "cp", "smollm2-control", "another/folder/")
-    assert (code, out.strip()) == (0, "another/folder/smollm2-control.yaml")
+    code, out, _ = run("recipes", "cp", "smollm2-control", "folder/")
+    assert (code, out.strip()) == (0, "folder/smollm2-control.yaml")
     (tmp_path / "file").touch()
     for place, what in (
         ("file", "file exists"),
         ("file/x.yaml", "file exists"),
         ("file/x/y.yaml", "can't write file/x/y"),
+        ("absent/x/y.yaml", "can't write absent/x/y.yaml: No such file or directory"),
     ):
         code, _, err = run("recipes", "cp", "smollm2-control", place)
         assert code == 2
         assert what in err
+    assert not (tmp_path / "absent").exists()
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(run, tmp_path):

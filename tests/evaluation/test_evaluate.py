@@ -121,6 +121,11 @@ def test_documents_shorter_than_the_length_give_the_positions_they_have(pico_lla
     assert "no document reaches 4096 tokens" in capsys.readouterr().out
 
 
+def test_a_length_that_no_document_has_is_said_before_anything_is_read(pico_llama, tokenizer, documents, capsys):
+    found = evaluate(pico_llama(), None, documents, 99_999_999, tokenizer=tokenizer, controls=False)
+    assert f"3 windows of up to {found['longest']} tokens: none has 99,999,999\n" in capsys.readouterr().err
+
+
 def test_bucket_statistics_take_documents_as_the_sample():
     windows = [Window(0, np.arange(5)), Window(0, np.arange(3)), Window(1, np.arange(5))]
     losses = [np.array([1.0, 2, 3, 4]), np.array([3.0, 5]), np.array([5.0, 5, 5, 5])]

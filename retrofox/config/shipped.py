@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,18 +42,46 @@ def named(name: str) -> ShippedRecipe:
         ValueError: there is none; the text names the nearest and lists all.
     """
     recipes = {recipe.name: recipe for recipe in shipped()}
-    wanted = name.removesuffix(".yaml").removeprefix("recipes/")
+    wanted = _name(name)
     if wanted not in recipes:
-        near = difflib.get_close_matches(wanted, recipes, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = _near(wanted, list(recipes))
         raise ValueError(f"no recipe {name!r} ships with retrofox{hint}; there are {', '.join(recipes)}")
     return recipes[wanted]
+
+
+def _name(name: str) -> str:
+    """The name of a shipped recipe as `shipped` has it."""
+    return name.removesuffix(".yaml").removeprefix("recipes/")
+
+
+def _near(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def recipe_file(recipe: str | os.PathLike[str]) -> Path:
+    """The file of a recipe: a path, or else the name of one that ships.
+
+    Raises:
+        FileNotFoundError: neither.
+    """
+    path, name = Path(recipe), _name(os.fspath(recipe))
+    if path.exists() and not path.is_dir():  # a pipe is a recipe too: <(sed ...)
+        return path
+    file = HOME / f"{name}.yaml"
+    if file.is_file() and file.is_relative_to(HOME):
+        return file
+    names = [shipped.name for shipped in shipped()]
+    raise FileNotFoundError(
+        f"no recipe at {path}, and none of this name ships{_near(name, names)}: give the path of a YAML file, or "
+        "a name that `retrofox recipes ls` lists"
+    )
 
 
 def copy(name: str, out: Path | None = None) -> Path:
     """Writes a shipped recipe to `out` (a file, or a directory to put it in; None = here) and returns the file.
 
-    A name without a suffix, of nothing that is there, is a new directory's.
+    A name without a suffix, of nothing that is there, is a new directory's, in one that is there.
 
     Raises:
         ValueError: there is no such recipe, or the file exists, or can't be written.
@@ -62,7 +91,7 @@ def copy(name: str, out: Path | None = None) -> Path:
     if target.is_dir() or not (target.suffix or target.exists()):
         target = target / f"{Path(recipe.name).name}.yaml"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(exist_ok=True)  # one new directory, not the path to it
         with open(target, "x", encoding="utf-8") as stream:
             stream.write(recipe.text)
     except FileExistsError as error:
