@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -276,10 +277,31 @@ def test_prompts_and_models_are_told_apart_by_content(pico_llama, pico_fox, pico
     with torch.no_grad():
         swapped.lm_head.weight[[7, 9]] = swapped.lm_head.weight[[9, 7]]
     assert len({plain, *map(fingerprint, [*models, swapped])}) == 6
+    eager = pico_llama()
+    eager.set_attn_implementation("eager")
+    assert fingerprint(eager) != plain
+    other = copy.deepcopy(pico_tokenizer)
+    other.add_tokens(["foxglove"])
+    assert task_cache.model_fingerprint(Opened(pico_llama(), other, "a", "b")) != plain
     changed = find_tasks(["pico_choice"], tasks_folder(tasks), limit=3)
     assert changed.digest("pico_choice") != tasks.digest("pico_choice")
     again = find_tasks(["pico_choice"], tasks_folder(tasks))
     assert again.digest("pico_choice") == tasks.digest("pico_choice")
+
+
+def test_a_task_whose_prompts_have_changed_runs_again(pico_llama, pico_tokenizer, folder, tmp_path, monkeypatch):
+    ran: list[str] = []
+    run = lm_eval._run
+    monkeypatch.setattr(
+        lm_eval, "_run", lambda lm, name, task, limit: (ran.append(name), run(lm, name, task, limit))[1]
+    )
+    opened = Opened(pico_llama(), pico_tokenizer, "pico", "pico")
+    for words in ("{{q}}", "{{q}}", "Say: {{q}}"):
+        text = CHOICE.format(folder=folder).replace("{{q}}", words)
+        (tmp_path / "choice.yaml").write_text(text)
+        asked = find_tasks(["pico_choice"], str(tmp_path))
+        run_tasks(opened, asked, max_length=128, cache=tmp_path / "kept", progress=False)
+    assert ran == ["pico_choice"] * 2
 
 
 def tasks_folder(tasks) -> str:
