@@ -14,7 +14,7 @@ import torch
 from retrofox.data.facts import TELLINGS
 
 PROMPTS = 16
-LONGEST = 4096
+LONGEST = 2048
 """Tokens of a prompt, at most."""
 DEEPEST = 0.85
 """Facts stand at depths from 0, the prompt's start, to this."""

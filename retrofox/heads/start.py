@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DOCUMENTS = 4
-LENGTH = 8192
+LENGTH = 4096
 """Tokens read of each document, at most: less where the model was trained to less."""
 QUERIES = 1024
 """Queries measured in each document and layer, in blocks evenly spread over its second half."""
