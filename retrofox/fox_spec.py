@@ -69,7 +69,7 @@ class FoxSpec(FoxFields):
         gate: "data" (w_f and b_f learned), "bias" (b_f only), "fixed" (b_f frozen: ALiBi), "none" (no gate).
         gate_heads: "query" (a gate for each query head) or "kv" (one for all query heads that share a key).
         init: "open" (f = 1: the start is the base model), "slopes" (half-lives log-spaced over the heads of each
-            layer), "measured" (the same half-lives, in order of the heads' median attention distance on a text),
+            layer), "measured" (log-spaced over the model's kv heads, in order of their attention distance on a text),
             "alibi" (ALiBi's slopes: log f = -2^(-8h/H) for head h of H). "calibrated" is the old name of "measured".
         half_life: (shortest, longest) in tokens; None = (1 / 512, 1 / 8) of the base's length with init "measured",
             else (1 / 2, 128) with rope "interpolate", else (1 / 32, 8).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,7 @@ class Start:
 
     Attributes:
         distances: median attention distance of each head, in tokens.
-        half_lives: half-life that each gate starts with, in tokens; of the gates of kv heads, by the query head of each
-            that looks farthest.
+        half_lives: half-life that each gate starts with, in tokens.
         needle_attention: attention of each kv head to planted facts; empty where none were planted.
         open_heads: (layer, kv head) of those that start open.
     """
@@ -79,21 +79,35 @@ class Distances:
         return found
 
 
-def half_lives_by_distance(distances: Sequence[float], shortest: float, longest: float) -> list[float]:
-    """A layer's half-lives, log-spaced from shortest to longest, the longer the farther a head looks."""
-    order = sorted(range(len(distances)), key=distances.__getitem__)
-    found = [longest] * len(order)
-    for rank, head in enumerate(order[:-1]):
-        found[head] = shortest * (longest / shortest) ** (rank / (len(order) - 1))
-    return found
+def half_lives_by_distance(
+    distances: torch.Tensor, shortest: float, longest: float, open_heads: Sequence[tuple[int, int]] = ()
+) -> torch.Tensor:
+    """(layers, kv heads) half-lives, log-spaced over a model's kv heads, the longer the farther a head looks.
+
+    Args:
+        distances: (layers, kv heads) in tokens.
+        shortest, longest: the first and the last of them, in tokens.
+        open_heads: (layer, kv head) that are left out of the order; theirs is infinite.
+    """
+    is_open = torch.zeros(distances.shape, dtype=torch.bool)
+    for place in open_heads:
+        is_open[place] = True
+    order = distances.double().masked_fill(is_open, math.inf).flatten().argsort(stable=True)
+    closed = int((~is_open).sum())
+    found = torch.full((len(order),), math.inf, dtype=torch.float64)
+    found[order[:closed]] = torch.logspace(math.log(shortest), math.log(longest), closed, base=math.e).double()
+    if closed == 1:
+        found[order[0]] = longest
+    return found.view(distances.shape)
 
 
 @torch.no_grad()
 def measure_start(model: PreTrainedModel, tokenizer: Any, texts: Sequence[Text]) -> Start:
     """Measures every head of a converted model, run as its base, on texts.
 
-    The half-lives of a layer are log-spaced between the ends of the spec's `half_life`, in order of the heads' median
-    attention distance. Of all kv heads the `open_heads` that pay most attention to planted facts start open.
+    Of all kv heads the `open_heads` that pay most attention to planted facts start open. The half-lives of the others
+    are log-spaced between the ends of the spec's `half_life`, in order of their attention distance: the mean of their
+    query heads' medians, all of which start with the same half-life, since a kv head's cache is as long as the longest.
 
     Raises:
         FileNotFoundError: a text that is not there.
@@ -117,13 +131,12 @@ def measure_start(model: PreTrainedModel, tokenizer: Any, texts: Sequence[Text])
     finally:
         model.train(training)
     medians = distances.medians()
-    gates = kv_heads if spec.gate_heads == "kv" else len(medians[0])
-    farthest = by_kv_head(torch.tensor(medians), gates).tolist()
-    lives = [half_lives_by_distance(layer, *spec.half_life) for layer in farthest]
-    for layer, kv_head in chosen:
-        group = len(lives[layer]) // kv_heads
-        lives[layer][kv_head * group : (kv_head + 1) * group] = [open_half_life(model.config, spec)] * group
-    return Start(medians, lives, scores.tolist(), list(chosen))
+    by_group = torch.tensor(medians, dtype=torch.float64).unflatten(-1, (kv_heads, -1)).mean(-1)
+    closed = half_lives_by_distance(by_group, *spec.half_life, chosen)
+    lives = closed.clamp_max(open_half_life(model.config, spec))
+    if spec.gate_heads == "query":
+        lives = lives.repeat_interleave(len(medians[0]) // kv_heads, -1)
+    return Start(medians, lives.tolist(), scores.tolist(), list(chosen))
 
 
 def needle_scores(model: PreTrainedModel, needles: Sequence[Needle], original: bool = False) -> torch.Tensor:
