@@ -28,15 +28,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofox
 from retrofox.config import Recipe, validate
-from retrofox.planning.measure import measure_steps
+from retrofox.planning.hardware import Hardware
+from retrofox.planning.memory import Setting, cpu_memory, memory
+from retrofox.planning.plan import changes_that_fit, named
+from retrofox.planning.shape import shape_of
 from retrofox.support.memory import reset_peak
 from retrofox.surgery import make_plan
 from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import set_trainable
-from retrofox.training.memory import cpu_memory, memory
+from retrofox.training.measure import measure_steps
 from retrofox.training.offload import pin_ahead
-from retrofox.training.preflight import built
-from retrofox.training.switches import named, switches_that_fit
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b-lora": LLAMA_8B,
@@ -166,15 +167,12 @@ class Bench:
 
     def plan(self, recipe: Recipe, config: Any) -> dict[str, Any]:
         """The cheapest switches that fit, and the memory planned with them (without any where none fit)."""
-        stage, device, started = recipe.stages[0], self.device, time.perf_counter()
-        with torch.device("meta"):
-            empty = built(config, recipe)
-        set_trainable(empty, stage, adapters=recipe.lora is not None)
-        room = 0.95 * 1e9 * self.options.room
-        changes = switches_that_fit(recipe, stage, empty, 1, device, False, room)
+        stage, started = recipe.stages[0], time.perf_counter()
+        shape, setting = shape_of(config.to_dict()), Setting(cuda=self.device.type == "cuda")
+        room = Hardware("this one", 0.95 * 1e9 * self.options.room, None)
+        changes = changes_that_fit(shape, recipe, stage, room, setting)
         stage = stage.model_copy(update=changes or {})
-        planned = memory(recipe, stage, empty, 1, False, device)
-        release(device)
+        planned = memory(shape, recipe, stage, setting)
         keys = ("gradient_checkpointing", "tiled_mlp", "offload_activations", "offload_optimizer")
         return {
             "switches": {key: getattr(stage, key) for key in keys},
@@ -182,7 +180,7 @@ class Bench:
             "changes": changes,
             "planned_gb": round(math.fsum(planned.values()) / 1e9, 3),
             "planned_components_gb": {key: round(value / 1e9, 3) for key, value in planned.items()},
-            "planned_cpu_gb": round(math.fsum(cpu_memory(recipe, stage, empty, device).values()) / 1e9, 3),
+            "planned_cpu_gb": round(math.fsum(cpu_memory(shape, recipe, stage, setting).values()) / 1e9, 3),
             "seconds_planning": round(time.perf_counter() - started, 1),
         }
 

@@ -19,7 +19,9 @@ import torch
 from provenance import provenance
 
 from retrofox.config import Recipe, load_recipe
+from retrofox.planning.hardware import here
 from retrofox.planning.plan import plan
+from retrofox.training.measure import check_here, measure_here
 
 RECIPES = ("smollm2-partial", "smollm2-control", "smollm2-lora", "smollm2-three-stages")
 ROOT = Path(__file__).parent.parent
@@ -28,9 +30,10 @@ DATA = (f"data.train=[{ROOT / 'examples/data/train'}]", "data.eval=[]")  # a pla
 
 def compare(recipe: Recipe, name: str) -> list[dict]:
     """One row per stage: planned and measured peak in 10^9 bytes, and their ratio."""
-    report = plan(recipe, measure=True)
-    if report["refusals"]:
-        raise SystemExit(f"{name}: {report['refusals']}")
+    if refusals := check_here(recipe):
+        raise SystemExit(f"{name}: {refusals}")
+    report = plan(recipe, here())
+    measure_here(recipe, report)
     rows = []
     for number, stage in enumerate(report["stages"]):
         planned, measured = math.fsum(stage["memory_gb"].values()), stage["measured"]["peak_memory_gb"]

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import long_training
 
-from retrofox.planning import measure
+from retrofox.training import measure
 
 
 def test_options(capsys):

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ORDER = (
     *("version", "support", "acceleration", "model", "fox_spec", "half_lives", "families", "config", "anatomy"),
-    *("loading", "serving", "surgery"),
-    *("data", "parallel", "heads", "conversion", "training", "planning", "generation", "evaluation"),
+    *("loading", "planning", "serving", "surgery"),
+    *("data", "parallel", "heads", "conversion", "training", "generation", "evaluation"),
     *("reporting", "hub", "cli", "__main__"),
 )
 """Rooms from the ground up: each may import itself and those before it."""

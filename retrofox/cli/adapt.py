@@ -25,21 +25,43 @@ def prepare(recipe: RecipeFile, changes: Overrides = None) -> None:
 def plan(
     recipe: RecipeFile,
     changes: Overrides = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Run two real steps for time and memory.")] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="a100-40, a100-80, h100, h200, b200, l40s, 4090 or 5090; default: this machine's."),
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of a GPU that has no name here, such as 80G.")] = None,
+    flops: Annotated[str | None, typer.Option(help="Its peak of bfloat16 operations a second, such as 990T.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many; default: 1, or as launched.")] = None,
+    sharding: Annotated[
+        str | None, typer.Option(help="ddp, fsdp2 or zero3; default: ddp where it fits, else fsdp2.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Dollars of one GPU's hour.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Also check all that train checks before it starts.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Run two real steps of each stage here.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Reports what a training run needs before anything runs: parameters, memory, steps, hours, disk, refusals.
+    """Says what a run takes on any machine: memory by part, hours, disk, price, and what to change if it doesn't fit.
 
-    Exit code 2 where it lists refusals: `train` would stop at the first of them.
+    From the recipe and the model's config.json, in seconds. Exit code 2 where it lists refusals.
     """
     from retrofox.config import load_recipe
-
-    loaded = load_recipe(recipe, changes or [])
+    from retrofox.planning.hardware import hardware
     from retrofox.planning.plan import plan as run
+    from retrofox.planning.report import print_plan
+    from retrofox.support.launches import processes
 
-    result = run(loaded, measure=measure, show=not as_json)
-    if as_json and os.environ.get("RANK", "0") == "0":
-        print(json.dumps(result, indent=2))
+    if sharding not in (None, "ddp", "fsdp2", "zero3"):
+        raise ValueError(f"--sharding is ddp, fsdp2 or zero3, got {sharding!r}")
+    loaded = load_recipe(recipe, changes or [])
+    result = run(loaded, hardware(gpu, memory, flops), gpus or processes(), sharding, price)
+    if check or measure:
+        from retrofox.training.measure import check_here, measure_here
+
+        result["refusals"] += [text for text in check_here(loaded) if text not in result["refusals"]]
+        if measure and not result["refusals"]:
+            measure_here(loaded, result)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(result, indent=2)) if as_json else print_plan(result)
     if result["refusals"]:
         raise typer.Exit(2)
 

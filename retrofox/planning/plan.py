@@ -1,209 +1,252 @@
-"""`retrofox plan`: parameters, memory, hours, disk and refusals of a recipe, before anything runs."""
+"""`retrofox plan`: parameters, memory, hours, disk and price of a recipe in closed form, for any machine.
+
+From the recipe and the model's config.json alone, within seconds for any size: nothing is built, torch isn't imported.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from retrofox.config import Recipe, Stage
-from retrofox.parallel.settings import readers_of
-from retrofox.planning.measure import measure_steps
-from retrofox.planning.report import print_plan
+from retrofox.config import LoraConfig, Recipe, Stage, load_recipe
+from retrofox.config.shipped import HOME, shipped
+from retrofox.half_lives import initial_bias
+from retrofox.planning.hardware import Hardware
+from retrofox.planning.hours import flops_per_token, hours_of
+from retrofox.planning.known import KNOWN, config_of, trained_length
+from retrofox.planning.live_share import HORIZON, live_shares
+from retrofox.planning.memory import Setting, adapter_parameters, cpu_memory, memory, trained_parameters
+from retrofox.planning.shape import Shape, shape_of
+from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
 from retrofox.support.counts import size
-from retrofox.support.launches import processes
-from retrofox.support.memory import reset_peak
-from retrofox.training.arguments import STATE_BYTES
-from retrofox.training.flops import flops_per_token, peak_flops
-from retrofox.training.groups import count_steps, parameter_groups, save_steps, set_trainable, tokens_per_step
-from retrofox.training.memory import cpu_memory
-from retrofox.training.model import lower_frozen
-from retrofox.training.preflight import (
-    StagePreflight,
-    built,
-    device_memory,
-    empty,
-    preflight,
-    starts_from,
-)
-from retrofox.training.refusals import free_bytes
-from retrofox.training.switches import fits, held_by_one, switches_that_fit
-from retrofox.training.teacher import needs_teacher
-from retrofox.training.tiling import untiled_layers
+from retrofox.support.files import nearest_existing
 
-LONGEST_BLOCKS = 1 << 16
-"""Where the search for the longest row ends, in blocks of 256 tokens: 16M tokens."""
-MEASURED_ON = ("H100", "H200")
-MEASURED_MFU = (
-    ("extend", False, 135e6, 0.25),
-    ("distill", False, 135e6, 0.16),
-    ("align", False, 135e6, 0.092),
-    ("extend", True, 135e6, 0.053),
-    ("distill", True, 135e6, 0.045),
-    ("extend", False, 1.2e9, 0.34),
-    ("extend", True, 8.2e9, 0.27),
-)
-"""Objective, adapters, parameters, share of the peak reached: SmolLM2-135M converted, by its recipes (medians of their
-logs, benchmarks/first-result); Qwen3-8B with adapters and Llama-3.2-1B, converted, 32768 (benchmarks/shapes.json)."""
+SWITCHES: dict[str, Any] = {
+    "micro_batch": 1,
+    "tiled_mlp": "auto",
+    "offload_activations": True,
+    "offload_optimizer": True,
+    "gradient_checkpointing": "full",
+}
+"""Switches that save memory and what they are set to, from the one that costs least time to the one that costs most.
+
+One row at a time costs nothing where a row fills the GPU; tiles and offloaded checkpoints, which only come with
+gradient checkpointing, nothing that their copies can't hide; an offloaded optimizer 16 bytes of traffic a trained
+parameter in each step; gradient checkpointing a third of the products, every layer's forward once more.
+"""
+LONGEST = 1 << 24
+"""Tokens at which the search for the longest row ends."""
 
 
-def plan(recipe: Recipe, measure: bool = False, show: bool = False) -> dict[str, Any]:
-    """Everything about a run that can be known before it: parameters, memory, time, disk, refusals.
+def launched_sharding() -> str | None:
+    """How accelerate, where it launched this process, splits weights; None where it didn't."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        return "fsdp2"
+    zero3 = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
+    return "zero3" if zero3 and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" else None
+
+
+def plan(
+    recipe: Recipe, on: Hardware, gpus: int = 1, sharding: str | None = None, price: float | None = None
+) -> dict[str, Any]:
+    """What a run takes, in closed form.
 
     Args:
-        measure: run two real steps of every stage on this machine (random tokens) for time and peak memory.
-        show: print it as tables, once where several processes plan (WORLD_SIZE devices; `accelerate launch` sets it).
+        sharding: "ddp", "fsdp2" or "zero3"; None = as launched, else ddp where that fits and fsdp2 where it doesn't.
+        price: dollars of a GPU's hour.
 
     Returns:
-        parameters, per stage {groups, steps, memory_gb by component, longest_sequence, hours, ...}, disk_gb, refusals
-        (an empty list where the recipe can run here).
+        parameters, per stage {steps, groups, memory_gb by part, fits, change, hours, ...}, disk_gb, dollars, recipes
+        that fit this machine, refusals (an empty list where nothing in recipe and config is against the run).
 
     Raises:
         FileNotFoundError: no such model.
-        ValueError: measuring on several devices takes one process per device.
+        ValueError: its config.json can't be planned from.
     """
-    devices, out = processes(), Path(recipe.output)
-    show = show and os.environ.get("RANK", "0") == "0"
-    if measure and devices > 1 and "RANK" not in os.environ:
-        raise ValueError(
-            f"WORLD_SIZE={devices} in one process: measuring takes as many processes, accelerate launch -m retrofox "
-            "plan RECIPE --measure; or plan without --measure"
-        )
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    found = preflight(recipe, devices, device)
-    refusals, config = [str(error) for error in found.refusals], found.config
-    if config is None:
-        report = {"model": recipe.model, "output": recipe.output, "stages": [], "refusals": refusals}
-        if show:
-            print_plan(report)
-        return report
-    stages = [_stage_plan(recipe, ready, devices, device) for ready in found.stages]
-    total = _count(empty(config, recipe.model_copy(update={"lora": None})))
-    disk, free = _disk(recipe, total, stages), free_bytes(out)
-    if free < 1e9 * disk["one_checkpoint"]:
+    config = config_of(recipe.model)
+    spec = None if recipe.fox is None else recipe.fox.resolved(trained_length(config))
+    shape = shape_of(config, spec)
+    setting = _setting(shape, recipe, on, gpus, sharding)
+    stages, refusals = [], []
+    readers = max(1, gpus // recipe.parallel.context)
+    for number, stage in enumerate(recipe.stages):
+        try:
+            accumulation(stage, tokens_per_step(stage, readers), readers)
+        except ValueError as error:
+            refusals.append(f"stages.{number}: {error}")
+        stages.append(_stage_plan(shape, recipe, stage, on, setting))
+    disk = _disk(recipe, shape.parameters, stages)
+    place = nearest_existing(Path(recipe.output))
+    free = shutil.disk_usage(place if place.is_dir() else place.parent).free
+    if on.host is not None and free < 1e9 * disk["one_checkpoint"]:
         refusals.append(
-            f"the disk of {out} has {size(free)} free and a checkpoint takes {size(1e9 * disk['one_checkpoint'])}"
+            f"the disk of {recipe.output} has {size(free)} free and a checkpoint takes "
+            f"{size(1e9 * disk['one_checkpoint'])}"
         )
-    report = {
+    hours = [stage["hours"] for stage in stages]
+    total = None if None in hours else [sum(ends) for ends in zip(*hours, strict=True)]
+    return {
         "model": recipe.model,
         "output": recipe.output,
-        "parameters": total,
-        "parameters_added": found.added,
-        "devices": devices,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "device_memory_gb": device_memory(device) / 1e9,
+        "parameters": shape.parameters,
+        "parameters_added": shape.added if recipe.fox is not None else 0,
+        "device": on.name,
+        "devices": gpus,
+        "sharding": setting.sharding if gpus > 1 else None,
+        "device_memory_gb": on.memory / 1e9,
         "stages": stages,
+        "live_share": _live_at_start(shape, spec),
         "disk_gb": disk,
         "disk_free_gb": free / 1e9,
+        "hours": total,
+        "dollars": None if total is None or price is None else [hours * gpus * price for hours in total],
+        "recipes_that_fit": recipes_that_fit(on, gpus) if on.gpu else [],
         "refusals": refusals,
     }
-    if measure and not refusals:
-        for stage, entry in zip(recipe.stages, stages, strict=True):
-            entry["measured"] = _measured(recipe, stage, config, device)
-            entry["hours"] = entry["tokens"] / entry["measured"]["tokens_per_second"] / 3600
-            whole = recipe.lora is not None and recipe.lora.quantize is not None
-            entry["hours_from"] = "two steps measured here" + (", with the base not yet quantised" if whole else "")
-    if show:
-        print_plan(report)
-    return report
 
 
-def _count(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def _setting(shape: Shape, recipe: Recipe, on: Hardware, gpus: int, sharding: str | None) -> Setting:
+    """The sharding asked for, or that of the launch, or the first of ddp and fsdp2 with which every stage fits."""
+    given = sharding or launched_sharding()
+    if given is not None or gpus == 1:
+        return Setting(gpus, given or "ddp", on.gpu)
+    whole = Setting(gpus, "ddp", on.gpu)
+    fit = all(fits(shape, recipe, stage, on, whole) for stage in recipe.stages)
+    return whole if fit else whole._replace(sharding="fsdp2")
 
 
-def _stage_plan(recipe: Recipe, ready: StagePreflight, devices: int, device: torch.device) -> dict[str, Any]:
-    stage, model, used = ready.stage, ready.model, ready.memory
-    batch_tokens = tokens_per_step(stage, readers_of(recipe, devices))
+def fits(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Setting) -> bool:
+    """Whether a stage's memory is at most the device's, and its offloads' at most the machine's where that is known."""
+    moved = setting.gpus * sum(cpu_memory(shape, recipe, stage, setting).values())
+    needed = sum(memory(shape, recipe, stage, setting).values())
+    return needed <= on.memory and (on.host is None or moved <= on.host)
+
+
+def _stage_plan(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Setting) -> dict[str, Any]:
+    batch_tokens = tokens_per_step(stage, max(1, setting.gpus // recipe.parallel.context))
     steps = count_steps(stage, batch_tokens)
     tokens = steps * batch_tokens
-    room = device_memory(device)
-    peak = peak_flops(device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    share = _measured_share(stage, recipe.lora is not None, _count(model)) if name else None
-    changes = switches_that_fit(recipe, stage, model, devices, device, ready.teacher, room)
-    flops = flops_per_token(model, stage)
+    trained = trained_parameters(shape, recipe, stage)
     hours = None
-    if peak is not None and share is not None:
-        hours = tokens * flops / (peak * share * devices) / 3600
-    groups: dict[str, dict[str, Any]] = {}
-    for group in parameter_groups(model, stage):
-        entry = groups.setdefault(group["role"], {"role": group["role"], "learning_rate": group["lr"], "parameters": 0})
-        entry["parameters"] += sum(parameter.numel() for parameter in group["params"])
-    # peft keeps a frozen copy of each gate beside the one that is trained: no part of the model.
-    named = [(name, p) for name, p in model.named_parameters() if ".original_module." not in name]
-    frozen = sum(p.numel() for _, p in named if not p.requires_grad)
+    if on.flops is not None:
+        hours = hours_of(shape, recipe, stage, tokens, on.flops, setting.gpus, setting.sharding)
+    budget = getattr(stage, "budget", None)
     return {
         "objective": stage.objective,
         "tokens": tokens,
         "tokens_asked": stage.tokens,
         "batch_tokens": batch_tokens,
         "steps": steps,
-        "groups": list(groups.values()),
-        "adapter_parameters": sum(p.numel() for name, p in named if "lora_" in name and p.requires_grad),
-        "frozen_parameters": frozen,
-        "memory_gb": {key: value / 1e9 for key, value in used.items()},
+        "groups": [
+            {"role": role, "learning_rate": stage.rate(role), "parameters": count} for role, count in trained.items()
+        ],
+        "adapter_parameters": 0 if recipe.lora is None else sum(adapter_parameters(shape, recipe).values()),
+        "memory_gb": {part: amount / 1e9 for part, amount in memory(shape, recipe, stage, setting).items()},
         "cpu_memory_gb": {
-            key: value / 1e9
-            for key, value in cpu_memory(recipe, held_by_one(recipe, stage), model, device).items()
-            if value
+            part: amount / 1e9 for part, amount in cpu_memory(shape, recipe, stage, setting).items() if amount
         },
-        "fits": changes == {},
-        "switches": changes,
-        "untiled_layers": 0 if stage.tiled_mlp == "none" else untiled_layers(model),
-        "longest_sequence": _longest(recipe, ready, devices, device),
-        "flops_per_token": flops,
-        "hours": hours,
-        "hours_from": None if hours is None or share is None else _where_from(share, name),
+        "fits": fits(shape, recipe, stage, on, setting),
+        "change": advice(shape, recipe, stage, on, setting),
+        "longest_sequence": longest_row(shape, recipe, stage, on, setting),
+        "flops_per_token": flops_per_token(shape, recipe, stage),
+        "hours": None if hours is None else [hours.low, hours.high],
+        "hours_from": None if hours is None else hours.file,
+        "budget": None if budget is None else {"share": budget.share, "length": budget.length},
     }
 
 
-def _measured(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -> dict[str, float | None]:
-    """Speed and peak memory of real steps of a stage, on random weights and tokens; see `measure_steps`."""
-    torch.manual_seed(recipe.seed)
-    before = reset_peak(device)
-    with device:
-        model, teacher = built(config, recipe), None
-        set_trainable(model, stage, adapters=recipe.lora is not None)
-        lower_frozen(model, recipe)
-        if needs_teacher(recipe, stage, model, starts_from(recipe)):
-            teacher = built(config, recipe.model_copy(update={"lora": None}))
-    return measure_steps(recipe, stage, model, device, teacher, before=before)
+def changes_that_fit(
+    shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Setting
+) -> dict[str, Any] | None:
+    """The cheapest switches with which a stage fits; {} where it fits as it is, None where none make it."""
+    free = {key: value for key, value in SWITCHES.items() if _can_change(key, shape, recipe, stage, setting)}
+    cost = {key: 1 << list(SWITCHES).index(key) for key in free}
+    sets: list[dict[str, Any]] = [{}]
+    for key, value in free.items():
+        sets += [{**other, key: value} for other in sets]
+    for changes in sorted(sets, key=lambda changes: sum(cost[key] for key in changes)):
+        changed = stage.model_copy(update=changes)
+        if changed.offload_activations and changed.gradient_checkpointing == "none":
+            continue
+        if fits(shape, recipe, changed, on, setting):
+            return changes
+    return None
 
 
-def _measured_share(stage: Stage, adapters: bool, parameters: int) -> float:
-    """Share of the peak of the nearest run in the table: the objective first, then adapters, then size."""
-    objective = "extend" if stage.objective == "adapt" else stage.objective
-    rows = [row for row in MEASURED_MFU if row[0] == objective]
-    rows = [row for row in rows if row[1] == adapters] or rows
-    return min(rows, key=lambda row: abs(math.log(row[2] / parameters)))[3]
+def _can_change(key: str, shape: Shape, recipe: Recipe, stage: Stage, setting: Setting) -> bool:
+    if getattr(stage, key) == SWITCHES[key]:
+        return False
+    if key == "tiled_mlp":
+        return stage.tiled_mlp == "none" and not stage.compile and bool(shape.matrices) and setting.sharding != "zero3"
+    if key == "offload_activations":
+        return stage.objective != "align" and setting.cuda
+    if key == "offload_optimizer":
+        return setting.cuda and setting.shards == 1 and recipe.optim.startswith("adamw_torch")
+    return True
 
 
-def _where_from(share: float, name: str) -> str:
-    elsewhere = "" if any(key in name for key in MEASURED_ON) else ", which is another GPU"
-    return f"{share:.0%} of the peak, as measured on an H100 or H200{elsewhere}: give --measure for this machine's own"
+def advice(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Setting) -> str | None:
+    """One line: what to change so that a stage fits; None where it does."""
+    if fits(shape, recipe, stage, on, setting):
+        return None
+    for words, other, where in _variants(recipe, setting):
+        changes = changes_that_fit(shape, other, stage, on, where)
+        if changes is not None:
+            return "set " + " and ".join(filter(None, (words, named(changes))))
+    longest = longest_row(shape, recipe, stage.model_copy(update=SWITCHES), on, setting)
+    return f"set sequence_length to {longest} at most, with {named(SWITCHES)}" if longest else "take a larger GPU"
 
 
-def _longest(recipe: Recipe, ready: StagePreflight, devices: int, device: torch.device) -> int:
+def _variants(recipe: Recipe, setting: Setting) -> Iterator[tuple[str, Recipe, Setting]]:
+    """Larger changes than switches, the smallest first: in words, the recipe, the setting."""
+    yield "", recipe, setting
+    if setting.gpus > 1 and setting.sharding == "ddp":
+        yield "--sharding fsdp2", recipe, setting._replace(sharding="fsdp2")
+    adaptable = all(stage.objective in ("extend", "distill") for stage in recipe.stages)
+    if recipe.lora is None and recipe.fox is not None and adaptable:
+        yield "lora: {rank: 16}", recipe.model_copy(update={"lora": LoraConfig(rank=16)}), setting
+        packed = LoraConfig(rank=16, quantize="nf4")
+        yield "lora: {rank: 16, quantize: nf4}", recipe.model_copy(update={"lora": packed}), setting
+    more = 2 * setting.gpus
+    while more <= 64 and more < 16 * setting.gpus and recipe.lora is None:
+        yield f"--gpus {more} --sharding fsdp2", recipe, Setting(more, "fsdp2", setting.cuda)
+        more *= 2
+
+
+def named(changes: dict[str, Any]) -> str:
+    """Changes as a recipe writes them: "gradient_checkpointing: full and offload_activations: true"."""
+    parts = [f"{key}: {str(value).lower()}" for key, value in reversed(changes.items())]
+    return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)
+
+
+def longest_row(shape: Shape, recipe: Recipe, stage: Stage, on: Hardware, setting: Setting) -> int:
     """Longest row in tokens, one to a micro-batch, whose memory fits; a multiple of 256, 0 if none does."""
-    room = device_memory(device)
 
     def has_room(blocks: int) -> bool:
         changes = {"sequence_length": 256 * blocks, "micro_batch": 1, "batch_tokens": None}
-        longer = ready.stage.model_copy(update=changes)
-        return fits(recipe, longer, ready.model, devices, device, ready.teacher, room)
+        return fits(shape, recipe, stage.model_copy(update=changes), on, setting)
 
     low, high = 0, 1
-    while has_room(high) and high < LONGEST_BLOCKS:
+    while has_room(high) and 256 * high < LONGEST:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if has_room(middle) else (low, middle)
     return 256 * low
+
+
+def _live_at_start(shape: Shape, spec: Any) -> dict[str, float] | None:
+    """Live shares of the half-lives that gates start with; None without gates, and where a text decides."""
+    if spec is None or spec.gate == "none" or spec.init == "measured":
+        return None
+    heads = shape.gates[1] or shape.heads
+    rates = [math.log1p(math.exp(-bias)) for bias in initial_bias(spec, heads)]
+    return live_shares([rates], spec.horizon or HORIZON, min(shape.kv_heads, heads))
 
 
 def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict[str, float]:
@@ -216,7 +259,7 @@ def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict
     sizes = [4 * (count if lora else parameters) + per_state * count for count in trained]
     counts = [
         min(keep, -(-stage["steps"] // save_steps(recipe, planned, stage["steps"])))
-        for planned, stage in zip(recipe.stages, stages, strict=False)
+        for planned, stage in zip(recipe.stages, stages, strict=True)
     ]
     stored = 2 if recipe.precision != "fp32" and not lora else 4
     models = [4 * (count if lora else parameters) for count in trained[:-1]]
@@ -228,3 +271,20 @@ def _disk(recipe: Recipe, parameters: int, stages: list[dict[str, Any]]) -> dict
         "models": sum(models) / 1e9,
     }
     return {**parts, "total": math.fsum(parts.values()), "one_checkpoint": max(sizes, default=0) / 1e9}
+
+
+def recipes_that_fit(on: Hardware, gpus: int) -> list[str]:
+    """Names of the shipped recipes that this many devices hold, every stage of them."""
+    found = []
+    for entry in shipped():
+        if "/" in entry.name:  # launch files
+            continue
+        recipe = load_recipe(HOME / f"{entry.name}.yaml")
+        config = KNOWN.get(recipe.model.removesuffix("-Instruct"))
+        if config is None:
+            continue
+        shape = shape_of(config, recipe.fox)
+        setting = _setting(shape, recipe, on, gpus, None)
+        if all(fits(shape, recipe, stage, on, setting) for stage in recipe.stages):
+            found.append(entry.name)
+    return found

@@ -1,4 +1,4 @@
-"""transformers' TrainingArguments for a stage, and the size of its optimizers' states."""
+"""transformers' TrainingArguments for a stage."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 from transformers import TrainingArguments
 
 from retrofox.config import Recipe, Stage
-from retrofox.training.groups import save_steps
-from retrofox.training.refusals import (
-    own_autocast,
-)
+from retrofox.planning.steps import save_steps
+from retrofox.training.refusals import own_autocast
 
 
 def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated: int) -> TrainingArguments:
@@ -50,18 +48,3 @@ def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated:
         log_level="error",
         log_level_replica="error",
     )
-
-
-STATE_BYTES = {
-    "adamw_torch": 8,
-    "adamw_torch_fused": 8,
-    "adamw_bnb_8bit": 2,
-    "paged_adamw_8bit": 2,
-    "lion_32bit": 4,
-    "lion_8bit": 1,
-    "adafactor": 0,
-    "sgd": 0,
-    "rmsprop": 4,
-    "adagrad": 4,
-}
-"""Optimizer state per trained parameter, by optim; 8 (two float32 moments) where it is not listed."""

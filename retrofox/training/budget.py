@@ -26,12 +26,10 @@ from transformers import TrainerCallback
 
 from retrofox.config import Budget, BudgetedStage
 from retrofox.model.modeling_fox import ForgetGate
+from retrofox.planning.live_share import HORIZON
 
-HORIZON = 16.0
-"""Nats by which a key of a model without a horizon has decayed when it counts as forgotten."""
 SHORT = 64
 """Tokens: `equal` leaves half-lives below it alone."""
-LENGTHS = {"8k": 8192, "32k": 32768, "128k": 131072}
 NEVER = -1e-12
 """log f of a gate that is open to the last bit: the pressure divides by it."""
 
@@ -192,21 +190,3 @@ def pressed_gates(model: torch.nn.Module) -> dict[int, ForgetGate]:
 def horizon_of(model: Any) -> float:
     """Nats by which a key has decayed when it is forgotten: the model's own, else HORIZON."""
     return (getattr(model.config, "fox", None) or {}).get("horizon") or HORIZON
-
-
-def live_shares(mean_log_f: torch.Tensor, horizon: float, kv_heads: int) -> dict[str, float]:
-    """Live shares in closed form, as if every token of a head decayed alike: of operations and of the cache.
-
-    With s = min(1, horizon / mean |log f| / length) of each head, operations are 2 s - s^2 on average, and the cache
-    keeps for each kv head the largest s of its query heads.
-
-    Args:
-        mean_log_f: (layers, H), each head's mean of log f.
-    """
-    spans = horizon / mean_log_f.double().neg().clamp_min(1e-12)
-    found = {}
-    for name, length in LENGTHS.items():
-        seen = (spans / length).clamp_max(1.0)
-        found[f"live_operations_{name}"] = float((2 * seen - seen.square()).mean())
-        found[f"live_cache_{name}"] = float(seen.reshape(len(seen), min(kv_heads, seen.shape[1]), -1).amax(-1).mean())
-    return found

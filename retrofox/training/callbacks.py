@@ -19,10 +19,11 @@ from retrofox.anatomy import decoder_layers, set_annealed_tokens
 from retrofox.half_lives import DEAD_DECAY, half_life_tokens
 from retrofox.model.modeling_fox import ForgetGate
 from retrofox.parallel.mesh import Mesh
+from retrofox.planning.live_share import LENGTHS, live_shares
 from retrofox.support.files import write_whole
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.memory import bytes_in_use, peak_bytes
-from retrofox.training.budget import LENGTHS, horizon_of, live_shares
+from retrofox.training.budget import horizon_of
 
 SATURATED_SLOPE = 1e-6
 """A gate value with f (1 - f) below it hardly moves in training; a head is saturated if 99 % of its values are so."""
@@ -145,7 +146,7 @@ class GateRecorder(TrainerCallback):
         for gate in self.gates:
             gate.last_log_f = None
         by_layer = found[0].reshape(len(recorded), -1)
-        live = live_shares(by_layer, self.horizon, self.kv_heads or by_layer.shape[1])
+        live = live_shares((-by_layer).tolist(), self.horizon, self.kv_heads or by_layer.shape[1])
         return half_life_statistics(found[0], found[1], length) | live
 
 

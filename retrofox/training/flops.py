@@ -1,4 +1,4 @@
-"""Floating-point operations of a training token, and peak rates of devices."""
+"""Floating-point operations of a training token, counted on the model itself."""
 
 from __future__ import annotations
 
@@ -9,23 +9,7 @@ from torch import nn
 
 from retrofox.anatomy import causal_lm
 from retrofox.config import Stage
-
-# Dense bfloat16 with float32 accumulation, as the vendors publish it (operations per second).
-PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
+from retrofox.planning.hardware import peak_of
 
 
 def flops_per_token(model: Any, stage: Stage) -> float:
@@ -59,7 +43,4 @@ def _products(linear: nn.Linear) -> int:
 
 def peak_flops(device: torch.device) -> float | None:
     """Peak operations per second of the device in bfloat16, None where it is not in the table (CPUs, unknown GPUs)."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

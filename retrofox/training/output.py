@@ -19,8 +19,8 @@ import yaml
 from retrofox.config import ROLES, Recipe, dump
 from retrofox.data.sources import read_with
 from retrofox.parallel.settings import readers_of
+from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.training import checkpoint
-from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.version import __version__
 
 FREE_TO_CHANGE = ("output", "checkpoint", "log", "parallel", "dataloader_workers", "deterministic")

@@ -1,10 +1,9 @@
-"""Checks before anything is written: the one list of refusals that `plan` shows and `train` stops at."""
+"""Checks before anything is written: the one list of refusals that `plan --check` shows and `train` stops at."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,15 @@ from retrofox.loading.configs import any_config
 from retrofox.loading.rope_scaling import set_rope_config
 from retrofox.loading.source import read_config, refuse_adapter
 from retrofox.parallel.settings import readers_of
+from retrofox.planning.hardware import Hardware
+from retrofox.planning.memory import Setting, cpu_memory, memory
+from retrofox.planning.plan import advice, launched_sharding
+from retrofox.planning.shape import FAMILIES, shape_of
+from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.counts import size
 from retrofox.surgery import make_plan
-from retrofox.training.groups import accumulation, tokens_per_step
 from retrofox.training.lora import add_adapters
-from retrofox.training.memory import cpu_memory, memory
-from retrofox.training.model import changes_rope, refuse_rope, rope_scaling
+from retrofox.training.model import changes_rope, refuse_rope, rope_scaling, set_attention
 from retrofox.training.refusals import (
     refuse_context,
     refuse_log,
@@ -35,114 +37,80 @@ from retrofox.training.refusals import (
     refuse_quantization,
     refuse_stage,
     refused_data,
-    weights_are_sharded,
 )
-from retrofox.training.switches import held_by_one, named, switches_that_fit
 from retrofox.training.teacher import needs_teacher
 
 
-@dataclass
-class StagePreflight:
-    """A stage that can run: its model on the meta device, requires_grad set, and bytes by component."""
-
-    stage: Stage
-    model: Any
-    teacher: bool
-    memory: dict[str, float]
-
-
-@dataclass
-class Preflight:
-    """Results of the checks before a run: refusals in the order they were found, and the parts that passed.
-
-    Attributes:
-        config: of the model to train, None where it can't be known.
-        added: parameters that the conversion will add.
-        stages: those that can run.
-    """
-
-    refusals: list[Exception] = field(default_factory=list)
-    config: Any = None
-    added: int = 0
-    stages: list[StagePreflight] = field(default_factory=list)
-
-    def collect(self, check: Callable[[], Any], where: str = "") -> Any:
-        """The result of a check; None, and its error noted, where it refuses."""
-        try:
-            return check()
-        except (ValueError, FileNotFoundError) as error:
-            self.refusals.append(type(error)(f"{where}{error}") if where else error)
-            return None
-
-
-def preflight(recipe: Recipe, devices: int, device: torch.device) -> Preflight:
+def preflight(recipe: Recipe, devices: int, device: torch.device) -> list[Exception]:
     """Checks everything that the recipe, its files and this machine decide; writes nothing.
+
+    Returns:
+        Refusals, in the order they were found; an empty list where the run can start.
 
     Raises:
         FileNotFoundError: no such model.
     """
-    found = Preflight()
-    found.collect(refuse_parallelism)
-    found.collect(lambda: refuse_context(recipe, devices))
+    refusals: list[Exception] = []
+
+    def collect(check: Callable[[], Any], where: str = "") -> None:
+        try:
+            check()
+        except (ValueError, FileNotFoundError) as error:
+            refusals.append(type(error)(f"{where}{error}") if where else error)
+
+    collect(refuse_parallelism)
+    collect(lambda: refuse_context(recipe, devices))
     for refuse in (refuse_precision, refuse_quantization, refuse_log, refuse_optimizer, refuse_output):
-        found.collect(functools.partial(refuse, recipe))
+        collect(functools.partial(refuse, recipe))
     readers = readers_of(recipe, devices)
     for number, stage in enumerate(recipe.stages):
         check = functools.partial(accumulation, stage, tokens_per_step(stage, readers), readers)
-        found.collect(check, where=f"stages.{number}: ")
+        collect(check, where=f"stages.{number}: ")
+    config = None
     try:
-        found.config, found.added = _config(recipe)
-        empty(found.config, recipe)
+        config = trained_config(recipe)
+        empty(config, recipe)
     except ValueError as error:
-        found.refusals.append(error)
-        found.config = None
-    found.refusals += refused_data(recipe, getattr(found.config, "vocab_size", None))
-    if found.config is not None:
+        refusals.append(error)
+        config = None
+    refusals += refused_data(recipe, getattr(config, "vocab_size", None))
+    if config is not None:
         for number, stage in enumerate(recipe.stages):
-            check = functools.partial(_stage, recipe, stage, found.config, devices, device)
-            ready = found.collect(check, where=f"stages.{number}: ")
-            if ready is not None:
-                found.stages.append(ready)
-                found.collect(
-                    functools.partial(_refuse_size, recipe, ready, devices, device), where=f"stages.{number}: "
-                )
-    return found
+            check = functools.partial(_refuse_stage, recipe, stage, config, devices, device)
+            collect(check, where=f"stages.{number}: ")
+    return refusals
 
 
-def _stage(recipe: Recipe, stage: Stage, config: Any, devices: int, device: torch.device) -> StagePreflight:
+def _refuse_stage(recipe: Recipe, stage: Stage, config: Any, devices: int, device: torch.device) -> None:
     model, source = empty(config, recipe), starts_from(recipe)
     if isinstance(stage, ExtendStage) and stage.max_position is not None:
         # Here only: annealing may have left no RoPE to a stage that resumes.
         refuse_positions(recipe, model, stage.max_position)
+    set_attention(model, recipe)
     refuse_stage(recipe, stage, model, source, device)
-    teacher = needs_teacher(recipe, stage, model, source)
-    held = held_by_one(recipe, stage)
-    return StagePreflight(
-        stage, model, teacher, memory(recipe, held, model, devices, weights_are_sharded(), device, teacher)
-    )
+    needs_teacher(recipe, stage, model, source)
+    _refuse_size(recipe, stage, config, devices, device)
 
 
-def _refuse_size(recipe: Recipe, ready: StagePreflight, devices: int, device: torch.device) -> None:
-    """Raises ValueError where a machine has less CPU memory than a stage needs.
+def _refuse_size(recipe: Recipe, stage: Stage, config: Any, devices: int, device: torch.device) -> None:
+    """Raises ValueError where a machine has less CPU memory than a stage's offloads, or all of it on a CPU, need.
 
-    For its offloads, or on a CPU for all of it; a GPU's allocator says so at the first step.
+    A GPU's allocator says so at the first step. A model whose shape isn't known in closed form is not refused.
     """
-    stage, room = ready.stage, device_memory(device)
-    offloaded = devices * sum(cpu_memory(recipe, held_by_one(recipe, stage), ready.model, device).values())
-    if offloaded > psutil.virtual_memory().total:
+    if config.model_type.removeprefix("fox_") not in FAMILIES:
+        return
+    shape, total = shape_of(config.to_dict()), psutil.virtual_memory().total
+    setting = Setting(devices, launched_sharding() or "ddp", cuda=device.type != "cpu")
+    offloaded = devices * sum(cpu_memory(shape, recipe, stage, setting).values())
+    if offloaded > total:
         raise ValueError(
-            f"its offloads need {size(offloaded)} of CPU memory and this machine has "
-            f"{size(psutil.virtual_memory().total)}: lower sequence_length ({stage.sequence_length:,}), or set "
-            "offload_activations: false"
+            f"its offloads need {size(offloaded)} of CPU memory and this machine has {size(total)}: lower "
+            f"sequence_length ({stage.sequence_length:,}), or set offload_activations: false"
         )
-    needed = sum(ready.memory.values())
-    if device.type == "cpu" and needed > room:
-        changes = switches_that_fit(recipe, stage, ready.model, devices, device, ready.teacher, room)
-        raise ValueError(
-            f"it needs {size(needed)} and this machine has {size(room)}: "
-            + (f"set {named(changes)}, or " if changes else "no switch makes it fit: ")
-            + f"lower sequence_length ({stage.sequence_length:,})"
-        )
+    needed = sum(memory(shape, recipe, stage, setting).values())
+    if device.type == "cpu" and needed > total:
+        change = advice(shape, recipe, stage, Hardware("CPU", total, None, gpu=False), setting)
+        raise ValueError(f"it needs {size(needed)} and this machine has {size(total)}: {change}")
 
 
 def starts_from(recipe: Recipe) -> Path | None:
@@ -150,15 +118,8 @@ def starts_from(recipe: Recipe) -> Path | None:
     return Path(recipe.model) if recipe.fox is None else None
 
 
-def device_memory(device: torch.device) -> float:
-    """Bytes a run can have: on a GPU without its context and an allocator's fragments (5 %)."""
-    if device.type == "cuda":
-        return 0.95 * torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().total
-
-
-def _config(recipe: Recipe) -> tuple[Any, int]:
-    """(config of the model to train, parameters that its conversion adds)."""
+def trained_config(recipe: Recipe) -> Any:
+    """The config of the model to train, as the conversion makes it."""
     if recipe.model.endswith(".gguf"):
         config = any_config(recipe.model)
     else:
@@ -171,16 +132,15 @@ def _config(recipe: Recipe) -> tuple[Any, int]:
                     f"{recipe.model} is already converted ({model_type}): remove `fox:` from the recipe, or give its "
                     "base model"
                 )
-            return lm_class(model_type.removeprefix("fox_")).config_class.from_pretrained(recipe.model), 0
+            return lm_class(model_type.removeprefix("fox_")).config_class.from_pretrained(recipe.model)
         config = any_config(recipe.model)
     if recipe.fox is None:
         if recipe.lora is not None:
             raise ValueError("LoRA here adapts converted models: give the recipe a `fox:` section")
         if changes_rope(recipe):
             set_rope_config(config, rope_scaling(recipe), recipe.rope_theta)
-        return config, 0
-    retrofit = make_plan(config, recipe.fox, base=recipe.model)
-    return retrofit.config, retrofit.parameters
+        return config
+    return make_plan(config, recipe.fox, base=recipe.model).config
 
 
 def empty(config: Any, recipe: Recipe) -> Any:

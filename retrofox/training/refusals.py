@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from retrofox.data.sources import resolve
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.settings import context_of, refuse_dimensions, refuse_processes, refuse_sharing, split_of
+from retrofox.planning.plan import launched_sharding
 from retrofox.support.files import nearest_existing, why_unwritable
 from retrofox.training.document_attention import refuse_document_attention
 from retrofox.training.groups import role_of, set_trainable
@@ -78,12 +78,6 @@ def deepspeed() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
-def weights_are_sharded() -> bool:
-    """Whether accelerate shards weights, gradients and optimizer over the processes (FSDP2, ZeRO-3)."""
-    zero3 = deepspeed() and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
-    return zero3 or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-
-
 def own_autocast(recipe: Recipe) -> bool:
     """Whether bfloat16 products are ours to ask for: DeepSpeed's bfloat16 engine would round the forget gates, too."""
     return recipe.precision == "bf16" and deepspeed()
@@ -99,7 +93,7 @@ def refuse_quantization(recipe: Recipe) -> None:
 
 def refuse_log(recipe: Recipe) -> None:
     """Raises ValueError for a tracker that is not installed, and for heads whose weights no process holds whole."""
-    if recipe.log.heads_every is not None and (deepspeed() or weights_are_sharded()):
+    if recipe.log.heads_every is not None and (deepspeed() or launched_sharding()):
         raise ValueError("log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out")
     for name in recipe.log.report_to:
         if importlib.util.find_spec(name) is None:
@@ -155,7 +149,7 @@ def refuse_saving(recipe: Recipe, stage: Stage) -> None:
         raise ValueError("tiled_mlp runs with DDP and FSDP2, not with DeepSpeed: take an FSDP2 config")
     if not stage.offload_optimizer:
         return
-    if deepspeed() or weights_are_sharded():
+    if deepspeed() or launched_sharding():
         raise ValueError(
             "offload_optimizer is for whole weights (one GPU, DDP); FSDP2 and DeepSpeed split the optimizer over the "
             "processes instead: set offload_optimizer: false"
@@ -255,12 +249,6 @@ def refuse_output(recipe: Recipe) -> None:
     reason = why_unwritable(place)
     if reason is not None:
         raise ValueError(f"can't write to {place} ({reason}); choose another `output`")
-
-
-def free_bytes(out: Path) -> int:
-    """Free bytes on the disk where OUTPUT is or will be."""
-    place = nearest_existing(out)
-    return shutil.disk_usage(place if place.is_dir() else place.parent).free
 
 
 def _on_the_hub(reference: str) -> bool:

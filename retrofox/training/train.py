@@ -21,17 +21,18 @@ from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.mesh import build_mesh
 from retrofox.parallel.settings import readers_of, split_of, take_over
+from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, stage_rows
 from retrofox.support.files import write_json
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import environment
 from retrofox.training import checkpoint
-from retrofox.training.arguments import STATE_BYTES, arguments
+from retrofox.training.arguments import arguments
 from retrofox.training.callbacks import Clock
 from retrofox.training.data import PreparedTokens, StageData, prepare_tokens
 from retrofox.training.document_attention import attends_by_document
 from retrofox.training.export import export, export_original
 from retrofox.training.flops import flops_per_token, peak_flops
-from retrofox.training.groups import accumulation, count_steps, role_of, set_trainable, stage_rows
+from retrofox.training.groups import role_of, set_trainable
 from retrofox.training.lock import output_lock
 from retrofox.training.loop import FoxTrainer, StageRun
 from retrofox.training.model import build_model, resolve_source
@@ -81,7 +82,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
             say(state, line)
         if (out / "model" / checkpoint.MARKER).is_file():
             return _complete(out, recipe, state)
-        for refusal in preflight(recipe, state.num_processes, state.device).refusals:
+        for refusal in preflight(recipe, state.num_processes, state.device):
             raise refusal
         with output_lock(out) if state.is_main_process else contextlib.nullcontext():
             return _train(recipe, out, interruptions, state)

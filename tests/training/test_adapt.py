@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import retrofox
 from retrofox.anatomy import attention_mode, is_new_tensor
 from retrofox.config import validate
-from retrofox.planning.plan import plan
 from retrofox.training import teacher as teachers
 from retrofox.training import train as training
 from retrofox.training.train import train
@@ -167,10 +166,3 @@ def test_it_needs_an_untouched_original(values, tmp_path):
                 {**values, "fox": None, "model": trained, "stages": [ADAPT, extend], "output": str(tmp_path / "b")}
             )
         )
-
-
-def test_the_plan_counts_it(values, tmp_path):
-    found = plan(validate(values))
-    assert found["refusals"] == []
-    assert [stage["objective"] for stage in found["stages"]] == ["adapt", "align", "distill"]
-    assert found["stages"][0]["steps"] == 4

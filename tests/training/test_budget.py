@@ -12,7 +12,7 @@ import yaml
 
 from retrofox.acceleration.fused_projections import untouched
 from retrofox.config import Budget, ExtendStage, load_recipe, validate
-from retrofox.training.budget import SHORT, GatePressure, live_shares, pressed_gates
+from retrofox.training.budget import SHORT, GatePressure, pressed_gates
 from retrofox.training.loop import FoxTrainer
 from retrofox.training.speed import save_memory
 from retrofox.training.train import train
@@ -135,14 +135,6 @@ def test_the_target_falls_over_the_first_part_of_the_stage(pico_fox):
         pressure.move(step)
         targets.append(pressure.target)
     assert targets == pytest.approx([0.96, 0.6, 0.2, 0.2])
-
-
-def test_the_closed_form_of_the_live_share():
-    rates = torch.tensor([[-16 / 8192, -16 / 16384], [-1e-9, -1e-9]])
-    found = live_shares(rates, 16.0, kv_heads=1)
-    assert found["live_operations_8k"] == pytest.approx(1.0)
-    assert found["live_cache_32k"] == pytest.approx((0.5 + 1) / 2)
-    assert found["live_operations_32k"] == pytest.approx((0.4375 + 0.75 + 1 + 1) / 4)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.config import Recipe, validate
 from retrofox.model.configuration_fox import SUPPORTED
-from retrofox.planning.plan import plan
 from retrofox.training.document_attention import set_document_attention
+from retrofox.training.measure import check_here
 from retrofox.training.objectives import hidden_states
 from retrofox.training.train import train
 
@@ -113,7 +113,7 @@ def test_a_control_trains_with_skips_and_says_which_attention_runs(control, caps
 )
 def test_a_control_that_would_learn_other_documents_or_frequencies_is_refused(control, values, told):
     recipe = control(**values)
-    assert len(plan(recipe, show=False)["refusals"]) == 1
+    assert len(check_here(recipe)) == 1
     with pytest.raises(ValueError, match=told):
         train(recipe)
     assert not Path(recipe.output).exists()

@@ -17,9 +17,9 @@ from retrofox.anatomy import is_new_tensor
 from retrofox.config import LoraConfig, validate
 from retrofox.conversion.merge import merge
 from retrofox.loading.adapter import with_adapter
-from retrofox.planning.plan import plan
 from retrofox.support.files import new_file_mode
 from retrofox.training.lora import adapted, add_adapters, assert_gates_saved, target_modules, trained_in_full
+from retrofox.training.measure import check_here
 from retrofox.training.train import train
 
 # peft 0.21 asks transformers 5.23 by a name that it deprecates
@@ -242,7 +242,7 @@ def test_four_bits_need_bitsandbytes(make_recipe, monkeypatch):
     recipe = make_recipe(lora={"rank": 2, "quantize": "nf4"})
     with pytest.raises(ValueError, match="nf4 needs bitsandbytes"):
         train(recipe)
-    assert any("nf4 needs bitsandbytes" in text for text in plan(recipe)["refusals"])
+    assert any("nf4 needs bitsandbytes" in text for text in check_here(recipe))
     assert not Path(recipe.output).exists()
 
 

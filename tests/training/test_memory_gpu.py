@@ -9,13 +9,13 @@ import torch
 
 import retrofox
 from retrofox.config import stage_of, validate
-from retrofox.planning.measure import measure_steps
+from retrofox.planning.memory import Setting, memory
+from retrofox.planning.shape import shape_of
 from retrofox.support.memory import reset_peak
 from retrofox.training.groups import set_trainable
-from retrofox.training.memory import memory
+from retrofox.training.measure import measure_steps
 from retrofox.training.objectives import OBJECTIVES
 from retrofox.training.optimizer_state import offloaded
-from retrofox.training.preflight import built
 from retrofox.training.speed import fuse_norms, lower_precision_stream, save_memory
 
 pytestmark = [
@@ -112,11 +112,8 @@ def test_the_plan_is_within_ten_percent(model, switches):
     device, tokens = torch.device("cuda"), 131072
     stage = {"objective": "extend", "tokens": 100 * tokens, "sequence_length": tokens, **switches}
     recipe = validate({"model": "m", "output": "unused", "data": {"train": ["unused"]}, "stages": [stage]})
-    with torch.device("meta"):
-        empty = built(model.config, recipe)
-    for one in (empty, model):
-        set_trainable(one, recipe.stages[0])
-    planned = memory(recipe, recipe.stages[0], empty, 1, False, device)
+    set_trainable(model, recipe.stages[0])
+    planned = memory(shape_of(model.config.to_dict()), recipe, recipe.stages[0], Setting())
     gc.collect()
     torch.cuda.empty_cache()
     before = reset_peak(device)

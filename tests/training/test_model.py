@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import retrofox
 from retrofox.config import validate
-from retrofox.planning.plan import plan
 from retrofox.training.groups import set_trainable
+from retrofox.training.measure import check_here
 from retrofox.training.objectives import original_form
 from retrofox.training.teacher import changed_since_conversion, needs_teacher, teacher_for
 from retrofox.training.train import train
@@ -103,14 +103,14 @@ def test_a_trained_model_does_not_pass_for_its_original(converted, tmp_path):
 def test_a_base_that_is_another_model_by_now_or_gone_teaches_nobody(converted, tmp_path, pico_checkpoint, pico_llama):
     trained = train(recipe_of(converted, tmp_path, objective="extend", rates={}))["model"]
     again = recipe_of(trained, tmp_path).model_copy(update={"output": str(tmp_path / "again")})
-    assert plan(again)["refusals"] == []
+    assert check_here(again) == []
     for change in ({"vocab_size": 320}, {"num_hidden_layers": 3}, {"num_key_value_heads": 4}):
         shutil.rmtree(pico_checkpoint)
         pico_llama(**change).save_pretrained(pico_checkpoint)
         with pytest.raises(ValueError, match=rf"is not the original of .*: its {next(iter(change))} is "):
             teacher_of(again, trained)
     shutil.rmtree(pico_checkpoint)
-    (found,) = plan(again)["refusals"]
+    (found,) = check_here(again)
     assert f"must teach it: {pico_checkpoint}" in found
     with pytest.raises(ValueError, match="must teach it"):
         train(again)

@@ -1,15 +1,19 @@
-"""What a recipe alone decides is refused by `plan` and `train` alike, before anything is written."""
+"""What a recipe alone decides is refused by `plan --check` and `train` alike, before anything is written."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from retrofox.config import load_recipe
 from retrofox.data.prepare import prepare
-from retrofox.planning.plan import plan
+from retrofox.planning.memory import Setting, memory
+from retrofox.planning.shape import shape_of
+from retrofox.training.measure import check_here
 from retrofox.training.train import train
 
 STAGE = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128}
@@ -51,7 +55,10 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
             ["stages.0.batch_tokens=192", "stages.0.micro_batch=2"],
             "stages.0: batch_tokens = 192 must be a multiple of sequence_length x micro_batch",
         ),
-        (["stages.0.sequence_length=10M", "stages.0.tokens=10M", "stages.0.batch_tokens=10M"], "lower sequence_length"),
+        (
+            ["stages.0.sequence_length=10M", "stages.0.tokens=10M", "stages.0.batch_tokens=10M"],
+            "set sequence_length to",
+        ),
         ([*SKIPS, "fox=null", "attention=eager"], "stages.0: max_position trains an unconverted model by SDPA"),
         ([*SKIPS, "fox={rope: drop}"], "stages.0: max_position: 4096 changes nothing in a model without RoPE"),
         (["data.train=[nowhere.txt]"], "no data at nowhere.txt"),
@@ -70,7 +77,7 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
 )
 def test_train_stops_at_what_plan_refuses_and_leaves_nothing(recipe, tmp_path, changes, reason):
     loaded, before = load_recipe(recipe, changes), everything(tmp_path)
-    refusals = plan(loaded)["refusals"]
+    refusals = check_here(loaded)
     assert reason in refusals[0]
     assert "\n" not in refusals[0]
     with pytest.raises((ValueError, FileNotFoundError)) as stopped:
@@ -89,7 +96,7 @@ def test_skips_that_would_change_other_documents_are_refused(
     parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     pico_llama(rope_parameters=parameters).save_pretrained(tmp_path / "dynamic")
     pico_tokenizer.save_pretrained(tmp_path / "dynamic")
-    refusals = plan(load_recipe(recipe, [*SKIPS, f"model={tmp_path / 'dynamic'}", f"fox={fox}"]))["refusals"]
+    refusals = check_here(load_recipe(recipe, [*SKIPS, f"model={tmp_path / 'dynamic'}", f"fox={fox}"]))
     assert [("would change all documents read beside one that skips" in text) for text in refusals] == [True] * refused
 
 
@@ -97,7 +104,7 @@ def test_skips_that_would_change_other_documents_are_refused(
 def test_heads_of_split_weights_are_refused_beforehand(recipe, monkeypatch, sharding):
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(f"ACCELERATE_USE_{sharding}", "true")
-    refusals = plan(load_recipe(recipe, ["log.heads_every=10"]))["refusals"]
+    refusals = check_here(load_recipe(recipe, ["log.heads_every=10"]))
     assert refusals == ["log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out"]
 
 
@@ -112,7 +119,7 @@ def test_heads_of_split_weights_are_refused_beforehand(recipe, monkeypatch, shar
     ],
 )
 def test_positions_may_skip_where_anything_depends_on_them(recipe, fox):
-    assert plan(load_recipe(recipe, [*SKIPS, f"fox={fox}"]))["refusals"] == []
+    assert check_here(load_recipe(recipe, [*SKIPS, f"fox={fox}"])) == []
 
 
 @pytest.mark.parametrize(
@@ -155,24 +162,24 @@ def test_shards_that_were_finished_stay_where_a_later_file_cannot_be_read(recipe
     assert len(list((tmp_path / "a" / "cache").glob("*.tokens"))) == 1
 
 
-def test_what_fits_depends_on_the_machine(recipe, monkeypatch):
-    wide = ["stages.0.sequence_length=4096", "stages.0.batch_tokens=4096"]
-    assert plan(load_recipe(recipe, wide))["stages"][0]["fits"]
-    needed = sum(plan(load_recipe(recipe, wide))["stages"][0]["memory_gb"].values()) * 1e9
-    for room, fits in ((1.01 * needed, True), (0.99 * needed, False)):
-        for place in ("retrofox.training.preflight", "retrofox.planning.plan"):
-            monkeypatch.setattr(f"{place}.device_memory", lambda device, room=room: room)
-        found = plan(load_recipe(recipe, wide))
-        assert found["stages"][0]["fits"] == fits
-        assert (found["stages"][0]["longest_sequence"] >= 4096) == fits
-        assert bool(found["refusals"]) != fits
+def test_a_cpu_with_too_little_memory_is_refused_with_what_to_change(recipe, monkeypatch):
+    wide = load_recipe(
+        recipe, ["stages.0.sequence_length=4096", "stages.0.batch_tokens=8192", "stages.0.micro_batch=2"]
+    )
+    assert check_here(wide) == []
+    shape = shape_of(json.loads((Path(wide.model) / "config.json").read_text()), wide.fox)
+    needed = sum(memory(shape, wide, wide.stages[0], Setting(cuda=False)).values())
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=0.7 * needed))
+    (found,) = check_here(wide)
+    assert found.startswith("stages.0: it needs")
+    assert found.endswith("set micro_batch: 1")
 
 
 def test_a_tokenizer_with_more_words_than_the_model_embeds(recipe, tmp_path, pico_llama, pico_tokenizer):
     pico_llama(vocab_size=200).save_pretrained(tmp_path / "small")
     pico_tokenizer.save_pretrained(tmp_path / "small")
     loaded, before = load_recipe(recipe, [f"model={tmp_path / 'small'}"]), everything(tmp_path)
-    (found,) = plan(loaded)["refusals"]
+    (found,) = check_here(loaded)
     assert f"the tokenizer has {pico_tokenizer.vocab_size} tokens, the model embeds 200" in found
     with pytest.raises(ValueError, match=r"the model embeds 200: set data\.tokenizer"):
         train(loaded)

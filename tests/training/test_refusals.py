@@ -9,7 +9,7 @@ import yaml
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from retrofox.config import load_recipe
-from retrofox.planning.plan import plan
+from retrofox.training.measure import check_here
 from retrofox.training.train import train
 
 STAGE = {"objective": "extend", "tokens": 128, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
@@ -34,10 +34,10 @@ def recipe(tmp_path, pico_fox_checkpoint) -> Path:
 def refusal(recipe: Path, *changes: str) -> str:
     """What `train` and `plan` both refuse a recipe with."""
     loaded = load_recipe(recipe, list(changes))
-    assert plan(loaded, show=True)["refusals"]
+    assert check_here(loaded)
     with pytest.raises(ValueError, match=r".") as error:
         train(loaded)
-    assert str(error.value) in plan(loaded)["refusals"]
+    assert str(error.value) in check_here(loaded)
     return str(error.value)
 
 
@@ -94,7 +94,7 @@ def test_special_tokens_that_no_text_holds_need_no_embedding(recipe, tmp_path, p
     tokenizer.add_tokens([*fillers, "<picture>"], special_tokens=True)
     tokenizer.save_pretrained(pico_fox_checkpoint)
     one = ["stages=[" + yaml.safe_dump(STAGE, default_flow_style=True).strip() + "]"]
-    assert plan(load_recipe(recipe, one))["refusals"] == []
+    assert check_here(load_recipe(recipe, one)) == []
     train(load_recipe(recipe, one))
     (tmp_path / "text.txt").write_text("a fox <picture> and a gate " * 60)
     with pytest.raises(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from retrofox.config import Recipe, dump, load_recipe, validate
 from retrofox.loading.base import load_base
 from retrofox.loading.rope_scaling import set_rope
-from retrofox.planning.plan import plan
+from retrofox.training.measure import check_here
 from retrofox.training.train import train
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -88,7 +88,7 @@ def test_a_rope_that_would_be_lost_or_ignored_is_refused(control, pico_fox_check
         with pytest.raises(ValueError, match=told):
             control(**keys)
     recipe = control(model=str(pico_fox_checkpoint), rope_theta=500_000)
-    assert any("is converted: remove it" in refusal for refusal in plan(recipe, show=False)["refusals"])
+    assert any("is converted: remove it" in refusal for refusal in check_here(recipe))
     with pytest.raises(ValueError, match=r"rope_theta is for unconverted models, and .* is converted: remove it"):
         train(recipe)
     assert not Path(recipe.output).exists()
@@ -101,7 +101,7 @@ def test_a_rope_that_is_scaled_already_is_refused(control, pico_llama, pico_toke
     recipe = control(model=str(tmp_path / "scaled"), rope_scaling=YARN)
     with pytest.raises(ValueError, match=r"scaled already \(rope_type linear\), and yarn would replace"):
         train(recipe)
-    assert any("scaled already" in refusal for refusal in plan(recipe, show=False)["refusals"])
+    assert any("scaled already" in refusal for refusal in check_here(recipe))
 
 
 def test_a_recipe_with_a_rope_is_written_and_read_back(control, tmp_path):

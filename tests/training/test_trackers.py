@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from retrofox.config import validate
-from retrofox.planning.plan import plan
+from retrofox.training.measure import check_here
 from retrofox.training.train import train
 
 WANTED = ("loss", "grad_norm", "tokens_per_second", "half_life_mean", "half_life_p90", "gates_saturated", "gates_dead")
@@ -92,4 +92,4 @@ def test_a_tracker_that_is_not_installed_is_refused(pico_fox_checkpoint, tmp_pat
     )
     with pytest.raises(ValueError, match=r"wandb needs wandb installed: pip install '\.\[track\]' in a clone"):
         train(recipe)
-    assert any("wandb needs wandb" in text for text in plan(recipe)["refusals"])
+    assert any("wandb needs wandb" in text for text in check_here(recipe))

@@ -1,9 +1,10 @@
-"""Real optimizer steps on random tokens: tokens per second and peak memory of a stage on this machine."""
+"""What `plan --check` and `plan --measure` find out on this machine: refusals, and speed and memory of real steps."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +16,59 @@ from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.data.packed import IGNORE
 from retrofox.loading.device import PRECISIONS
+from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.launches import processes
-from retrofox.support.memory import peak_bytes
+from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.training.arguments import arguments
 from retrofox.training.callbacks import Clock
 from retrofox.training.flops import flops_per_token, peak_flops
-from retrofox.training.groups import accumulation, tokens_per_step
+from retrofox.training.groups import set_trainable
 from retrofox.training.loop import FoxTrainer, StageRun
+from retrofox.training.model import lower_frozen
 from retrofox.training.objectives import stage_objective, trained_form
+from retrofox.training.preflight import built, preflight, starts_from, trained_config
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
+from retrofox.training.teacher import needs_teacher
+
+
+def check_here(recipe: Recipe) -> list[str]:
+    """What `train` would refuse on this machine, one line each."""
+    return [str(error) for error in preflight(recipe, processes(), _device())]
+
+
+def measure_here(recipe: Recipe, report: dict[str, Any]) -> None:
+    """Adds to a plan's report what two real steps of every stage measure here: speed, peak memory, hours.
+
+    Raises:
+        ValueError: several devices, and not one process for each.
+    """
+    if processes() > 1 and "RANK" not in os.environ:
+        raise ValueError(
+            f"WORLD_SIZE={processes()} in one process: measuring takes as many processes, accelerate launch -m "
+            "retrofox plan RECIPE --measure; or plan without --measure"
+        )
+    device, config = _device(), trained_config(recipe)
+    for stage, entry in zip(recipe.stages, report["stages"], strict=True):
+        entry["measured"] = _measured(recipe, stage, config, device)
+        hours = entry["tokens"] / entry["measured"]["tokens_per_second"] / 3600
+        entry["hours"], entry["hours_from"] = [hours, hours], "two steps measured here"
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _measured(recipe: Recipe, stage: Stage, config: Any, device: torch.device) -> dict[str, float | None]:
+    """Speed and peak memory of real steps of a stage, on random weights and tokens; see `measure_steps`."""
+    torch.manual_seed(recipe.seed)
+    before = reset_peak(device)
+    with device:
+        model, teacher = built(config, recipe), None
+        set_trainable(model, stage, adapters=recipe.lora is not None)
+        lower_frozen(model, recipe)
+        if needs_teacher(recipe, stage, model, starts_from(recipe)):
+            teacher = built(config, recipe.model_copy(update={"lora": None}))
+    return measure_steps(recipe, stage, model, device, teacher, before=before)
 
 
 def measure_steps(

@@ -1,0 +1,74 @@
+"""Operations and hours of a stage, from the shares of a GPU's peak that runs have reached."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from retrofox.config import Recipe, Stage
+from retrofox.planning.memory import adapter_parameters
+from retrofox.planning.shape import Shape
+
+
+class Reached(NamedTuple):
+    """Shares of an H100's or H200's peak that training reached, lowest and highest of the runs in a file."""
+
+    objective: str
+    adapts: bool
+    parameters: float
+    low: float
+    high: float
+    file: str
+
+
+REACHED = (
+    Reached("extend", False, 135e6, 0.287, 0.379, "train_memory.json"),
+    Reached("extend", True, 135e6, 0.242, 0.242, "train_memory.json"),
+    Reached("distill", False, 135e6, 0.173, 0.173, "train_memory.json"),
+    Reached("align", False, 135e6, 0.102, 0.102, "train_memory.json"),
+    Reached("extend", False, 1.2e9, 0.273, 0.427, "shapes.json, long-training.json"),
+    Reached("extend", True, 8.2e9, 0.256, 0.340, "shapes.json, long-training.json"),
+)
+SHARED = {"ddp": 0.94, "fsdp2": 0.87, "zero3": 0.87}
+"""Lowest share of one GPU's speed that each of several reached (two H200s, benchmarks/fsdp.json; zero3: as fsdp2)."""
+
+
+class Hours(NamedTuple):
+    """Hours of a stage, from the fastest run measured to the slowest, and the file they come from."""
+
+    low: float
+    high: float
+    file: str
+
+
+def flops_per_token(shape: Shape, recipe: Recipe, stage: Stage) -> float:
+    """Operations per training token, without what recomputation adds.
+
+    A product with n parameters costs 2n forward, 2n for its input's gradient and 2n for its own where it is trained;
+    attention over T tokens, of which a window w shows the last, costs 4 H D (w - w^2 / 2T) forward, w = T without one,
+    and twice that backward. distill adds a forward of the original; align is that and attention alone.
+    """
+    matrices = float(shape.layers * shape.used + shape.embedding)
+    length, attention = stage.sequence_length, 0.0
+    for window in shape.windows:
+        seen = min(window or length, length)
+        attention += 4.0 * shape.heads * shape.head_dim * (seen - seen * seen / (2 * length))
+    forward = 2 * matrices + attention
+    if stage.objective == "align":
+        return forward + 4.0 * shape.layers * shape.attention + 3 * attention
+    if recipe.lora is None:
+        trained = matrices if stage.rate("rest") else 0.0
+        training = forward + 2 * matrices + 2 * trained + 2 * attention
+    else:
+        training = forward + 2 * matrices + 6.0 * sum(adapter_parameters(shape, recipe).values()) + 2 * attention
+    return training + (forward if stage.objective == "distill" else 0.0)
+
+
+def hours_of(shape: Shape, recipe: Recipe, stage: Stage, tokens: int, peak: float, gpus: int, sharding: str) -> Hours:
+    """Hours of `tokens` training tokens on GPUs of this peak, at the shares of it that the nearest run reached."""
+    objective = "extend" if stage.objective == "adapt" else stage.objective
+    rows = [row for row in REACHED if row.objective == objective]
+    rows = [row for row in rows if row.adapts == (recipe.lora is not None)] or rows
+    found = min(rows, key=lambda row: abs(math.log(row.parameters / shape.parameters)))
+    ideal = tokens * flops_per_token(shape, recipe, stage) / (peak * gpus) / 3600
+    return Hours(ideal / found.high, ideal / found.low / (SHARED[sharding] if gpus > 1 else 1.0), found.file)

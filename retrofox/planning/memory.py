@@ -1,0 +1,211 @@
+"""Peak memory of a training step, in closed form, by part.
+
+A layer whose activations are kept takes, per token, with d channels, H query and Hkv kv heads of width D, an MLP of
+width f and numbers of n bytes (2 in bfloat16),
+
+    n (5 d + (2 H + 2 Hkv) D + 4 f) + 24 H
+
+bytes: inputs of both norms, of q, k, v and of the MLP; q, k, v and the attention's output, once more as o_proj reads
+it; gate, up, SiLU and product; sums of log f and of the softmax. One that is recomputed takes n d, its input, and in
+its backward the above and two gradients as wide as the MLP. The peak is the largest of four moments: at the logits, in
+the backward of the last layer, in that of the first, in the optimizer's step. `tests/planning/test_memory.py` holds it
+to within 10 % of what was measured (`benchmarks/`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import NamedTuple
+
+from retrofox.config import TAUGHT, Recipe, Stage
+from retrofox.planning.shape import Shape
+from retrofox.planning.steps import STATE_BYTES, tokens_per_step
+
+NF4_BYTES = 0.52
+"""Per weight of a base quantised to nf4 with double quantisation: half a byte, and the scales of its blocks."""
+LOGITS = {True: 2**28, False: 2**24}
+"""Logits that are computed at a time: on a GPU, on a CPU."""
+WIDEST, FEWEST = 2**27, 1024
+"""tiled_mlp "auto": elements of a tile's widest tensor, and tokens of a tile at least."""
+TILE_TENSORS = 7
+"""Tensors as wide as the MLP in the backward of a tile."""
+GATHERED = 24_000_000
+"""Parameters that FSDP2 gathers at a time, two such units at once."""
+VISITING = 2**26
+"""Parameters whose optimizer state is on the GPU at a time with `offload_optimizer`."""
+PARTS = ("weights", "teacher", "gradients", "optimizer", "activations", "logits", "other")
+
+
+class Setting(NamedTuple):
+    """What a stage runs on.
+
+    Attributes:
+        sharding: "ddp" (weights whole on each GPU), "fsdp2" or "zero3" (weights, gradients, optimizer split).
+    """
+
+    gpus: int = 1
+    sharding: str = "ddp"
+    cuda: bool = True
+
+    @property
+    def shards(self) -> int:
+        """Parts into which weights, gradients and the optimizer's state are split."""
+        return 1 if self.sharding == "ddp" else self.gpus
+
+
+def trained_parameters(shape: Shape, recipe: Recipe, stage: Stage) -> dict[str, int]:
+    """Role -> parameters that a stage trains; at most so many where `trainable` chooses among them."""
+    counts = {"gate_bias": shape.gates[1], "gate_weight": shape.gates[0], "pro": shape.pro}
+    counts = {role: shape.layers * count for role, count in counts.items()}
+    if recipe.lora is None:
+        inside = shape.layers * shape.attention
+        counts |= {"attention": inside, "rest": shape.base - inside}
+    else:
+        counts |= adapter_parameters(shape, recipe)
+    return {role: count for role, count in counts.items() if count and stage.rate(role) > 0}
+
+
+def adapter_parameters(shape: Shape, recipe: Recipe) -> dict[str, int]:
+    """Role -> parameters of the recipe's adapters."""
+    assert recipe.lora is not None
+    found, targets = {"attention": 0, "rest": 0}, recipe.lora.targets
+    for name, (inputs, outputs) in shape.matrices.items():
+        if targets == "all-linear" or any(fnmatch.fnmatch(name, target) for target in targets):
+            role = "attention" if name in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj") else "rest"
+            one = recipe.lora.rank * (inputs + outputs) + (outputs if recipe.lora.dora else 0)
+            found[role] += shape.layers * one
+    return found
+
+
+def recomputed(stage: Stage, layers: int) -> int:
+    """Layers whose activations are recomputed in the backward."""
+    which = stage.gradient_checkpointing
+    return {"none": 0, "full": layers}[which] if isinstance(which, str) else -(-layers // which)
+
+
+def has_teacher(recipe: Recipe, stage: Stage) -> bool:
+    """Whether the original is there as a second model: where the stage learns from weights that have moved."""
+    if stage.objective not in TAUGHT or getattr(stage, "teacher", None) == "shared":
+        return False
+    before = recipe.stages[: recipe.stages.index(stage) + 1] if stage in recipe.stages else [stage]
+    moved = recipe.lora is None and any(each.rate("attention") or each.rate("rest") for each in before)
+    return moved or getattr(stage, "teacher", None) == "copy"
+
+
+def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, float]:
+    """Bytes on one device at the peak of a step, by PARTS."""
+    return max(moments(shape, recipe, stage, on).values(), key=lambda parts: sum(parts.values()))
+
+
+def moments(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, dict[str, float]]:
+    """Moment of a step -> bytes by PARTS."""
+    number = 4 if recipe.precision == "fp32" else 2
+    lora, adapts = recipe.lora, recipe.lora is not None
+    tokens = stage.micro_batch * (stage.sequence_length // recipe.parallel.context)
+    trained = sum(trained_parameters(shape, recipe, stage).values())
+    readers = max(1, on.gpus // recipe.parallel.context)
+    micro_batches = tokens_per_step(stage, readers) // (stage.micro_batch * stage.sequence_length * readers)
+    learns_head = not adapts and stage.rate("rest") > 0 and stage.objective != "align"
+    head_size = shape.embedding  # a tied head is as large
+
+    if lora is None:
+        weights = 4.0 * shape.parameters
+    else:
+        packed = shape.layers * _products(shape) if lora.quantize else 0
+        weights = number * (shape.base - packed) + NF4_BYTES * packed + 4.0 * (trained + shape.added)
+    gradients, buckets = 4.0 * trained / on.shards, 4.0 * trained if on.gpus > 1 and on.shards == 1 else 0.0
+    optimizer = float(STATE_BYTES.get(recipe.optim, 8)) * trained / on.shards
+    shared: dict[str, float] = {
+        "weights": weights / on.shards,
+        "teacher": float(number * shape.base) if has_teacher(recipe, stage) else 0.0,
+        "optimizer": 0.0 if stage.offload_optimizer and on.cuda else optimizer,
+    }
+
+    # numbers that autocast makes of float32 weights, or FSDP2 of its parts
+    again = recomputed(stage, shape.layers)
+    mixed = recipe.precision != "fp32"
+    copied = number * (trained / shape.layers if adapts else shape.in_layer) if mixed else 0.0
+    copies = (shape.layers - again) * copied
+    head_copy = number * head_size if mixed and not adapts else 0.0
+    if on.shards > 1:
+        copies = number * (2 * max(GATHERED, shape.in_layer) + shape.embedding + shape.head)
+        copied = head_copy = 0.0
+        copies *= 2 if on.sharding == "zero3" else 1  # gathered in float32
+
+    layer, working, behind = _layer(shape, stage, tokens, number, adapts)
+    checkpoint = float(tokens * number * shape.hidden)
+    here = again if not (stage.offload_activations and on.cuda) else min(again, 2)
+    log = 4.0 * tokens * shape.layers * shape.heads if shape.gates != (0, 0) else 0.0
+    kept = (shape.layers - again) * layer + here * checkpoint + log + 2 * checkpoint
+
+    rows = min(tokens, logit_rows(shape, stage, on.cuda))
+    each = 26 if stage.objective == "distill" else number + 8
+    logits = 0.0 if stage.objective == "align" else float(rows * shape.vocabulary * each)
+    kept_head = 4.0 * head_size if learns_head else 0.0
+    product = number * head_size if learns_head else 0.0
+
+    waiting = buckets + (gradients if micro_batches > 1 else 0.0)
+    ends = {"activations": kept, "gradients": waiting, "logits": 0.0}
+    first = log + (working + 2 * checkpoint if again else layer + behind)
+    step = optimizer * min(1.0, max(VISITING, head_size) / trained) if trained else 0.0
+    found = {
+        "logits": {**ends, "logits": logits, "other": copies + kept_head + product + head_copy},
+        "last layer": {
+            **ends,
+            "activations": kept + (working if again else behind),
+            "other": copies + copied + kept_head,
+        },
+        "first layer": {"activations": first, "gradients": gradients + buckets, "other": copied},
+        "step": {"gradients": gradients + buckets, "optimizer": max(step, shared["optimizer"])},
+    }
+    return {when: {part: {**shared, **parts}.get(part, 0.0) for part in PARTS} for when, parts in found.items()}
+
+
+def _products(shape: Shape) -> int:
+    return sum(inputs * outputs for inputs, outputs in shape.matrices.values())
+
+
+def _layer(shape: Shape, stage: Stage, tokens: int, number: int, adapts: bool) -> tuple[float, float, float]:
+    """Bytes of a layer's activations: kept; in the backward if recomputed; what that backward adds to kept ones."""
+    hidden, inner = number * shape.hidden, number * shape.width
+    outputs = 5 if shape.converted and not adapts and stage.objective != "align" else 4
+    attention = outputs * hidden + number * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    attention += (24 if shape.converted else 4) * shape.heads
+    if stage.objective == "align":  # the MLPs only pass through
+        return float(tokens * attention), tokens * float(attention + 4 * inner), float(tokens * 4 * inner)
+    tile = tile_tokens(shape, stage)
+    if tile and tokens > tile:
+        tiles = float(TILE_TENSORS * tile * inner)
+        return float(tokens * attention), tokens * (attention + hidden) + tiles, tokens * 2 * hidden + tiles
+    mlp = (4 if shape.gated else 2) * inner
+    back = mlp + 2 * inner
+    return float(tokens * (attention + mlp)), float(tokens * (attention + back)), float(tokens * (back - mlp + hidden))
+
+
+def tile_tokens(shape: Shape, stage: Stage) -> int:
+    """Tokens of a tile of the MLPs; 0 without tiles."""
+    if stage.tiled_mlp == "none" or not shape.matrices:
+        return 0
+    if isinstance(stage.tiled_mlp, int):
+        return stage.tiled_mlp
+    return max(FEWEST, 1 << (max(1, WIDEST // max(shape.width, shape.hidden)).bit_length() - 1))
+
+
+def logit_rows(shape: Shape, stage: Stage, cuda: bool) -> int:
+    """Rows of logits that exist at the same time, as the objectives choose them."""
+    rows = max(64, 1 << (max(1, LOGITS[cuda] // shape.vocabulary).bit_length() - 1))
+    return max(64, rows // 4) if stage.objective == "distill" else rows
+
+
+def cpu_memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, float]:
+    """Bytes of CPU memory that one process's offloads take; {} without them."""
+    number = 4 if recipe.precision == "fp32" else 2
+    found = {}
+    if stage.offload_activations and on.cuda:
+        rows = stage.micro_batch * (stage.sequence_length // recipe.parallel.context)
+        gone = max(0, recomputed(stage, shape.layers) - 2)
+        found["activations"] = float(gone * number * rows * shape.hidden)
+    if stage.offload_optimizer and on.cuda:
+        trained = sum(trained_parameters(shape, recipe, stage).values())
+        found["optimizer"] = float(STATE_BYTES.get(recipe.optim, 8)) * trained
+    return found

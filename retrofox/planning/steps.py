@@ -1,0 +1,71 @@
+"""Tokens, rows and optimizer steps of a recipe's stages, in whole numbers. Importing it imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from retrofox.config import Recipe, Stage
+
+STATE_BYTES = {
+    "adamw_torch": 8,
+    "adamw_torch_fused": 8,
+    "adamw_bnb_8bit": 2,
+    "paged_adamw_8bit": 2,
+    "lion_32bit": 4,
+    "lion_8bit": 1,
+    "adafactor": 0,
+    "sgd": 0,
+    "rmsprop": 4,
+    "adagrad": 4,
+}
+"""Optimizer state per trained parameter, by optim; 8 (two float32 moments) where it is not listed."""
+
+
+def tokens_per_step(stage: Stage, devices: int) -> int:
+    """Tokens of an optimizer step on all devices together: the stage's batch_tokens, else one micro-batch on each."""
+    return stage.batch_tokens or stage.sequence_length * stage.micro_batch * devices
+
+
+def count_steps(stage: Stage, batch_tokens: int) -> int:
+    """Optimizer steps of a stage: tokens / batch_tokens, rounded up."""
+    return -(-stage.tokens // batch_tokens)
+
+
+def stage_rows(recipe: Recipe, batch_tokens: Sequence[int], number: int) -> range:
+    """Global rows, in the data's order, that a stage reads: it goes on behind earlier stages of its length.
+
+    Args:
+        batch_tokens: tokens per optimizer step, of each stage.
+    """
+
+    def count(stage: Stage, tokens: int) -> int:
+        return count_steps(stage, tokens) * tokens // stage.sequence_length
+
+    length = recipe.stages[number].sequence_length
+    before = zip(recipe.stages[:number], batch_tokens, strict=False)
+    first = sum(count(stage, tokens) for stage, tokens in before if stage.sequence_length == length)
+    return range(first, first + count(recipe.stages[number], batch_tokens[number]))
+
+
+def save_steps(recipe: Recipe, stage: Stage, steps: int) -> int:
+    """Optimizer steps between checkpoints of a stage; ten of them where the recipe says nothing."""
+    every = recipe.checkpoint.every_steps
+    if recipe.checkpoint.every_tokens is not None:
+        every = max(1, recipe.checkpoint.every_tokens * steps // stage.tokens)
+    return every or max(1, steps // 10)
+
+
+def accumulation(stage: Stage, batch_tokens: int, world_size: int) -> int:
+    """Micro-batches per optimizer step and device.
+
+    Raises:
+        ValueError: batch_tokens is not a whole number of micro-batches over the devices; names the nearest that are.
+    """
+    unit = stage.sequence_length * stage.micro_batch * world_size
+    if batch_tokens % unit:
+        below = max(1, batch_tokens // unit) * unit
+        raise ValueError(
+            f"batch_tokens = {batch_tokens} must be a multiple of sequence_length x micro_batch x devices = "
+            f"{stage.sequence_length} x {stage.micro_batch} x {world_size} = {unit}; nearest: {below} or {below + unit}"
+        )
+    return batch_tokens // unit

@@ -1,0 +1,128 @@
+"""Checks of a recipe on this machine, as `plan --check` and `train` make them, and real steps for `plan --measure`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from retrofox.config import dump, load_recipe, validate
+from retrofox.training.measure import check_here, measure_here
+from retrofox.training.model import load_any
+from retrofox.training.output import claim_output
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+NO_WAIT = {"wait_for_everyone": lambda: None}
+
+
+@pytest.fixture
+def make_recipe(pico_checkpoint, tmp_path):
+    (tmp_path / "books.txt").write_text("the fox forgets the gate")
+
+    def build(**values):
+        stage = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 128, "micro_batch": 2}
+        return validate(
+            {
+                "model": str(pico_checkpoint),
+                "fox": {"half_life": [2, 200], "max_wavelength": 40},
+                "output": str(tmp_path / "out"),
+                "data": {"train": [str(tmp_path / "books.txt")]},
+                "stages": [stage],
+                "precision": "fp32",
+                **values,
+            }
+        )
+
+    return build
+
+
+def test_refusals_are_collected(make_recipe):
+    stage = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 192, "micro_batch": 2}
+    found = check_here(make_recipe(stages=[stage], precision="fp16"))
+    assert any("multiple of sequence_length x micro_batch" in text for text in found)
+    if not torch.cuda.is_available():
+        assert any("fp16" in text for text in found)
+    assert any("give the recipe a `fox:`" in text for text in check_here(make_recipe(fox=None, lora={"rank": 2})))
+    align = [{"objective": "align", "tokens": 100, "sequence_length": 64}]
+    assert any("give `fox:`" in text for text in check_here(make_recipe(fox=None, stages=align)))
+
+
+def test_what_a_machine_lacks_is_refused(make_recipe, tmp_path, monkeypatch):
+    def refusal(**values):
+        (found,) = check_here(make_recipe(**values))
+        return found
+
+    assert "lora.targets: ['nope'] are no linear layers" in refusal(lora={"targets": ["nope"]})
+    assert "can't be loaded" in refusal(data={"train": [f"hf:{tmp_path / 'nowhere'}"]})
+    absent = {"fox": None, "attention": "flash_attention_3"}
+    assert "stages.0: attention: flash_attention_3 can't run here" in refusal(**absent)
+    with pytest.raises(ValueError, match="attention: flash_attention_3 can't run here"):
+        load_any(make_recipe(**absent), Path(make_recipe().model), torch.float32)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert "FSDP version 1 can't keep the forget gates" in refusal()
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert "leave the forget gates uninitialised" in refusal()
+
+
+def test_what_training_would_find_missing_is_refused(make_recipe, tmp_path, monkeypatch):
+    def refusals(**values):
+        return check_here(make_recipe(**values))
+
+    data = {"train": [str(tmp_path / "nowhere.txt")], "eval": [str(tmp_path / "*.none")], "tokenizer": str(tmp_path)}
+    found = refusals(data=data)
+    assert [text.split(":")[0] for text in found[:2]] == [
+        f"no data at {tmp_path / 'nowhere.txt'}",
+        f"no file matches {tmp_path / '*.none'}",
+    ]
+    assert len(found) == 3
+    assert "tokenizer" in found[2]
+    (found,) = refusals(output=str(tmp_path / "books.txt" / "run"))
+    assert "can't write to" in found
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "empty.jsonl").touch()
+    for empty in ("empty.txt", "folder"):
+        (found,) = refusals(data={"train": [str(tmp_path / "books.txt"), str(tmp_path / empty)]})
+        assert found == f"{tmp_path / empty}: no text in it, it is empty: give texts"
+    claim_output(tmp_path / "out", make_recipe(), SimpleNamespace(num_processes=1, is_main_process=True, **NO_WAIT))
+    assert refusals(seed=1) == []
+    (tmp_path / "out" / "stage-0-extend" / "checkpoint-1").mkdir(parents=True)
+    assert refusals() == []
+    (found,) = refusals(seed=1)
+    assert "holds another run: seed differ" in found
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in RECIPES.glob("*.yaml")))
+def test_shipped_recipes_are_refused_for_nothing_but_what_is_not_here(pico_checkpoint, tmp_path, monkeypatch, name):
+    """With a model in place of the Hub's: sets of the Hub aren't looked for, LongCrawl64 is a folder to fetch."""
+    monkeypatch.chdir(tmp_path)
+    missing = [f"no directory longcrawl64/{part}.zarr" for part in ("train", "heldout")]
+    found = check_here(load_recipe(RECIPES / f"{name}.yaml", [f"model={pico_checkpoint}"]))
+    assert [refusal.partition(":")[0] for refusal in found] == (missing if name == "longcrawl64-fox" else [])
+
+
+def test_measured_steps_are_real(make_recipe, run, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(dump(make_recipe()))
+    code, shown, _ = run("plan", tmp_path / "recipe.yaml", "--measure", "--json")
+    assert code == 0
+    stage = json.loads(shown)["stages"][0]
+    assert stage["measured"]["tokens_per_second"] > 0
+    assert stage["hours"][0] == pytest.approx(1024 / stage["measured"]["tokens_per_second"] / 3600)
+
+
+def test_the_command_shows_what_is_checked_here(make_recipe, run, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(dump(make_recipe()))
+    assert run("plan", tmp_path / "recipe.yaml", "data.train=[nowhere/]")[0] == 0
+    code, shown, _ = run("plan", tmp_path / "recipe.yaml", "data.train=[nowhere/]", "--check")
+    assert code == 2
+    assert "nowhere" in shown
+
+
+def test_several_devices_are_measured_by_several_processes(make_recipe, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 in one process: measuring takes as many"):
+        measure_here(make_recipe(), {})
