@@ -17,7 +17,7 @@ from __future__ import annotations
 import fnmatch
 from typing import NamedTuple
 
-from retrofox.config import TAUGHT, Recipe, Stage
+from retrofox.config import Recipe, Stage, TaughtStage
 from retrofox.planning.shape import Shape
 from retrofox.planning.steps import STATE_BYTES, tokens_per_step
 
@@ -85,11 +85,16 @@ def recomputed(stage: Stage, layers: int) -> int:
 
 def has_teacher(recipe: Recipe, stage: Stage) -> bool:
     """Whether the original is there as a second model: where the stage learns from weights that have moved."""
-    if stage.objective not in TAUGHT or getattr(stage, "teacher", None) == "shared":
+    if not isinstance(stage, TaughtStage) or stage.teacher == "shared":
         return False
-    before = recipe.stages[: recipe.stages.index(stage) + 1] if stage in recipe.stages else [stage]
-    moved = recipe.lora is None and any(each.rate("attention") or each.rate("rest") for each in before)
-    return moved or getattr(stage, "teacher", None) == "copy"
+    moves = [each.rate("attention") > 0 or each.rate("rest") > 0 for each in (*_before(recipe, stage), stage)]
+    return stage.teacher == "copy" or (recipe.lora is None and any(moves))
+
+
+def _before(recipe: Recipe, stage: Stage) -> list[Stage]:
+    """Stages before this one that move weights away from the original; none where a recipe lacks this very stage."""
+    places = [place for place, other in enumerate(recipe.stages) if other is stage]
+    return [other for other in recipe.stages[: places[0] if places else 0] if other.objective != "adapt"]
 
 
 def memory(shape: Shape, recipe: Recipe, stage: Stage, on: Setting) -> dict[str, float]:
