@@ -16,12 +16,11 @@ from safetensors import SafetensorError
 import retrofox
 from retrofox.config import Recipe, stage_of, validate
 from retrofox.model.modeling_fox import CACHE
+from retrofox.planning.steps import accumulation, count_steps
 from retrofox.training import checkpoint
 from retrofox.training.callbacks import JsonLog, half_life_statistics, log_line
 from retrofox.training.data import StageData, prepare_tokens
 from retrofox.training.groups import (
-    accumulation,
-    count_steps,
     group_schedules,
     parameter_groups,
     role_of,
