@@ -22,7 +22,7 @@ ROPE_FACTOR = 8.0
 """Times the trained length to which rope "interpolate" stretches the slowest pairs."""
 
 PRESETS: dict[str, tuple[dict[str, Any], str]] = {
-    "fox-partial": ({}, "gates; fast rotary pairs as they are, slow ones stretched: retrofox's defaults"),
+    "fox-stretch": ({}, "gates; fast rotary pairs as they are, slow ones stretched: retrofox's defaults"),
     "fox-llama": ({"rope": "drop", "sink_tokens": 0}, "FoX (LLaMA): gates, no RoPE"),
     "fox-pro": ({"rope": "drop", "sink_tokens": 0, "pro": PRO_PARTS}, "FoX (Pro): gates, the Pro parts, no RoPE"),
     "transformer-llama": ({"rope": "keep", "gate": "none"}, "Transformer (LLaMA): RoPE, no gates: the base itself"),
@@ -36,11 +36,13 @@ PRESETS: dict[str, tuple[dict[str, Any], str]] = {
 """Name of a published system -> the fields that differ from FoxSpec(), and a description. The systems are those of
 Lin et al. (ICLR 2025), Press et al. (2022, ALiBi) and arXiv 2512.12167 (DroPE)."""
 
+OLD_PRESETS = {"fox-partial": "fox-stretch"}
+
 MEASURED = (1 / 512, 1 / 8)
 """Default half-lives of init "measured", in trained lengths: 16 to 1024 tokens of 8192."""
 
 OPEN = (1 / 2, 128.0)
-"""Default half-lives beside stretched pairs, in trained lengths, as in recipes/smollm2-partial.yaml (4096 to 1Mi)."""
+"""Default half-lives beside stretched pairs, in trained lengths, as in recipes/smollm2-stretch.yaml (4096 to 1Mi)."""
 
 
 @dataclass
@@ -188,6 +190,10 @@ class FoxSpec(FoxFields):
                 hint = f" (did you mean {near[0]!r}?)" if near else ""
                 raise ValueError(f"unknown key {key!r} in fox{hint}; known keys: {', '.join(known)}")
         preset = values.get("preset")
+        if preset in OLD_PRESETS:
+            if values.get("version") is None:
+                logger.warning("preset %s is the old name of %s", preset, OLD_PRESETS[preset])
+            preset = OLD_PRESETS[preset]
         start = {} if preset is None else _preset(preset)
         spec = cls(**{**start, **{key: value for key, value in values.items() if key != "preset"}})
         spec.preset = preset

@@ -79,7 +79,7 @@ def test_installed_alone_it_converts_and_generates(wheel, version, pico_checkpoi
     assert all(Path(file).is_relative_to(packages) for file in where)
     assert run(python, "-c", "import transformers; print(transformers.__version__)").strip() == version
     assert run(program, "--version").strip() == __version__
-    assert "smollm2-partial" in run(program, "recipes", "ls")
+    assert "smollm2-stretch" in run(program, "recipes", "ls")
     report = json.loads(run(program, "convert", pico_checkpoint, "converted", "--preset", "fox-llama", "--json"))
     assert report["parity"]["max_difference"] < 1e-3
     assert report["plan"]["spec"]["preset"] == "fox-llama"

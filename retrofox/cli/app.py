@@ -27,8 +27,8 @@ app = typer.Typer(
     help="Retrofit forget gates (Forgetting Attention, FoX) into a pretrained LLaMA-family model.\n\n"
     "Typical use:\n\n"
     "    retrofox convert HuggingFaceTB/SmolLM2-135M OUT   gates in, RoPE scaled, proven against the base\n\n"
-    "    retrofox recipes cp smollm2-partial               a recipe to start from: set its data and output\n\n"
-    "    retrofox train smollm2-partial.yaml               adapt it\n\n"
+    "    retrofox recipes cp smollm2-stretch               a recipe to start from: set its data and output\n\n"
+    "    retrofox train smollm2-stretch.yaml               adapt it\n\n"
     "    retrofox eval RUN/model --against BASE --data T   loss at each position, for both\n\n"
     "    retrofox generate RUN/model 'Once upon a time'    use it",
 )

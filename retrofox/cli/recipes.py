@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(no_args_is_help=True, help="The recipes that ship with retrofox: ls, show, cp.")
-Name = Annotated[str, typer.Argument(help="A name that `retrofox recipes ls` gives, such as smollm2-partial.")]
+Name = Annotated[str, typer.Argument(help="A name that `retrofox recipes ls` gives, such as smollm2-stretch.")]
 
 
 @app.command("ls")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +12,15 @@ HOME = Path(__file__).parents[1] / "shipped-recipes"
 FACTS = ("hardware", "tokens", "time", "result", "corpus")
 """Keys of a recipe's opening comment; corpus: which texts its result was measured on."""
 
+OLD_NAMES = {"smollm2-partial": "smollm2-stretch"}
+
 
 @dataclass(frozen=True)
 class ShippedRecipe:
     """A recipe, or a launch file for accelerate, as it lies in the package.
 
     Attributes:
-        name: path below the recipes without its ending, such as "smollm2-partial" or "accelerate/ddp".
+        name: path below the recipes without its ending, such as "smollm2-stretch" or "accelerate/ddp".
         text: the whole file.
         about: its opening comment, as one paragraph.
         facts: those of FACTS that the comment states, for recipes; "run" -> the command, for launch files.
@@ -51,7 +54,11 @@ def named(name: str) -> ShippedRecipe:
 
 def _name(name: str) -> str:
     """The name of a shipped recipe as `shipped` has it."""
-    return name.removesuffix(".yaml").removeprefix("recipes/")
+    given = name.removesuffix(".yaml").removeprefix("recipes/")
+    if given not in OLD_NAMES:
+        return given
+    print(f"{given} is the old name of {OLD_NAMES[given]}", file=sys.stderr)
+    return OLD_NAMES[given]
 
 
 def _near(name: str, names: list[str]) -> str:
@@ -65,9 +72,10 @@ def recipe_file(recipe: str | os.PathLike[str]) -> Path:
     Raises:
         FileNotFoundError: neither.
     """
-    path, name = Path(recipe), _name(os.fspath(recipe))
+    path = Path(recipe)
     if path.exists() and not path.is_dir():  # a pipe is a recipe too: <(sed ...)
         return path
+    name = _name(os.fspath(recipe))
     file = HOME / f"{name}.yaml"
     if file.is_file() and file.is_relative_to(HOME):
         return file

@@ -183,8 +183,10 @@ def _changes(old: dict[str, Any], new: dict[str, Any], complete: int) -> list[st
 
 
 def _given(value: Any) -> Any:
-    """A section without its nulls: earlier versions wrote out more of them."""
-    return {key: inner for key, inner in value.items() if inner is not None} if isinstance(value, dict) else value
+    """A section without its nulls, of which earlier versions wrote out more, and without the name of its preset."""
+    if not isinstance(value, dict):
+        return value
+    return {key: inner for key, inner in value.items() if inner is not None and key != "preset"}
 
 
 def claim_data(file: Path, train: Manifest, held_out: Manifest | None = None) -> None:

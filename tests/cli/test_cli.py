@@ -113,7 +113,7 @@ def test_every_field_of_a_spec_that_a_user_may_set_has_an_option():
 
 PRO = ["qk-norm", "output-norm", "output-gate", "k-shift", "v-shift"]
 PRESETS = {
-    "fox-partial": ("interpolate", "data", "slopes", 1, []),
+    "fox-stretch": ("interpolate", "data", "slopes", 1, []),
     "fox-llama": ("drop", "data", "slopes", 0, []),
     "fox-pro": ("drop", "data", "slopes", 0, PRO),
     "transformer-llama": ("keep", "none", "slopes", 1, []),
@@ -243,7 +243,7 @@ def test_extreme_numbers_stay_numbers(run, source, tmp_path, options):
 
 
 BAD = {
-    "--preset fox-por": "preset must be one of fox-partial, fox-llama, fox-pro, transformer-llama",
+    "--preset fox-por": "preset must be one of fox-stretch, fox-llama, fox-pro, transformer-llama",
     "--preset fox-llama --max-wavelength 99": "but rope drop leaves it without effect",
     "--preset transformer-pro --sink-tokens 2": "but gate none leaves it without effect",
     "--preset alibi --half-life 8 64": "init alibi leaves it without effect",

@@ -35,9 +35,16 @@ def test_ls_says_what_each_is_for_and_takes(run):
 
 
 def test_show_prints_the_file_itself(run):
-    for name in ("smollm2-partial", "smollm2-partial.yaml", "recipes/smollm2-partial.yaml"):
+    for name in ("smollm2-stretch", "smollm2-stretch.yaml", "recipes/smollm2-stretch.yaml"):
         code, out, _ = run("recipes", "show", name)
-        assert (code, out) == (0, (ROOT / "recipes" / "smollm2-partial.yaml").read_text())
+        assert (code, out) == (0, (ROOT / "recipes" / "smollm2-stretch.yaml").read_text())
+
+
+def test_the_old_name_of_a_recipe_says_the_new_one(run):
+    code, out, err = run("recipes", "show", "smollm2-partial")
+    assert (code, out) == (0, (ROOT / "recipes" / "smollm2-stretch.yaml").read_text())
+    assert err == "smollm2-partial is the old name of smollm2-stretch\n"
+    assert load_recipe("smollm2-partial") == load_recipe("smollm2-stretch")
 
 
 def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, tmp_path):
@@ -69,8 +76,8 @@ def test_cp_writes_a_recipe_that_loads_and_never_over_another(run, monkeypatch, 
 
 def test_an_unknown_name_is_refused_with_the_nearest(run, tmp_path):
     for command in ("show", "cp"):
-        code, _, err = run("recipes", command, "smollm2-partail")
+        code, _, err = run("recipes", command, "smollm2-strecth")
         assert code == 2
-        assert "did you mean 'smollm2-partial'?" in " ".join(err.split())
+        assert "did you mean 'smollm2-stretch'?" in " ".join(err.split())
     with pytest.raises(ValueError, match=r"there are .*smollm2-control, smollm2-fox-pro, smollm2-fox, smollm2-keep"):
         named("nothing of the kind at all")

@@ -102,7 +102,7 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.tokens=many", ["stages.0.tokens", "'many'", "K, M, B, T: powers of 1000; Ki, Mi, Gi: of 1024"]),
         ("stages.0.tokens=1.5", ["stages.0.tokens: given 1.5", "whole"]),
         ("log.eval_tokens=5Ti", ["log.eval_tokens: given '5Ti'", "512Ki"]),
-        ("fox.preset=fox-por", ["preset must be one of fox-partial, fox-llama", "(did you mean 'fox-pro'?)"]),
+        ("fox.preset=fox-por", ["preset must be one of fox-stretch, fox-llama", "(did you mean 'fox-pro'?)"]),
         ("fox={half_life: [8, 64], t_min: 2, t_max: 9}", ["give half_life, or t_min and t_max", "not both"]),
         ("fox.t_min=2", ["t_min and t_max", "belong together"]),
         ("fox={t_min: 9, t_max: 2}", ["0 < t_min <= t_max"]),
@@ -343,10 +343,10 @@ def test_fields_without_effect_are_refused_in_python_and_in_recipes(message, fox
 
 
 def test_the_default_is_what_the_default_recipe_says():
-    recipe = load_recipe(next(path for path in RECIPES if path.stem == "smollm2-partial")).fox
+    recipe = load_recipe(next(path for path in RECIPES if path.stem == "smollm2-stretch")).fox
     assert recipe is not None
     assert FoxSpec().resolved(8192) == recipe.resolved(8192)
-    assert FoxSpec.from_preset("fox-partial").resolved(8192).half_life == (4096, 1 << 20)
+    assert FoxSpec.from_preset("fox-stretch").resolved(8192).half_life == (4096, 1 << 20)
 
 
 @pytest.mark.parametrize("fox", [{"rope": "keep"}, {"gate": "none"}, {"init": "open"}, {"rope": "drop"}], ids=str)
