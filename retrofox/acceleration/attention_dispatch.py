@@ -23,7 +23,7 @@ def choosing(slow: Callable[[Any], tuple[str, str]]) -> Callable[[Any], tuple[st
         if backend != "operator" or call.cu_seqlens is not None or not hasattr(layer, "reserve"):
             return backend, reason
         q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
-        if call.options["horizon"] is None and decodes(q, k, v):
+        if decodes(q, k, v):
             return "decode", "few queries meet many cached keys"
         return backend, reason
 
@@ -31,7 +31,7 @@ def choosing(slow: Callable[[Any], tuple[str, str]]) -> Callable[[Any], tuple[st
 
 
 def by_decoding(call: Any) -> torch.Tensor:
-    """The kernels for decoding; they read every key, pruned or not."""
+    """The kernels for decoding. By a horizon they skip keys; pruned or not, they read all others."""
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     high, low = (x[..., : call.key.shape[2]] for x in call.gates.layer.cumulative())
     return decode_attention(q, k, v, high, low, seq_start=call.seq_start, **_options(call))
@@ -42,7 +42,7 @@ def by_step(call: Any, masked_attention: Callable[..., torch.Tensor]) -> torch.T
     layer = call.gates.layer
     length, (high, low) = layer.length, layer.cumulative()
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
-    if call.options["horizon"] is None and decodes_at(q, k):
+    if decodes_at(q, k):
         return decode_at(q, k, v, high, low, length.on_device, seq_start=length.seq_start, **_options(call))
     options = {name: call.options[name] for name in ("scale", "sink", "softcap", "horizon")}
     visible = visible_at(length, call.query.shape[2], call.options["window"])
@@ -50,7 +50,7 @@ def by_step(call: Any, masked_attention: Callable[..., torch.Tensor]) -> torch.T
 
 
 def _options(call: Any) -> dict[str, Any]:
-    return {name: value for name, value in call.options.items() if name not in ("prune", "horizon")}
+    return {name: value for name, value in call.options.items() if name != "prune"}
 
 
 def backends(masked_attention: Callable[..., torch.Tensor]) -> dict[str, Callable[[Any], torch.Tensor]]:

@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "rope interpolated": {"rope": "interpolate", "rope_factor": 4.0, "rope_length": 128},
     "sinks, pruned, log n": {"sink_tokens": 3, "prune": -6.0, "log_n": 16},
     "pro": {"pro": ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")},
+    "horizon and sinks": {"half_life": (2.0, 30.0), "horizon": 3.0, "sink_tokens": 2},
     "no gate": {"gate": "none", "rope": "keep"},
 }
 

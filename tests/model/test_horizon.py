@@ -10,8 +10,10 @@ from fox_kernels.reference import forgetting_attention as reference
 from transformers import MistralConfig, MistralForCausalLM
 
 import retrofox
+from retrofox.acceleration import attention_dispatch
 from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.model import modeling_fox as scores
+from retrofox.model.attention_torch import masked_attention, visible_keys
 from retrofox.model.modeling_fox import CACHE
 
 SPEC = {"half_life": (1.0, 40.0), "horizon": 3.0}
@@ -89,6 +91,31 @@ def test_other_caches_give_the_growing_caches_tokens(pico_fox, monkeypatch, kind
         assert "captured" in model.decoded_by
     else:
         assert torch.equal(model.generate(ids, cache_implementation="static", **OPTIONS), wanted)
+
+
+def test_beams_over_a_cache_are_those_without_one(pico_fox, path):
+    model, ids = pico_fox(**SPEC), ids_of(2, 40)
+    beams = model.generate(ids, num_beams=3, **OPTIONS)
+    assert torch.equal(beams, model.generate(ids, num_beams=3, use_cache=False, **OPTIONS))
+
+
+def test_decoding_kernels_take_the_horizon(pico_fox, monkeypatch):
+    """Torch takes the place of the kernels, which have tests of their own."""
+    model, ids, calls = pico_fox(**SPEC), ids_of(2, 60), []
+
+    def by_torch(q, k, v, high, low, *, seq_start, window, **options):
+        calls.append(options)
+        assert (seq_start, window) == (None, None)
+        last = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return masked_attention(q, k, v, (high, low), visible_keys(last, k.shape[2], None, None), **options)
+
+    wanted = model.generate(ids, **OPTIONS)
+    monkeypatch.setattr(scores, "SHORT_SCORES", 0)
+    monkeypatch.setattr(attention_dispatch, "decodes", lambda q, k, v: q.shape[1] == 1)
+    monkeypatch.setattr(attention_dispatch, "decode_attention", by_torch)
+    assert torch.equal(model.generate(ids, **OPTIONS), wanted)
+    assert {options["horizon"] for options in calls} == {SPEC["horizon"]}
 
 
 def test_under_a_sliding_window(path):
