@@ -7,6 +7,7 @@ converted to what. Importing this package imports neither torch nor transformers
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from retrofox.registration import register_when_imported
 from retrofox.version import __version__
 
 if TYPE_CHECKING:
@@ -26,3 +27,10 @@ def __getattr__(name: str):
     if name not in _HOMES:
         raise AttributeError(f"module 'retrofox' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+register_when_imported()

@@ -19,12 +19,15 @@ from retrofox.loading.source import read_config
 from retrofox.model.configuration_fox import SUPPORTED
 
 
-def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: str | None = None) -> PreTrainedModel:
+def load(
+    path: str | Path, *, dtype: Any = None, device: Any = None, revision: str | None = None, **options: Any
+) -> PreTrainedModel:
     """Loads a converted checkpoint (directory or Hub id) with the installed kernels.
 
     Args:
         dtype: torch dtype or its name, None = as stored; gates stay float32 in any case.
-        device: where to put the model, None = CPU.
+        device: where to put the model, None = CPU; `device_map` in its place is passed on.
+        options: of transformers' `from_pretrained`, passed on: device_map, quantization_config, token, ...
 
     Raises:
         ValueError: it is not a converted checkpoint (a plain model, or an adapter whose base is a plain model), or the
@@ -33,8 +36,10 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
     """
     directory = Path(path)
     place = None if device is None else resolve_device(device)
+    if place is not None and options.get("device_map") is not None:
+        raise ValueError(f"device={device!r} and device_map both place the model: give one of them")
     if (directory / "adapter_config.json").exists():
-        return _load_adapter(directory, dtype=dtype, device=device)
+        return _load_adapter(directory, dtype=dtype, device=device, **options)
     config_dict = read_config(path, revision)
     model_type = config_dict.get("model_type", "")
     if not model_type.startswith("fox_"):
@@ -46,7 +51,8 @@ def load(path: str | Path, *, dtype: Any = None, device: Any = None, revision: s
         raise ValueError(
             f"{path} has model_type {model_type}; this version knows {', '.join('fox_' + t for t in SUPPORTED)}"
         )
-    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if dtype is not None:
+        options["dtype"] = dtype
     if directory.is_dir():
         check_files(directory, config_dict)
     with makes_a_model(path):
@@ -69,17 +75,17 @@ def check_files(directory: Path, values: dict[str, Any]) -> None:
 
 def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
     for name, tensor in model.state_dict().items():
-        if is_new_tensor(name) and not bool(torch.isfinite(tensor).all()):
+        if is_new_tensor(name) and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
             raise ValueError(
                 f"{path} has NaN or infinity in {name}: take a checkpoint from before, or train again with a lower "
                 "learning rate"
             )
 
 
-def _load_adapter(directory: Path, *, dtype: Any, device: Any) -> PreTrainedModel:
+def _load_adapter(directory: Path, **options: Any) -> PreTrainedModel:
     base = base_of(directory)
     try:
-        model = load(base, dtype=dtype, device=device)
+        model = load(base, **options)
     except ValueError as error:
         raise ValueError(f"the adapter {directory} needs a converted base model: {error}") from error
     return with_adapter(model, directory)

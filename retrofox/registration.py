@@ -1,0 +1,65 @@
+"""Makes transformers' Auto classes know converted models, once something imports them.
+
+`import retrofox` calls `register_when_imported` and stays light: it imports neither torch nor transformers. The config
+classes are registered when transformers' Auto classes are there; a family's model classes when a config of it is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+AUTO = "transformers.models.auto.configuration_auto"
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds AUTO as the finders after it do, and registers the families when it has been imported."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != AUTO:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                register(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def register_when_imported() -> None:
+    """Registers the families now if the Auto classes are imported, else as soon as they are."""
+    if AUTO in sys.modules:
+        register(sys.modules[AUTO])
+    else:
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def register(auto: Any) -> None:
+    """Registers every family's config class, whose `from_dict` registers its model classes.
+
+    Args:
+        auto: the module AUTO.
+    """
+    configs = importlib.import_module("retrofox.model.configuration_fox")
+    for model_type, prefix in configs.SUPPORTED.items():
+        config_class = getattr(configs, f"Fox{prefix}Config")
+        auto.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        config_class.from_dict = classmethod(_with_models(model_type, config_class.from_dict.__func__))
+
+
+def _with_models(model_type: str, read: Any) -> Any:
+    def from_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("retrofox.anatomy").lm_class(model_type)
+        return read(cls, *args, **kwargs)
+
+    return from_dict
