@@ -709,15 +709,15 @@ def test_incomplete_checkpoints_are_not_pushed(converted, pico_checkpoint, tmp_p
     with pytest.raises(ValueError, match="not the name of a Hub repository"):
         push(converted, "a/b/c", dry_run=True)
     check_complete(converted)
-    code, card = (converted / "rope.py").read_bytes(), (converted / "README.md").read_text()
-    (converted / "rope.py").unlink()
-    with pytest.raises(ValueError, match=r"lacks its code \(rope.py\)"):
+    code, card = (converted / "attention_torch.py").read_bytes(), (converted / "README.md").read_text()
+    (converted / "attention_torch.py").unlink()
+    with pytest.raises(ValueError, match=r"lacks its code \(attention_torch.py\)"):
         check_complete(converted)
-    (converted / "rope.py").write_bytes(code)
-    (converted / "rope.py").write_text("def (")
-    with pytest.raises(ValueError, match=r"rope.py is not Python"):
+    (converted / "attention_torch.py").write_bytes(code)
+    (converted / "attention_torch.py").write_text("def (")
+    with pytest.raises(ValueError, match=r"attention_torch.py is not Python"):
         check_complete(converted)
-    (converted / "rope.py").write_bytes(code)
+    (converted / "attention_torch.py").write_bytes(code)
     for damaged in (b"caf\xe9", b"---\nlicense: [\n---\n", b"---\n- a\n---\n"):
         (converted / "README.md").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"README.md is damaged \(.*\): correct its metadata"):
