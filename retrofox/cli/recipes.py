@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -15,19 +14,17 @@ Name = Annotated[str, typer.Argument(help="A name that `retrofox recipes ls` giv
 
 @app.command("ls")
 def ls(as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False) -> None:
-    """Lists the recipes, what each is for and what it takes, and the launch files for several GPUs."""
+    """Lists the recipes and the launch files for several GPUs: what for, GPUs, time, model. `show` has the rest."""
     from retrofox.config.shipped import shipped
 
     recipes = shipped()
     if as_json:
         print(json.dumps([{"name": r.name, "about": r.about, **r.facts} for r in recipes], indent=2))
         return
-    for recipe in recipes:
-        print(recipe.name)
-        lines = {"": recipe.about, **{f"{key}: ": value for key, value in recipe.facts.items()}}
-        for key, value in lines.items():
-            indent = " " * (4 + len(key))
-            print(textwrap.fill(value, 100, initial_indent=f"    {key}", subsequent_indent=indent))
+    rows = [[recipe.name, *recipe.row()] for recipe in recipes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 @app.command("show")

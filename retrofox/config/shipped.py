@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 HOME = Path(__file__).parents[1] / "shipped-recipes"
-FACTS = ("hardware", "tokens", "time", "result", "corpus")
-"""Keys of a recipe's opening comment; corpus: which texts its result was measured on."""
+FACTS = ("short", "hardware", "tokens", "time", "result", "corpus")
+"""Keys of an opening comment. short: what it is for | GPUs | time. corpus: the texts its result was measured on."""
 
 OLD_NAMES = {"smollm2-partial": "smollm2-stretch"}
 
@@ -30,6 +31,12 @@ class ShippedRecipe:
     text: str
     about: str
     facts: dict[str, str]
+
+    def row(self) -> list[str]:
+        """What it is for, GPUs, time, and the model; of a launch file the first alone."""
+        model = re.search(r"^model: (\S+)", self.text, re.MULTILINE)
+        short = self.facts.get("short", re.split(r"[.:] ", self.about)[0]).split(" | ")
+        return [*short, *[""] * (3 - len(short)), model[1] if model else ""]
 
 
 def shipped() -> list[ShippedRecipe]:

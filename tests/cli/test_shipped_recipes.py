@@ -1,6 +1,7 @@
 """The recipes in the package: all of them, listed, shown and copied by `retrofox recipes`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,14 @@ def test_the_package_has_every_recipe_and_declares_it_for_the_wheel():
 def test_ls_says_what_each_is_for_and_takes(run):
     code, out, _ = run("recipes", "ls")
     assert code == 0
-    names = [line for line in out.splitlines() if not line.startswith(" ")]
-    assert names == [recipe.name for recipe in shipped()]
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines] == [recipe.name for recipe in shipped()]
+    stretch = next(line for line in lines if line.startswith("smollm2-stretch"))
+    assert re.split(r"  +", stretch)[2:] == ["1 x 80 GB", "4 minutes", "HuggingFaceTB/SmolLM2-135M-Instruct"]
     code, out, _ = run("recipes", "ls", "--json")
     rows = json.loads(out)
     for row in rows:
-        wanted = {"run"} if row["name"].startswith("accelerate/") else {"hardware", "tokens", "time", "result"}
+        wanted = {"run"} if row["name"].startswith("accelerate/") else {"short", "hardware", "tokens", "time", "result"}
         assert row["about"]
         assert ("corpus" in row) == row["name"].startswith("smollm2-")
         assert wanted <= set(row)
