@@ -8,7 +8,6 @@ import torch
 from cases import Case, failures, gates
 from fox_kernels import passes, reference
 from fox_kernels.common import cumsum
-from fox_kernels.hopper import backward as hopper_backward
 from fox_kernels.hopper import forward as hopper_forward
 from fox_kernels.hopper.backward import launch_backward
 from fox_kernels.hopper.forward import launch_forward
@@ -43,10 +42,8 @@ def problems() -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("exact_sums", [True, False], ids=["exact sums", "rounded sums"])
 @pytest.mark.parametrize("case", problems(), ids=Case.name)
-def test_error_at_most_twice_eager(case, exact_sums, monkeypatch):
-    monkeypatch.setattr(hopper_backward, "EXACT_SUMS", exact_sums)
+def test_error_at_most_twice_eager(case):
     torch.manual_seed(0)
     assert failures(case, "cuda", backend="gluon") == []
 
@@ -65,10 +62,8 @@ def test_error_of_o_below_the_official_kernels(gate, official, D, T):
 
 
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("exact_sums", [True, False])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (12, 1)])
-def test_ordered_backward_is_the_same_bit_for_bit(D, heads, exact_sums, monkeypatch):
-    monkeypatch.setattr(hopper_backward, "EXACT_SUMS", exact_sums)
+def test_ordered_backward_is_the_same_bit_for_bit(D, heads):
     torch.manual_seed(0)
     q, do = (torch.randn(2, 2000, heads[0], D, device="cuda", dtype=BF16) for _ in range(2))
     k, v = (torch.randn(2, 2000, heads[1], D, device="cuda", dtype=BF16) for _ in range(2))
@@ -84,12 +79,11 @@ def test_ordered_backward_is_the_same_bit_for_bit(D, heads, exact_sums, monkeypa
         assert (a.float() - b.float()).norm() <= 1e-3 * a.float().norm()
 
 
-@pytest.mark.parametrize(("deterministic", "exact_sums"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("seq_start", [None, [0], [300], [1000]], ids=str)
 @pytest.mark.parametrize("D", [64, 128])
-def test_every_element_is_written(D, seq_start, deterministic, exact_sums, monkeypatch):
+def test_every_element_is_written(D, seq_start, deterministic):
     """Outputs come from freshly poisoned memory; queries that see nothing, whole tiles of them, have no gradient."""
-    monkeypatch.setattr(hopper_backward, "EXACT_SUMS", exact_sums)
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(1, 1000, 4, D, device="cuda", dtype=BF16) for _ in range(4))
     c = cumsum.cumulative(torch.zeros(1, 1000, 4, device="cuda"))

@@ -39,10 +39,6 @@ class Cut(NamedTuple):
 
 KEYS = 128  # per tile
 SEARCHED = 8  # key tiles a program of the search for their last query tiles
-# Whether the gates' gradient sums dS in float32, or as rounded for the products. With rounded ones dlog_f's error
-# is 1.1 to 20 times as large, with open gates above the official kernel's; float32 costs 7 % of the backward at
-# 8 x 2048, 3 to 5 % beyond (kernels/LOG.md)
-EXACT_SUMS = True
 # 24 registers spill in these two, but 32 leave one consumer 232, which then spills in its loop: 412 against 372
 # TFLOP/s at 2 x 8192, D = 64, unordered; at D = 128, of half as many queries, 32 are better: 515 against 504, GQA
 # Walks of long rows begin in rounds, a tile for each multiprocessor, four heads at a time: else they drift apart, and
@@ -103,7 +99,7 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
     first = begins_at_the_first_key(q, k, True, S - T, started > 0, None)
     constants = (
         started, ranged, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
-        cut.registers, cut.copier_registers, cut.generations, EXACT_SUMS, bias_by_mma, first,
+        cut.registers, cut.copier_registers, cut.generations, bias_by_mma, first,
         processors(q.device) if long else 0,
     )  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
@@ -140,7 +136,7 @@ def launch_backward(
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
         None if dlse2 is None else (dlse2.stride(), dlse2.dtype), residual is None, q.dtype, q.device,
         alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, prune is None, usable(scale),
-        window is None, horizon is None, sink, softcap, deterministic, EXACT_SUMS,
+        window is None, horizon is None, sink, softcap, deterministic,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:

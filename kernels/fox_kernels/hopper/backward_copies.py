@@ -284,8 +284,7 @@ def _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, HAS
 @gluon.jit
 def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s, info_s,
            bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
-           SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, DETERMINISTIC: gl.constexpr,
-           EXACT_SUMS: gl.constexpr):  # fmt: skip
+           SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, DETERMINISTIC: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     BOUNDED: gl.constexpr = HAS_START or HAS_PRUNE
     # heads that pruning or a horizon ends at different query tiles are not visited in turn: no looking ahead
@@ -354,16 +353,12 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                             for w in gl.static_range(2):
                                 _tma_reduce_add(dq_desc, [rows + w * down, w * across], dq_s.index(w))
                         # while those run, and before the release: row sums are added in turn, too
-                        if EXACT_SUMS:  # all queries', of each half of the keys
-                            sums = gl.zeros([BM], gl.float32, layout=VEC)
-                            for part in gl.static_range(8):  # of 16 keys
-                                place = sum_s.index(step % (sum_s.shape[0] // 2) * 2 + part // 4)
-                                sums += place.slice(part % 4 * BM, BM).load(VEC)
-                            gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
-                        else:
-                            sums = ROW_SUM + rows + gl.arange(0, 64, layout=VEC)
-                            for w in gl.static_range(2):
-                                gl.atomic_add(sums + w * down, sum_s.index(w).load(VEC), sem="relaxed")
+                        # all queries', of each half of the keys
+                        sums = gl.zeros([BM], gl.float32, layout=VEC)
+                        for part in gl.static_range(8):  # of 16 keys
+                            place = sum_s.index(step % (sum_s.shape[0] // 2) * 2 + part // 4)
+                            sums += place.slice(part % 4 * BM, BM).load(VEC)
+                        gl.atomic_add(ROW_SUM + rows + gl.arange(0, BM, layout=VEC), sums, sem="relaxed")
                         tma.store_wait(0)
                         mbarrier.arrive(bars.index(DQ_EMPTY), count=1)
                         if DETERMINISTIC:

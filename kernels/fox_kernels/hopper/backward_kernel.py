@@ -4,10 +4,8 @@ A key tile is 128 keys: two consumer warpgroups of 64 keys each hold dk and dv i
 that see them, at each the query heads of a GQA group in turn, in the transposed form S^T = K Q^T. They exchange dS
 through shared memory and each computes half of dq over all 128 keys; with 64 queries a step later, so that neither
 waits for the other, who is half a step behind. A writer partition adds it to a float32 dq by TMA: in key order behind a
-ticket per query tile (deterministic), or as it comes. The gate needs row and column sums of the same dS, sinks left out
-of the rows'. EXACT_SUMS adds float32 values in registers; else those of rounded dS come out of the tensor cores: dS
-times ones (zeros where a key is a sink). Either way the column sums of several heads go into a column each of one
-accumulator. BIAS_BY_MMA: gates, lse and delta enter as 16 more columns of the operands.
+ticket per query tile (deterministic), or as it comes. The gate needs row and column sums of the same
+dS, in float32, sinks left out of the rows'. The column sums of several heads go into a column each of one tile. BIAS_BY_MMA: gates, lse and delta enter as 16 more columns of the operands.
 
 Order: key tiles are handed out by an atomic counter to programs that run, ascending within a head, and walk the queries
 downward. So a tile waits only for tiles that a program has already begun or done, whatever else runs on the GPU: no
@@ -68,15 +66,13 @@ def _await(barrier):
 
 
 @gluon.jit
-def _share_of_dq(w: gl.constexpr, ds_s, kv_s, live_ones_s, place, kv, zero_q, zero_r, D: gl.constexpr, BM: gl.constexpr,
-                 EXACT_SUMS: gl.constexpr):  # fmt: skip
-    """Begin dq over all 128 keys, with 64 queries half of its columns, with 128 half of its rows; rows' rounded sums.
+def _share_of_dq(w: gl.constexpr, ds_s, kv_s, place, kv, zero_q, D: gl.constexpr, BM: gl.constexpr):
+    """Begin dq over all 128 keys, with 64 queries half of its columns, with 128 half of its rows.
 
     With 128 queries the other warpgroup's dS is waited for, while the products with this one's run.
     """
     QC: gl.constexpr = D if BM == 128 else D // 2
     dq = zero_q
-    rs = zero_r
     for i in gl.static_range(2):
         if BM == 128 and i == 1:
             _await(MEET)
@@ -87,24 +83,14 @@ def _share_of_dq(w: gl.constexpr, ds_s, kv_s, live_ones_s, place, kv, zero_q, ze
         else:
             part = part.slice(w * 64, 64, dim=1)
         dq = warpgroup_mma(part.permute((1, 0)), half, dq, use_acc=i > 0, is_async=True)
-        if BM == 128 and not EXACT_SUMS:
-            rs = warpgroup_mma(
-                part.permute((1, 0)), live_ones_s.index((w + i) % 2).permute((1, 0)), rs, use_acc=i > 0, is_async=True
-            )
-        elif i == w and not EXACT_SUMS:
-            rs = warpgroup_mma(
-                part.permute((1, 0)), live_ones_s.index(w).permute((1, 0)), rs, use_acc=False, is_async=True
-            )
-    return dq, rs
+    return dq
 
 
 @gluon.jit
-def _hand_over(dq, rs, dq_s, sum_s, bars, place, phase, EXACT_SUMS: gl.constexpr):
-    """Leave dq, with its rows' rounded sums, to the writer as soon as it is done with the one before."""
+def _hand_over(dq, dq_s, bars, place, phase):
+    """Leave dq to the writer as soon as it is done with the one before."""
     mbarrier.wait(bars.index(DQ_EMPTY), phase)
     dq_s.index(place).store(by_thread(dq))
-    if not EXACT_SUMS:
-        sum_s.index(place).store(gl.max(rs, 1))
     fence_async_shared()
     mbarrier.arrive(bars.index(DQ_FULL), count=1)
 
@@ -135,10 +121,10 @@ def _weights(st, step, keys, decay_s, decay_lo_s, row_s, row_lo_s, sink_row_s, l
 
 
 @gluon.jit
-def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s,
+def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live_s, start_s,
               info_s, step_s, kb_s, qb_s, bars, LOST, shift, chunks, num_n, num_bh, group, sm_scale,
               HAS_START: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, NB: gl.constexpr,
-              NKV: gl.constexpr, HEADS: gl.constexpr, GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr,
+              NKV: gl.constexpr, HEADS: gl.constexpr, GENERATIONS: gl.constexpr,
               BIAS_BY_MMA: gl.constexpr, HAS_LOST: gl.constexpr):  # fmt: skip
     QC: gl.constexpr = D if BM == 128 else D // 2
     DEFERRED: gl.constexpr = BM == 64  # with two generations of dS; else _share_of_dq waits
@@ -147,20 +133,11 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
     Q_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, QC, 16])
     C_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 8, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_L, k_width=2)
-    PC_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=C_L, k_width=2)
     KEY: gl.constexpr = gl.SliceLayout(1, S_L)
     QUERY: gl.constexpr = gl.SliceLayout(0, S_L)
-    ONE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     dtype: gl.constexpr = qdo_s.dtype
     zero = gl.zeros([64, BM], gl.float32, layout=S_L)
     zero_q = gl.zeros([64, QC], gl.float32, layout=Q_L)
-    zero_r = gl.zeros([64, 8], gl.float32, layout=C_L)
-    if w == 0 and not EXACT_SUMS:  # column g of the column sums' accumulator is head g's
-        for g in gl.static_range(HEADS):
-            column = gl.arange(0, 8, layout=gl.SliceLayout(1, ONE))[:, None]
-            hot = gl.where(column == g, gl.full([8, BM], 1.0, dtype, layout=ONE), gl.zeros([8, BM], dtype, layout=ONE))
-            ones_s.index(g).store(hot)
-        fence_async_shared()
     _await(MEET)
     for g in gl.static_range(GENERATIONS):
         _tell(READ + 2 * w + g)
@@ -183,12 +160,6 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
             slot = chunk & 1
             mbarrier.wait(bars.index(HEAD_FULL + slot), (chunk >> 1) & 1)
             steps = scalar(info_s.index(slot * INFO + I_STEPS))
-            if not EXACT_SUMS:  # the row sums of dS leave the sink's keys out: ones where a key decays
-                live = gl.full([8, 64], 1.0, dtype, layout=ONE)
-                if SINK > 0:
-                    live = live * live_s.index(slot * 2 + w).load(gl.SliceLayout(0, ONE)).to(dtype)[None, :]
-                live_ones_s.index(w).store(live)
-                fence_async_shared()
             dc = gl.zeros([64, 8], gl.float32, layout=C_L)
             own_sums = sums_over_queries(zero, BM)
             for i in range(steps):
@@ -227,70 +198,57 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row
                     dpt = dpt - row_s.index(2 * NB + s).load(QUERY)[None, :]
                 exact = pt * dpt
                 dst = exact.to(dtype)
-                if EXACT_SUMS:
-                    if HEADS == 1:
-                        own_sums += sums_over_queries(exact, BM)
-                    else:
-                        key_sums = gl.convert_layout(gl.sum(exact, 1), gl.SliceLayout(1, C_L))
-                        own = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :] == head - z
-                        dc += gl.where(own, key_sums[:, None], 0.0)
-                    if SINK > 0:
-                        exact = gl.where(live_s.index(slot * 2 + w).load(KEY)[:, None] > 0, exact, 0.0)
-                    pairs = pairs_of_keys(exact, BM)
+                if HEADS == 1:
+                    own_sums += sums_over_queries(exact, BM)
+                else:
+                    key_sums = gl.convert_layout(gl.sum(exact, 1), gl.SliceLayout(1, C_L))
+                    own = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :] == head - z
+                    dc += gl.where(own, key_sums[:, None], 0.0)
+                if SINK > 0:
+                    exact = gl.where(live_s.index(slot * 2 + w).load(KEY)[:, None] > 0, exact, 0.0)
+                pairs = pairs_of_keys(exact, BM)
                 now = it % GENERATIONS
                 if DEFERRED:  # of the step before, whose dS the other warpgroup has stored long ago
                     if i > 0:
                         _await(STORED + 2 * (1 - w) + (now ^ 1))
-                    dq, rs = _share_of_dq(
-                        w, ds_s, kv_s, live_ones_s, (now ^ 1) * 2 + z, kv + z, zero_q, zero_r, D, BM, EXACT_SUMS
-                    )
+                    dq = _share_of_dq(w, ds_s, kv_s, (now ^ 1) * 2 + z, kv + z, zero_q, D, BM)
                 else:
                     _await(READ + 2 * (1 - w))
                     ds_s.index(w + z).store(dst)
                     fence_async_shared()
-                    dq, rs = _share_of_dq(w, ds_s, kv_s, live_ones_s, z, kv + z, zero_q, zero_r, D, BM, EXACT_SUMS)
-                if not EXACT_SUMS:
-                    dc = warpgroup_mma(
-                        gl.convert_layout(dst, PC_L), ones_s.index(head).permute((1, 0)), dc, is_async=True
-                    )
+                    dq = _share_of_dq(w, ds_s, kv_s, z, kv + z, zero_q, D, BM)
                 dk = warpgroup_mma(gl.convert_layout(dst, P_L), q, dk, is_async=True)
                 if DEFERRED:
                     _await(READ + 2 * (1 - w) + now)
                     ds_s.index(now * 2 + w + z).store(dst)
                     fence_async_shared()
                     _tell(STORED + 2 * w + now)
-                if EXACT_SUMS:
-                    # The writer may still read the last step's. ptxas adds up before dS is stored; with 64 queries it
-                    # is better done while the products run, so it hangs on a read from here
-                    late = 0 * steps
-                    if BM == 64:
-                        late = scalar(step_s.index(s))
-                    sum_s.index(it % (GENERATIONS * 2) * 2 + w + z).store(sums_over_keys(pairs, late, BM))
-                    dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
-                else:
-                    dv, dq, rs, dc = warpgroup_mma_wait(1, deps=(dv, dq, rs, dc))
+                # The writer may still read the last step's. ptxas adds up before dS is stored; with 64 queries it
+                # is better done while the products run, so it hangs on a read from here
+                late = 0 * steps
+                if BM == 64:
+                    late = scalar(step_s.index(s))
+                sum_s.index(it % (GENERATIONS * 2) * 2 + w + z).store(sums_over_keys(pairs, late, BM))
+                dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
                 if not DEFERRED:
                     _tell(READ + 2 * w)
-                    _hand_over(dq, rs, dq_s, sum_s, bars, w + z, (it & 1) ^ 1, EXACT_SUMS)
+                    _hand_over(dq, dq_s, bars, w + z, (it & 1) ^ 1)
                 elif i > 0:
                     _tell(READ + 2 * w + (now ^ 1))
-                    _hand_over(dq, rs, dq_s, sum_s, bars, w + z, it & 1, EXACT_SUMS)
+                    _hand_over(dq, dq_s, bars, w + z, it & 1)
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 mbarrier.arrive(bars.index(Q_FULL + NB + s), count=1)
                 it += 1
             if DEFERRED and steps > 0:  # of the last step
                 last = (it + 1) % 2
                 _await(STORED + 2 * (1 - w) + last)
-                dq, rs = _share_of_dq(w, ds_s, kv_s, live_ones_s, last * 2, kv, zero_q, zero_r, D, BM, EXACT_SUMS)
-                if EXACT_SUMS:
-                    dq = warpgroup_mma_wait(0, deps=(dq,))
-                else:
-                    dq, rs = warpgroup_mma_wait(0, deps=(dq, rs))
+                dq = _share_of_dq(w, ds_s, kv_s, last * 2, kv, zero_q, D, BM)
+                dq = warpgroup_mma_wait(0, deps=(dq,))
                 _tell(READ + 2 * w + last)
-                _hand_over(dq, rs, dq_s, sum_s, bars, w, it & 1, EXACT_SUMS)
+                _hand_over(dq, dq_s, bars, w, it & 1)
             columns = gl.arange(0, 8, layout=gl.SliceLayout(0, C_L))[None, :]
             for g in gl.static_range(HEADS):
-                if EXACT_SUMS and HEADS == 1:
+                if HEADS == 1:
                     key_s.index((slot * 2 + w) * 2).store(gl.sum(own_sums, 1))
                 else:
                     mine = gl.where(columns == g, dc, -float("inf"))
@@ -314,14 +272,12 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
                  num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr,
                  BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
                  DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr, COPIER_REGISTERS: gl.constexpr,
-                 GENERATIONS: gl.constexpr, EXACT_SUMS: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
+                 GENERATIONS: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
                  HAS_LOST: gl.constexpr, PER_ROUND: gl.constexpr):  # fmt: skip
     """dk, dv of every key tile, their shares of a float32 dq, and both sums of dS."""
     dtype: gl.constexpr = q_desc.dtype
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BM], dtype)
-    ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BM], dtype)
-    LIVE_ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, 64], dtype)
     # few allocations: each costs every partition a register
     kv_s = gl.allocate_shared_memory(dtype, [NKV * 4, 1, 64, 1, D], k_desc.layout)  # k of both warpgroups, v of both
     qdo_s = gl.allocate_shared_memory(dtype, [2 * NB, 1, BM, 1, D], q_desc.layout)  # q of each stage, do of each
@@ -329,13 +285,8 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 64, dq_desc.block_type.shape[1]], dq_desc.layout)
     # of each stage: c_i - lse_i and its remainder, delta, -lse
     row_s = gl.allocate_shared_memory(gl.float32, [(4 if SINK else 3) * NB, BM], VECTOR)
-    sum_s = gl.allocate_shared_memory(gl.float32, [4 * GENERATIONS, 4 * BM] if EXACT_SUMS else [2, 64], VECTOR)
+    sum_s = gl.allocate_shared_memory(gl.float32, [4 * GENERATIONS, 4 * BM], VECTOR)
     key_s = gl.allocate_shared_memory(gl.float32, [HEADS * 8, 64], VECTOR)
-    ones_s = key_s
-    live_ones_s = key_s
-    if not EXACT_SUMS:
-        ones_s = gl.allocate_shared_memory(dtype, [HEADS, 8, BM], ONES)
-        live_ones_s = gl.allocate_shared_memory(dtype, [2, 8, 64], LIVE_ONES)
     live_s = gl.allocate_shared_memory(gl.float32, [4, 64], VECTOR)
     start_s = gl.allocate_shared_memory(gl.int32, [NB, BM], VECTOR)
     info_s = gl.allocate_shared_memory(gl.int32, [2 * INFO, 1], VECTOR)
@@ -374,17 +325,17 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
         mbarrier.init(bars.index(Q_FULL + NB + i), count=2)
     chunks = (KV_GROUP + HEADS - 1) // HEADS
     gl.warp_specialize([
-        (_consumer, (0, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
-                     step_s, kb_s, qb_s, bars, LOST, S - T, chunks, num_n, num_bh, group, sm_scale,
-                     HAS_START, SINK, D, BM, NB, NKV, HEADS, GENERATIONS, EXACT_SUMS, BIAS_BY_MMA, HAS_LOST)),
-        (_consumer, (1, kv_s, qdo_s, ds_s, dq_s, ones_s, live_ones_s, row_s, sum_s, key_s, live_s, start_s, info_s,
-                     step_s, kb_s, qb_s, bars, LOST, S - T, chunks, num_n, num_bh, group, sm_scale,
-                     HAS_START, SINK, D, BM, NB, NKV, HEADS, GENERATIONS, EXACT_SUMS, BIAS_BY_MMA, HAS_LOST)),
+        (_consumer, (0, kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars,
+                     LOST, S - T, chunks, num_n, num_bh, group, sm_scale, HAS_START, SINK, D, BM, NB, NKV, HEADS,
+                     GENERATIONS, BIAS_BY_MMA, HAS_LOST)),
+        (_consumer, (1, kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars,
+                     LOST, S - T, chunks, num_n, num_bh, group, sm_scale, HAS_START, SINK, D, BM, NB, NKV, HEADS,
+                     GENERATIONS, BIAS_BY_MMA, HAS_LOST)),
         (producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s,
                     qdo_s, row_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars, sm_scale, T, T_PAD, S, H,
                     KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NB, NKV, HEADS, BIAS_BY_MMA,
                     PER_ROUND)),
         (writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s,
                   info_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NKV,
-                  HEADS, DETERMINISTIC, EXACT_SUMS)),
+                  HEADS, DETERMINISTIC)),
     ], [4, 2, 2], [REGISTERS, COPIER_REGISTERS, COPIER_REGISTERS])  # fmt: skip
