@@ -62,7 +62,7 @@ def forward_source(shape, dtype="bf16", start: int = False, first=False, sink=0,
     arguments |= {"scale": "fp32"} | dict.fromkeys(("T", "S", "H", "KV_GROUP", "num_m", "num_bh", "group"), "i32")
     constants = {
         "HAS_START": start, "HAS_LO": first, "SINK": sink, "NC": shape.consumers, "BN": shape.keys, "D": shape.columns,
-        "DX": shape.rest, "NB": shape.stages, "PING_PONG": shape.ping_pong, "BIAS_BY_MMA": shape.bias_by_mma,
+        "DX": shape.rest, "NB": shape.stages,
         "ACROSS": across, "HALF": halved(shape, 64, 65 if across else 64), "HAS_RESIDUAL": residual,
         "REGISTERS": shape.registers,
     }  # fmt: skip

@@ -284,7 +284,8 @@ def _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, HAS
 @gluon.jit
 def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s, info_s,
            bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
-           SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, DETERMINISTIC: gl.constexpr):  # fmt: skip
+           SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
+           DETERMINISTIC: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     BOUNDED: gl.constexpr = HAS_START or HAS_PRUNE
     # heads that pruning or a horizon ends at different query tiles are not visited in turn: no looking ahead

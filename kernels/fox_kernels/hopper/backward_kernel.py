@@ -4,8 +4,9 @@ A key tile is 128 keys: two consumer warpgroups of 64 keys each hold dk and dv i
 that see them, at each the query heads of a GQA group in turn, in the transposed form S^T = K Q^T. They exchange dS
 through shared memory and each computes half of dq over all 128 keys; with 64 queries a step later, so that neither
 waits for the other, who is half a step behind. A writer partition adds it to a float32 dq by TMA: in key order behind a
-ticket per query tile (deterministic), or as it comes. The gate needs row and column sums of the same
-dS, in float32, sinks left out of the rows'. The column sums of several heads go into a column each of one tile. BIAS_BY_MMA: gates, lse and delta enter as 16 more columns of the operands.
+ticket per query tile (deterministic), or as it comes. The gate needs row and column sums of the same dS, in float32,
+sinks left out of the rows'. The column sums of several heads go into a column each of one tile. BIAS_BY_MMA: gates, lse
+and delta enter as 16 more columns of the operands.
 
 Order: key tiles are handed out by an atomic counter to programs that run, ascending within a head, and walk the queries
 downward. So a tile waits only for tiles that a program has already begun or done, whatever else runs on the GPU: no

@@ -25,20 +25,18 @@ class Shape(NamedTuple):
     consumers: int
     keys: int
     stages: int
-    ping_pong: bool
-    bias_by_mma: bool  # the gates' bias as 16 more columns of k
     registers: int
 
 
 SHAPES = {
-    64: Shape(64, 0, 3, 128, 2, True, True, 160),
-    80: Shape(64, 16, 2, 128, 2, True, True, 240),
-    96: Shape(64, 32, 2, 128, 2, True, True, 240),
-    128: Shape(128, 0, 2, 128, 2, True, True, 240),
+    64: Shape(64, 0, 3, 128, 2, 160),
+    80: Shape(64, 16, 2, 128, 2, 240),
+    96: Shape(64, 32, 2, 128, 2, 240),
+    128: Shape(128, 0, 2, 128, 2, 240),
 }
 # up to 4096 keys two consumers waste less at the diagonal: 319 against 284 TFLOP/s, 8 x 2048, D = 64 (kernels/LOG.md);
 # with documents, padding or a window at any length: 1.8 times as fast for documents of 2048, 1.3 for 8192
-SHORT = {64: Shape(64, 0, 2, 128, 3, True, True, 240)}
+SHORT = {64: Shape(64, 0, 2, 128, 3, 240)}
 SHORT_KEYS = 4096
 MIN_QUERIES = 64  # one warpgroup's rows
 LEAST_SCALE = 1e-20  # to 1e20: the decay is divided by it, which must stay in float32's range
@@ -208,7 +206,7 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
         fox_forward, min(tiles * B * H, processors(q.device)),
         (
             started, pruned, sink, shape.consumers, shape.keys, shape.columns, shape.rest, shape.stages,
-            shape.ping_pong, shape.bias_by_mma, (S - T) % 64 > 0, halved(shape, T, S), residual, shape.registers,
+            (S - T) % 64 > 0, halved(shape, T, S), residual, shape.registers,
         ),
         blocks,
     )  # fmt: skip

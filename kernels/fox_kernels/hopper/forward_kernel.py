@@ -2,12 +2,12 @@
 
 The producer partition copies q, k, v by TMA and turns the two-float cumulative gates of each key block into a bias per
 key (c_first - c_j); the consumers run FlashAttention-3's pipeline (the next scores while the last weights meet V), in
-turns. With BIAS_BY_MMA the bias is three more columns of k (its bfloat16 parts) against ones in q: one step of the
-tensor cores instead of a load and an addition per score. Tiles are handed out heaviest first by an atomic counter.
-A row sees the keys start_i <= j <= i + S - T, which covers packed documents, left padding and windows with one vector,
-and a horizon with one per head; blocks that every row sees whole skip the mask. In the others, which hold most of the
-weight of the rows whose o is largest, the weights meet V in two parts of 16 bits. While a tile is under way the
-producer fetches the next one's queries and first blocks.
+turns. The bias is three more columns of k (its bfloat16 parts) against ones in q: one step of the tensor cores instead
+of a load and an addition per score. Tiles are handed out heaviest first by an atomic counter. A row sees the keys
+start_i <= j <= i + S - T, which covers packed documents, left padding and windows with one vector, and a horizon with
+one per head; blocks that every row sees whole skip the mask. In the others, which hold most of the weight of the rows
+whose o is largest, the weights meet V in two parts of 16 bits. While a tile is under way the producer fetches the next
+one's queries and first blocks.
 """
 
 from triton.experimental import gluon
@@ -62,8 +62,7 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
               rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full,
               n_empty, scale, T, S, H, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
               NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
-              QB: gl.constexpr, PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
-              ACROSS: gl.constexpr, HALF: gl.constexpr, HAS_RESIDUAL: gl.constexpr):  # fmt: skip
+              QB: gl.constexpr, ACROSS: gl.constexpr, HALF: gl.constexpr, HAS_RESIDUAL: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
     S_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
@@ -78,7 +77,7 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
     o_buf = o_s.index(w).reshape([64, D])
     if DX:
         ox_buf = ox_s.index(w).reshape([64, DX])
-    if PING_PONG and w == NC - 1:
+    if w == NC - 1:
         _turn(w, NC, True)
     it = 0
     tiles = 0
@@ -108,9 +107,8 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
             mbarrier.arrive(k_empty.index(it % NB), count=1)
             mbarrier.wait(v_full.index(it % NB), (it // NB) & 1)
             mbarrier.arrive(v_empty.index(it % NB), count=1)
-            if PING_PONG:
-                _turn(w, NC, False)
-                _turn(w, NC, True)
+            _turn(w, NC, False)
+            _turn(w, NC, True)
             it += 1
 
         # the block with the diagonal of this warpgroup's rows; ACROSS: first that of its last rows
@@ -122,27 +120,25 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
                 s = it % NB
                 p, alpha, m_i, l_i = masked_block(q_slot, s, (it // NB) & 1, nb_hi - 1 - i, q_s, k_s, qx_s, kx_s, b_s,
                                                   bl_s, k_full, k_empty, ends, start, decay, decay_lo, zero, scale,
-                                                  m_i, l_i, HAS_START, SINK, S_L, BN, BN, D, DX,
-                                                  BIAS_BY_MMA)  # fmt: skip
+                                                  m_i, l_i, HAS_START, SINK, S_L, BN, BN, D, DX)  # fmt: skip
                 rounded = p.to(dtype)
                 mbarrier.wait(v_full.index(s), (it // NB) & 1)
                 lost_of_p = (p - widened(rounded)).to(dtype)
                 acc, acc_x = times_v(lost_of_p, v_s.index(s), vx_s.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
                 acc, acc_x = times_v(rounded, v_s.index(s), vx_s.index(s), acc, acc_x, P_L, PX_L, BN, D, DX)
                 mbarrier.arrive(v_empty.index(s), count=1)
-                if PING_PONG:
-                    _turn(w, NC, False)
-                    _turn(w, NC, True)
+                _turn(w, NC, False)
+                _turn(w, NC, True)
                 it += 1
         s = it % NB
         if HALF and w == 0:  # the keys of the second half lie behind all rows of this warpgroup
             pr, m_i, l_i, acc = half_block(q_slot, s, (it // NB) & 1, nb_hi - 1, q_s, k_s, v_s, b_s, bl_s, k_full,
                                            k_empty, v_full, ends, start, decay, decay_lo, scale, m_i, l_i, acc,
-                                           HAS_START, SINK, P_L, BN, D, BIAS_BY_MMA)  # fmt: skip
+                                           HAS_START, SINK, P_L, BN, D)  # fmt: skip
         else:
             p, alpha, m_i, l_i = masked_block(q_slot, s, (it // NB) & 1, nb_hi - 1 - last, q_s, k_s, qx_s, kx_s, b_s,
                                               bl_s, k_full, k_empty, ends, start, decay, decay_lo, zero, scale, m_i,
-                                              l_i, HAS_START, SINK, S_L, BN, BN, D, DX, BIAS_BY_MMA)  # fmt: skip
+                                              l_i, HAS_START, SINK, S_L, BN, BN, D, DX)  # fmt: skip
             if ACROSS:
                 acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_L))[:, None]
                 if DX:
@@ -169,8 +165,7 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
             mbarrier.wait(k_full.index(s), (it // NB) & 1)
             if NC == 3:
                 mbarrier.wait(v_full.index(v_slot), v_phase)
-            if PING_PONG:
-                _turn(w, NC, False)
+            _turn(w, NC, False)
             qk = warpgroup_mma(
                 q_s.index(q_slot + z).reshape([64, D]),
                 k_s.index(s).reshape([BN, D]).permute((1, 0)),
@@ -182,20 +177,19 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
                 qx = qx_s.index(q_slot + z).reshape([64, DX])
                 qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
             whole = sees_whole(n, first_end, clean_lo, BN)
-            if BIAS_BY_MMA:  # zeros for a block whose bias is added exactly
-                ones = qb_s.index(whole.to(gl.int32))
-                qk = warpgroup_mma(ones, kb_s.index(s).permute((1, 0)), qk, is_async=True)
+            # zeros for a block whose bias is added exactly
+            ones = qb_s.index(whole.to(gl.int32))
+            qk = warpgroup_mma(ones, kb_s.index(s).permute((1, 0)), qk, is_async=True)
             if NC < 3:
                 mbarrier.wait(v_full.index(v_slot), v_phase)
             acc = warpgroup_mma(pr, v_s.index(v_slot).reshape([BN, D]), acc, is_async=True)
             if DX:
                 pr_x = gl.convert_layout(pr, PX_L)
                 acc_x = warpgroup_mma(pr_x, vx_s.index(v_slot).reshape([BN, DX]), acc_x, is_async=True)
-            if PING_PONG:
-                _turn(w, NC, True)
+            _turn(w, NC, True)
             qk = warpgroup_mma_wait(2 if DX else 1, deps=(qk,))
             x, rest = scores(qk, b_s.index(s), bl_s.index(s), n, ends, start, decay, decay_lo, whole, HAS_START,
-                             SINK, S_L, BN, BIAS_BY_MMA)  # fmt: skip
+                             SINK, S_L, BN)  # fmt: skip
             p, alpha, m_i, l_i = softmax(x, scale, rest, m_i, l_i, BN)
             if DX:
                 acc, acc_x = warpgroup_mma_wait(0, deps=(acc, acc_x))
@@ -259,8 +253,7 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
                 T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
                 SINK: gl.constexpr,
                 NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
-                PING_PONG: gl.constexpr, BIAS_BY_MMA: gl.constexpr, ACROSS: gl.constexpr, HALF: gl.constexpr,
-                HAS_RESIDUAL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                ACROSS: gl.constexpr, HALF: gl.constexpr, HAS_RESIDUAL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
     """o, what rounding it lost, and lse. Head dim D, or D + DX in blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -290,18 +283,14 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
     dl_s = gl.allocate_shared_memory(gl.float32, [QB * NC, 64], VECTOR)
     b_s = gl.allocate_shared_memory(gl.float32, [NB, BN], VECTOR)
     bl_s = gl.allocate_shared_memory(gl.float32, [NB, BN], VECTOR)
-    if BIAS_BY_MMA:
-        PARTS_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, 16], gl.bfloat16)
-        PARTS_Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16)
-        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-        kb_s = gl.allocate_shared_memory(gl.bfloat16, [NB, BN, 16], PARTS_K)
-        qb_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 16], PARTS_Q)
-        qb_s.index(0).store(gl.full([64, 16], 0.0, gl.bfloat16, layout=ROWS))
-        qb_s.index(1).store(gl.full([64, 16], 1.0, gl.bfloat16, layout=ROWS))
-        fence_async_shared()
-    else:
-        kb_s = b_s
-        qb_s = b_s
+    PARTS_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, 16], gl.bfloat16)
+    PARTS_Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 16], gl.bfloat16)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    kb_s = gl.allocate_shared_memory(gl.bfloat16, [NB, BN, 16], PARTS_K)
+    qb_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 16], PARTS_Q)
+    qb_s.index(0).store(gl.full([64, 16], 0.0, gl.bfloat16, layout=ROWS))
+    qb_s.index(1).store(gl.full([64, 16], 1.0, gl.bfloat16, layout=ROWS))
+    fence_async_shared()
     n_s = gl.allocate_shared_memory(gl.int32, [8, 1], VECTOR)  # of two tiles, the next one: is there one, m, b, h
     q_full = gl.allocate_shared_memory(gl.int64, [QB * NC, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [QB * NC, 1], BARRIER)
@@ -326,33 +315,33 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
         gl.warp_specialize([
         (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, ACROSS, HALF, HAS_RESIDUAL)),
+                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, ACROSS,
+                     HALF, HAS_RESIDUAL)),
         (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, ACROSS, HALF, HAS_RESIDUAL)),
+                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, ACROSS,
+                     HALF, HAS_RESIDUAL)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER, q_s, k_s, v_s,
                     qx_s, kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
                     v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO,
-                    SINK, NC, BN, D, DX, NB, QB, BIAS_BY_MMA)),
+                    SINK, NC, BN, D, DX, NB, QB)),
         ], [4, PRODUCER_WARPS], [REGISTERS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
         (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, ACROSS, HALF, HAS_RESIDUAL)),
+                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, ACROSS,
+                     HALF, HAS_RESIDUAL)),
         (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, ACROSS, HALF, HAS_RESIDUAL)),
+                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, ACROSS,
+                     HALF, HAS_RESIDUAL)),
         (_consumer, (2, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, PING_PONG,
-                     BIAS_BY_MMA, ACROSS, HALF, HAS_RESIDUAL)),
+                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, ACROSS,
+                     HALF, HAS_RESIDUAL)),
         (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER, q_s, k_s, v_s,
                     qx_s, kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
                     v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO,
-                    SINK, NC, BN, D, DX, NB, QB, BIAS_BY_MMA)),
+                    SINK, NC, BN, D, DX, NB, QB)),
         ], [4, 4, PRODUCER_WARPS], [REGISTERS, REGISTERS, 32])  # fmt: skip

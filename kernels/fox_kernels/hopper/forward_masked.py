@@ -10,8 +10,7 @@ from .forward_softmax import row_sums, scores, softmax, widened
 @gluon.jit
 def masked_block(q_slot, s, phase, n, q_s, k_s, qx_s, kx_s, b_s, bl_s, k_full, k_empty, ends, start, decay, decay_lo,
                  zero, scale, m_i, l_i, HAS_START: gl.constexpr, SINK: gl.constexpr, S_L: gl.constexpr,
-                 BN: gl.constexpr, SEEN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr,
-                 BIAS_BY_MMA: gl.constexpr):  # fmt: skip
+                 BN: gl.constexpr, SEEN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr):  # fmt: skip
     """The weights of the first SEEN keys of block n, which is in slot s, and what `softmax` returns with them."""
     mbarrier.wait(k_full.index(s), phase)
     q = q_s.index(q_slot).reshape([64, D])
@@ -28,7 +27,7 @@ def masked_block(q_slot, s, phase, n, q_s, k_s, qx_s, kx_s, b_s, bl_s, k_full, k
         qk = warpgroup_mma(qx, kx_s.index(s).reshape([BN, DX]).permute((1, 0)), qk, is_async=True)
     qk = warpgroup_mma_wait(0, deps=(qk,))
     x, rest = scores(qk, bias, bias_lo, n * (BN // SEEN), ends, start, decay, decay_lo, False, HAS_START, SINK, S_L,
-                     SEEN, BIAS_BY_MMA)  # fmt: skip
+                     SEEN)  # fmt: skip
     mbarrier.arrive(k_empty.index(s), count=1)
     return softmax(x, scale, rest, m_i, l_i, SEEN)
 
@@ -36,7 +35,7 @@ def masked_block(q_slot, s, phase, n, q_s, k_s, qx_s, kx_s, b_s, bl_s, k_full, k
 @gluon.jit
 def half_block(q_slot, s, phase, n, q_s, k_s, v_s, b_s, bl_s, k_full, k_empty, v_full, ends, start, decay, decay_lo,
                scale, m_i, l_i, acc, HAS_START: gl.constexpr, SINK: gl.constexpr, P_L: gl.constexpr, BN: gl.constexpr,
-               D: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
+               D: gl.constexpr):  # fmt: skip
     """The weights of block n whose second half lies behind all rows, the rows' state, and acc.
 
     acc has the product of the weights' rounding error and V added. For a tile's first block and a head dim in one
@@ -50,7 +49,7 @@ def half_block(q_slot, s, phase, n, q_s, k_s, v_s, b_s, bl_s, k_full, k_empty, v
                                        gl.convert_layout(ends, ROW), gl.convert_layout(start, ROW),
                                        gl.convert_layout(decay, ROW), gl.convert_layout(decay_lo, ROW), zero, scale,
                                        gl.convert_layout(m_i, ROW), row_sums(zero, HN), HAS_START, SINK, H_L, BN, HN,
-                                       D, 0, BIAS_BY_MMA)  # fmt: skip
+                                       D, 0)  # fmt: skip
     rounded = p.to(q_s.dtype)
     lost_of_p = (p - widened(rounded)).to(q_s.dtype)
     mbarrier.wait(v_full.index(s), phase)

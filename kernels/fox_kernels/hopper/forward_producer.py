@@ -110,7 +110,7 @@ def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STAR
              kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full,
              n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
              SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr,
-             NB: gl.constexpr, QB: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
+             NB: gl.constexpr, QB: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     one = gl.full([1], 1, gl.int32, layout=VEC)
@@ -167,8 +167,7 @@ def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STAR
             bias, bias_lo = over(bias, bias_lo, scale)
             b_s.index(s).store(bias)
             bl_s.index(s).store(bias_lo)
-            if BIAS_BY_MMA:
-                _store_parts(kb_s.index(s), bias, BN)
+            _store_parts(kb_s.index(s), bias, BN)
             mbarrier.arrive(k_full.index(s), count=1)
             mbarrier.wait(v_empty.index(s), ph)
             mbarrier.expect(v_full.index(s), v_desc.block_type.nbytes + (vx_desc.block_type.nbytes if DX else 0))

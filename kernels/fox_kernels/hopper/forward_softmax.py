@@ -16,15 +16,13 @@ def sees_whole(n, first_end, clean_lo, BN: gl.constexpr):
 
 @gluon.jit
 def scores(qk, b_s, bl_s, n, ends, start, decay, decay_lo, whole, HAS_START: gl.constexpr, SINK: gl.constexpr,
-           S_L: gl.constexpr, BN: gl.constexpr, BIAS_BY_MMA: gl.constexpr):  # fmt: skip
-    """Scores of key block n over `scale`, -inf where invisible, and the term still to be added to each row.
+           S_L: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+    """Scores of key block n over `scale`, with the bias already added where every row sees it whole; -inf where invisible, and the term still to be added to each row.
 
     Blocks that every row sees whole lie before the tile's first row, so both halves of the decay, c_first - c_j and
     c_i - c_first, are <= 0 and add up without cancellation; elsewhere c_i - c_j is formed from two floats each.
     """
     if whole:
-        if not BIAS_BY_MMA:
-            qk = qk + b_s.load(gl.SliceLayout(0, S_L))[None, :]
         rest = decay
     else:
         bias = b_s.load(gl.SliceLayout(0, S_L))
