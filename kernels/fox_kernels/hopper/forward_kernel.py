@@ -251,9 +251,9 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
                 START, LO, COUNTER,
                 scale,
                 T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
-                SINK: gl.constexpr,
-                NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
-                ACROSS: gl.constexpr, HALF: gl.constexpr, HAS_RESIDUAL: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+                SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr,
+                NB: gl.constexpr, ACROSS: gl.constexpr, HALF: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+                REGISTERS: gl.constexpr):  # fmt: skip
     """o, what rounding it lost, and lse. Head dim D, or D + DX in blocks of columns (80 = 64 + 16, 96 = 64 + 32)."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
