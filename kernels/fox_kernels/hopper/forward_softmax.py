@@ -19,8 +19,9 @@ def scores(qk, b_s, bl_s, n, ends, start, decay, decay_lo, whole, HAS_START: gl.
            S_L: gl.constexpr, BN: gl.constexpr):  # fmt: skip
     """Scores of key block n over `scale`, -inf where invisible, and the term still to be added to each row.
 
-    qk has the bias already where every row sees the block whole. Such blocks lie before the tile's first row, so both halves of the decay, c_first - c_j and
-    c_i - c_first, are <= 0 and add up without cancellation; elsewhere c_i - c_j is formed from two floats each.
+    qk has its bias already in blocks that every row sees whole. Those lie before the tile's first row, so both halves
+    of the decay, c_first - c_j and c_i - c_first, are <= 0 and add up without cancellation; elsewhere c_i - c_j is
+    formed from two floats each.
     """
     if whole:
         rest = decay
