@@ -65,14 +65,9 @@ def parse(text: str) -> Baseline:
 
 
 def parse_all(baselines: Sequence[str | Baseline]) -> list[Baseline]:
-    """Every baseline parsed; raises ValueError for one that is misspelt or given twice."""
-    if isinstance(baselines, str):
-        raise ValueError(f"baselines takes a list, got {baselines!r}: give [{baselines!r}]")
+    """Every baseline parsed, each once; raises ValueError for one that is misspelt."""
     parsed = [parse(baseline) if isinstance(baseline, str) else baseline for baseline in baselines]
-    for baseline in parsed:
-        if parsed.count(baseline) > 1:
-            raise ValueError(f"baseline {baseline.text} is given twice")
-    return parsed
+    return list(dict.fromkeys(parsed))
 
 
 def build(baseline: Baseline, base: Opened) -> Opened:

@@ -18,6 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from retrofox.anatomy import LOGIT_BYTES, read_logits, vocabulary_size
 from retrofox.loading.opened import Opened
 from retrofox.loading.rope_scaling import depends_on_length
+from retrofox.support.memory import out_of_memory
 from retrofox.support.report import progress_bar
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
@@ -109,9 +110,7 @@ class BatchedModel(_HFLM):
             yield from self._run(batch)
         except torch.cuda.OutOfMemoryError as error:
             if len(batch) == 1:
-                raise ValueError(
-                    f"the GPU ran out of memory at one text of {len(batch[0].token_ids)} tokens; lower the length"
-                ) from error
+                raise out_of_memory(f"one text of {len(batch[0].token_ids)} tokens") from error
             torch.cuda.empty_cache()
             self.tokens = max(1, self.tokens // 2)
             half = len(batch) // 2

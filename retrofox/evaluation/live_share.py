@@ -60,18 +60,12 @@ def live_share(
         kv_heads: Hkv, a divisor of H; query heads h * H / Hkv .. (h + 1) * H / Hkv - 1 read kv head h.
         sinks: first tokens that never decay.
         window: tokens that a query of the layer sees, its own among them; None = all before it.
-
-    Raises:
-        ValueError: c rises, a horizon that is not positive, or heads that the kv heads do not divide.
     """
     c = np.asarray(c, np.float64)
     batch, heads, length = c.shape
-    if not horizon > 0:
-        raise ValueError(f"the horizon must be a positive number of nats, got {horizon}")
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads can't share {kv_heads} kv heads evenly")
-    if (np.diff(c, axis=-1) > 0).any():
-        raise ValueError("c rises along the text: it must be a running sum of log f <= 0")
+    assert horizon > 0
+    assert heads % kv_heads == 0, f"{heads} query heads, {kv_heads} kv heads"
+    assert (np.diff(c, axis=-1) <= 0).all(), "c rises along the text"
     query = np.arange(length)
     start = np.zeros(length, np.int64) if window is None else np.maximum(0, query - window + 1)
     live = np.empty((batch, heads, length))

@@ -11,6 +11,8 @@ import torch
 from retrofox.anatomy import LOGIT_BYTES, read_logits, vocabulary_size
 from retrofox.evaluation.bootstrap import Bootstrap
 from retrofox.evaluation.panel_texts import Row
+from retrofox.evaluation.token_scores import require_finite
+from retrofox.support.memory import out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,11 +56,9 @@ def token_differences(model: PreTrainedModel, base: PreTrainedModel, token_ids: 
             found[1, start:stop] = -its.gather(1, target)[:, 0].cpu()
             found[2, start:stop] = (its.exp() * (its - mine)).sum(-1).cpu()
     except torch.cuda.OutOfMemoryError as error:
-        raise ValueError(
-            f"the GPU ran out of memory at a row of {len(token_ids)} tokens: lower the length, or load in bfloat16"
-        ) from error
-    if not torch.isfinite(found).all():
-        raise ValueError("a loss of the model or its base is no number: damaged weights, or too large for the dtype")
+        raise out_of_memory(f"a row of {len(token_ids)} tokens") from error
+    for one, losses in ((model, found[0]), (base, found[1])):
+        require_finite(one, losses.numpy(), np.arange(1, len(token_ids)), "a row")
     return found.numpy()
 
 

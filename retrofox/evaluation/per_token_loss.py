@@ -19,7 +19,9 @@ from retrofox.anatomy import (
 )
 from retrofox.data.windows import Window
 from retrofox.evaluation.bootstrap import Bootstrap, trend
+from retrofox.evaluation.token_scores import require_finite
 from retrofox.loading.rope_scaling import depends_on_length
+from retrofox.support.memory import out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,19 +66,10 @@ def window_losses(
         try:
             losses = losses_of(model, torch.from_numpy(ids).to(device)).cpu().numpy()
         except torch.cuda.OutOfMemoryError as error:
-            raise ValueError(
-                f"the GPU ran out of memory at batch {len(members)} x {longest} tokens; lower the batch or the length, "
-                "or load the model in bfloat16"
-            ) from error
+            raise out_of_memory(f"batch {len(members)} x {longest} tokens") from error
         for row, w in enumerate(members):
             result[w] = losses[row, : len(windows[w].token_ids) - 1].copy()
-            if not np.isfinite(result[w]).all():
-                position = int(np.flatnonzero(~np.isfinite(result[w]))[0])
-                dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-                raise ValueError(
-                    f"the loss at position {position + 1} of {windows[w].name or 'a document'} is "
-                    f"{result[w][position]} in {dtype}: the weights are damaged, or too large for this dtype"
-                )
+            require_finite(model, result[w], np.arange(1, len(result[w]) + 1), windows[w].name or "a document")
         if advance is not None:
             advance(sum(len(windows[w].token_ids) for w in members))
     return result

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from retrofox import anatomy
 from retrofox.anatomy import inner_model, logits_from_hidden, require_known_tokens, vocabulary_size
+from retrofox.support.memory import out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,15 +75,12 @@ def score_tokens(
                 budget = longest * (len(numbers) // 2)
                 scores = None
             else:
-                raise ValueError(
-                    f"the GPU ran out of memory at batch {len(numbers)} x {longest} tokens; lower the batch or the "
-                    "length, or load the model in bfloat16"
-                ) from error
+                raise out_of_memory(f"batch {len(numbers)} x {longest} tokens") from error
         if scores is None:
             torch.cuda.empty_cache()
             continue
         for n, score in zip(numbers, scores, strict=True):
-            _require_finite(model, texts[n], score[0])
+            require_finite(model, score[0], texts[n].positions, texts[n].name or "a text")
             found[n] = score
         if advance is not None:
             advance(sum(texts[n].needed for n in numbers))
@@ -111,11 +109,12 @@ def _score(texts: Sequence[Scored], model: PreTrainedModel, device: torch.device
     return list(zip(np.split(losses.numpy(), ends), np.split(best.numpy(), ends), strict=True))
 
 
-def _require_finite(model: PreTrainedModel, text: Scored, loss: np.ndarray) -> None:
-    broken = np.flatnonzero(~np.isfinite(loss))
+def require_finite(model: PreTrainedModel, losses: np.ndarray, positions: np.ndarray, name: str) -> None:
+    """Raises ValueError that names the first position (P,) of a text whose loss (P,) is no number."""
+    broken = np.flatnonzero(~np.isfinite(losses))
     if len(broken):
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         raise ValueError(
-            f"the loss at position {text.positions[broken[0]]} of {text.name or 'a text'} is {loss[broken[0]]} in "
-            f"{dtype}: the weights are damaged, or too large for this dtype"
+            f"the loss at position {positions[broken[0]]} of {name} is {losses[broken[0]]} in {dtype}: the weights are "
+            "damaged, or too large for this dtype"
         )

@@ -10,6 +10,13 @@ import psutil
 import torch
 
 
+def out_of_memory(what: str) -> ValueError:
+    """What to raise where a GPU ran out of memory at, for example, "batch 4 x 8192 tokens"."""
+    return ValueError(
+        f"the GPU ran out of memory at {what}; lower the batch or the length, or load the model in bfloat16"
+    )
+
+
 def bytes_in_use(device: torch.device) -> int:
     """Bytes that the GPU allocator holds now; on a CPU this process's resident memory."""
     if device.type == "cuda":

@@ -51,19 +51,6 @@ def test_open_gates_keep_everything():
     assert live_share(np.zeros((1, 2, 5)), 1.0, 1).ops == pytest.approx([1, 1])
 
 
-@pytest.mark.parametrize(
-    ("c", "horizon", "kv_heads", "message"),
-    [
-        (np.arange(3.0).reshape(1, 1, 3), 16.0, 1, "c rises"),
-        (np.zeros((1, 1, 3)), 0.0, 1, "positive"),
-        (np.zeros((1, 3, 3)), 16.0, 2, "evenly"),
-    ],
-)
-def test_what_is_no_live_share_is_refused(c, horizon, kv_heads, message):
-    with pytest.raises(ValueError, match=message):
-        live_share(c, horizon, kv_heads)
-
-
 @pytest.fixture
 def opened(pico_fox, pico_tokenizer) -> Opened:
     """A pico model whose heads have half-lives of 2 to 1000 tokens."""
