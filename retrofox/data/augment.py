@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from retrofox.data import facts
+from retrofox.data import synthetic_facts
 
 VERSION = 1
 """Part of a shard's identity: change it when `reflowed` or `recased` change."""
@@ -36,12 +36,12 @@ class Augmentation:
     def __call__(self, text: str) -> str:
         """The text with all that it draws."""
         if self.recall:
-            text = facts.with_facts(text, self.recall, self.questions)
+            text = synthetic_facts.with_facts(text, self.recall, self.questions)
         return recased(reflowed(text, self.reflow), self.recase)
 
     def identity(self) -> list[Any]:
         """What decides which texts come out: part of a shard's key."""
-        told = ["facts", facts.VERSION, self.recall, *([self.questions] if self.questions else [])]
+        told = ["facts", synthetic_facts.VERSION, self.recall, *([self.questions] if self.questions else [])]
         form = ["form", VERSION, self.reflow, self.recase]
         return [*(told if self.recall else []), *(form if self.reflow or self.recase else [])]
 

@@ -11,9 +11,9 @@ import numpy as np
 from retrofox.data import pieces
 from retrofox.data.backend import affixes, backend, special_literals
 from retrofox.data.chat import ChatEncoder
-from retrofox.data.facts import lacks_words
 from retrofox.data.read import Batch
 from retrofox.data.records import conversations_of, texts_of, utf8
+from retrofox.data.synthetic_facts import lacks_words
 
 PIECES = ("first piece", "middle piece", "last piece")
 

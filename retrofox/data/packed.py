@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrofox.data.order import ORDERING, Mixture, Order
 from retrofox.data.pack import PACKING, Packing, cached_packing
+from retrofox.data.sampler import ORDERING, Mixture, Order
 from retrofox.data.shards import Manifest, PreparedSource
 
 IGNORE = -100

@@ -22,7 +22,6 @@ from rich.console import Console
 from retrofox.data.backend import fingerprint
 from retrofox.data.chat import VERSION as CHAT_VERSION
 from retrofox.data.encode import Reading
-from retrofox.data.facts import FEWEST_WORDS
 from retrofox.data.files import (
     DIGESTS,
     FORMAT,
@@ -34,9 +33,10 @@ from retrofox.data.files import (
     read_shard,
     sweep,
 )
+from retrofox.data.source_shards import Unit
 from retrofox.data.sources import MESSAGES, SourceLike, resolve
+from retrofox.data.synthetic_facts import FEWEST_WORDS
 from retrofox.data.tokenise import tokenise
-from retrofox.data.units import Unit
 from retrofox.support.files import write_whole
 
 

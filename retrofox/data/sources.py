@@ -18,9 +18,9 @@ from retrofox.data import read as data_read
 from retrofox.data.augment import Augmentation
 from retrofox.data.longcrawl64 import blocks
 from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT
+from retrofox.data.source_shards import AugmentedUnit, FileUnit, RowsUnit, Unit
 from retrofox.data.streamed import sliced
 from retrofox.data.streamed import units as streamed_units
-from retrofox.data.units import AugmentedUnit, FileUnit, RowsUnit, Unit
 
 GROUP_FILES = 256
 """Above this many files in one source, neighbours are joined into units of about GROUP_BYTES."""
@@ -64,7 +64,7 @@ class DataSource:
     """A source of documents: path (or "hf:...", "longcrawl64:..."), weight (share of tokens), field of the text.
 
     `recall` is the share of documents that get made-up facts, `questions` that of the facts that are asked for
-    (`data.facts`), `reflow` and `recase` those with hard line breaks and in one case (`data.augment`). `chat`: the
+    (`data.synthetic_facts`), `reflow` and `recase` those with hard line breaks and in one case (`data.augment`). `chat`: the
     field holds conversations (`data.chat`).
     """
 

@@ -19,7 +19,7 @@ from retrofox.data.encode import Encoded, Encoder, Reading
 from retrofox.data.files import Shard, write_note
 from retrofox.data.pool import Pool
 from retrofox.data.read import Batch
-from retrofox.data.units import Unit
+from retrofox.data.source_shards import Unit
 from retrofox.support.files import temporary, to_disk, write_whole
 
 IN_PROCESS_BYTES = 4 << 20

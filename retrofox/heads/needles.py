@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrofox.data.facts import TELLINGS
+from retrofox.data.synthetic_facts import TELLINGS
 
 PROMPTS = 16
 LONGEST = 2048

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from retrofox.config import ExtendStage, Recipe, Stage
-from retrofox.data.order import StepSampler
 from retrofox.data.packed import IGNORE, PackedDataset, collate, next_token_targets
+from retrofox.data.sampler import StepSampler
 from retrofox.data.shards import Manifest, prepare_sources
 from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrofox.data.order import ORDERING
 from retrofox.data.pack import PACKING
 from retrofox.data.packed import IGNORE, PackedDataset, collate, skipping
+from retrofox.data.sampler import ORDERING
 
 LENGTH, REACH = 16, 1000
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from retrofox.config import validate
-from retrofox.data.order import StepSampler
 from retrofox.data.packed import PackedDataset, collate
 from retrofox.data.prepare import prepare
+from retrofox.data.sampler import StepSampler
 from retrofox.data.shards import prepare_sources
 from retrofox.data.sources import DataSource
 from retrofox.training.output import claim_data

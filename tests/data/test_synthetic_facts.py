@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from retrofox.data.facts import TELLINGS, with_facts
 from retrofox.data.files import Digests
 from retrofox.data.shards import prepare_sources
 from retrofox.data.sources import DataSource, resolve
+from retrofox.data.synthetic_facts import TELLINGS, with_facts
 from retrofox.data.windows import documents
 
 WORDS = [

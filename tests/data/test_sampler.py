@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrofox.data.order import Mixture, Order, StepSampler
+from retrofox.data.sampler import Mixture, Order, StepSampler
 
 
 @settings(deadline=None, max_examples=40)
