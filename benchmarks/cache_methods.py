@@ -35,7 +35,7 @@ from retrofox.evaluation.needles.haystack import Haystack, read_haystack
 from retrofox.evaluation.needles.prompts import EncodedTask, Prompt, make_prompts
 from retrofox.evaluation.needles.shares import wilson_interval
 from retrofox.evaluation.token_scores import Scored, score_tokens
-from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.support.plots import COLOURS, STYLE, save_figure, tokens_label
 
 TAIL = 512
@@ -59,7 +59,7 @@ def cells(methods: Sequence[str], ratios: Sequence[float]) -> Iterator[tuple[str
 class Plain:
     """A plain model under eviction."""
 
-    def __init__(self, opened: Opened, arguments: argparse.Namespace, hay: Haystack):
+    def __init__(self, opened: LoadedModel, arguments: argparse.Namespace, hay: Haystack):
         kinds = set(getattr(opened.model.config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise ValueError(f"{opened.name} has layers of {', '.join(sorted(kinds))}: only full attention is measured")
@@ -127,7 +127,7 @@ class Plain:
 class Forgetting:
     """A converted model, as it is."""
 
-    def __init__(self, opened: Opened):
+    def __init__(self, opened: LoadedModel):
         self.opened = opened
 
     def measure(self, prompts: list[Prompt], texts: list[np.ndarray], until: float) -> tuple[Hits, Hits, Hits]:
@@ -211,7 +211,7 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
     return drawn
 
 
-def opened_models(words: Sequence[str], options: dict[str, Any]) -> Iterator[Opened]:
+def opened_models(words: Sequence[str], options: dict[str, Any]) -> Iterator[LoadedModel]:
     for word in words:
         path, plus, baseline = word.rpartition("+")
         if plus and not Path(word).exists():

@@ -44,7 +44,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 import retrofox
 from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.generation.generate import PREFILL
-from retrofox.loading.opened import open_model
+from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE
 
 ROOT = Path(__file__).resolve().parent.parent

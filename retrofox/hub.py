@@ -21,7 +21,7 @@ from retrofox.conversion.upload import publish
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
 from retrofox.loading.adapter import base_of
-from retrofox.loading.added import check_added, check_finite
+from retrofox.loading.check_added_tensors import check_added, check_finite
 from retrofox.loading.converted import load
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import hub_errors, read_config

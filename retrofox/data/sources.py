@@ -64,8 +64,8 @@ class DataSource:
     """A source of documents: path (or "hf:...", "longcrawl64:..."), weight (share of tokens), field of the text.
 
     `recall` is the share of documents that get made-up facts, `questions` that of the facts that are asked for
-    (`data.synthetic_facts`), `reflow` and `recase` those with hard line breaks and in one case (`data.augment`). `chat`: the
-    field holds conversations (`data.chat`).
+    (`data.synthetic_facts`), `reflow` and `recase` those with hard line breaks and in one case (`data.augment`);
+    `chat`: the field holds conversations (`data.chat`).
     """
 
     path: str

@@ -23,7 +23,7 @@ from retrofox.anatomy import is_converted
 from retrofox.conversion.convert import convert
 from retrofox.families import check_supported
 from retrofox.fox_spec import FoxSpec
-from retrofox.loading.opened import Opened
+from retrofox.loading.loaded_model import LoadedModel
 from retrofox.loading.rope_scaling import set_rope
 from retrofox.loading.source import holds_converted
 
@@ -70,7 +70,7 @@ def parse_all(baselines: Sequence[str | Baseline]) -> list[Baseline]:
     return list(dict.fromkeys(parsed))
 
 
-def build(baseline: Baseline, base: Opened) -> Opened:
+def build(baseline: Baseline, base: LoadedModel) -> LoadedModel:
     """The baseline as a model of its own that shares the base's weights; the base stays as it is.
 
     Raises:
@@ -84,7 +84,9 @@ def build(baseline: Baseline, base: Opened) -> Opened:
         model = _MAKE[baseline.kind](base.model, baseline)
     except ValueError as error:
         raise ValueError(f"baseline {baseline.text} of {base.name}: {error}") from None
-    return Opened(model.eval(), base.tokenizer, f"{base.name} + {baseline.label}", f"{base.source} + {baseline.text}")
+    return LoadedModel(
+        model.eval(), base.tokenizer, f"{base.name} + {baseline.label}", f"{base.source} + {baseline.text}"
+    )
 
 
 def _shared(model: Any) -> Any:
@@ -125,7 +127,7 @@ def base_for(baselines: Sequence[Baseline], model: Any, against: Sequence[Any]) 
     base = against[0] if against else model
     if not baselines:
         return base
-    if isinstance(base, Opened):
+    if isinstance(base, LoadedModel):
         base = base.model
     converted = holds_converted(os.fspath(base)) if isinstance(base, (str, os.PathLike)) else is_converted(base)
     if converted:

@@ -6,22 +6,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from retrofox.evaluation.baselines import Baseline, build
-from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.support.memory import peak_bytes
 
 
 def columns(
     model: Any, others: Sequence[Any], baselines: Sequence[Baseline], **options: Any
-) -> Iterator[tuple[str, Opened]]:
+) -> Iterator[tuple[str, LoadedModel]]:
     """(key, open model) of everything that is measured: model, base, its baselines, further bases.
 
     Args:
-        model: as `open_model` takes it, or an `Opened` one; `others` likewise.
+        model: as `open_model` takes it, or an `LoadedModel` one; `others` likewise.
         baselines: made of the first other, or of the model where there is none; they share its weights.
         options: tokenizer, dtype and device of `open_model`.
     """
     for number, source in enumerate([model, *others]):
-        opened = source if isinstance(source, Opened) else open_model(source, **options)
+        opened = source if isinstance(source, LoadedModel) else open_model(source, **options)
         yield "model" if number == 0 else "base" if number == 1 else f"base{number}", opened
         if number == min(1, len(others)):
             for baseline in baselines:
@@ -29,7 +29,7 @@ def columns(
         opened = None
 
 
-def of_run(opened: Opened, tokens: int, seconds: float) -> dict[str, Any]:
+def of_run(opened: LoadedModel, tokens: int, seconds: float) -> dict[str, Any]:
     """What reports say of a column beside its figures: where it came from, what it ran in, speed and peak memory."""
     return {
         "source": opened.source,

@@ -26,7 +26,7 @@ from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_report import differences, print_tasks
 from retrofox.loading.device import check_place
-from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.parallel.launched import is_first
 from retrofox.support.memory import reset_peak
@@ -264,7 +264,7 @@ def _tokenizer_of(source: Any) -> Any:
 
 
 def _run(
-    opened: Opened,
+    opened: LoadedModel,
     key: str,
     chosen: Sequence[Window],
     batch: int,

@@ -19,7 +19,7 @@ from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_liv
 from retrofox.evaluation.live_share import LENGTHS, measure_live_share
 from retrofox.evaluation.needle_heads import measure_needle_heads, open_heads_sentence
 from retrofox.half_lives import DEAD_DECAY
-from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.source import holds_converted
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
 
@@ -157,7 +157,7 @@ class _Measured:
 
 
 @torch.no_grad()
-def _measure(opened: Opened, windows: Sequence[Window], progress: bool) -> dict[int, _Measured]:
+def _measure(opened: LoadedModel, windows: Sequence[Window], progress: bool) -> dict[int, _Measured]:
     """Runs the text through the model and listens to every gate, by layer."""
     total = sum(len(w.token_ids) for w in windows)
     with _listening(opened, total) as measured, progress_bar("tokens", progress) as bar:
@@ -170,7 +170,7 @@ def _measure(opened: Opened, windows: Sequence[Window], progress: bool) -> dict[
 
 
 @contextmanager
-def _listening(opened: Opened, total: int) -> Iterator[dict[int, _Measured]]:
+def _listening(opened: LoadedModel, total: int) -> Iterator[dict[int, _Measured]]:
     measured: dict[int, _Measured] = {}
     hooks = []
     for layer, (_, attention) in enumerate(attentions(opened.model)):
@@ -184,7 +184,7 @@ def _listening(opened: Opened, total: int) -> Iterator[dict[int, _Measured]]:
             hook.remove()
 
 
-def _layers(opened: Opened) -> list[dict[str, Any]]:
+def _layers(opened: LoadedModel) -> list[dict[str, Any]]:
     """Per layer: rotary pairs kept, their longest wavelength, sinks, window, and the gate itself."""
     layers = []
     for layer, (name, attention) in enumerate(attentions(opened.model)):

@@ -16,7 +16,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from retrofox.anatomy import LOGIT_BYTES, read_logits, vocabulary_size
-from retrofox.loading.opened import Opened
+from retrofox.loading.loaded_model import LoadedModel
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.support.memory import out_of_memory
 from retrofox.support.report import progress_bar
@@ -46,7 +46,7 @@ class BatchedModel(_HFLM):
         batch: rows of a batch; "auto" = as many as BATCH_TOKENS hold.
     """
 
-    def __init__(self, opened: Opened, max_length: int, batch: int | str = "auto", progress: bool = True):
+    def __init__(self, opened: LoadedModel, max_length: int, batch: int | str = "auto", progress: bool = True):
         self.tokens = BATCH_TOKENS.get(opened.device.type, BATCH_TOKENS["cpu"])
         self.rows = None if batch == "auto" else int(batch)
         self.progress = progress

@@ -23,7 +23,7 @@ from retrofox.evaluation.paired import paired_difference
 from retrofox.evaluation.panel_texts import SHIPPED
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.generation.generate import complete
-from retrofox.loading.opened import Opened
+from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import progress_bar
 from retrofox.version import __version__
 
@@ -64,7 +64,7 @@ def chat_prompts(tokenizer: Any, count: int) -> list[ChatPrompt]:
 
 
 def answer(
-    opened: Opened,
+    opened: LoadedModel,
     prompts: Sequence[ChatPrompt],
     max_new_tokens: int,
     fingerprint: str,
@@ -96,7 +96,11 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def compare_answers(
-    model: Opened, base: Opened, prompts: Sequence[ChatPrompt], own: Sequence[list[int]], its: Sequence[list[int]]
+    model: LoadedModel,
+    base: LoadedModel,
+    prompts: Sequence[ChatPrompt],
+    own: Sequence[list[int]],
+    its: Sequence[list[int]],
 ) -> dict[str, Any]:
     """The model's answers `own` beside the base's answers `its`.
 

@@ -22,7 +22,7 @@ import torch
 
 from retrofox.anatomy import attentions, exempt_tokens, inner_model, sliding_window
 from retrofox.data.windows import Window
-from retrofox.loading.opened import Opened
+from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import progress_bar
 
 HORIZON = 16.0
@@ -86,7 +86,7 @@ def live_share(
 
 @torch.no_grad()
 def measure_live_share(
-    opened: Opened,
+    opened: LoadedModel,
     windows: Sequence[Window],
     horizon: float | None = None,
     lengths: Sequence[int] = LENGTHS,

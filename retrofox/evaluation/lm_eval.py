@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from retrofox.evaluation import task_cache
-from retrofox.loading.opened import Opened
+from retrofox.loading.loaded_model import LoadedModel
 from retrofox.version import __version__
 
 LABELS = ("alias", "name", "sample_len")
@@ -68,7 +68,7 @@ class Scores:
 
 
 def run_tasks(
-    opened: Opened,
+    opened: LoadedModel,
     tasks: Tasks,
     *,
     max_length: int,

@@ -30,7 +30,7 @@ from retrofox.evaluation.needles.shares import by_length, grid
 from retrofox.evaluation.needles.tasks import MODES
 from retrofox.evaluation.token_scores import score_tokens
 from retrofox.loading.device import check_place
-from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
 
@@ -137,7 +137,7 @@ def needle(
     return result
 
 
-def _answers(opened: Opened, prompts: Sequence[Prompt], batch: int | str, progress: bool) -> list[dict[str, Any]]:
+def _answers(opened: LoadedModel, prompts: Sequence[Prompt], batch: int | str, progress: bool) -> list[dict[str, Any]]:
     """One record for each prompt, as in needle.csv; the answer is what is emitted up to the first wrong token."""
     texts = [prompt.scored for prompt in prompts]
     with progress_bar("tokens", progress) as bar:

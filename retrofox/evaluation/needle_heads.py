@@ -8,7 +8,7 @@ from typing import Any
 from retrofox.data.windows import Window
 from retrofox.heads.needles import LONGEST, plant
 from retrofox.heads.start import needle_scores
-from retrofox.loading.opened import Opened
+from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.plots import tokens_label
 
 PROMPTS, LEAST = 8, 512
@@ -18,7 +18,7 @@ LOOKS_UP = 0.1
 SHOWN = 8
 
 
-def measure_needle_heads(opened: Opened, windows: Sequence[Window]) -> list[list[float]] | None:
+def measure_needle_heads(opened: LoadedModel, windows: Sequence[Window]) -> list[list[float]] | None:
     """(layers, H): attention to the planted facts' values, mean over prompts; None where texts or model are too short.
 
     The model runs as it is, its gates on. Prompts have at most LONGEST tokens and lie inside the trained length.

@@ -19,7 +19,7 @@ from retrofox.evaluation.model_difference import summarise_rows, token_differenc
 from retrofox.evaluation.panel_report import print_panel, worst_row, write_panel
 from retrofox.evaluation.panel_texts import Row, choose_kinds, read_rows, rows_of
 from retrofox.loading.device import check_place
-from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
 from retrofox.version import __version__
@@ -131,8 +131,8 @@ def panel(
 
 
 def _measure(
-    mine: Opened,
-    its: Opened,
+    mine: LoadedModel,
+    its: LoadedModel,
     rows: dict[str, list[Row]],
     marks: list[str],
     kept: Path | None,

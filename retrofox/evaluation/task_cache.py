@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from retrofox.loading.opened import Opened
+from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.files import write_result
 
 CHUNK = 1 << 24
@@ -25,7 +25,7 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "retrofox" / "tasks"
 
 
-def model_fingerprint(opened: Opened) -> str:
+def model_fingerprint(opened: LoadedModel) -> str:
     """A hash of all that decides a model's logits: every weight, the config, the attention function, the tokenizer.
 
     It is taken from the model in memory, so that a directory, an adapter on its base, a .gguf file, a live model and a

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from retrofox.generation.generate import render
 from retrofox.generation.streaming import Meter, Writer
-from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.loaded_model import LoadedModel, open_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ class ChatSession:
         reused_tokens: tokens of the last turn's prompt that came from the cache.
     """
 
-    def __init__(self, opened: Opened, system: str | None = None):
+    def __init__(self, opened: LoadedModel, system: str | None = None):
         if not getattr(opened.tokenizer, "chat_template", None):
             raise ValueError(
                 f"the tokenizer of {opened.source} has no chat template, so it can't be chatted with; "

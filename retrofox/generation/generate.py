@@ -21,7 +21,7 @@ from retrofox.anatomy import require_known_tokens, vocabulary_size
 from retrofox.config.fields import MOST
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.errors import NO_MODEL, first_line
-from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.model.modeling_fox import CACHE
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def generate(
 
 @torch.no_grad()
 def complete(
-    opened: Opened,
+    opened: LoadedModel,
     token_ids: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -184,7 +184,7 @@ def _in_parts(model: Any) -> bool:
     return model.config.model_type.startswith("fox_") and not rope_kinds(model.config) & {"dynamic", "longrope"}
 
 
-def end_tokens(opened: Opened) -> list[int]:
+def end_tokens(opened: LoadedModel) -> list[int]:
     """Ids that end a text: the generation config's (chat models have several) or the tokenizer's.
 
     Raises:

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrofox.families import has_softcap
 from retrofox.loading.errors import opened_by_transformers, reading_gguf
+from retrofox.loading.fla_models import register_outside
 from retrofox.loading.gguf_files import gguf_config, refuse_unread_tensors
-from retrofox.loading.outside import register_outside
 from retrofox.loading.shards import find
 from retrofox.loading.source import read_config
 from retrofox.loading.tokenizers import load_tokenizer

@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from retrofox.families import check_supported
 from retrofox.loading.errors import understood
+from retrofox.loading.fla_models import register_outside
 from retrofox.loading.gguf_files import gguf_config
-from retrofox.loading.outside import register_outside
 from retrofox.loading.source import check_source, read_config, refuse_adapter
 from retrofox.loading.trust import refuse_untrusted, trusts_code
 

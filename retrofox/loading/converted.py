@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from retrofox.anatomy import is_new_tensor, lm_class
 from retrofox.loading.adapter import base_of, with_adapter
-from retrofox.loading.added import check_added
+from retrofox.loading.check_added_tensors import check_added
 from retrofox.loading.device import resolve_device
 from retrofox.loading.errors import makes_a_model
 from retrofox.loading.generation_config import savable

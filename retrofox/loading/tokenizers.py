@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from retrofox.config import Recipe
 from retrofox.loading.configs import any_config
 from retrofox.loading.errors import first_line, reading_gguf
-from retrofox.loading.outside import register_outside
+from retrofox.loading.fla_models import register_outside
 from retrofox.loading.source import holds_converted, read_config
 from retrofox.loading.trust import own_code, trusts_code
 from retrofox.model import configuration_fox

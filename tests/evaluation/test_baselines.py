@@ -18,8 +18,8 @@ from retrofox.evaluation.compared_models import columns
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.needle import needle
 from retrofox.generation.generate import complete
-from retrofox.loading.opened import Opened, open_model
-from retrofox.loading.outside import register_outside
+from retrofox.loading.fla_models import register_outside
+from retrofox.loading.loaded_model import LoadedModel, open_model
 
 LENGTH = 150  # beyond the 128 tokens of a pico model
 
@@ -30,8 +30,8 @@ def ids() -> torch.Tensor:
 
 
 @pytest.fixture
-def base(pico_llama, pico_tokenizer) -> Opened:
-    return Opened(pico_llama(), pico_tokenizer, "pico", "pico-source")
+def base(pico_llama, pico_tokenizer) -> LoadedModel:
+    return LoadedModel(pico_llama(), pico_tokenizer, "pico", "pico-source")
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def test_baselines_are_made_of_an_unconverted_base(base, pico_fox, pico_llama, p
     measured = columns(fox, [base.model], parse_all(["pi:2", "drope"]), tokenizer=pico_tokenizer)
     assert [key for key, _ in measured] == ["model", "base", "pi:2", "drope"]
     assert len(parse_all(["pi:2", "pi:2.0"])) == 1
-    scaled = Opened(pico_llama(rope_scaling={"rope_type": "linear", "factor": 2.0}), pico_tokenizer, "s", "s")
+    scaled = LoadedModel(pico_llama(rope_scaling={"rope_type": "linear", "factor": 2.0}), pico_tokenizer, "s", "s")
     with pytest.raises(ValueError, match=r"baseline yarn:4 of s: .*scaled already"):
         build(parse("yarn:4"), scaled)
 
@@ -223,12 +223,12 @@ def test_a_head_that_is_not_plain_is_read_through_the_models_own_forward(pico_ll
 
 
 def test_flash_linear_attention_is_imported_for_its_own_types_alone(monkeypatch):
-    monkeypatch.setattr("retrofox.loading.outside.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("retrofox.loading.fla_models.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install flash-linear-attention"):
         register_outside({"model_type": "hgrn2"})
     imported = []
-    monkeypatch.setattr("retrofox.loading.outside.importlib.util.find_spec", lambda name: SimpleNamespace())
-    monkeypatch.setattr("retrofox.loading.outside.importlib.import_module", imported.append)
+    monkeypatch.setattr("retrofox.loading.fla_models.importlib.util.find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr("retrofox.loading.fla_models.importlib.import_module", imported.append)
     for model_type in ("llama", "fox_llama", "mamba2", ""):
         register_outside({"model_type": model_type})
     assert imported == []

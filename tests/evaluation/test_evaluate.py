@@ -28,7 +28,7 @@ from retrofox.evaluation.gates import inspect
 from retrofox.evaluation.loss_report import print_table, verdicts
 from retrofox.evaluation.needle import needle
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, slope, window_losses
-from retrofox.loading.opened import open_model
+from retrofox.loading.loaded_model import open_model
 
 
 @pytest.fixture(scope="module")

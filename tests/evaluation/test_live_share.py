@@ -11,7 +11,7 @@ import torch
 from retrofox.anatomy import attentions, exempt_tokens
 from retrofox.data.windows import Window
 from retrofox.evaluation.live_share import BANDWIDTH, live_share, measure_live_share
-from retrofox.loading.opened import Opened
+from retrofox.loading.loaded_model import LoadedModel
 
 
 def by_definition(c: np.ndarray, t: float, kv_heads: int, sinks: int = 0, window: int | None = None) -> Any:
@@ -52,9 +52,9 @@ def test_open_gates_keep_everything():
 
 
 @pytest.fixture
-def opened(pico_fox, pico_tokenizer) -> Opened:
+def opened(pico_fox, pico_tokenizer) -> LoadedModel:
     """A pico model whose heads have half-lives of 2 to 1000 tokens."""
-    return Opened(pico_fox(stirred=False, half_life=(2.0, 1000.0)), pico_tokenizer, "fox", "fox")
+    return LoadedModel(pico_fox(stirred=False, half_life=(2.0, 1000.0)), pico_tokenizer, "fox", "fox")
 
 
 def test_a_model_is_measured_at_each_length_from_its_own_gates(opened):

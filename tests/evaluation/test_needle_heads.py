@@ -10,7 +10,7 @@ import pytest
 from retrofox.anatomy import attentions
 from retrofox.data.windows import Window
 from retrofox.evaluation.needle_heads import measure_needle_heads, open_heads_sentence
-from retrofox.loading.opened import Opened
+from retrofox.loading.loaded_model import LoadedModel
 
 TEXT = "The fox keeps stones beside the river, and counts them every winter evening. " * 40
 
@@ -22,7 +22,7 @@ def windows(pico_tokenizer) -> list[Window]:
 
 def test_closed_heads_see_no_planted_fact(pico_fox, pico_tokenizer, windows):
     model = pico_fox(stirred=False, config={"max_position_embeddings": 1024}, half_life=(1.0, 100_000.0))
-    found = measure_needle_heads(Opened(model, pico_tokenizer, "fox", "fox"), windows)
+    found = measure_needle_heads(LoadedModel(model, pico_tokenizer, "fox", "fox"), windows)
     assert found is not None
     scores = np.array(found)
     assert scores.shape == (len([*attentions(model)]), 4)
@@ -32,9 +32,9 @@ def test_closed_heads_see_no_planted_fact(pico_fox, pico_tokenizer, windows):
 
 def test_texts_or_models_too_short_for_a_fact_tell_nothing(pico_fox, pico_tokenizer, windows):
     short = [Window(0, windows[0].token_ids[:400])]
-    long = Opened(pico_fox(config={"max_position_embeddings": 1024}), pico_tokenizer, "fox", "fox")
+    long = LoadedModel(pico_fox(config={"max_position_embeddings": 1024}), pico_tokenizer, "fox", "fox")
     assert measure_needle_heads(long, short) is None
-    assert measure_needle_heads(Opened(pico_fox(), pico_tokenizer, "fox", "fox"), windows) is None
+    assert measure_needle_heads(LoadedModel(pico_fox(), pico_tokenizer, "fox", "fox"), windows) is None
 
 
 def test_the_sentence_says_why_heads_stay_open():

@@ -17,7 +17,7 @@ from retrofox.evaluation.model_difference import summarise_rows, token_differenc
 from retrofox.evaluation.panel import panel
 from retrofox.evaluation.panel_report import headline, worst_row
 from retrofox.evaluation.panel_texts import SHIPPED, Row, choose_kinds, parse_kinds, rows_of, shipped_kinds
-from retrofox.loading.opened import Opened
+from retrofox.loading.loaded_model import LoadedModel
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_answers_are_compared_and_the_bases_are_made_once(models, texts, options
     asked: list[str] = []
     original = instructions_module.complete
 
-    def complete(opened: Opened, prompts: Any, tokens: int) -> Any:
+    def complete(opened: LoadedModel, prompts: Any, tokens: int) -> Any:
         asked.append(opened.name)
         return original(opened, prompts, tokens)
 
@@ -170,7 +170,7 @@ def test_answers_are_compared_and_the_bases_are_made_once(models, texts, options
 
 
 def test_the_loss_of_the_bases_answers_is_each_models_own(models, pico_tokenizer):
-    opened = [Opened(model, pico_tokenizer, name, name) for model, name in zip(models, ("m", "b"), strict=True)]
+    opened = [LoadedModel(model, pico_tokenizer, name, name) for model, name in zip(models, ("m", "b"), strict=True)]
     prompts = [ChatPrompt([5, 6, 7]), ChatPrompt([8, 9])]
     own, its = [[10, 11], [12]], [[10, 12, 13], [12]]
     found = compare_answers(opened[0], opened[1], prompts, own, its)

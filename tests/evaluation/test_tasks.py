@@ -20,7 +20,7 @@ from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.lm_eval import PRESETS, Scores, expand, find_tasks, run_tasks
 from retrofox.evaluation.paired import paired_difference
 from retrofox.evaluation.task_report import differences, print_tasks
-from retrofox.loading.opened import Opened
+from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import output_console
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and its dependencies warn on import
@@ -89,8 +89,8 @@ def tasks(folder):
 
 
 @pytest.fixture(params=["pico_llama", "pico_fox"])
-def opened(request, pico_tokenizer) -> Opened:
-    return Opened(request.getfixturevalue(request.param)(), pico_tokenizer, "pico", "pico")
+def opened(request, pico_tokenizer) -> LoadedModel:
+    return LoadedModel(request.getfixturevalue(request.param)(), pico_tokenizer, "pico", "pico")
 
 
 def test_batches_by_tokens_give_what_requests_give_alone(opened, tasks):
@@ -263,7 +263,7 @@ def test_finished_tasks_are_kept_and_an_interrupted_run_goes_on(
 
 def test_prompts_and_models_are_told_apart_by_content(pico_llama, pico_fox, pico_tokenizer, tasks):
     def fingerprint(model) -> str:
-        return task_cache.model_fingerprint(Opened(model, pico_tokenizer, "a", "b"))
+        return task_cache.model_fingerprint(LoadedModel(model, pico_tokenizer, "a", "b"))
 
     plain = fingerprint(pico_llama())
     assert fingerprint(pico_llama()) == plain
@@ -282,7 +282,7 @@ def test_prompts_and_models_are_told_apart_by_content(pico_llama, pico_fox, pico
     assert fingerprint(eager) != plain
     other = copy.deepcopy(pico_tokenizer)
     other.add_tokens(["foxglove"])
-    assert task_cache.model_fingerprint(Opened(pico_llama(), other, "a", "b")) != plain
+    assert task_cache.model_fingerprint(LoadedModel(pico_llama(), other, "a", "b")) != plain
     changed = find_tasks(["pico_choice"], tasks_folder(tasks), limit=3)
     assert changed.digest("pico_choice") != tasks.digest("pico_choice")
     again = find_tasks(["pico_choice"], tasks_folder(tasks))
@@ -295,7 +295,7 @@ def test_a_task_whose_prompts_have_changed_runs_again(pico_llama, pico_tokenizer
     monkeypatch.setattr(
         lm_eval, "_run", lambda lm, name, task, limit: (ran.append(name), run(lm, name, task, limit))[1]
     )
-    opened = Opened(pico_llama(), pico_tokenizer, "pico", "pico")
+    opened = LoadedModel(pico_llama(), pico_tokenizer, "pico", "pico")
     for words in ("{{q}}", "{{q}}", "Say: {{q}}"):
         text = CHOICE.format(folder=folder).replace("{{q}}", words)
         (tmp_path / "choice.yaml").write_text(text)

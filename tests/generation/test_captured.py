@@ -15,7 +15,7 @@ from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.acceleration import static_cache as fixed
 from retrofox.generation.chat import ChatSession
 from retrofox.generation.generate import generate
-from retrofox.loading.opened import open_model
+from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE
 
 STEP = "the step of a captured graph, uncaptured on a CPU"

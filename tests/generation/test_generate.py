@@ -16,7 +16,7 @@ import retrofox
 from retrofox.acceleration import attention_dispatch
 from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate
-from retrofox.loading.opened import Opened, open_model
+from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.model import modeling_fox as scores
 from retrofox.model.modeling_fox import CACHE
 
@@ -24,16 +24,16 @@ PROMPTS = ["the fox forgets", "a", "the gate is open and the fox forgets the gat
 
 
 @pytest.fixture(scope="module", params=["pico_llama", "pico_fox"])
-def opened(request, pico_tokenizer) -> Opened:
+def opened(request, pico_tokenizer) -> LoadedModel:
     """A plain and a converted pico model in turn."""
     return open_model(request.getfixturevalue(request.param)(), tokenizer=pico_tokenizer)
 
 
-def run(opened: Opened, prompts: list[str], new: int = 16, **options) -> dict:
+def run(opened: LoadedModel, prompts: list[str], new: int = 16, **options) -> dict:
     return generate(opened.model, prompts, new, tokenizer=opened.tokenizer, stream=False, ignore_eos=True, **options)
 
 
-def by_hand(opened: Opened, prompt: str, new: int) -> list[int]:
+def by_hand(opened: LoadedModel, prompt: str, new: int) -> list[int]:
     """Greedy tokens, each from a forward pass over everything so far."""
     ids = opened.tokenizer(prompt)["input_ids"]
     start = len(ids)
@@ -192,7 +192,7 @@ def test_a_padding_token_that_the_model_lacks_pads_a_batch(opened, pico_tokenize
     extended.add_tokens([f"<{n}>" for n in range(288 - len(extended))])
     extended.add_special_tokens({"pad_token": "<pad>"})
     assert extended.pad_token_id == 288
-    other = Opened(opened.model, extended, opened.name, opened.source)
+    other = LoadedModel(opened.model, extended, opened.name, opened.source)
     assert run(other, PROMPTS)["token_ids"] == alone
 
 
@@ -276,7 +276,7 @@ def test_a_template_that_renders_nothing_says_so(opened):
 # the cache
 
 
-def filled(opened: Opened, ids: torch.Tensor, **options):
+def filled(opened: LoadedModel, ids: torch.Tensor, **options):
     cache = DynamicCache(config=opened.model.config)
     with torch.no_grad():
         opened.model(input_ids=ids, **{CACHE: cache}, **options)
@@ -284,7 +284,7 @@ def filled(opened: Opened, ids: torch.Tensor, **options):
 
 
 @pytest.fixture
-def pico(pico_fox, pico_tokenizer) -> Opened:
+def pico(pico_fox, pico_tokenizer) -> LoadedModel:
     return open_model(pico_fox(), tokenizer=pico_tokenizer)
 
 
@@ -292,13 +292,13 @@ def tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
     return torch.randint(2, 288, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def after(opened: Opened, cache, ids: torch.Tensor) -> torch.Tensor:
+def after(opened: LoadedModel, cache, ids: torch.Tensor) -> torch.Tensor:
     """Logits of the last 6 tokens of ids (B, T): the cache holds those before."""
     with torch.no_grad():
         return opened.model(input_ids=ids[:, -6:], **{CACHE: cache}).logits
 
 
-def from_scratch(opened: Opened, ids: torch.Tensor) -> torch.Tensor:
+def from_scratch(opened: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return opened.model(input_ids=ids, use_cache=False).logits[:, -6:]
 
@@ -427,7 +427,7 @@ def test_assisted_generation_equals_greedy(pico):
 # a cache that forgets, and prompts read in parts
 
 
-def short_gates(pico_fox, pico_tokenizer) -> Opened:
+def short_gates(pico_fox, pico_tokenizer) -> LoadedModel:
     return open_model(pico_fox(half_life=(1.0, 1.2), config={"initializer_range": 0.1}), tokenizer=pico_tokenizer)
 
 

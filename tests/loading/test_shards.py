@@ -19,7 +19,7 @@ import retrofox.conversion.directory
 from retrofox.loading import atomic_directory as atomic_module
 from retrofox.loading import shards
 from retrofox.loading.atomic_directory import AtomicDirectory
-from retrofox.loading.opened import open_model
+from retrofox.loading.loaded_model import open_model
 from retrofox.loading.shards import INDEX, SINGLE
 
 SINGLE_FILE = "model.safetensors"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Opened:
+class LoadedModel:
     """A model ready to run, with its tokenizer and the name it goes by in tables."""
 
     model: PreTrainedModel
@@ -45,7 +45,7 @@ def open_model(
     reads_text: bool = True,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
-) -> Opened:
+) -> LoadedModel:
     """Opens a converted model or an adapter through `retrofox.load`, any other through `loading.base.load_base`.
 
     Args:
@@ -69,7 +69,7 @@ def open_model(
         label = getattr(source.config, "name_or_path", "") or type(source).__name__
         if tokenizer is None and reads_text:
             tokenizer = open_tokenizer(label)
-        return Opened(_unwrapped(source), tokenizer, _short(label), label)
+        return LoadedModel(_unwrapped(source), tokenizer, _short(label), label)
     text, place = os.fspath(source), resolve_device(device)
     if wanted is None:
         wanted = torch.bfloat16 if place.type == "cuda" else torch.float32
@@ -79,7 +79,7 @@ def open_model(
         model = load(text, dtype=wanted, device=place)
     else:
         model, _ = load_base(text, dtype=wanted, device=place)
-    return Opened(_unwrapped(model), tokenizer, _short(text), text)
+    return LoadedModel(_unwrapped(model), tokenizer, _short(text), text)
 
 
 def _unwrapped(model: Any) -> PreTrainedModel:
