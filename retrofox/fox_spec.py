@@ -5,12 +5,21 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-import math
 from dataclasses import MISSING, InitVar, asdict, dataclass, fields
 from typing import Any
 
 from retrofox.model.configuration_fox import FoxFields
-from retrofox.support.counts import parse_tokens
+from retrofox.spec_values import (
+    NUMBERS,
+    check_number,
+    half_life_of,
+    half_life_of_time_constants,
+    one_of,
+    open_heads_of,
+    pairs_of,
+    parts_of,
+    wavelengths_of,
+)
 
 logger = logging.getLogger(__name__)
 ROPE_MODES = ("interpolate", "keep", "partial", "drop", "anneal")
@@ -102,77 +111,30 @@ class FoxSpec(FoxFields):
     t_max: InitVar[float | None] = None
 
     def __post_init__(self, t_min: float | None, t_max: float | None) -> None:
-        for spec_field in fields(self):
-            _check_type(spec_field, getattr(self, spec_field.name))
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if value is not None or getattr(FoxSpec, name) is not None:
+                check_number(name, value)
         self.rope = self.rope or default_rope(self.max_wavelength)
         if self.init == "calibrated":
             if self.version is None:
                 logger.warning("init calibrated is the old name of measured: queries are no longer refitted")
             self.init = "measured"
-        _one_of("rope", self.rope, ROPE_MODES)
-        _one_of("anneal_to", self.anneal_to, ("partial", "drop"))
-        _one_of("gate", self.gate, GATE_KINDS)
-        _one_of("gate_heads", self.gate_heads, ("query", "kv"))
-        _one_of("init", self.init, GATE_INITS)
-        if isinstance(self.pro, str):
-            whole = {"all": PRO_PARTS, "none": ()}
-            self.pro = whole[self.pro] if self.pro in whole else tuple(self.pro.split(","))
-        for part in self.pro:
-            if part in ("all", "none"):
-                raise ValueError(
-                    f"pro: {part} stands alone, got {', '.join(self.pro)}: give it alone, or parts by name"
-                )
-            _one_of("pro", part, PRO_PARTS)
-        self.pro = tuple(dict.fromkeys(self.pro))
-        if self.rope_factor is not None and not 1 <= self.rope_factor < math.inf:
-            raise ValueError(
-                f"rope_factor must be a number from 1 on, times the trained length, got {self.rope_factor}"
-            )
-        if self.rope_length is not None and not 1 <= self.rope_length < math.inf:
-            raise ValueError(f"rope_length must be a trained length in tokens, 1 or more, got {self.rope_length}")
-        if self.max_wavelength is not None and not self.max_wavelength > 0:
-            raise ValueError(f"max_wavelength must be a positive number of tokens, got {self.max_wavelength}")
-        self.layer_max_wavelength = _numbers_by_layer(self.layer_max_wavelength)
-        if any(not v >= 0 for v in self.layer_max_wavelength.values()):
-            raise ValueError(f"layer_max_wavelength must be >= 0 tokens per layer, got {self.layer_max_wavelength}")
-        self.layer_pairs = _pairs_by_layer(self.layer_pairs)
-        self.open_heads = _heads(self.open_heads, self.init)
+        one_of("rope", self.rope, ROPE_MODES)
+        one_of("anneal_to", self.anneal_to, ("partial", "drop"))
+        one_of("gate", self.gate, GATE_KINDS)
+        one_of("gate_heads", self.gate_heads, ("query", "kv"))
+        one_of("init", self.init, GATE_INITS)
+        self.pro = parts_of(self.pro, PRO_PARTS)
+        self.layer_max_wavelength = wavelengths_of(self.layer_max_wavelength)
+        self.layer_pairs = pairs_of(self.layer_pairs)
+        self.open_heads = open_heads_of(self.open_heads, self.init == "measured")
         if t_min is not None or t_max is not None:
             self.half_life = half_life_of_time_constants(t_min, t_max, self.half_life)
         if self.half_life is not None:
-            try:
-                low, high = (float(x) for x in self.half_life)
-            except (TypeError, ValueError, OverflowError):
-                raise ValueError(
-                    f"half_life takes two numbers, (shortest, longest) in tokens, got {self.half_life}"
-                ) from None
-            if not (0 < low <= high and math.isfinite(high)):
-                raise ValueError(
-                    f"half_life must be 0 < shortest <= longest, finite, in tokens, got ({low:g}, {high:g})"
-                )
-            self.half_life = (low, high)
-        is_count = isinstance(self.sink_tokens, int) and not isinstance(self.sink_tokens, bool)
-        if not is_count or not 0 <= self.sink_tokens < 2**31:
-            raise ValueError(f"sink_tokens must be an integer >= 0 and below 2^31, got {self.sink_tokens!r}")
-        if self.log_n is not None and not 2 <= self.log_n < math.inf:
-            raise ValueError(f"log_n must be a trained length of at least 2 tokens, got {self.log_n}")
-        if self.prune is not None:
-            if not (math.isfinite(self.prune) and self.prune <= 0):
-                raise ValueError(
-                    f"prune must be ln(eps) of the attention weight that may be lost, <= 0, say -10; got {self.prune!r}"
-                )
-            self.prune = float(self.prune)
-        if self.horizon is not None:
-            if not (math.isfinite(self.horizon) and self.horizon > 0):
-                raise ValueError(
-                    f"horizon must be the nats a key may decay by, a number above 0, say 16; got {self.horizon!r}"
-                )
-            self.horizon = float(self.horizon)
-        if not (0 <= self.anneal_tokens < math.inf and 0 <= self.annealed_tokens < math.inf):
-            raise ValueError(
-                "anneal_tokens and annealed_tokens must be finite numbers of tokens, 0 or more; got "
-                f"{self.anneal_tokens} and {self.annealed_tokens}"
-            )
+            self.half_life = half_life_of(self.half_life)
+        self.prune = None if self.prune is None else float(self.prune)
+        self.horizon = None if self.horizon is None else float(self.horizon)
         if self.rope == "anneal" and self.anneal_tokens == 0:
             raise ValueError("rope='anneal' needs anneal_tokens > 0: the training tokens over which pairs fade")
         if self.version is None:  # a spec with a version is a conversion's own: resolved, every field filled in
@@ -194,7 +156,9 @@ class FoxSpec(FoxFields):
             if values.get("version") is None:
                 logger.warning("preset %s is the old name of %s", preset, OLD_PRESETS[preset])
             preset = OLD_PRESETS[preset]
-        start = {} if preset is None else _preset(preset)
+        if preset is not None:
+            one_of("preset", preset, PRESETS)
+        start = {} if preset is None else PRESETS[preset][0]
         spec = cls(**{**start, **{key: value for key, value in values.items() if key != "preset"}})
         spec.preset = preset
         return spec
@@ -289,119 +253,3 @@ def _refuse_idle(spec: FoxSpec) -> None:
                 f"{name} sets {IDLE[name]}, but {other} {getattr(spec, other)} leaves it without effect: drop one of "
                 "them"
             )
-
-
-TOKENS = frozenset(
-    {
-        *("rope_length", "max_wavelength", "layer_max_wavelength", "anneal_tokens", "annealed_tokens"),
-        *("half_life", "t_min", "t_max", "sink_tokens", "log_n"),
-    }
-)
-"""Fields of a FoxSpec that count tokens, alone, in a list or in a mapping."""
-
-TAKES: dict[str, tuple[tuple[type, ...], str]] = {
-    **dict.fromkeys(
-        ("rope_length", "max_wavelength", "anneal_tokens", "annealed_tokens", "log_n"),
-        ((int, float), "a number of tokens"),
-    ),
-    "rope_factor": ((int, float), "a number, times the trained length"),
-    "layer_max_wavelength": ((dict, str), "a mapping of layers to tokens, or text such as 0-3=inf,20=0"),
-    "layer_pairs": ((dict,), "a mapping of layers to lists of pairs"),
-    "half_life": ((tuple, list), "two numbers, (shortest, longest) in tokens"),
-    "pro": ((str, tuple, list), "names of parts"),
-    "prune": ((int, float), "ln(eps) of the attention weight that may be lost"),
-    "horizon": ((int, float), "the nats that a key may decay by"),
-}
-"""Field of a FoxSpec -> the types that its value may have, and words for errors; others have their own checks."""
-
-
-def _check_type(spec_field: Any, value: object) -> None:
-    types, wanted = TAKES.get(spec_field.name, ((object,), ""))
-    if value is None and spec_field.default is None:
-        return
-    if not isinstance(value, types) or (types == (int, float) and isinstance(value, bool)):
-        raise ValueError(f"{spec_field.name} has the wrong type: {value!r}; it takes {wanted}")
-
-
-def _preset(name: object) -> dict[str, Any]:
-    _one_of("preset", name, tuple(PRESETS))
-    return PRESETS[str(name)][0]
-
-
-MOST_LAYERS = 10_000
-"""Layers that one part of a text of layers can name; the model says which of them it lacks."""
-
-
-def _numbers_by_layer(values: dict[Any, Any] | str) -> dict[int, float]:
-    """{layer: tokens} of a mapping, or of text such as "0-3=inf,20=0" that names each layer once."""
-    try:
-        return _layers_of(values) if isinstance(values, str) else {int(n): float(x) for n, x in values.items()}
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(
-            f"layer_max_wavelength takes tokens per layer, each layer once, such as 0-3=inf,20=0; got {values}"
-        ) from None
-
-
-def _layers_of(text: str) -> dict[int, float]:
-    result: dict[int, float] = {}
-    for part in text.split(","):
-        layers, _, tokens = part.partition("=")
-        first, dash, last = layers.partition("-")
-        names = range(int(first), int(last if dash else first) + 1)[:MOST_LAYERS]
-        if not names or any(layer in result for layer in names):
-            raise ValueError(part)
-        result |= dict.fromkeys(names, float(str(parse_tokens(tokens))))
-    return result
-
-
-def _pairs_by_layer(values: dict[Any, Any]) -> dict[int, tuple[int, ...]]:
-    try:
-        found = {int(layer): tuple(sorted({*pairs})) for layer, pairs in values.items()}
-    except (TypeError, ValueError):
-        found = {0: (-1,)}
-    if any(
-        isinstance(pair, bool) or not isinstance(pair, int) or pair < 0 for pairs in found.values() for pair in pairs
-    ):
-        raise ValueError(f"layer_pairs takes a list of pairs, 0 or more each, per layer; got {values}")
-    return found
-
-
-def _heads(value: Any, init: str) -> int | tuple[tuple[int, int], ...]:
-    def is_count(number: object) -> bool:
-        return isinstance(number, int) and not isinstance(number, bool) and number >= 0
-
-    if is_count(value) and (value == 0 or init == "measured"):
-        return value
-    pairs: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
-    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(is_count, pair)) for pair in pairs):
-        raise ValueError(
-            f"open_heads takes [[layer, kv head], ...], or with init measured a number of kv heads; got {value!r}"
-        )
-    return tuple(sorted({(layer, kv_head) for layer, kv_head in pairs}))
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{hint}")
-
-
-def half_life_of_time_constants(t_min: Any, t_max: Any, half_life: object = None) -> tuple[float, float]:
-    """(t_min ln 2, t_max ln 2): the half-lives of gates with f = exp(-1/T), T from t_min to t_max tokens.
-
-    Raises:
-        ValueError: one of them is missing or no number, t_min is above t_max, or a half-life is given as well.
-    """
-    if half_life is not None:
-        raise ValueError(
-            f"give half_life, or t_min and t_max (half-life = T ln 2), not both: got half_life {half_life}, "
-            f"t_min {t_min}, t_max {t_max}"
-        )
-    numbers = all(isinstance(t, (int, float)) and not isinstance(t, bool) for t in (t_min, t_max))
-    if not numbers or not (0 < t_min <= t_max and math.isfinite(t_max)):
-        raise ValueError(
-            "t_min and t_max, time constants in tokens, belong together and must be numbers, 0 < t_min <= t_max, "
-            f"finite; got t_min {t_min!r} and t_max {t_max!r}"
-        )
-    return t_min * math.log(2.0), t_max * math.log(2.0)

@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ORDER = (
-    *("version", "registration", "support", "acceleration", "model", "fox_spec", "half_lives", "families", "config"),
-    *("anatomy", "loading", "planning", "serving", "surgery"),
+    *("version", "registration", "support", "acceleration", "model", "spec_values", "fox_spec", "half_lives"),
+    *("families", "config", "anatomy", "loading", "planning", "serving", "surgery"),
     *("data", "parallel", "heads", "conversion", "training", "generation", "evaluation"),
     *("reporting", "hub", "cli", "__main__"),
 )

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from retrofox.cli.tokens import METAVAR
-from retrofox.fox_spec import PRESETS, TOKENS, FoxSpec
+from retrofox.fox_spec import PRESETS, FoxSpec
+from retrofox.spec_values import TOKENS
 
 STATE = ("annealed_tokens", "base", "base_revision", "version")
 """Fields that conversion and training fill in."""

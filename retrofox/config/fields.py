@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from retrofox.fox_spec import TOKENS, FoxSpec
+from retrofox.fox_spec import FoxSpec
+from retrofox.spec_values import TOKENS
 from retrofox.support.counts import ALLOWED, PATTERN, parse_count
 
 FOX_COUNTS = {"anneal_tokens", "annealed_tokens"}

@@ -14,7 +14,8 @@ from retrofox.config.fields import Section
 from retrofox.config.recipe import Recipe
 from retrofox.config.shipped import recipe_file
 from retrofox.config.yaml_text import apply_override, read_yaml, write_yaml
-from retrofox.fox_spec import PRESETS, TOKENS
+from retrofox.fox_spec import PRESETS
+from retrofox.spec_values import TOKENS
 from retrofox.support.counts import PATTERN
 
 

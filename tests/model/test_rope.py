@@ -379,7 +379,7 @@ def test_interpolation_is_the_default_and_its_length_is_the_bases():
         ({2: [0]}, r"layer_pairs names layers \[2\]; the model has 0..1"),
         ({0: [-1]}, "layer_pairs takes a list of pairs, 0 or more each, per layer"),
         ({0: 3}, "layer_pairs takes a list of pairs, 0 or more each, per layer"),
-        ([1], "layer_pairs has the wrong type"),
+        ([1], "layer_pairs takes a list of pairs"),
     ],
 )
 def test_pairs_that_there_are_not_are_named(pairs, error):
