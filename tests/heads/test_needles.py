@@ -52,5 +52,5 @@ def test_prompts_are_the_same_each_time(documents, pico_tokenizer):
 
 
 def test_a_model_too_short_for_a_fact_is_refused(documents, pico_tokenizer):
-    with pytest.raises(ValueError, match=r"can't hold a planted fact .* name the heads"):
+    with pytest.raises(ValueError, match=r"can't hold a fact .* name the heads"):
         plant(documents, pico_tokenizer, 40)

@@ -131,18 +131,19 @@ def test_a_named_open_head_opens_its_gate(pico_fox):
     assert second[1] == first[1]
 
 
-def test_measured_gates_follow_the_head_of_theirs_that_looks_farthest(pico_llama, pico_tokenizer, tmp_path):
+def test_measured_gates_are_as_many_and_start_where_those_of_query_heads_do(pico_checkpoint, tmp_path):
     (tmp_path / "text.txt").write_text("the fox forgets many different foxes beside these rivers. " * 60)
-    base = pico_llama()
-    base.save_pretrained(tmp_path / "base")
-    pico_tokenizer.save_pretrained(tmp_path / "base")
-    spec = FoxSpec(gate_heads="kv", init="measured", half_life=(8, 64))
-    texts = [str(tmp_path / "text.txt")]
-    start = retrofox.convert(tmp_path / "base", tmp_path / "out", fox=spec, texts=texts, verify=False)["start"]
-    for distances, lives in zip(start["distances"], start["half_lives"], strict=True):
-        assert sorted(lives) == pytest.approx([8, 64])
-        farthest = [max(distances[:2]), max(distances[2:])]
-        assert farthest[0] == farthest[1] or (lives[0] < lives[1]) == (farthest[0] < farthest[1])
+
+    def half_lives(heads: str) -> torch.Tensor:
+        spec = FoxSpec(gate_heads=heads, init="measured", half_life=(8, 64), open_heads=1)
+        options = {"texts": [str(tmp_path / "text.txt")], "verify": False}
+        return torch.tensor(
+            retrofox.convert(pico_checkpoint, tmp_path / heads, fox=spec, **options)["start"]["half_lives"]
+        )
+
+    ours, theirs = half_lives("kv"), half_lives("query")
+    assert ours.shape == (LAYERS, KV_HEADS)
+    assert torch.equal(ours.repeat_interleave(HEADS // KV_HEADS, -1), theirs)
 
 
 def test_a_budget_presses_each_gate_once(pico_fox, ids):
