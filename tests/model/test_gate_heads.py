@@ -133,13 +133,12 @@ def test_a_named_open_head_opens_its_gate(pico_fox):
 
 def test_measured_gates_are_as_many_and_start_where_those_of_query_heads_do(pico_checkpoint, tmp_path):
     (tmp_path / "text.txt").write_text("the fox forgets many different foxes beside these rivers. " * 60)
+    texts = [str(tmp_path / "text.txt")]
 
     def half_lives(heads: str) -> torch.Tensor:
-        spec = FoxSpec(gate_heads=heads, init="measured", half_life=(8, 64), open_heads=1)
-        options = {"texts": [str(tmp_path / "text.txt")], "verify": False}
-        return torch.tensor(
-            retrofox.convert(pico_checkpoint, tmp_path / heads, fox=spec, **options)["start"]["half_lives"]
-        )
+        spec = FoxSpec(gate_heads=heads, init="measured", half_life=(8, 64))
+        report = retrofox.convert(pico_checkpoint, tmp_path / heads, fox=spec, texts=texts, verify=False)
+        return torch.tensor(report["start"]["half_lives"])
 
     ours, theirs = half_lives("kv"), half_lives("query")
     assert ours.shape == (LAYERS, KV_HEADS)
