@@ -70,8 +70,8 @@ def plant(documents: Sequence[np.ndarray], tokenizer: Any, length: int, prompts:
         room = min(length - rest, len(hay))
         if room < 1:
             raise ValueError(
-                f"open_heads: prompts of {length} tokens can't hold a fact and its question, {rest} tokens: name the heads,"
-                " as in open_heads: [[LAYER, KV_HEAD], ...]"
+                f"open_heads: prompts of {length} tokens can't hold a fact and its question, {rest} tokens: name the "
+                "heads, as in open_heads: [[LAYER, KV_HEAD], ...]"
             )
         at = draw.randrange(len(hay) - room + 1)
         text = hay[at : at + room].tolist()
