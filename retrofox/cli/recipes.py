@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="The recipes that ship with retrofox: ls, show, cp.")
+app = typer.Typer(no_args_is_help=True, help="The recipes that ship with retrofox: ls, show, cp; new writes one.")
 Name = Annotated[str, typer.Argument(help="A name that `retrofox recipes ls` gives, such as smollm2-stretch.")]
 
 
@@ -44,3 +44,31 @@ def cp(
     from retrofox.config.shipped import copy
 
     print(copy(name, out))
+
+
+@app.command("new")
+def new(
+    model: Annotated[str, typer.Option(help="Hub id or directory of an unconverted model.")],
+    out: Annotated[Path, typer.Option(help="File to write.")],
+    length: Annotated[str, typer.Option(help="Tokens of a row, such as 32Ki.")] = "32Ki",
+    gpu: Annotated[str | None, typer.Option(help="As for plan; default: this machine's.")] = None,
+    memory: Annotated[str | None, typer.Option(help="As for plan.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    lora: Annotated[bool, typer.Option("--lora", help="Adapters, also where whole weights fit.")] = False,
+    data: Annotated[str | None, typer.Option(help="Texts to train on; default: books of the Hub.")] = None,
+    output: Annotated[str | None, typer.Option(help="Where the run will go; default: runs/MODEL.")] = None,
+) -> None:
+    """Writes a recipe that fits the machine: whole weights, else adapters, else adapters on a 4-bit base."""
+    from retrofox.planning.hardware import hardware
+    from retrofox.planning.new_recipe import new_recipe
+    from retrofox.support.counts import parse_count
+
+    tokens = parse_count(length)
+    if not isinstance(tokens, int) or tokens < 2:
+        raise ValueError(f"--length is a number of tokens such as 32Ki, got {length!r}")
+    if out.exists():
+        raise ValueError(f"{out} exists: remove it or name another file")
+    text = new_recipe(model, tokens, hardware(gpu, memory), gpus, adapters=lora, output=output, data=data)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    print(out)

@@ -1,0 +1,177 @@
+"""A recipe for a model, a length and a machine: whole weights where they fit, else adapters, else a 4-bit base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from retrofox.config import Recipe, validate
+from retrofox.planning.hardware import Hardware
+from retrofox.planning.hours import hours_of
+from retrofox.planning.known import config_of, trained_length
+from retrofox.planning.memory import Setting, memory
+from retrofox.planning.plan import changes_that_fit, fits, longest_row
+from retrofox.planning.shape import Shape, shape_of
+from retrofox.planning.steps import count_steps
+from retrofox.support.counts import size
+
+STEP_TOKENS = 1 << 16
+"""Tokens of an optimizer step, or a row on each GPU where that is more."""
+STEPS = 306
+"""As in smollm2-stretch: 20M tokens in steps of 64Ki."""
+ROWS = 1 << 15
+"""Tokens of a micro-batch: shorter rows go together."""
+FULL_RATES = ((0.3e9, 6e-4), (2e9, 5e-5), (float("inf"), 2e-5))
+LORA_RATES = ((0.3e9, 1e-3), (float("inf"), 2e-4))
+"""(parameters up to which, learning rate): those of the shipped recipes; beyond SmolLM2-135M not tried."""
+MARGIN = 0.92
+"""Of a device's memory that a new recipe may take: the plan is within a few percent of what is measured."""
+SMALLEST: dict[str, Any] = {"gradient_checkpointing": "full", "tiled_mlp": "auto", "offload_activations": True}
+DATA = ("hf:emozilla/pg19:train[:400]", "hf:emozilla/pg19:validation[:20]")
+
+
+class Choice(NamedTuple):
+    """A recipe that fits, how its weights are split, and why it was chosen."""
+
+    recipe: Recipe
+    setting: Setting
+    why: str
+
+
+def new_recipe(
+    model: str,
+    length: int,
+    on: Hardware,
+    gpus: int = 1,
+    *,
+    adapters: bool = False,
+    output: str | None = None,
+    data: str | None = None,
+) -> str:
+    """The text of a recipe that fits the machine, with the choice in comments.
+
+    Args:
+        adapters: also where whole weights would fit.
+        data: texts to train on; None = books of the Hub, held-out ones with them.
+
+    Raises:
+        FileNotFoundError: no such model.
+        ValueError: no recipe fits; the text says which length would.
+    """
+    config = config_of(model)
+    trained = trained_length(config)
+    name = output or f"runs/{model.rstrip('/').rsplit('/', 1)[-1].lower()}"
+    values = _values(model, length, trained, gpus, name, data)
+    shape = shape_of(config, validate(values).fox)
+    room = on._replace(memory=MARGIN * on.memory)
+    choice = next(_choices(values, shape, room, gpus, adapters), None)
+    if choice is None:
+        smallest = validate({**values, "lora": {"rank": 16, "quantize": "nf4"}})
+        stage = smallest.stages[0].model_copy(update=SMALLEST)
+        longest = longest_row(shape, smallest, stage, room, Setting(gpus, "ddp", on.gpu))
+        raise ValueError(
+            f"rows of {length:,} tokens of {model} fit {gpus} x {on.name} ({size(on.memory)}) in no way, not with a "
+            f"4-bit base and every switch: give --length {longest} or less"
+            if longest
+            else f"{model} fits {on.name} ({size(on.memory)}) in no way: take a larger GPU"
+        )
+    return _text(choice, shape, on, trained)
+
+
+def _values(model: str, length: int, trained: int, gpus: int, output: str, data: str | None) -> dict[str, Any]:
+    batch = max(STEP_TOKENS, length * gpus) // (length * gpus) * length * gpus
+    reach = max(8 * trained, length)
+    train, held_out = (data, None) if data else DATA
+    return {
+        "model": model,
+        "output": output,
+        "fox": {"rope": "interpolate", "rope_factor": -(-reach // trained)},
+        "data": {"train": [train], "eval": [held_out] if held_out else []},
+        "stages": [
+            {
+                "objective": "extend",
+                "tokens": STEPS * batch,
+                "sequence_length": length,
+                "batch_tokens": batch,
+                "micro_batch": max(1, min(batch // (length * gpus), ROWS // length)),
+                "schedule": "linear",
+                "warmup_tokens": 10 * batch,
+                **({"max_position": reach} if reach > length else {}),
+            }
+        ],
+    }
+
+
+def _choices(values: dict[str, Any], shape: Shape, on: Hardware, gpus: int, adapters: bool) -> Iterator[Choice]:
+    """Recipes that fit, the best first."""
+    ways: list[tuple[dict[str, Any] | None, str, str]] = []
+    if not adapters:
+        ways.append((None, "ddp", "whole weights fit"))
+    if not adapters and gpus > 1:
+        ways.append((None, "fsdp2", "whole weights fit, split over the GPUs by FSDP2"))
+    first = "adapters on a bfloat16 base fit" + ("" if adapters else ", whole weights don't")
+    ways.append(({"rank": 16}, "ddp", first))
+    ways.append(({"rank": 16, "quantize": "nf4"}, "ddp", "adapters on a 4-bit base fit, on a bfloat16 one they don't"))
+    for lora, sharding, why in ways:
+        rates = FULL_RATES if lora is None else LORA_RATES
+        rate = next(rate for most, rate in rates if shape.parameters <= most)
+        stage = {**values["stages"][0], "learning_rate": rate, "rates": {"gate_bias": 3e-4, "gate_weight": 3e-4}}
+        recipe = validate({**values, "lora": lora, "stages": [stage]})
+        setting = Setting(gpus, sharding, on.gpu)
+        changes = changes_that_fit(shape, recipe, recipe.stages[0], on, setting)
+        if changes is None:
+            continue
+        recipe = validate({**values, "lora": lora, "stages": [{**stage, **changes}]})
+        assert fits(shape, recipe, recipe.stages[0], on, setting)
+        yield Choice(recipe, setting, why)
+
+
+def _text(choice: Choice, shape: Shape, on: Hardware, trained: int) -> str:
+    recipe, stage, setting = choice.recipe, choice.recipe.stages[0], choice.setting
+    needed = sum(memory(shape, recipe, stage, setting).values())
+    tokens = count_steps(stage, stage.batch_tokens or 1) * (stage.batch_tokens or 1)
+    hours = "unknown for this device"
+    if on.flops is not None:
+        found = hours_of(shape, recipe, stage, tokens, on.flops, setting.gpus, setting.sharding)
+        hours = f"{found.low:.1f} to {found.high:.1f} hours by the shares of the peak in benchmarks/{found.file}"
+    launch = (
+        f"accelerate launch --config_file recipes/accelerate/{setting.sharding}.yaml --num_processes {setting.gpus}"
+    )
+    several = f"; {launch} -m retrofox train RECIPE" if setting.gpus > 1 else ""
+    kind = "whole weights" if recipe.lora is None else "adapters of rank 16"
+    switches = [
+        f"    {key}: {str(getattr(stage, key)).lower()}"
+        for key in ("gradient_checkpointing", "tiled_mlp", "offload_activations", "offload_optimizer")
+        if getattr(stage, key) not in ("none", False)
+    ]
+    lora = "" if recipe.lora is None else f"lora: {{rank: 16{', quantize: nf4' if recipe.lora.quantize else ''}}}\n"
+    held_out = ", ".join(f'"{source.path}"' for source in recipe.data.eval)
+    skips = f"    max_position: {stage.max_position} # positions skip ahead, so that RoPE learns them\n"
+    return "".join(
+        (
+            f"# {recipe.model} with stretched rotary pairs and forget gates, rows of {stage.sequence_length:,} tokens, "
+            f"{kind}. Not run here.\n#\n",
+            f"# short:    stretched RoPE and gates to {stage.sequence_length // 1024}k, "
+            f"{'whole weights' if recipe.lora is None else 'by LoRA'} | {setting.gpus} x {on.memory / 1e9:.0f} GB | "
+            f"{hours.partition(' hours')[0]} hours (computed)\n",
+            f"# hardware: {setting.gpus} x {on.name}{several}\n",
+            f"# tokens:   {tokens:,} in {count_steps(stage, stage.batch_tokens or 1)} steps\n",
+            f"# time:     not run here: {hours}\n",
+            f"# result:   not run here. {choice.why}: {needed / 1e9:.1f} GB of {on.memory / 1e9:.0f} by "
+            "`retrofox plan`\n",
+            f"model: {recipe.model}\noutput: {recipe.output}\n",
+            f"fox: {{rope: interpolate, rope_factor: {recipe.fox.rope_factor:g}}} # times {trained:,} tokens\n",
+            lora,
+            "data:\n  recall: 0.7\n  questions: 0.5\n",
+            f'  train: ["{recipe.data.train[0].path}"] # your own: [books/]\n  eval: [{held_out}]\n',
+            "stages:\n  - objective: extend\n",
+            f"    tokens: {stage.tokens}\n    sequence_length: {stage.sequence_length}\n",
+            skips if getattr(stage, "max_position", None) else "",
+            f"    batch_tokens: {stage.batch_tokens}\n    micro_batch: {stage.micro_batch}\n",
+            f"    learning_rate: {stage.learning_rate:g}\n    rates: {{gate_bias: 3e-4, gate_weight: 3e-4}}\n",
+            f"    schedule: linear\n    warmup_tokens: {stage.warmup_tokens}\n",
+            "\n".join([*switches, ""]),
+            "precision: bf16\ndataloader_workers: 4\n",
+            f"checkpoint: {{every_tokens: {tokens // 2}, keep: 2}}\n",
+        )
+    )

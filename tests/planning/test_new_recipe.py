@@ -1,0 +1,78 @@
+"""Recipes written for a model and a machine fit it, and the shipped ones are what is written today."""
+
+from __future__ import annotations
+
+import pytest
+
+from retrofox.config import load_recipe
+from retrofox.config.shipped import HOME
+from retrofox.planning.hardware import hardware
+from retrofox.planning.new_recipe import new_recipe
+from retrofox.planning.plan import plan
+
+SHIPPED = {"llama-3.2-1b": "meta-llama/Llama-3.2-1B", "llama-3.1-8b": "meta-llama/Llama-3.1-8B"}
+SHIPPED["qwen3-8b"] = "Qwen/Qwen3-8B"
+CARDS = {"24gb": "4090", "80gb": "a100-80"}
+
+
+@pytest.mark.parametrize("model", SHIPPED.values())
+@pytest.mark.parametrize(("gpu", "gpus"), [("4090", 1), ("h100", 1), ("h100", 8)])
+def test_what_is_written_fits_with_room_to_spare(tmp_path, model, gpu, gpus):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(new_recipe(model, 16384, hardware(gpu), gpus))
+    report = plan(load_recipe(file), hardware(gpu), gpus)
+    assert report["refusals"] == []
+    assert sum(report["stages"][0]["memory_gb"].values()) < 0.92 * report["device_memory_gb"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        ("h100", "whole weights fit"),
+        ("a100-40", "adapters on a bfloat16 base fit, whole weights don't"),
+    ],
+)
+def test_the_choice_is_explained(gpu, said):
+    text = new_recipe("meta-llama/Llama-3.1-8B", 8192, hardware(gpu), 1 if gpu == "a100-40" else 8)
+    assert said in text
+    assert ("lora:" in text) == ("adapters" in said)
+
+
+def test_a_4_bit_base_is_taken_where_nothing_larger_fits():
+    text = new_recipe("Qwen/Qwen3-8B", 4096, hardware(memory="16G"))
+    assert "lora: {rank: 16, quantize: nf4}" in text
+
+
+def test_what_fits_in_no_way_is_refused_with_a_length_that_does():
+    with pytest.raises(ValueError, match=r"in no way, .* give --length \d+ or less"):
+        new_recipe("meta-llama/Llama-3.1-8B", 1 << 20, hardware("4090"))
+    with pytest.raises(ValueError, match="in no way: take a larger GPU"):
+        new_recipe("meta-llama/Llama-3.1-8B", 4096, hardware(memory="2G"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("card", CARDS)
+def test_shipped_recipes_of_adapters_are_what_is_written_today(name, card):
+    text = new_recipe(SHIPPED[name], 32768, hardware(CARDS[card]), adapters=True, output=f"runs/{name}-lora-{card}")
+    assert (HOME / f"{name}-lora-{card}.yaml").read_text() == text
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_of_whole_weights_state_the_memory_planned_today(name):
+    report = plan(load_recipe(HOME / f"{name}.yaml"), hardware("h100"), 8)
+    needed = sum(report["stages"][0]["memory_gb"].values())
+    text = (HOME / f"{name}.yaml").read_text()
+    assert f"{report['parameters']:,} parameters" in text
+    assert f"{needed:.1f} GB of 80 on each GPU" in text
+
+
+def test_the_command_writes_once(run, tmp_path):
+    given = ["recipes", "new", "--model", "Qwen/Qwen3-8B", "--gpu", "4090", "--out", tmp_path / "my.yaml"]
+    code, shown, _ = run(*given)
+    assert (code, shown.strip()) == (0, str(tmp_path / "my.yaml"))
+    code, _, said = run(*given)
+    assert code == 2
+    assert "exists: remove it" in said
+    code, _, said = run(*given[:-1], tmp_path / "b.yaml", "--length", "long")
+    assert code == 2
+    assert "--length is a number of tokens" in said
