@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from retrofox.config import Recipe, validate
+from retrofox.config import ExtendStage, Recipe, validate
 from retrofox.planning.hardware import Hardware
 from retrofox.planning.hours import hours_of
 from retrofox.planning.known import config_of, trained_length
@@ -128,6 +128,8 @@ def _choices(values: dict[str, Any], shape: Shape, on: Hardware, gpus: int, adap
 
 def _text(choice: Choice, shape: Shape, on: Hardware, trained: int) -> str:
     recipe, stage, setting = choice.recipe, choice.recipe.stages[0], choice.setting
+    assert isinstance(stage, ExtendStage)
+    assert recipe.fox is not None
     needed = sum(memory(shape, recipe, stage, setting).values())
     tokens = count_steps(stage, stage.batch_tokens or 1) * (stage.batch_tokens or 1)
     hours = "unknown for this device"
@@ -166,7 +168,7 @@ def _text(choice: Choice, shape: Shape, on: Hardware, trained: int) -> str:
             f'  train: ["{recipe.data.train[0].path}"] # your own: [books/]\n  eval: [{held_out}]\n',
             "stages:\n  - objective: extend\n",
             f"    tokens: {stage.tokens}\n    sequence_length: {stage.sequence_length}\n",
-            skips if getattr(stage, "max_position", None) else "",
+            skips if stage.max_position else "",
             f"    batch_tokens: {stage.batch_tokens}\n    micro_batch: {stage.micro_batch}\n",
             f"    learning_rate: {stage.learning_rate:g}\n    rates: {{gate_bias: 3e-4, gate_weight: 3e-4}}\n",
             f"    schedule: linear\n    warmup_tokens: {stage.warmup_tokens}\n",
