@@ -167,7 +167,8 @@ def check_append(device: str) -> None:
                 if not fused:
                     patch.setattr(cache, "appends", lambda *_: False)
                 for k, v, log_f in steps:
-                    layer.update(k, v, log_f=log_f, head_dim=D)
+                    layer.incoming = log_f, ([k[..., D:].transpose(1, 2)] if carried else [])
+                    layer.update(k[..., :D], v)
             assert len(calls) == (5 if fused else 0)
             kept.append([layer.keys, layer.values, sum(x.double() for x in layer.cumulative())])
         keys = torch.cat([k for k, _, _ in steps], 2)

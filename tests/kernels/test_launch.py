@@ -11,7 +11,6 @@ triton = pytest.importorskip("triton", reason="Triton is not installed here")
 
 from fox_kernels.decoding import planner
 from fox_kernels.host import launch, readable
-from fox_kernels.options import Options
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -105,39 +104,6 @@ def test_only_rows_that_products_of_16_bits_cannot_take_are_copied():
     assert readable.aligned(in_float32) is in_float32
 
 
-@pytest.mark.skipif(not launch.PROVEN, reason="addresses are handed over with Triton 3.6 only")
-def test_decoding_again_hands_over_the_addresses_of_the_same_tensors(kernel, monkeypatch):
-    """The second call of a kind, its scratch memory cut up by addresses, gives the kernels what the first one did."""
-    kernels = {name: type(kernel)() for name in ("search_kernel", "split_kernel", "merge_kernel")}
-    for name, fake in kernels.items():
-        monkeypatch.setattr(planner, name, fake)
-    scratch, empty = {}, torch.empty
-    monkeypatch.setattr(torch, "empty", lambda n, **how: scratch.setdefault(n, empty(n, **how)))
-    q, cache = torch.randn(2, 3, 6, 32), torch.randn(2, 2, 5000, 32).transpose(1, 2)
-    c, bound, start = torch.zeros(2, 6, 5008)[..., :5000], torch.ones(2, 2), torch.tensor([3, 0], dtype=torch.int32)
-    decoder = planner.Decoder(
-        q.shape, 2, q.dtype, q.device, Options(0.1, 4000, 2, 9.0, -5.0), padded=True, pruned=True, searches=True
-    )  # fmt: skip
-    for S in (5000, 5000, 4999):
-        k, sums = cache[:, :S], c[..., :S]
-        o = decoder(q, k, k, sums, sums, seq_start=start, k_bound=bound)
-    assert o.shape == q.shape
-    for name, fake in kernels.items():
-        (grid, first, _), (again, after) = *fake.compiled, fake.ran[0]
-        out = name == "merge_kernel"  # o is another each time
-        assert again[: len(grid)] == grid
-        first, after = launch.pointers(first), list(after)
-        assert not any(isinstance(x, torch.Tensor) for x in after)
-        assert first[: 2 * out] + first[3 * out :] == after[: 2 * out] + after[3 * out :]
-        assert len(fake.compiled) == 1  # nor does another S compile anew
-        assert len(fake.ran) == 2
-    assert kernels["merge_kernel"].ran[1][1][2] == o.data_ptr()
-    assert 4999 in kernels["split_kernel"].ran[1][1]
-    odd = torch.randn(1 + q.numel())[1:].view(q.shape)  # not at a multiple of 16 bytes: compiled for itself
-    decoder(odd, cache, cache, c, c, seq_start=start, k_bound=bound)
-    assert len(kernels["split_kernel"].compiled) == 2
-
-
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the short way is taken with Triton 3.6 only")
 @pytest.mark.parametrize("rows", [(), (64, 128)])
 def test_the_short_way_hands_the_driver_what_triton_hands_it(monkeypatch, rows):
@@ -202,17 +168,3 @@ def test_small_problems_are_not_searched_for_what_to_prune(monkeypatch):
     assert pruning.worth(small, small, -10.0) is None
     assert pruning.worth(large, large, -10.0) == -10.0
     assert pruning.worth(large, large, None) is None
-
-
-def test_a_cache_copied_anew_for_every_token_compiles_and_remembers_nothing_more(kernel, monkeypatch):
-    kernels = {name: type(kernel)() for name in ("search_kernel", "split_kernel", "merge_kernel")}
-    for name, fake in kernels.items():
-        monkeypatch.setattr(planner, name, fake)
-    q, bound = torch.randn(2, 1, 6, 32), torch.ones(2, 2)
-    for S in range(700, 733):  # strides grow with it
-        k, c = torch.randn(2, 2, S, 32).transpose(1, 2), torch.zeros(2, 6, S)
-        planner.launch_decode(q, k, k, c, c, Options(0.1, prune=-5.0), k_bound=bound)
-    for fake in kernels.values():
-        assert len(fake.compiled) == 3  # S is a multiple of 16, 6 * S is, none is
-        assert len(fake.ran) == 33 - 3
-    assert len(launch._runners) == 3 * 3

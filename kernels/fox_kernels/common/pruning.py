@@ -182,8 +182,6 @@ def loop_bounds(
     never = prune * LOG2_E - math.log2(S)  # a fall of c not below this keeps every key
     cap2 = 0.0 if softcap is None else softcap * LOG2_E
     group, width, cap = H // Hkv, power_of_2(D), cap_kind(softcap, q.dtype)
-    odd = q.data_ptr() | k.data_ptr() | c_hi.data_ptr() | c_lo.data_ptr() | first.data_ptr()
-    kinds = (q.dtype, q.stride(), k.stride(), H) if odd % 16 == 0 else ()
     launch(
         norms_kernel,
         (cdiv(queries + keys, 8),),
@@ -191,7 +189,7 @@ def loop_bounds(
             q, k, c_hi, c_lo, found, *q.stride()[:3], *k.stride()[:3],
             T, S, H, q_offset, queries, keys, scale * LOG2_E, cap2, never,
         ),
-        (group, D, width, BLOCK_M, BLOCK_N, cap, 8), kinds=kinds,
+        (group, D, width, BLOCK_M, BLOCK_N, cap, 8),
     )  # fmt: skip
     rows = min(32, power_of_2(tiles))
     launch(
@@ -199,6 +197,5 @@ def loop_bounds(
         (B * H, cdiv(tiles, rows)),
         (c_hi, c_lo, found, first, T, S, H, q_offset, scale * LOG2_E, cap2, never),
         (group, BLOCK_M, BLOCK_N, rows, 2048 // rows, cap),
-        kinds=kinds,
     )
     return first

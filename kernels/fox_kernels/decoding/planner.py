@@ -14,8 +14,8 @@ import torch
 
 from ..common.blocks import LOG2_E, cap_factors, cap_kind
 from ..host.device import capability, processors
-from ..host.launch import cdiv, launch, of_int, power_of_2
-from ..host.readable import aligned, regular, unit_last
+from ..host.launch import cdiv, launch, power_of_2
+from ..host.readable import aligned, unit_last
 from ..options import Options
 from ..plain.tiles import SMALL_SHARED, split_head_dim, table_for
 from .decode import MIN_BLOCKS, merge_kernel, split_kernel
@@ -102,8 +102,6 @@ class Decoder:
         self.slots = slots_for(self.pairs, processors(device)) if shares else 0
         self.splits = splits_for(self.pairs, processors(device))
         self.most_parts = max(1, 16384 // wide)
-        self.scratch = (cdiv(self.pairs, 4) * 4, cdiv(B * H * T, 4) * 4)  # floats for first and lse2, by 16 bytes
-        self.kinds = (dtype, self.out_dtype, T, H)
         shared = power_of_2(self.pairs) if shares else 0
         bounded, precision = window is not None, "ieee" if size == 4 else "tf32"
         self.split = (
@@ -112,7 +110,6 @@ class Decoder:
         )  # fmt: skip
         self.merge = (group, D, wide), (self.block, padded, bounded, pruned, shared)
         self.search = (group, D, wide, power_of_2(T * group), cap > 0, cap == 2)
-        self.compiled = {}
 
     def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, first=None, k_bound=None, lse2=None, length=None):
         """Return o (B, T, H, D), and leave the log-sum-exp in lse2 (B, H, T) float32 if given.
@@ -136,85 +133,34 @@ class Decoder:
                 most = splits
             grid = (splits, pairs, 1)
         parts = min(power_of_2(most), self.most_parts)
-        steps = search_steps(S) if self.searches else 0
-
+        q, k, v = self.readable(q), self.readable(k), self.readable(v)
         c_b, c_h, _ = c_hi.stride()
-        given = (q, k, v, c_hi, c_lo, seq_start, k_bound)
-        addresses = [None if x is None else x.data_ptr() for x in given]
-        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-        kinds = ()
-        if first is None and length is None and regular(q_strides, k_strides, v_strides, addresses):
-            kinds = (*self.kinds, of_int(c_b), of_int(c_h))
-        else:
-            q, k, v = self.readable(q), self.readable(k), self.readable(v)
-            q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-        known = self.compiled.get((kinds, parts, steps))
-        strides = (*q_strides[:3], *k_strides[:3], *v_strides[:3], c_b, c_h)
-
-        room, lse_room = self.scratch
-        ends = (room, room + lse_room, room + lse_room + grid[0] * grid[1] * self.rows * D)
-        scratch = torch.empty(ends[2] + grid[0] * grid[1] * self.rows, dtype=torch.float32, device=self.device)
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], c_b, c_h)
         o = torch.empty(q.shape, dtype=self.out_dtype, device=self.device)
-        if known is None:
-            found, own_lse2, part, part_lse = scratch.tensor_split(ends)
-            first = found.view(torch.int32) if self.searches else first
-            lse2, out = own_lse2 if lse2 is None else lse2, o
-        else:
-            q, k, v, c_hi, c_lo, seq_start, k_bound = addresses
-            start, out = scratch.data_ptr(), o.data_ptr()
-            first = start if self.searches else None
-            lse2 = start + 4 * ends[0] if lse2 is None else lse2.data_ptr()
-            part, part_lse = start + 4 * ends[1], start + 4 * ends[2]
-
-        launches = [
-            (
-                split_kernel,
-                grid,
-                (
-                    q, k, v, c_hi, c_lo, seq_start, first, length, part, part_lse, *strides,
-                    T, S, H, pairs, chunk, self.slots, window, sink, *self.factors, self.horizon,
-                ),
-            ),
-            (
-                merge_kernel,
-                (self.rows, pairs, 1),
-                (part, part_lse, out, lse2, seq_start, first, length, T, S, H, pairs, splits, self.slots, window),
-            ),
-        ]  # fmt: skip
+        lse2 = torch.empty(q.shape[0], H, T, dtype=torch.float32, device=self.device) if lse2 is None else lse2
+        rows = grid[0] * grid[1] * self.rows
+        part, part_lse = torch.empty(rows * (D + 1), dtype=torch.float32, device=self.device).split((rows * D, rows))
         if self.searches:
-            never = self.floor - math.log2(S)
-            arguments = (
-                q,
-                k,
-                c_hi,
-                c_lo,
-                k_bound if self.bounded else None,
-                first,
-                length,
-                *strides[:6],
-                c_b,
-                c_h,
-                T,
-                S,
-                H,
-                *self.factors,
-                never,
-                self.horizon,
-            )
-            launches.insert(0, (search_kernel, (pairs, 1, 1), arguments))
-        if known is not None:
-            for run, (_, grid, arguments) in zip(known, launches, strict=True):
-                run(grid, (), arguments, addressed=True)
-            return o
-        (before, after), runs = self.merge, []
-        constants = {
-            search_kernel: (*self.search, steps), split_kernel: self.split, merge_kernel: (*before, parts, *after)
-        }  # fmt: skip
-        for kernel, grid, arguments in launches:
-            stages = self.stages if kernel is split_kernel else 3
-            runs.append(launch(kernel, grid, arguments, constants[kernel], stages=stages, kinds=kinds))
-        if kinds and None not in runs:
-            self.compiled[kinds, parts, steps] = runs
+            first = torch.empty(pairs, dtype=torch.int32, device=self.device)
+            bounds = (k_bound if self.bounded else None, first, length, *strides[:6], c_b, c_h)
+            numbers = (T, S, H, *self.factors, self.floor - math.log2(S), self.horizon)
+            launch(search_kernel, (pairs, 1, 1), (q, k, c_hi, c_lo, *bounds, *numbers), (*self.search, search_steps(S)))
+        launch(
+            split_kernel,
+            grid,
+            (
+                q, k, v, c_hi, c_lo, seq_start, first, length, part, part_lse, *strides,
+                T, S, H, pairs, chunk, self.slots, window, sink, *self.factors, self.horizon,
+            ),
+            self.split, stages=self.stages,
+        )  # fmt: skip
+        before, after = self.merge
+        launch(
+            merge_kernel,
+            (self.rows, pairs, 1),
+            (part, part_lse, o, lse2, seq_start, first, length, T, S, H, pairs, splits, self.slots, window),
+            (*before, parts, *after),
+        )
         return o
 
 

@@ -77,8 +77,7 @@ class Runner:
         self.fixed = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
         self.fixed += (compiled.packed_metadata, None, None, None)
 
-    def __call__(self, grid: tuple, copied: tuple, arguments, addressed: bool = False) -> None:
-        """Run the kernel; addressed=True: arguments hold addresses in place of tensors."""
+    def __call__(self, grid: tuple, copied: tuple, arguments: tuple) -> None:
         if not self.short or watched():
             blocks = [Described(x, *how) for x, how in zip(copied, self.described, strict=True)]
             self.compiled[grid](*blocks, *arguments, *self.constants)
@@ -88,8 +87,7 @@ class Runner:
             blocks.append(self.fill(x.data_ptr(), *how))
             blocks += sizes
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        arguments = arguments if addressed else pointers(arguments)
-        self.go(*grid, stream, *self.fixed, *blocks, *arguments, *self.constants)
+        self.go(*grid, stream, *self.fixed, *blocks, *pointers(arguments), *self.constants)
 
 
 def in_c(launch):
@@ -119,28 +117,20 @@ def fillings(compiled, blocks: list) -> list:
     return fills
 
 
-def launch(
-    kernel, grid: tuple, arguments: tuple, constants: tuple, *, warps: int = 4, stages: int = 3, kinds: tuple = ()
-):
-    """Run a kernel on a grid of programs of the current device; arguments in order, constants last.
-
-    kinds, if given, is everything that the kernel can be specialised on in its arguments, which are then not looked at.
-    Returns a `Runner`, which runs it again; None where the interpreter or another Triton runs it.
-    """
+def launch(kernel, grid: tuple, arguments: tuple, constants: tuple, *, warps: int = 4, stages: int = 3) -> None:
+    """Run a kernel on a grid of programs of the current device; arguments in order, constants last."""
     if not isinstance(kernel, triton.JITFunction):  # interpreted
         kernel[grid](*arguments, *constants)
-        return None
-    kinds = kinds or tuple([KIND.get(type(x), of_other)(x) for x in arguments])
+        return
+    kinds = tuple([KIND.get(type(x), of_other)(x) for x in arguments])
     key = (id(kernel), torch.cuda.current_device(), kinds, constants, warps, stages)
     run = _runners.get(key)
     if run is None:
         # multiply-adds are fused, as they were when results were judged: Triton 3.10 will do so only when told
         options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-        compiled = kernel[grid](*arguments, *constants, **options)
-        run = _runners[key] = Runner(compiled, constants)
+        _runners[key] = Runner(kernel[grid](*arguments, *constants, **options), constants)
     else:
         run((*grid, 1, 1)[:3], (), arguments)
-    return run if PROVEN else None
 
 
 def pointers(arguments) -> list:

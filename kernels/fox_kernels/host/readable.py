@@ -32,20 +32,6 @@ def row_source(x: torch.Tensor, length: int, tma: int):
     return TensorDescriptor(x, [x.numel()], [1], [length]) if tma else x
 
 
-def regular(q_strides, k_strides, v_strides, addresses) -> bool:
-    """Return whether kernels can read q, k and v in place, and one compiled for such tensors fits all such tensors.
-
-    Their addresses are multiples of 16 bytes (those of the others in `addresses` too) and their strides of 16, below
-    2^31, tokens' below 2^23; the last is 1.
-    """
-    (q_b, q_t, q_h, q_d), (k_b, k_t, k_h, k_d), (v_b, v_t, v_h, v_d) = q_strides, k_strides, v_strides
-    tokens = q_t | k_t | v_t
-    every = bits = tokens | q_b | q_h | k_b | k_h | v_b | v_h
-    for address in addresses:
-        bits |= address or 0
-    return bits % 16 == 0 and every < 1 << 31 and tokens < 1 << 23 and q_d == k_d == v_d == 1
-
-
 def describable(*tensors: torch.Tensor) -> bool:
     """Return whether TMA can copy from these: the GPU has it, strides and addresses are multiples of 16 bytes."""
     if tensors[0].device.type != "cuda" or capability(tensors[0].device)[0] < 9:
