@@ -13,7 +13,9 @@ from retrofox.parallel.mesh import Traffic
 
 def on_each(size: int, work, monkeypatch) -> tuple[list[Any], list[Traffic]]:
     """What work(mesh) returns on each of `size` processes, and what each has sent."""
-    barrier, posted, results = threading.Barrier(size, timeout=30), [None] * size, [None] * size
+    barrier = threading.Barrier(size, timeout=30)
+    posted: list[Any] = [None] * size
+    results: list[Any] = [None] * size
     here, traffic = threading.local(), [Traffic() for _ in range(size)]
 
     def exchange(out, x, group):
