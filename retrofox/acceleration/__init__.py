@@ -24,8 +24,8 @@ def attach(code: Any) -> None:
     if code.ACCELERATION != INTERFACE:
         return
     code.forgetting_attention = forgetting_attention
+    code.BACKENDS.update(attention_dispatch.backends(code))
     code.choose = attention_dispatch.choosing(code.choose)
-    code.BACKENDS.update(attention_dispatch.backends(code.masked_attention))
     code.with_gates = growing_cache.with_gates(code.with_gates)
     code.ForgetGate.log_f = fused_parts.gate(code.ForgetGate.log_f)
     code.HeadNorm.forward = fused_parts.head_norm(code.HeadNorm.forward)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from fox_kernels import decode_attention, decodes
 
+from retrofox.acceleration.forgetting_cache import ForgettingLayer, by_live_keys
 from retrofox.acceleration.static_cache import decode_at, decodes_at, visible_at
 
 
@@ -17,6 +18,8 @@ def choosing(slow: Callable[[Any], tuple[str, str]]) -> Callable[[Any], tuple[st
 
     def choose(call: Any) -> tuple[str, str]:
         layer = call.gates.layer
+        if isinstance(layer, ForgettingLayer):
+            return "live", "the cache holds live keys only"
         if call.mask is None and getattr(layer, "length", None) is not None:
             return "step", "only the device knows the cache's length"
         backend, reason = slow(call)
@@ -53,6 +56,11 @@ def _options(call: Any) -> dict[str, Any]:
     return {name: value for name, value in call.options.items() if name != "prune"}
 
 
-def backends(masked_attention: Callable[..., torch.Tensor]) -> dict[str, Callable[[Any], torch.Tensor]]:
-    """Name -> backend; a step that no kernel takes goes by `masked_attention`."""
-    return {"decode": by_decoding, "step": functools.partial(by_step, masked_attention=masked_attention)}
+def backends(code: Any) -> dict[str, Callable[[Any], torch.Tensor]]:
+    """Name -> backend; where none of these serves, the functions of `code`, a modeling_fox module, do."""
+    choose, plain = code.choose, dict(code.BACKENDS)
+    return {
+        "decode": by_decoding,
+        "step": functools.partial(by_step, masked_attention=code.masked_attention),
+        "live": functools.partial(by_live_keys, whole=lambda call: plain[choose(call)[0]](call)),
+    }
