@@ -108,8 +108,9 @@ class FoxTrainer(Trainer):
         count: Any = sum(sample["num_targets"] for sample in samples)
         if self.args.world_size > 1:
             here: Any = torch.tensor(count, device=device)
-            count = self.accelerator.reduce(here, "sum")
-        return samples, count or 1  # conversations may hold nothing to learn in a whole step
+            total: Any = self.accelerator.reduce(here, "sum")
+            return samples, total.clamp(min=1)  # on the device: the host need not wait
+        return samples, max(1, count)  # conversations may hold nothing to learn in a whole step
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # Pinned host memory and non_blocking: the copy runs beside the step before it.
