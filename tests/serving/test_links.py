@@ -79,3 +79,13 @@ def test_a_prompt_that_goes_on_within_a_page_looks_for_nothing(builder):
     unknown = step([False, True], second=8)
     unknown.seq_lens_cpu_upper_bound = None  # then it may be whole pages
     assert builder._links(unknown) is not None
+
+
+def test_a_prompt_that_goes_on_from_one_that_goes_on_from_another_counts_all_of_them():
+    """Five requests of two new tokens, each behind the one before: the gates of all add up."""
+    log_f = -torch.rand(10, 1, 3, generator=torch.Generator().manual_seed(0)).double()
+    starts, lengths = torch.arange(0, 11, 2, dtype=torch.int32), torch.arange(10, 20, 2, dtype=torch.int32)
+    before = torch.full((5, 1, 3), -3.0).double()  # of the first: the others' is not written yet
+    links = (torch.tensor([-1, 1, 3, 5, 7]), torch.tensor([0, 0, 1, 2, 3]))
+    c = running_sum(log_f, starts, lengths, before, links)
+    torch.testing.assert_close(c, log_f.cumsum(0) - 3.0)

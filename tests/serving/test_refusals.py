@@ -48,3 +48,20 @@ def test_families_are_served_or_named_as_not_served():
         why = refusal(family, FoxSpec(), 4, 2, Settings())
         assert (why is None) == (family in SERVED)
         assert why is None or f"converted {family} models are not served yet" in why
+
+
+def test_a_horizon_is_refused_and_the_same_gates_without_one_are_served():
+    assert "horizon 9 is not served yet" in str(refusal("llama", FoxSpec(horizon=9.0), 4, 2, Settings()))
+    assert refusal("llama", FoxSpec(), 4, 2, Settings()) is None
+
+
+def test_kv_heads_that_split_over_no_ranks_are_refused_though_query_heads_do():
+    assert "12 query heads and 4 kv heads don't split over 6 ranks" in str(
+        refusal("llama", FoxSpec(), 12, 4, Settings(tensor_parallel=6))
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", "torch.float32"])
+def test_a_cache_of_the_models_own_dtype_is_served(dtype):
+    settings = Settings(dtype=dtype, cache_dtype=dtype.removeprefix("torch."))
+    assert refusal("llama", FoxSpec(), 4, 2, settings) is None
