@@ -84,23 +84,17 @@ def clear_disk_errors(folder: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        reason = error.strerror or str(error)
-        if error.filename is not None and not Path(error.filename).is_relative_to(folder):
-            raise ValueError(f"{error.filename} can't be read: {reason}") from error
-        raise ValueError(
-            f"token shards can't be written to {folder}: {reason}. Free space there or set data.cache to another "
-            "directory; finished shards are kept"
-        ) from error
+        why = f"{error.strerror or error}"
+        if error.filename is None or Path(error.filename).is_relative_to(folder):
+            why += f", writing token shards to {folder}: free space there or set data.cache; finished shards are kept"
+        raise ValueError(f"{error.filename or folder}: {why}") from error
 
 
 @contextlib.contextmanager
 def cache_folder(folder: Path) -> Iterator[None]:
     """Makes a folder of shards; removes it again where an error leaves no token in it."""
     made = missing(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"can't make {folder} ({error.strerror}): set data.cache to another directory") from error
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:

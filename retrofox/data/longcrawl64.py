@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from retrofox.data.files import Digests
-from retrofox.data.read import Batch, damaged
+from retrofox.data.read import Batch, damaged, needed
 
 GPT2 = "openai-community/gpt2"
 GPT2_VARIABLE = "RETROFOX_GPT2_TOKENIZER"
@@ -75,10 +75,6 @@ def blocks(path: Path) -> Iterator[Block]:
         raise FileNotFoundError(f"no directory {path}: give that of train.zarr or heldout.zarr")
     inner = path if (path / ".zarray").is_file() else path / "train.zarr"
     array = _open(inner)
-    if array.ndim != 2 or array.dtype != np.dtype("<u2"):
-        raise ValueError(
-            f"{inner}: LongCrawl64 is a zarr array of uint16, documents x tokens; got {array.dtype} {array.shape}"
-        )
     step = array.chunks[0]
     for start in range(0, array.shape[0], step):
         stop = min(start + step, array.shape[0])
@@ -110,14 +106,14 @@ def _description(path: Path) -> dict[str, Any]:
 
 
 def _open(path: Path) -> Any:
-    try:
-        import zarr
-    except ImportError:
-        raise ValueError("longcrawl64 needs the package zarr: pip install '.[data]' in a clone") from None
-    if not (path / ".zarray").is_file():
-        raise ValueError(f"{path}: no zarr array (format 2) here: give the directory train.zarr or heldout.zarr")
-    _description(path)
-    return zarr.open(str(path), mode="r")
+    zarr = needed("longcrawl64", "zarr")
+    array = zarr.open(str(path), mode="r") if (path / ".zarray").is_file() and _description(path) else None
+    if array is None or array.ndim != 2 or array.dtype != np.dtype("<u2"):
+        found = "" if array is None else f", got {array.dtype} {array.shape}"
+        raise ValueError(
+            f"{path}: no zarr array of uint16, documents x tokens{found}: give the directory train.zarr or heldout.zarr"
+        )
+    return array
 
 
 def encoder(path: Path) -> str:
@@ -138,13 +134,7 @@ def _decoder(name: str) -> Any:
         return Tokenizer.from_file(str(local))
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer
-    except OSError as error:
-        raise ValueError(
-            f"GPT-2's tokenizer, which decodes LongCrawl64, can't be loaded from {name} ({error}): set {GPT2_VARIABLE} "
-            "to a directory with its tokenizer.json"
-        ) from error
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer
 
 
 def decode(kind: str, tokens: bytes) -> list[str]:

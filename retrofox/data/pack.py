@@ -98,14 +98,13 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     return bins_of, count
 
 
-def pack(bounds: np.ndarray, window: int) -> Packing:
-    """The packing of documents bounds[d] .. bounds[d + 1] of a stream, (D + 1,) int64.
+def pack(bounds: np.ndarray, window: int, name: str = "") -> Packing:
+    """The packing of documents bounds[d] .. bounds[d + 1] of a stream, (D + 1,) int64; window at least 2.
 
     Raises:
-        ValueError: a window of less than two tokens holds no target, nor do documents of one.
+        ValueError: documents of one token hold no target.
     """
-    if window < 2:
-        raise ValueError(f"sequence_length must be at least 2, got {window}")
+    assert window > 1
     lengths = np.diff(bounds)
     whole, rest = np.divmod(lengths, window)
     windows = int(whole.sum())
@@ -122,12 +121,12 @@ def pack(bounds: np.ndarray, window: int) -> Packing:
         if not kept.all():
             start, length, sizes = start[np.repeat(kept, sizes)], length[np.repeat(kept, sizes)], sizes[kept]
     if not len(sizes):
-        raise ValueError("no document has two tokens: there is nothing to predict")
+        raise ValueError(f"{name}: no document has two tokens, so there is nothing to predict")
     rows = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
     return Packing(start.astype(np.int64), length, rows)
 
 
-def cached_packing(folder: Path, fingerprint: str, bounds: np.ndarray, window: int) -> Packing:
+def cached_packing(folder: Path, fingerprint: str, bounds: np.ndarray, window: int, name: str = "") -> Packing:
     """`pack`, kept in folder/plans by the fingerprint of the tokens and the window."""
     key = hashlib.sha256(f"{PACKING} {fingerprint} {window}".encode()).hexdigest()[:24]
     path = folder / "plans" / f"{key}.npz"
@@ -137,7 +136,7 @@ def cached_packing(folder: Path, fingerprint: str, bounds: np.ndarray, window: i
                 return Packing(kept["start"], kept["length"], kept["rows"])
         except (zipfile.BadZipFile, KeyError, EOFError, ValueError):
             path.unlink(missing_ok=True)  # damaged: made again below
-    packing = pack(bounds, window)
+    packing = pack(bounds, window, name)
     buffer = io.BytesIO()
     np.savez(buffer, start=packing.start, length=packing.length, rows=packing.rows)
     try:

@@ -106,44 +106,33 @@ class PackedDataset(torch.utils.data.Dataset):
                       ahead at a random token (`skipping`), the same one each time
         doc_lengths   (segments,) int64, summing to T; the unfilled tail, if any, is the last segment (EOS, label -100)
 
-    A segment is a document, or a part of one longer than T. `order` maps global sample numbers to items, such that
-    `weights` (default: those of the sources) are the shares of tokens drawn; see `data_order.Mixture`.
+    A segment is a document, or a part of one longer than T. `order` maps global sample numbers to items, such that the
+    sources' weights are the shares of tokens drawn; see `data_order.Mixture`.
 
     Raises:
-        ValueError: no tokens, a weight that is not positive, shards that are missing, a max_position that is no more
-            than sequence_length.
+        ValueError: a source without two tokens in a document, manifests of several tokenizers, shards that are missing.
     """
 
     def __init__(
         self,
         manifests: Manifest | Sequence[Manifest],
         sequence_length: int,
-        weights: Sequence[float] | None = None,
         seed: int = 0,
         max_position: int | None = None,
     ):
         manifests = [manifests] if isinstance(manifests, Manifest) else list(manifests)
         if len({manifest.tokenizer for manifest in manifests}) != 1:
             raise ValueError(f"all manifests must come from one tokenizer, got {len(manifests)} with different ones")
-        if max_position is not None and max_position <= sequence_length:
-            raise ValueError(f"max_position must exceed sequence_length ({sequence_length}), got {max_position}")
+        assert max_position is None or max_position > sequence_length
         self.sequence_length, self.seed, self.max_position = sequence_length, seed, max_position
         self.filler = manifests[0].eos or 0
         self.tokens = [tokens for manifest in manifests for tokens in open_tokens(manifest)]
         folders = [manifest.folder for manifest in manifests for _ in manifest.sources]
-        self.packings: list[Packing] = []
-        for folder, tokens in zip(folders, self.tokens, strict=True):
-            try:
-                self.packings.append(cached_packing(folder, tokens.source.fingerprint, tokens.bounds, sequence_length))
-            except ValueError as error:
-                raise ValueError(f"{tokens.source.path}: {error}") from None
-        if weights is None:
-            weights = [tokens.source.weight for tokens in self.tokens]
-        if len(weights) != len(self.tokens):
-            raise ValueError(f"one weight per source: {len(self.tokens)} sources, {len(weights)} weights")
-        self.weights = [float(weight) for weight in weights]
-        if not all(0 < weight < float("inf") for weight in self.weights):
-            raise ValueError(f"weights must be positive numbers, got {self.weights}: leave a source out instead of 0")
+        self.packings: list[Packing] = [
+            cached_packing(folder, tokens.source.fingerprint, tokens.bounds, sequence_length, tokens.source.path)
+            for folder, tokens in zip(folders, self.tokens, strict=True)
+        ]
+        self.weights = [float(tokens.source.weight) for tokens in self.tokens]
         counts = [len(packing) for packing in self.packings]
         self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         if len(counts) == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import contextlib
 import gzip
+import importlib
 import io
 import json
 import lzma
@@ -109,12 +110,8 @@ def _decompressed(raw: Any, path: Path) -> Any:
     if suffix == ".bz2":
         return bz2.open(raw, "rb")
     if suffix == ".zst":
-        try:
-            return io.BufferedReader(_Zstandard(raw), 1 << 20)
-        except ImportError:
-            raise ValueError(
-                f"{path}: .zst needs the package zstandard: pip install '.[data]' in a clone, or recompress the file"
-            ) from None
+        needed(str(path), "zstandard")
+        return io.BufferedReader(_Zstandard(raw), 1 << 20)
     return raw
 
 
@@ -132,6 +129,18 @@ def reading(path: Path) -> Iterator[tuple[Any, Any]]:
             yield raw, stream
         except errors as error:
             raise damaged(path, error) from error
+
+
+def needed(what: str, package: str) -> Any:
+    """An optional package.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ValueError(f"{what} needs the package {package}: pip install '.[data]' in a clone") from None
 
 
 def damaged(path: Path, error: Exception) -> ValueError:
@@ -163,7 +172,7 @@ def _array(data: bytes, path: Path) -> list[bytes]:
     try:
         values = json.loads(data.decode("utf-8-sig"))
     except ValueError as error:
-        raise ValueError(f"{path}: starts as a JSON array but does not parse as one: {error}") from None
+        raise damaged(path, error) from None
     return [json.dumps(value).encode() for value in values]
 
 
@@ -200,8 +209,10 @@ def is_list(kind: Any) -> bool:
 
 def require_column(where: str, text_field: str, columns: list[str], kind: str, fits: bool, chat: bool) -> None:
     """Raises ValueError unless there is such a column and it holds texts, or conversations."""
-    if text_field not in columns:
-        raise ValueError(f"{where}: no column {text_field!r}; there are {', '.join(columns)}: set text_field")
-    if not fits:
-        wanted = "lists of messages" if chat else "text"
-        raise ValueError(f"{where}: column {text_field!r} must hold {wanted}, got {kind}")
+    if text_field in columns and fits:
+        return
+    holds = f"; {text_field!r} holds {kind}" if text_field in columns else ""
+    wanted = "lists of messages" if chat else "text"
+    raise ValueError(
+        f"{where}: no column {text_field!r} of {wanted}{holds}; there are {', '.join(columns)}: set text_field"
+    )

@@ -40,10 +40,8 @@ def conversations_of(batch: Batch, field: str) -> list[Messages]:
     """
     if batch.kind == "json":
         found = [(field_of(line, name, field), name) for line, name in _records(batch)]
-    elif batch.kind == "chat" or not batch.items:
-        found = _records(batch)
     else:
-        raise ValueError(f"{batch.names[0]}: chat takes JSON lines or Parquet with a list of messages a record")
+        found = _records(batch)
     for messages, name in found:
         if messages and not (isinstance(messages, list) and all(map(_is_message, messages))):
             raise ValueError(
@@ -71,10 +69,8 @@ def field_of(line: bytes, name: str, field: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in one another
         raise ValueError(f"{name}: not a line of JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{name}: a record must be a JSON object with field {field!r}, got {type(value).__name__}")
-    if field not in value:
-        has = ", ".join(map(repr, value)) or "no fields"
+    if not isinstance(value, dict) or field not in value:
+        has = ", ".join(map(repr, value)) if isinstance(value, dict) and value else type(value).__name__
         raise ValueError(f"{name}: no field {field!r}; the record has {has}: set text_field")
     return value[field]
 

@@ -68,8 +68,7 @@ class Order:
     """A seeded permutation of n samples, another one each epoch: `order[g]` in O(1) time and memory."""
 
     def __init__(self, n: int, seed: int = 0, stream: int = 0):
-        if n < 1:
-            raise ValueError(f"an order needs at least one sample, got {n}")
+        assert n > 0
         self.n, self.seed, self.stream = n, seed, stream
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
@@ -91,12 +90,8 @@ class Mixture:
     """
 
     def __init__(self, counts: Sequence[int], shares: Sequence[float], seed: int = 0):
-        if len(counts) != len(shares) or not counts:
-            raise ValueError(f"one share per source: got {len(counts)} sources and {len(shares)} shares")
-        if not all(np.isfinite(share) and share > 0 for share in shares):
-            raise ValueError(
-                f"shares must be positive numbers, got {list(shares)}: leave a source out instead of giving it 0"
-            )
+        assert len(counts) == len(shares) > 0
+        assert min(shares) > 0
         exact = [Fraction(float(share)) for share in shares]
         total = sum(exact)
         self.shares = [share / total for share in exact]
@@ -165,11 +160,8 @@ class StepSampler:
         world: int = 1,
         steps: int | None = None,
     ):
-        if batch_size < 1 or world < 1 or not 0 <= rank < world or consumed < 0:
-            raise ValueError(
-                f"need batch_size >= 1, 0 <= rank < world, consumed >= 0; got batch_size={batch_size}, rank={rank}, "
-                f"world={world}, consumed={consumed}"
-            )
+        assert batch_size > 0
+        assert 0 <= rank < world
         self.order, self.batch_size, self.consumed = order, batch_size, consumed
         self.rank, self.world, self.steps = rank, world, steps
 

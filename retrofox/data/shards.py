@@ -132,12 +132,10 @@ class Manifest:
 
         Raises:
             FileNotFoundError: no such file.
-            ValueError: not a manifest, or of another format.
+            KeyError: not a manifest.
         """
         path = Path(path)
         values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ValueError(f"{path}: not a manifest of token shards of format {FORMAT}: run `retrofox prepare` again")
         sources = [
             PreparedSource(**{**source, "shards": [Shard(**shard) for shard in source["shards"]]})
             for source in values["sources"]

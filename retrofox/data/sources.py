@@ -7,6 +7,7 @@ small files), a range of rows of a dataset. `unit.batches()` reads it once, in o
 from __future__ import annotations
 
 import glob
+import importlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from retrofox.data import read as data_read
 from retrofox.data.augment import Augmentation
 from retrofox.data.longcrawl64 import blocks
-from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT
+from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT, needed
 from retrofox.data.source_shards import AugmentedUnit, FileUnit, RowsUnit, Unit
 from retrofox.data.streamed import sliced
 from retrofox.data.streamed import units as streamed_units
@@ -195,13 +196,8 @@ def _grouped(files: list[Path]) -> list[Unit]:
 
 def _hugging_face(reference: str) -> list[Unit]:
     """ "org/name[:config][:split]" or a local directory; one part alone is a split if it is called like one."""
-    try:
-        import datasets
-        from datasets.exceptions import DatasetsError
-    except ImportError:
-        raise ValueError(
-            f"hf:{reference} needs the package datasets: pip install '.[data]' in a clone, or give files instead"
-        ) from None
+    datasets = needed(f"hf:{reference}", "datasets")
+    errors = importlib.import_module("datasets.exceptions").DatasetsError
     # A split may hold a colon in brackets, train[:10%], and so may the name of a directory.
     name, *parts = [reference] if Path(reference).expanduser().is_dir() else re.split(r":(?![^\[]*\])", reference)
     if len(parts) > 2 or not name:
@@ -223,7 +219,7 @@ def _hugging_face(reference: str) -> list[Unit]:
             data = _saved(datasets.load_from_disk(str(local)), config, split)
         else:
             data = datasets.load_dataset(str(local) if local.is_dir() else name, config, split=split or "train")
-    except (OSError, ValueError, IndexError, DatasetsError) as error:  # IndexError: one saved without any rows
+    except (OSError, ValueError, IndexError, errors) as error:  # IndexError: one saved without any rows
         raise ValueError(f"hf:{reference}: can't be loaded: {error}") from error
     rows, size = len(data), int(data.data.nbytes)
     step = max(256, min(rows, 1 + (256 << 20) * rows // max(1, size)))  # about 256 MiB of text a unit
@@ -239,12 +235,11 @@ def _hugging_face(reference: str) -> list[Unit]:
 
 def _saved(data: Any, config: str | None, split: str | None) -> Any:
     """The rows of a config and split in a folder saved to disk: one dataset, or several by the name of a split."""
-    if config is not None:
-        raise ValueError(f"a dataset saved to disk has no configs: leave {config!r} out")
-    if isinstance(data, dict):
-        if (split or "train") not in data:
-            raise ValueError(f"no split {split or 'train'!r}; there are: {', '.join(data)}")
-        return data[split or "train"]
-    if split is not None:
-        raise ValueError(f"it was saved without splits, and split {split!r} was asked for: leave it out")
-    return data
+    splits = data if isinstance(data, dict) else {None: data}
+    wanted = (split or "train") if isinstance(data, dict) else split
+    if config is not None or wanted not in splits:
+        raise ValueError(
+            f"it was saved to disk with splits {', '.join(map(str, splits))} and no configs; asked for: "
+            f"{':'.join(part for part in (config, split or 'train') if part)}"
+        )
+    return splits[wanted]

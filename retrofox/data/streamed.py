@@ -110,10 +110,8 @@ def units(builder: Any, name: str, split: str, start: int, stop: int) -> list[St
         ValueError: no such split, or an empty range.
     """
     files = builder.config.data_files or {}
-    if split not in files:
-        raise ValueError(f"no split {split!r}; there are: {', '.join(files)}")
-    if start >= stop:
-        raise ValueError(f"rows {start} to {stop} are none: give [start:stop] with start below stop")
+    if split not in files or start >= stop:
+        raise ValueError(f"no rows {start} to {stop} of a split {split!r}; there are: {', '.join(files)}")
     known = (builder.info.splits or {}).get(split)
     row_bytes = known.num_bytes // known.num_examples if known and known.num_examples else ROW_BYTES
     found = [list(map(str, files[split])), [list(origin) for origin in files[split].origin_metadata]]

@@ -76,11 +76,8 @@ def choose_windows(
             break
     if taken:
         return chosen
-    where = ", ".join(sources)
-    if not longest:
-        raise ValueError(f"no text in {where}")
     raise ValueError(
-        f"every document in {where} is too short: the longest has {longest} tokens, min_tokens is {min_tokens}"
+        f"no text of {min_tokens} tokens or more in {', '.join(sources)}: the longest document has {longest}"
     )
 
 

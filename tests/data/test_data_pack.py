@@ -79,11 +79,6 @@ def test_plans_are_kept_and_damaged_ones_made_again(tmp_path):
     assert np.array_equal(first.length, repaired.length)
 
 
-def test_windows_of_one_token_are_refused():
-    with pytest.raises(ValueError, match="at least 2, got 1"):
-        pack(np.array([0, 5]), 1)
-
-
 def test_a_source_without_anything_to_predict_is_named(tmp_path, texts, make_tokenizer, prepared):
     (tmp_path / "letters.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     manifest = prepared([texts[0], tmp_path / "letters.jsonl"], make_tokenizer(eos=None), tmp_path / "out")

@@ -133,10 +133,3 @@ def test_the_fingerprint_knows_max_position_and_is_the_old_one_without(opened):
     assert len(set(found)) == 3
     with pytest.raises(ValueError, match="data under this run changed: its fingerprint"):
         opened(max_position=REACH).check(data.state(5))
-
-
-@pytest.mark.parametrize("reach", [0, LENGTH - 1, LENGTH])
-def test_a_max_position_within_the_window_is_refused(opened, reach):
-    with pytest.raises(ValueError, match=rf"max_position must exceed sequence_length \({LENGTH}\), got {reach}"):
-        opened(max_position=reach)
-    opened(max_position=LENGTH + 1)

@@ -71,13 +71,16 @@ def test_another_version_of_the_set_is_tokenised_anew(hub, tmp_path, tokenizer, 
 
 def test_bad_slices_and_columns_are_refused(hub, tmp_path, tokenizer, prepared):
     for path, message in (
-        ("hf:org/books:train[:9]", r"no column 'text'; there are body, n: set text_field"),
-        ("hf:org/books::dev[:9]", r"hf:org/books::dev\[:9\]: can't be loaded: no split 'dev'; there are: train"),
-        ("hf:org/books:train[9:9]", r"rows 9 to 9 are none"),
+        ("hf:org/books:train[:9]", r"no column 'text' of text; there are body, n: set text_field"),
+        (
+            "hf:org/books::dev[:9]",
+            r"hf:org/books::dev\[:9\]: can't be loaded: no rows 0 to 9 of a split 'dev'; there are: train",
+        ),
+        ("hf:org/books:train[9:9]", r"no rows 9 to 9 of a split 'train'"),
     ):
         with pytest.raises(ValueError, match=message):
             prepared([path], tokenizer, tmp_path / "out")
-    with pytest.raises(ValueError, match="column 'n' must hold text, got int"):
+    with pytest.raises(ValueError, match="no column 'n' of text; 'n' holds int"):
         prepared(["hf:org/books:train[:9]"], tokenizer, tmp_path / "out", text_field="n")
 
 

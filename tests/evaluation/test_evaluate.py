@@ -351,7 +351,7 @@ def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, docum
         evaluate(model, None, ["nowhere.txt"], tokenizer=tokenizer)
     with pytest.raises(ValueError, match="nothing to evaluate on"):
         evaluate(model, None, [], tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="no text in"):
+    with pytest.raises(ValueError, match="no text of"):
         evaluate(model, None, [str(empty)], tokenizer=tokenizer, progress=False)
     with pytest.raises(ValueError, match="too short"):
         evaluate(model, None, documents, 4096, min_tokens=4096, tokenizer=tokenizer, progress=False)

@@ -55,9 +55,10 @@ def test_a_horizon_is_refused_and_the_same_gates_without_one_are_served():
     assert refusal("llama", FoxSpec(), 4, 2, Settings()) is None
 
 
-def test_kv_heads_that_split_over_no_ranks_are_refused_though_query_heads_do():
-    assert "12 query heads and 4 kv heads don't split over 6 ranks" in str(
-        refusal("llama", FoxSpec(), 12, 4, Settings(tensor_parallel=6))
+@pytest.mark.parametrize("ranks", [6, 8])  # 4 kv heads don't split over 6, 12 query heads not over 8
+def test_heads_of_which_only_one_kind_splits_over_the_ranks_are_refused(ranks):
+    assert f"12 query heads and 4 kv heads don't split over {ranks} ranks" in str(
+        refusal("llama", FoxSpec(), 12, 4, Settings(tensor_parallel=ranks))
     )
 
 
