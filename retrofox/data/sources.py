@@ -235,7 +235,7 @@ def _hugging_face(reference: str) -> list[Unit]:
 
 def _saved(data: Any, config: str | None, split: str | None) -> Any:
     """The rows of a config and split in a folder saved to disk: one dataset, or several by the name of a split."""
-    splits = data if isinstance(data, dict) else {None: data}
+    splits: dict[str | None, Any] = dict(data) if isinstance(data, dict) else {None: data}
     wanted = (split or "train") if isinstance(data, dict) else split
     if config is not None or wanted not in splits:
         raise ValueError(
