@@ -353,7 +353,7 @@ def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, docum
         evaluate(model, None, [], tokenizer=tokenizer)
     with pytest.raises(ValueError, match="no text of"):
         evaluate(model, None, [str(empty)], tokenizer=tokenizer, progress=False)
-    with pytest.raises(ValueError, match="tokens or more in .*the longest document has"):
+    with pytest.raises(ValueError, match=r"tokens or more in .*the longest document has"):
         evaluate(model, None, documents, 4096, min_tokens=4096, tokenizer=tokenizer, progress=False)
     for length in (1, 10**30):
         with pytest.raises(ValueError, match="length must be at least 2"):
