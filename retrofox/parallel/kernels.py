@@ -1,4 +1,4 @@
-"""Parts of a softmax by the Triton kernels, which take keys of another device as they are; see `part` for the formulas.
+"""Parts of a softmax by the Triton kernels, which take keys of other devices as they are (see `partial_softmax`).
 
 The kernels give a query past its keys the c of the last key. What its own c adds is the same for all keys, so it leaves
 o alone and is added to lse here; in the backward it is taken off again.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from fox_kernels.host.device import triton_unsupported
 
-from retrofox.parallel.part import Part, attend_part, differentiate_part
+from retrofox.parallel.partial_softmax import Part, attend_part, differentiate_part
 
 LOG2_E = 1 / math.log(2)
 

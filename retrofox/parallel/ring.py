@@ -20,8 +20,8 @@ import torch
 from retrofox.parallel.mesh import Mesh
 from retrofox.parallel.offsets import Summary
 from retrofox.parallel.plan import RingPlan
+from retrofox.parallel.ring_tasks import Walk
 from retrofox.parallel.sums import Sums
-from retrofox.parallel.walk import Walk
 
 
 def ring_attention(

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from retrofox.parallel.halo import predecessors
 from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh
 from retrofox.parallel.plan import RingPlan
+from retrofox.parallel.previous_token import predecessors
 from retrofox.parallel.ring import ring_attention
 from retrofox.parallel.ulysses import heads_for_tokens, tokens_for_heads
 

@@ -10,8 +10,8 @@ import torch
 from retrofox.parallel.kernels import differentiate
 from retrofox.parallel.messages import Exchange, Keys, swap
 from retrofox.parallel.offsets import LOG_F_MIN
-from retrofox.parallel.part import Part
-from retrofox.parallel.walk import Task, Walk
+from retrofox.parallel.partial_softmax import Part
+from retrofox.parallel.ring_tasks import Task, Walk
 
 
 class Sums:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from retrofox.parallel.part import Part, attend_part, differentiate_part
+from retrofox.parallel.partial_softmax import Part, attend_part, differentiate_part
 
 PROGRAM = """
 import sys

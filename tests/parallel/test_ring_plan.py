@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from retrofox.parallel.halo import _ends, _holder
 from retrofox.parallel.layout import Degrees, degrees
 from retrofox.parallel.offsets import Summary
 from retrofox.parallel.plan import RingPlan
+from retrofox.parallel.previous_token import _ends, _holder
 
 LENGTH = 48
 DOCUMENTS = [[0, LENGTH], [0, 5, 6, 25, 40, LENGTH], [0, 12, 24, 30, LENGTH], [0, 47, LENGTH]]

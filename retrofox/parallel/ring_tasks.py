@@ -11,7 +11,7 @@ from retrofox.parallel.kernels import attend
 from retrofox.parallel.mesh import Mesh
 from retrofox.parallel.messages import KeyRing, Keys
 from retrofox.parallel.offsets import Summary, clamped
-from retrofox.parallel.part import Part, merge
+from retrofox.parallel.partial_softmax import Part, merge
 from retrofox.parallel.plan import Head, RingPlan
 
 
