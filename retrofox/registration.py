@@ -15,22 +15,27 @@ from types import ModuleType
 from typing import Any
 
 AUTO = "transformers.models.auto.configuration_auto"
+MODELS = "transformers.models.auto.modeling_auto"
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds AUTO as the finders after it do, and registers the families when it has been imported."""
+    """Finds AUTO and MODELS as the finders after it do, and registers the families when they have been imported."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != AUTO:
+        if fullname not in (AUTO, MODELS):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                register(module)
+                # MODELS imports AUTO and needs to be whole before a family's config can be imported
+                if self in sys.meta_path and (fullname == MODELS or MODELS not in sys.modules):
+                    sys.meta_path.remove(self)
+                    register(sys.modules[AUTO])
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -48,6 +48,11 @@ def test_auto_classes_open_a_converted_model_without_trust(pico_fox_checkpoint, 
     ran(pico_fox_checkpoint, OPENED, **order)
 
 
+@pytest.mark.parametrize("name", ["AutoModelForCausalLM", "AutoConfig", "AutoTokenizer", "LlamaForCausalLM"])
+def test_any_class_of_transformers_may_be_imported_first(pico_fox_checkpoint, name):
+    ran(pico_fox_checkpoint, OPENED, first=f"import retrofox\nfrom transformers import {name}")
+
+
 def test_a_tokenizer_opens_without_a_question_or_a_warning(pico_checkpoint, tmp_path):
     retrofox.convert(pico_checkpoint, tmp_path / "out", verify=False)
     assert ran(tmp_path / "out", TOKENIZED, first="import retrofox") == ""
