@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from retrofox.evaluation.baselines import Baseline, build
 from retrofox.loading.loaded_model import LoadedModel, open_model
+from retrofox.loading.tokenizers import open_tokenizer
 from retrofox.support.memory import peak_bytes
+
+
+def listed_models(against: Any) -> list[Any]:
+    """One model, several or None, as a list."""
+    if against is None:
+        return []
+    return list(against) if isinstance(against, (list, tuple)) else [against]
+
+
+def tokenizer_of(model: Any) -> Any:
+    """The tokenizer of a model on disk or on the Hub, without its weights, or that of a live one."""
+    named = isinstance(model, (str, os.PathLike))
+    return open_tokenizer(os.fspath(model)) if named else open_model(model).tokenizer
 
 
 def columns(

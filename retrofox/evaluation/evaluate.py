@@ -21,21 +21,16 @@ from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import Window, _require_files, choose_windows
 from retrofox.evaluation import loss_report, shared_context, task_cache
 from retrofox.evaluation.baselines import Baseline, base_for, parse_all
-from retrofox.evaluation.compared_models import columns, of_run
+from retrofox.evaluation.compared_models import columns, listed_models, of_run, tokenizer_of
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_report import differences, print_tasks
 from retrofox.loading.device import check_place
-from retrofox.loading.loaded_model import LoadedModel, open_model
-from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
+from retrofox.loading.loaded_model import LoadedModel
+from retrofox.loading.tokenizers import require_same_tokenizer
 from retrofox.parallel.launched import is_first
 from retrofox.support.memory import reset_peak
-from retrofox.support.report import (
-    check_folder,
-    environment,
-    output_console,
-    progress_bar,
-)
+from retrofox.support.report import check_folder, environment, output_console, progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -141,7 +136,7 @@ def evaluate(
         ValueError: no document, all too short, a tokenizer that differs between model and `against`, bad options.
     """
     asked = EvalOptions(length=length, **options)
-    sources, others = listed(data), _listed(against)
+    sources, others = listed(data), listed_models(against)
     if not sources and not asked.tasks:
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
     _require_files(sources)
@@ -160,7 +155,7 @@ def evaluate(
     found = None
     if asked.tasks:
         found = find_tasks(asked.tasks, asked.include_path, limit=asked.limit, length=length, tokenizer=name)
-    tokenizer = tokenizer or _tokenizer_of(model)
+    tokenizer = tokenizer or tokenizer_of(model)
     for other in others:
         require_same_tokenizer(tokenizer, other)
     chosen: list[Window] = []
@@ -249,18 +244,6 @@ def _report(
     if out is not None:
         result["files"] = loss_report.write_files(result, losses, chosen, Path(out))
         console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
-
-
-def _listed(against: Any) -> list[Any]:
-    if against is None:
-        return []
-    return list(against) if isinstance(against, (list, tuple)) else [against]
-
-
-def _tokenizer_of(source: Any) -> Any:
-    if isinstance(source, (str, os.PathLike)):
-        return open_tokenizer(os.fspath(source))
-    return open_model(source).tokenizer
 
 
 def _run(

@@ -22,7 +22,7 @@ import torch
 from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import _require_files
 from retrofox.evaluation.baselines import Baseline, base_for, parse_all
-from retrofox.evaluation.compared_models import columns
+from retrofox.evaluation.compared_models import columns, listed_models, tokenizer_of
 from retrofox.evaluation.needles.haystack import read_haystack
 from retrofox.evaluation.needles.prompts import Prompt, make_prompts
 from retrofox.evaluation.needles.report import print_tables, write_files
@@ -30,8 +30,8 @@ from retrofox.evaluation.needles.shares import by_length, grid
 from retrofox.evaluation.needles.tasks import MODES
 from retrofox.evaluation.token_scores import score_tokens
 from retrofox.loading.device import check_place
-from retrofox.loading.loaded_model import LoadedModel, open_model
-from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
+from retrofox.loading.loaded_model import LoadedModel
+from retrofox.loading.tokenizers import require_same_tokenizer
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def needle(
         ValueError: bad options, no text, another tokenizer in `against`, or a length too short for needle and question.
     """
     places = [float(d) for d in (np.linspace(0, 1, max(0, depths)) if isinstance(depths, int) else depths)]
-    sources, modes, others = listed(data), _modes(mode), _several(against)
+    sources, modes, others = listed(data), _modes(mode), listed_models(against)
     _check(lengths, places, trials, batch, sources)
     wanted = parse_all(baselines)
     base_for(wanted, model, others)
@@ -91,9 +91,7 @@ def needle(
     check_results_outside(out, sources)
     check_place(device, dtype)
     _require_files(sources)
-    if tokenizer is None:
-        named = isinstance(model, (str, os.PathLike))
-        tokenizer = open_tokenizer(os.fspath(model)) if named else open_model(model).tokenizer  # type: ignore[arg-type]
+    tokenizer = tokenizer or tokenizer_of(model)
     for other in others:
         require_same_tokenizer(tokenizer, other)
     started = time.time()
@@ -180,12 +178,6 @@ def _free_name(name: str, taken: dict[str, Any]) -> str:
         number += 1
         free = f"{name} ({number})"
     return free
-
-
-def _several(against: Any) -> list[Any]:
-    if against is None:
-        return []
-    return list(against) if isinstance(against, (list, tuple)) else [against]
 
 
 def _modes(mode: str | Sequence[str]) -> list[str]:

@@ -14,13 +14,14 @@ import transformers
 
 from retrofox.data.sources import check_results_outside
 from retrofox.evaluation import task_cache
+from retrofox.evaluation.compared_models import tokenizer_of
 from retrofox.evaluation.instructions import answer, chat_prompts, compare_answers
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
 from retrofox.evaluation.panel_report import print_panel, worst_row, write_panel
 from retrofox.evaluation.panel_texts import Row, choose_kinds, read_rows, rows_of
 from retrofox.loading.device import check_place
 from retrofox.loading.loaded_model import LoadedModel, open_model
-from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
+from retrofox.loading.tokenizers import require_same_tokenizer
 from retrofox.support.report import check_folder, environment, output_console, progress_bar
 from retrofox.version import __version__
 
@@ -84,9 +85,7 @@ def panel(
     check_results_outside(out, [path for paths in kinds.values() for path in paths])
     check_place(device, dtype)
     started = time.time()
-    if tokenizer is None and isinstance(model, (str, os.PathLike)):
-        tokenizer = open_tokenizer(os.fspath(model))
-    tokenizer = tokenizer or open_model(model).tokenizer
+    tokenizer = tokenizer or tokenizer_of(model)
     require_same_tokenizer(tokenizer, against)
     prompts = chat_prompts(tokenizer, chat) if chat else []
     rows = {kind: read_rows(paths, tokenizer, length, tokens, text_field) for kind, paths in kinds.items()}

@@ -140,14 +140,14 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch):
         given.update(options, model=model, against=against, data=data, lengths=lengths)
 
     monkeypatch.setattr("retrofox.evaluation.needle.needle", record)
-    words = "M --data a b --against B C --lengths 64,128 --depths 3 --mode easy --mode standard --trials 7 --seed 5"
-    assert run("needle", *words.split(), "--batch", "4", "--out", "o", "--baseline", "drope")[0] == 0
+    words = "me/m --data a b --against me/b me/c --lengths 64,128 --depths 3 --mode easy --mode standard --trials 7"
+    assert run("needle", *words.split(), "--seed", "5", "--batch", "4", "--out", "o", "--baseline", "drope")[0] == 0
     assert given == {
-        "model": "M", "against": ["B", "C"], "data": ["a", "b"], "lengths": [64, 128], "depths": 3, "batch": 4,
+        "model": "me/m", "against": ["me/b", "me/c"], "data": ["a", "b"], "lengths": [64, 128], "depths": 3, "batch": 4,
         "mode": ["easy", "standard"], "trials": 7, "seed": 5, "out": Path("o"),
         "text_field": "text", "device": None, "dtype": None, "baselines": ["drope"],
     }  # fmt: skip
-    assert run("needle", "M", "--data", "a")[0] == 0
+    assert run("needle", "me/m", "--data", "a")[0] == 0
     assert (given["mode"], given["batch"], given["against"]) == (["easy"], "auto", None)
 
 
