@@ -224,7 +224,11 @@ class Progress(ProgressCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self.training_bar = tqdm(
-                total=state.max_steps, initial=state.global_step, dynamic_ncols=True, disable=not self.show_bar
+                total=state.max_steps,
+                initial=state.global_step,
+                dynamic_ncols=True,
+                disable=not self.show_bar,
+                bar_format="{percentage:3.0f}%|{bar}| step {n_fmt} of {total_fmt}",  # speed and time left: `log_line`
             )
         self.current_step = state.global_step
 
@@ -234,7 +238,7 @@ class Progress(ProgressCallback):
 
 
 def log_line(logs: dict[str, Any], step: int, max_steps: int) -> str:
-    """One line: step, loss, gradient norm, rate, tokens, speed, MFU, memory, time left, half-lives."""
+    """One line: step, loss, gradient norm, rate, tokens, speed, MFU, memory, gates in plain words, time left."""
     parts = [f"step {step}/{max_steps}", f"loss {logs['loss']:.4f}"]
     forms: Sequence[tuple[str, str]] = (
         ("grad_norm", "grad {:.3f}"),
@@ -243,19 +247,21 @@ def log_line(logs: dict[str, Any], step: int, max_steps: int) -> str:
         ("tokens_per_second", "{:,.0f} tok/s"),
         ("mfu", "mfu {:.1%}"),
         ("memory_gb", "{:.1f} GB"),
-        ("half_life_mean", "half-life {:.0f}"),
     )
     parts += [form.format(logs[key]) for key, form in forms if logs.get(key) is not None]
     if "half_life_p10" in logs:
-        parts.append(f"p10-p90 {logs['half_life_p10']:.0f}-{logs['half_life_p90']:.3g}")
-    if "gates_saturated" in logs:
-        parts.append(f"saturated {logs['gates_saturated']:.0%} dead {logs['gates_dead']:.0%}")
+        low, mean, high = (logs[f"half_life_{key}"] for key in ("p10", "mean", "p90"))
+        parts.append(f"half-lives {low:,.0f} to {high:,.0f} tokens, mean {mean:,.0f}")
+    if logs.get("gates_dead"):
+        parts.append(f"gates that never forget: {logs['gates_dead']:.0%}")
+    if logs.get("gates_saturated"):
+        parts.append(f"gates that hardly learn: {logs['gates_saturated']:.0%}")
     if "live_cache_32k" in logs:
         shares = (f"{n} {logs[f'live_operations_{n}']:.0%}/{logs[f'live_cache_{n}']:.0%}" for n in LENGTHS)
-        parts.append("live operations/cache " + " ".join(shares))
+        parts.append("keys alive, operations/cache: " + " ".join(shares))
     if "eta_seconds" in logs:
         seconds = int(logs["eta_seconds"])
-        parts.append(f"eta {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}")
+        parts.append(f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left")
     return " | ".join(parts)
 
 
