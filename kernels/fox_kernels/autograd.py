@@ -17,9 +17,9 @@ from torch import Tensor
 
 from . import determinism
 from .chunked import check_backward, within
+from .forward_backward import attend, differentiate, room_for_bounds, room_for_residual
 from .host.tracing import traced
-from .options import Documents, Options, Saved, Way
-from .passes import attend, differentiate, room_for_bounds, room_for_residual
+from .options import Backend, Documents, Options, Saved
 
 LN_2 = math.log(2)
 
@@ -52,7 +52,7 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options, documents = Options(scale, window, sink, softcap, prune, horizon), Documents(cu_seqlens, seq_start)
     (o, lse2, c_hi, c_lo, residual, bounds), _ = attend(
-        q, k, v, log_f, options, documents, Way(backend, for_backward, deterministic)
+        q, k, v, log_f, options, documents, Backend(backend, for_backward, deterministic)
     )
     if bounds is None:  # none were worth a search: zeros in their place, as shapes can't depend on that
         bounds = room_for_bounds(q, for_backward, prune)
@@ -99,7 +99,7 @@ def attention_backward(
     )  # fmt: skip
     options, documents = Options(scale, window, sink, softcap, prune, horizon), Documents(cu_seqlens, seq_start)
     return differentiate(
-        do, dlse2, q, k, v, log_f, saved, options, documents, Way(backend, True, deterministic)
+        do, dlse2, q, k, v, log_f, saved, options, documents, Backend(backend, True, deterministic)
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def _(do, dlse2, q, k, v, log_f, *_):
     return like(q), like(k), like(v), like(log_f)
 
 
-def _keep(ctx, inputs, saved, options: Options, documents: Documents, way: Way) -> None:
+def _keep(ctx, inputs, saved, options: Options, documents: Documents, way: Backend) -> None:
     """Save for the backward; inputs are q, k, v, log_f."""
     ctx.save_for_backward(*inputs, *saved, *documents)
     ctx.options, ctx.way = options, way
@@ -126,7 +126,7 @@ def _kept(ctx) -> tuple[tuple[Tensor, ...], Saved, Documents]:
 
 def _setup_context(ctx, inputs, output):
     q, k, v, log_f, scale, cu_seqlens, seq_start, *options, backend, for_backward, deterministic = inputs
-    documents, way = Documents(cu_seqlens, seq_start), Way(backend, for_backward, deterministic)
+    documents, way = Documents(cu_seqlens, seq_start), Backend(backend, for_backward, deterministic)
     _keep(ctx, (q, k, v, log_f), output, Options(scale, *options), documents, way)
 
 
@@ -170,7 +170,7 @@ def forgetting_attention(
     softcap, prune, horizon = (None if x is None else float(x) for x in options[3:])
     options = Options(options.scale, window, sink, softcap, prune, horizon)
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
-    way = Way(backend, for_backward, determinism.is_deterministic())
+    way = Backend(backend, for_backward, determinism.is_deterministic())
     if traced(q, k, v, log_f):
         cu_seqlens, seq_start, *_ = documents
         flat: tuple = (q, k, v, log_f, options.scale, cu_seqlens, seq_start, *options[1:], *way)

@@ -66,7 +66,7 @@ class Saved(NamedTuple):
     bounds: Tensor | None = None
 
 
-class Way(NamedTuple):
+class Backend(NamedTuple):
     """How a pass runs: by the "triton" or the "gluon" kernels, for a backward or not, gradients repeatable or not."""
 
     backend: str

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 import fox_kernels
 import twins
-from fox_kernels import autograd, determinism, passes
+from fox_kernels import autograd, determinism, forward_backward
 from fox_kernels.common import cumsum
 from fox_kernels.options import Documents, Options
 
@@ -25,7 +25,7 @@ def asked(monkeypatch):
         told.append(deterministic)
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(saved.c_hi)
 
-    monkeypatch.setattr(passes, "launchers", lambda backend: (forward, backward))
+    monkeypatch.setattr(forward_backward, "launchers", lambda backend: (forward, backward))
     monkeypatch.setattr(cumsum, "cumulative", lambda log_f, counter: twins.cumulative_torch(log_f))
     monkeypatch.setattr(cumsum, "gate_gradient", twins.gate_gradient_torch)
     return told

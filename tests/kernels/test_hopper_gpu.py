@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, failures, gates
-from fox_kernels import passes, reference
+from fox_kernels import forward_backward, reference
 from fox_kernels.common import cumsum
 from fox_kernels.hopper import forward as hopper_forward
 from fox_kernels.hopper.backward import launch_backward
@@ -122,7 +122,7 @@ def test_the_switch_reaches_the_kernel_through_autograd(monkeypatch):
         told.append(options["deterministic"])
         return launch_backward(*arguments, **options)
 
-    monkeypatch.setattr(passes, "launchers", lambda backend: (hopper_forward.launch_forward, watched))
+    monkeypatch.setattr(forward_backward, "launchers", lambda backend: (hopper_forward.launch_forward, watched))
     q = torch.randn(1, 271, 3, 64, device="cuda", dtype=BF16, requires_grad=True)
     log_f = torch.zeros(1, 271, 3, device="cuda")  # a kind of call that no other test makes: none runs from a tape
     for value in (True, False):

@@ -10,7 +10,7 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed here")
 
 from fox_kernels.decoding import planner
-from fox_kernels.host import launch, readable
+from fox_kernels.host import launch, strides
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -74,34 +74,34 @@ def test_what_triton_specialises_on_compiles_anew(kernel):
 
 
 def test_only_a_gpu_with_tma_copies_by_it():
-    assert not readable.describable(torch.zeros(1, 64, 2, 64, dtype=torch.float16))
+    assert not strides.describable(torch.zeros(1, 64, 2, 64, dtype=torch.float16))
 
 
 def test_a_dimension_of_size_1_gets_a_stride_that_tma_takes():
     x = torch.zeros(2, 64, 1, 64, dtype=torch.float16)[:1].as_strided((1, 64, 1, 64), (7, 64, 3, 1))
-    described = readable.source(x, 16, True)
+    described = strides.source(x, 16, True)
     assert (described.shape, described.block_shape) == ([1, 64, 1, 64], [1, 16, 1, 64])
     assert described.strides == [64, 64, 64, 1]
-    assert readable.source(x, 16, False) is x
+    assert strides.source(x, 16, False) is x
 
 
 def test_only_rows_that_products_of_16_bits_cannot_take_are_copied():
     """Those of other strides Triton 3.6 multiplied wrongly on Hopper at head dims 80 and 96."""
     wide = torch.randn(2, 6, 4, 96).half()
     for x in (wide, wide[:, :, 1:3], wide[..., 8:-8], wide.transpose(1, 2), wide[:, :, :1].expand(2, 6, 4, 96)):
-        assert readable.aligned(x) is x
+        assert strides.aligned(x) is x
     odd = torch.randn(1, 6, 4, 84).half()[..., :80]
     shifted = torch.randn(1 + wide.numel()).half()[1:].view(wide.shape)
     lonely = wide[:1].as_strided((1, 6, 4, 96), (7, 384, 96, 1))  # of size 1, its stride counts for the compiler
     turned = torch.randn(2, 6, 96, 4).half().transpose(2, 3)
     for x in (odd, shifted, lonely, turned):
-        y = readable.aligned(x)
+        y = strides.aligned(x)
         assert torch.equal(x, y)
         assert y.data_ptr() % 16 == 0
         assert y.stride()[3] == 1
         assert all(stride % 16 == 0 for stride in y.stride()[:3])
     in_float32 = torch.randn(1, 6, 4, 84)[..., :80]
-    assert readable.aligned(in_float32) is in_float32
+    assert strides.aligned(in_float32) is in_float32
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the short way is taken with Triton 3.6 only")

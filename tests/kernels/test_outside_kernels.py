@@ -174,8 +174,8 @@ def test_nan_through_lse_on_a_gpu(backend):
 
 
 def test_what_the_hopper_backward_is_handed_of_rows_that_see_nothing(monkeypatch):
-    from fox_kernels import passes
-    from fox_kernels.options import Documents, Options, Saved, Way
+    from fox_kernels import forward_backward
+    from fox_kernels.options import Backend, Documents, Options, Saved
 
     handed = []
 
@@ -183,16 +183,16 @@ def test_what_the_hopper_backward_is_handed_of_rows_that_see_nothing(monkeypatch
         handed.append(dlse2)
         return q, k, v, torch.zeros(1, 1, 3)
 
-    monkeypatch.setattr(passes, "launchers", lambda backend: (None, launch))
-    monkeypatch.setattr(passes.cumsum, "gate_gradient", lambda dc, log_f: log_f)
+    monkeypatch.setattr(forward_backward, "launchers", lambda backend: (None, launch))
+    monkeypatch.setattr(forward_backward.cumsum, "gate_gradient", lambda dc, log_f: log_f)
     x, lse2 = torch.zeros(1, 3, 1, 8), torch.tensor([[[-torch.inf, 1.0, 2.0]]])
     for start, expected in (
         (torch.tensor([1], dtype=torch.int32), [0.0, torch.nan, 3.0]),
         (None, [torch.nan] * 2 + [3.0]),
     ):
         given = torch.tensor([[[torch.nan, torch.nan, 3.0]]])
-        documents, way = Documents(seq_start=start), Way("gluon", True, True)
-        passes.differentiate(x, given, x, x, x, x, Saved(x, lse2, x, x), Options(1.0), documents, way)
+        documents, way = Documents(seq_start=start), Backend("gluon", True, True)
+        forward_backward.differentiate(x, given, x, x, x, x, Saved(x, lse2, x, x), Options(1.0), documents, way)
         torch.testing.assert_close(handed.pop(), torch.tensor([[expected]]), equal_nan=True)
 
 

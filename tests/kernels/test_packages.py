@@ -17,8 +17,7 @@ LEVELS = [
     {"common"},
     {"plain", "layer"},
     {"hopper", "decoding"},
-    {"passes"},
-    {"calls"},
+    {"forward_backward"},
     {"autograd"},
     {"api"},
 ]

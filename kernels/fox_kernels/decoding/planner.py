@@ -15,7 +15,7 @@ import torch
 from ..common.blocks import LOG2_E, cap_factors, cap_kind
 from ..host.device import capability, processors
 from ..host.launch import cdiv, launch, power_of_2
-from ..host.readable import aligned, unit_last
+from ..host.strides import aligned, unit_last
 from ..options import Options
 from ..plain.tiles import SMALL_SHARED, split_head_dim, table_for
 from .decode import MIN_BLOCKS, merge_kernel, split_kernel

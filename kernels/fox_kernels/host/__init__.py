@@ -1,1 +1,1 @@
-"""The host's side of a launch: device facts, readable tensors, launching, and tapes of repeated calls."""
+"""The host's side of a launch: facts about devices, strides that kernels can read, launching."""

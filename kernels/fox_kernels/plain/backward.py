@@ -16,7 +16,7 @@ from ..common.cumsum import block_relative
 from ..common.first_weights import BLOCK, begins_at_the_first_key, lost_to_rounding
 from ..common.horizon import found_edges, unseen_from
 from ..host.launch import cdiv, launch
-from ..host.readable import aligned, describable, source
+from ..host.strides import aligned, describable, source
 from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Saved, Shard
 from .dkdv import dkdv_kernel
 from .dq import dq_kernel

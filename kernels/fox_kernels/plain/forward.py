@@ -33,7 +33,7 @@ from ..common.blocks import (
 from ..common.cumsum import block_relative
 from ..common.horizon import found_edges
 from ..host.launch import cdiv, launch
-from ..host.readable import aligned, describable, row_source, source
+from ..host.strides import aligned, describable, row_source, source
 from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Shard
 from .tiles import Copies, Tile, split_head_dim, tile_for
 

@@ -17,8 +17,8 @@ from .common import cumsum, pruning
 from .common.horizon import found_edges
 from .decoding import planner
 from .host.device import on_device
-from .host.readable import aligned
-from .options import Documents, Options, Saved, Way
+from .host.strides import aligned
+from .options import Backend, Documents, Options, Saved
 from .plain.backward import launch_backward
 from .plain.forward import launch_forward
 
@@ -61,7 +61,7 @@ def as_made(x: Tensor | None) -> Tensor | None:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def attend(q, k, v, log_f, options: Options, documents: Documents, way: Way) -> tuple[Saved, Documents]:
+def attend(q, k, v, log_f, options: Options, documents: Documents, way: Backend) -> tuple[Saved, Documents]:
     """Return what the forward saves, o among it, and the documents with their edges."""
     with on_device(q):
         if documents.cu_seqlens is None and not way.for_backward and planner.pays(q, k):
@@ -85,7 +85,7 @@ def attend(q, k, v, log_f, options: Options, documents: Documents, way: Way) -> 
 
 
 def differentiate(
-    do, dlse2, q, k, v, log_f, saved: Saved, options: Options, documents: Documents, way: Way
+    do, dlse2, q, k, v, log_f, saved: Saved, options: Options, documents: Documents, way: Backend
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and dlog_f, given what `attend` returned."""
     kept: Any = map(as_made, saved)
