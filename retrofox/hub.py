@@ -213,11 +213,9 @@ def _adapter_config(directory: Path) -> dict[str, Any]:
     file = directory / "adapter_config.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return dict(values.items())
+    except (ValueError, AttributeError) as error:
         raise ValueError(f"{file} is damaged ({first_line(error)}): save the adapter again") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} holds a {type(values).__name__} where a JSON object belongs: save the adapter again")
-    return values
 
 
 def _base_on_hub(directory: Path, base: str | None) -> str:
