@@ -167,15 +167,14 @@ def presets() -> str:
 
 
 def shipped_recipes() -> str:
-    """The recipes that ship, as `retrofox recipes ls --json` has them, without their results: those have a page."""
+    """The recipes and launch files that ship, a line each, as `retrofox recipes ls` has them."""
     from typer.testing import CliRunner  # only here: it is made for tests
 
-    rows = json.loads(CliRunner().invoke(app, ["recipes", "ls", "--json"]).stdout)
-    texts = []
-    for row in rows:
-        facts = [f"* {key}: {row[key]}" for key in ("hardware", "tokens", "time", "run") if key in row]
-        texts.append("\n".join([f"### {row['name']}\n\n{row['about']}\n", *facts]))
-    return "\n\n".join(texts)
+    found = json.loads(CliRunner().invoke(app, ["recipes", "ls", "--json"]).stdout)
+    recipes = [[f"`{row['name']}`", *row["short"].split(" | ")] for row in found if "short" in row]
+    launches = [[f"`{row['name']}`", row["about"]] for row in found if "short" not in row]
+    header = ["recipe", "for", "GPUs", "time"]
+    return f"{table(header, recipes, left=4)}\n\n{table(['launch file', 'for'], launches, left=2)}"
 
 
 OF_RESULTS = (
