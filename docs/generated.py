@@ -80,7 +80,8 @@ def _command(command: Any, name: str) -> list[str]:
         record = parameter.get_help_record(context)
         if record is not None:
             word = parameter.name.upper() if parameter in arguments else record[0]
-            rows.append([f"`{word}`", " ".join(record[1].replace("<", "&lt;").replace("  [", " [").split())])
+            meaning = " ".join(record[1].replace("<", "&lt;").split()).replace("] [", "; ")
+            rows.append([f"`{word}`", meaning])
     if rows:
         sections.append(table(["argument or option", "meaning"], rows, left=2))
     return sections

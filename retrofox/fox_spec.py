@@ -62,7 +62,6 @@ class FoxSpec(FoxFields):
     s_ij = scale * q_i.k_j + (c_i - c_j), the second term absent for sink tokens (Lin et al., ICLR 2025, eq. 3).
 
     Args:
-        preset: a published system, whose fields those given beside it change; kept as a note.
         rope: "interpolate": pairs that are slow beside the trained length turn slower still, by up to `rope_factor`,
             fast ones as before (the ramp of YaRN, see `interpolated`); "keep" every rotary pair; "drop" all;
             "partial" keeps the pairs whose wavelength is at most `max_wavelength`; "anneal" goes from keep to

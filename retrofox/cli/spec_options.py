@@ -41,8 +41,9 @@ def spec_fields() -> dict[str, str]:
     """Field of FoxSpec that a user may set -> its meaning, from FoxSpec's docstring."""
     arguments = inspect.getdoc(FoxSpec).partition("Args:\n")[2].partition("\n\n")[0]  # type: ignore[union-attr]
     found = {name: " ".join(text.split()) for name, text in re.findall(r"^ {4}(\w+): ((?:.|\n {8})*)", arguments, re.M)}
-    found["preset"] += " " + "; ".join(f"{name}: {what}" for name, (_, what) in PRESETS.items()) + "."
-    return {name: text for name, text in found.items() if name not in STATE}
+    systems = "; ".join(f"{name}: {what}" for name, (_, what) in PRESETS.items())
+    preset = f"a published system, whose fields those given beside it change; kept as a note. {systems}."
+    return {"preset": preset} | {name: text for name, text in found.items() if name not in STATE}
 
 
 def spec_of(changes: list[str], options: dict[str, Any]) -> FoxSpec:
