@@ -49,40 +49,6 @@ def test_two_processes_report_one_processs_losses(texts, pico_fox_checkpoint, tm
             assert ours["loss"][key]["mean"] == pytest.approx(theirs["loss"][key]["mean"], rel=1e-5)
 
 
-LOSING = """
-import os, signal, sys
-from retrofox.cli import main
-from retrofox.evaluation import shared_context
-
-def die(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if os.environ["RANK"] == "1":
-    shared_context._losses = die
-sys.argv[0] = "retrofox"
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("command", "given", "stands"),
-    [
-        ("eval", ["--data", "texts", "--length", "99", "--out", "out"], "nothing was written"),
-    ],
-)
-def test_when_a_process_is_lost_the_others_say_so_in_one_line(
-    texts, pico_fox_checkpoint, tmp_path, launch, command, given, stands
-):
-    given = [str(tmp_path / text) if text in ("texts", "out") else text for text in given]
-    done = launch(LOSING, command, str(pico_fox_checkpoint), *given, "--context", "2", processes=2)
-    told = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(told) == 1, done.stderr
-    assert "error: process 1 (pid" in told[0]
-    assert told[0].endswith(f"can't go on alone: {stands}; run the same command again")
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -98,7 +64,9 @@ def test_what_one_process_runs_alone_is_refused(texts, pico_fox_checkpoint, opti
 
 
 def test_an_unconverted_model_is_refused_before_loading(texts, pico_checkpoint, monkeypatch):
-    monkeypatch.setattr("retrofox.evaluation.evaluate.open_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "retrofox.evaluation.compared_models.open_model", lambda *_, **__: pytest.fail("the model was loaded")
+    )
     with pytest.raises(ValueError, match=r"is not converted: convert it"):
         evaluate(str(pico_checkpoint), data=str(texts), length=64, context=2, progress=False)
 

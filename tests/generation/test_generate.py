@@ -156,9 +156,9 @@ def test_bad_options_are_refused(opened):
             generate(opened.model, **{"prompts": ["a"], "tokenizer": opened.tokenizer, **options})
 
 
-@pytest.mark.parametrize("words", [["generate", "M", "the fox"], ["chat", "M", "--temperature", "0"]])
-def test_a_seed_without_a_draw_is_refused_before_a_model_is_looked_for(words, run):
-    code, _, err = run(*words, "--seed", 0)
+@pytest.mark.parametrize("words", [["generate", "the fox"], ["chat", "--temperature", "0"]])
+def test_a_seed_without_a_draw_is_refused_before_a_model_is_read(words, run, tmp_path):
+    code, _, err = run(words[0], tmp_path, *words[1:], "--seed", 0)
     assert (code, len(err.strip().splitlines())) == (2, 1)
     assert "seed 0 has no effect on greedy decoding: give a temperature above 0" in err
 
@@ -171,7 +171,7 @@ def test_a_prompt_file_that_is_no_text_is_refused(run, tmp_path):
         (tmp_path / "none", "can't be read (No such file or directory): give a UTF-8 text file"),
         (tmp_path, "can't be read (Is a directory)"),
     ):
-        code, out, err = run("generate", "M", "--prompt-file", file)
+        code, out, err = run("generate", tmp_path, "--prompt-file", file)
         assert (code, out, len(err.strip().splitlines())) == (2, "", 1)
         assert message in err
 

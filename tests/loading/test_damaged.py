@@ -25,7 +25,8 @@ def converted(pico_checkpoint, tmp_path) -> Path:
 
 
 def one_line(error: str) -> str:
-    lines = [line for line in error.strip().splitlines() if line and "Loading weights" not in line]  # bars of tqdm
+    progress = ("Loading weights", "windows of up to")
+    lines = [line for line in error.splitlines() if line and not any(words in line for words in progress)]
     assert len(lines) == 1, error
     return lines[0]
 

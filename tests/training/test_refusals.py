@@ -100,7 +100,7 @@ def test_special_tokens_that_no_text_holds_need_no_embedding(recipe, tmp_path, p
     with pytest.raises(
         ValueError, match=r"text\.txt holds the token '<picture>', number 288, and the model embeds 288"
     ):
-        train(load_recipe(recipe, [*one, f"output={tmp_path / 'other'}"]))
+        train(load_recipe(recipe, [*one, "data.split_special_tokens=false", f"output={tmp_path / 'other'}"]))
 
 
 def test_models_built_otherwise_are_refused_as_controls(recipe, tmp_path, pico_tokenizer):
