@@ -1,7 +1,7 @@
 """Trains one arm and judges it by the protocol of docs/results.md, into a folder that retrofit_results.py collects.
 
     python benchmarks/retrofit_arm.py RUNS/fox --recipe smollm2-fox.yaml --dev dev.jsonl.xz --haystack haystack.jsonl.xz
-        [--tasks DIR] [--only needle-easy,eval] [a.b=value ...]
+        [--tasks DIR] [--only needle-easy,eval] [--trials N] [a.b=value ...]
     python benchmarks/retrofit_arm.py RUNS/base --model BASE --dev ... --haystack ...
 
 The last words change the recipe, as `retrofox train` takes them; `output` is the folder. With --model nothing is
@@ -24,7 +24,8 @@ RETROFOX = (sys.executable, "-m", "retrofox")
 def parts(options: argparse.Namespace) -> list[dict[str, list[str]]]:
     """Two chains of commands, name -> arguments; every one writes FOLDER/NAME."""
     longest = str(options.longest)
-    needles = ["--data", str(options.haystack), "--lengths", options.lengths, "--depths", "5", "--trials", "20"]
+    needles = ["--data", str(options.haystack), "--lengths", options.lengths, "--depths", "5"]
+    needles += ["--trials", str(options.trials)]
     dev, plain = ["--data", str(options.dev)], ["--no-controls"]
     first = {f"needle-{mode}": ["needle", *needles, "--mode", mode, "--seed", "7"] for mode in ("easy", "standard")}
     second = {
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--haystack", type=Path, required=True, help="essays to hide needles in")
     parser.add_argument("--tasks", type=Path, help="folder of lm-eval's task files, each named local_FILE within")
     parser.add_argument("--lengths", default="1Ki,4Ki,8Ki,16Ki,32Ki", help="of the needles' contexts")
+    parser.add_argument("--trials", type=int, default=20, help="prompts at each of five depths, by length")
     parser.add_argument("--length", type=int, default=32768, help="of the documents for the first loss")
     parser.add_argument("--longest", type=int, default=131072, help="and for the second")
     parser.add_argument("--only", default="", help="parts to judge by, with commas between, or train: all if not given")
