@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofox.cli.options import MODEL, Device, Dtype, TextField, TrustRemoteCode
+from retrofox.cli.options import MODEL, Device, Dtype, TextField, TrustRemoteCode, there
 from retrofox.cli.tokens import METAVAR, count
 
 
@@ -44,6 +44,8 @@ def panel(
 
         retrofox panel RUN/model --against BASE --data "verse=poems/" --data "c=src/*.c" --chat 200 --out panel
     """
+    for name in (model, against):
+        there(name)
     from retrofox.evaluation.panel import panel as run
     from retrofox.loading.trust import trusting_code
 

@@ -1,4 +1,4 @@
-"""The command `report`."""
+"""The command `report`. Importing it imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode, task_names
+from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode, task_names, there
 from retrofox.cli.tokens import METAVAR, count
 
 
@@ -47,11 +47,14 @@ def report(
 
         retrofox report RUN/model --against BASE --data books/ --suite quick
     """
+    names = task_names(tasks)
+    for source in (model, *(against or ())):
+        there(source)
     from retrofox.loading.trust import trusting_code
     from retrofox.reporting.report import report as run
 
     options: dict[str, Any] = {"length": length, "max_documents": max_documents, "trials": trials}
-    options |= {"baselines": baseline or [], "tasks": task_names(tasks)}
+    options |= {"baselines": baseline or [], "tasks": names}
     options |= {"name": name, "include_path": include_path, "limit": limit, "task_cache_folder": task_cache}
     with trusting_code(trust_remote_code):
         run(model, against, data or [], suite, out, **options, text_field=text_field, dtype=dtype, device=device)

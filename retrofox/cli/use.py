@@ -10,6 +10,7 @@ import typer
 
 from retrofox.cli.options import MODEL, Device, Dtype, TrustRemoteCode, there
 from retrofox.cli.tokens import METAVAR, count
+from retrofox.support.files import text_of
 
 
 def generate(
@@ -39,15 +40,15 @@ def generate(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Continues a prompt and streams the text."""
+    prompts = [*(prompt or ()), *(() if prompt_file is None else (text_of(prompt_file),))]
     there(model)
     from retrofox.generation.generate import generate as run
     from retrofox.loading.trust import trusting_code
-    from retrofox.support.files import text_of
 
     with trusting_code(trust_remote_code):
         result = run(
             model,
-            [*(prompt or ()), *(() if prompt_file is None else (text_of(prompt_file),))],
+            prompts,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_p=top_p,

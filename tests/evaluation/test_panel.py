@@ -252,9 +252,14 @@ def test_prompts_need_a_chat_template(pico_tokenizer, monkeypatch):
 def test_the_command_line_hands_every_option_on(run, monkeypatch):
     given: dict[str, Any] = {}
     monkeypatch.setattr(panel_module, "panel", lambda *args, **options: given.update(options, args=args))
-    words = "M --against B --data a=x b=y --out o --quick --length 1Ki --tokens 4Ki --chat 5 --only a b"
+    words = "me/m --against me/b --data a=x b=y --out o --quick --length 1Ki --tokens 4Ki --chat 5 --only a b"
     assert run("panel", *words.split())[0] == 0
-    assert [str(x) if not isinstance(x, list) else x for x in given.pop("args")] == ["M", "B", ["a=x", "b=y"], "o"]
+    assert [str(x) if not isinstance(x, list) else x for x in given.pop("args")] == [
+        "me/m",
+        "me/b",
+        ["a=x", "b=y"],
+        "o",
+    ]
     assert given == {
         "quick": True, "length": 1024, "tokens": 4096, "chat": 5, "only": ["a", "b"], "text_field": "text",
         "device": None, "dtype": None,
