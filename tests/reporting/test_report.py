@@ -277,11 +277,12 @@ def test_the_command_line_hands_every_option_on(run, monkeypatch):
         given.update(options, model=model, against=against, data=data, suite=suite, out=out)
 
     monkeypatch.setattr(report_module, "report", record)
-    words = "me/m --against me/b me/c --data a b --suite long --out o --length 4Ki --max-documents 5 --trials 6 --baseline drope"
-    more = "--tasks short,piqa --include-path i --limit 3 --task-cache c --text-field body --name N --device cpu"
-    assert run("report", *words.split(), *more.split(), "--dtype", "float32")[0] == 0
+    words = "me/m --against me/b me/c --data a b --suite long --out o --length 4Ki --max-documents 5 --trials 6"
+    more = "--baseline drope --tasks short,piqa --include-path i --limit 3 --task-cache c --text-field body --name N"
+    assert run("report", *words.split(), *more.split(), "--device", "cpu", "--dtype", "float32")[0] == 0
     assert given == {
-        "model": "me/m", "against": ["me/b", "me/c"], "data": ["a", "b"], "suite": "long", "out": Path("o"), "length": 4096,
+        "model": "me/m", "against": ["me/b", "me/c"], "data": ["a", "b"], "suite": "long", "out": Path("o"),
+        "length": 4096,
         "max_documents": 5, "trials": 6, "baselines": ["drope"], "tasks": ["short", "piqa"], "include_path": "i",
         "limit": 3, "task_cache_folder": Path("c"), "text_field": "body", "device": "cpu",
         "dtype": "float32", "name": "N",
