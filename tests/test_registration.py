@@ -75,6 +75,11 @@ def test_load_passes_options_on_to_transformers(pico_fox_checkpoint):
         retrofox.load(pico_fox_checkpoint, tp_plan="auto")
 
 
+def test_an_option_that_transformers_does_not_know_is_named(pico_fox_checkpoint):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'devise'"):
+        retrofox.load(pico_fox_checkpoint, devise="cpu")
+
+
 def test_a_device_and_a_device_map_are_one_too_many(pico_fox_checkpoint):
     with pytest.raises(ValueError, match="both place the model"):
         retrofox.load(pico_fox_checkpoint, device="cpu", device_map="auto")

@@ -30,6 +30,7 @@ def load(
         options: of transformers' `from_pretrained`, passed on: device_map, quantization_config, token, ...
 
     Raises:
+        TypeError: an option that transformers does not know.
         ValueError: it is not a converted checkpoint (a plain model, or an adapter whose base is a plain model), or the
             device is not there; or a tensor that the conversion added is missing or not finite.
         FileNotFoundError: no such directory or Hub id, or a file of weights is missing.

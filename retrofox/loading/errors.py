@@ -73,12 +73,17 @@ def makes_a_model(source: object) -> Iterator[None]:
 
 @contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Turns errors of transformers in the block, about a config that makes no model, into a ValueError."""
+    """Turns errors of transformers in the block, about a config that makes no model, into a ValueError.
+
+    An option that `from_pretrained` doesn't know is the caller's, not the config's: its TypeError stays.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
     try:
         yield
     except (StrictDataclassError, *NO_MODEL) as error:
+        if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+            raise
         why = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
         raise ValueError(
             f"{what} makes no model in transformers {version('transformers')} ({why}): download it again, or save the "
