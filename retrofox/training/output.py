@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from retrofox.data.shards import Manifest
-from retrofox.support.files import write_whole
-
-if TYPE_CHECKING:
-    from retrofox.config import Recipe
-
 import shutil
+from pathlib import Path
+from typing import Any
 
 import yaml
 
-from retrofox.config import ROLES, Recipe, dump
+from retrofox.config import ROLES, Recipe, dump, load_recipe, validate
+from retrofox.data.shards import Manifest
 from retrofox.data.sources import read_with
 from retrofox.parallel.settings import readers_of
 from retrofox.planning.steps import accumulation, tokens_per_step
+from retrofox.support.files import write_whole
 from retrofox.training import checkpoint
 from retrofox.version import __version__
 
@@ -86,16 +81,17 @@ def batches_of(out: Path, recipe: Recipe) -> list[int] | None:
         return None
     try:
         kept = yaml.safe_load(file.read_text(encoding="utf-8"))
-        changed = _changes(kept["recipe"], yaml.safe_load(dump(recipe)), complete_stages(out, recipe))
+        begun_with = validate(kept["recipe"])
         batches = [int(tokens) for tokens in kept["batch_tokens"]]
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{file} is damaged: delete it to continue with the recipe given, or choose another `output`"
+            f"{file} is damaged: delete it to continue with the recipe given, or choose another `output` ({error})"
         ) from error
     if not any(
         path.exists() for path in (out / "model", *out.glob("stage-*/checkpoint-*"), *out.glob("stage-*/model"))
     ):
         return None
+    changed = _changes(begun_with, recipe, complete_stages(out, recipe))
     if changed:
         raise ValueError(
             f"{out} holds another run: {', '.join(changed)} differ from {file}. Choose another `output`, or delete it"
@@ -153,9 +149,9 @@ def _discard_conversion(out: Path, recipe: Recipe) -> None:
     file = out / "recipe.yaml"
     if not file.is_file() or not (out / "converted").is_dir():
         return
-    before, now = yaml.safe_load(file.read_text(encoding="utf-8"))["recipe"], yaml.safe_load(dump(recipe))
+    before = load_recipe(file)
     measured = recipe.fox is not None and recipe.fox.init == "measured"
-    if any(before.get(key) != now[key] for key in ("model", "fox", *(["data"] if measured else []))):
+    if any(getattr(before, key) != getattr(recipe, key) for key in ("model", "fox", *(["data"] if measured else []))):
         shutil.rmtree(out / "converted")
 
 
@@ -167,26 +163,26 @@ def complete_stages(out: Path, recipe: Recipe) -> int:
     return sum((folder / "model" / checkpoint.MARKER).is_file() for folder in folders)
 
 
-def _changes(old: dict[str, Any], new: dict[str, Any], complete: int) -> list[str]:
+def _changes(before: Recipe, now: Recipe, complete: int) -> list[str]:
     """Keys whose change would make a resumed run another run; the first `complete` stages are done."""
-    old, new = ({**r, "data": {k: v for k, v in r["data"].items() if k not in FREE_IN_DATA}} for r in (old, new))
-    found = [k for k in new if k not in (*FREE_TO_CHANGE, "stages") and _given(old.get(k)) != _given(new[k])]
+    old, new = _compared(before), _compared(now)
+    found = [key for key in new if key != "stages" and old[key] != new[key]]
     if len(old["stages"]) != len(new["stages"]):
         return [*found, "stages"]
-    for number, (before, after) in enumerate(zip(old["stages"], new["stages"], strict=True)):
+    for number, (then, today) in enumerate(zip(old["stages"], new["stages"], strict=True)):
         free = FREE_IN_STAGE if number < complete else FREE_IN_STAGE + FREE_UNTIL_DONE
-        found += [f"stages.{number}.{k}" for k in after if k not in free and before.get(k) != after[k]]
-        rates = before["rates"], after["rates"]
-        if number >= complete and any((rates[0][role] > 0) != (rates[1][role] > 0) for role in ROLES):
+        found += [f"stages.{number}.{key}" for key in today if key not in free and then.get(key) != today[key]]
+        if number >= complete and any((then["rates"][role] > 0) != (today["rates"][role] > 0) for role in ROLES):
             found.append(f"stages.{number}.rates (which of them are 0)")
     return found
 
 
-def _given(value: Any) -> Any:
-    """A section without its nulls, of which earlier versions wrote out more, and without the name of its preset."""
-    if not isinstance(value, dict):
-        return value
-    return {key: inner for key, inner in value.items() if inner is not None and key != "preset"}
+def _compared(recipe: Recipe) -> dict[str, Any]:
+    """The values of a recipe that a resumed run may not change, and its stages; defaults filled in, whoever wrote it."""
+    values = recipe.model_dump(exclude=dict.fromkeys(FREE_TO_CHANGE, True) | {"data": set(FREE_IN_DATA)})
+    if values["fox"] is not None:
+        values["fox"].pop("preset")  # the fields that it stands for are compared
+    return values
 
 
 def claim_data(file: Path, train: Manifest, held_out: Manifest | None = None) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -18,7 +19,7 @@ import yaml
 import retrofox.training.train
 from retrofox.config import load_recipe
 from retrofox.training import checkpoint
-from retrofox.training.output import claim_output
+from retrofox.training.output import batches_of, claim_output
 from retrofox.training.train import train
 
 
@@ -172,6 +173,29 @@ def test_tokens_a_step_that_do_not_divide_among_the_devices_name_what_the_run_be
     two = SimpleNamespace(num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
     with pytest.raises(ValueError, match=r"x devices = 64 x 1 x 2 = 128.*began with 64 tokens a step"):
         claim_output(tmp_path / "run", loaded, two)
+
+
+def test_a_run_begun_before_some_fields_were_there_goes_on_and_their_values_still_count(recipe, tmp_path):
+    alone: Any = SimpleNamespace(num_processes=1, is_main_process=True, wait_for_everyone=lambda: None)
+    out = tmp_path / "run"
+    loaded = load_recipe(recipe, ["fox={preset: fox-stretch, half_life: [2, 200]}"])
+    batches = claim_output(out, loaded, alone)
+    (out / "stage-0-extend" / "checkpoint-1").mkdir(parents=True)
+    kept = yaml.safe_load((out / "recipe.yaml").read_text())
+    for section, fields in (
+        (kept["recipe"]["fox"], ("open_heads", "gate_heads", "horizon", "layer_pairs")),
+        (kept["recipe"]["stages"][0], ("max_position", "budget", "tiled_mlp", "gate_weight_decay")),
+        (kept["recipe"], ("parallel", "rope_theta")),
+    ):
+        for field in fields:
+            del section[field]
+    kept["recipe"]["fox"]["preset"] = "fox-partial"  # its name of then
+    (out / "recipe.yaml").write_text(yaml.safe_dump(kept))
+    assert batches_of(out, loaded) == batches
+    for change, told in (("fox.horizon=16", "fox"), ("stages.0.max_position=128", "stages.0.max_position")):
+        changed = load_recipe(recipe, ["fox={half_life: [2, 200]}", change])
+        with pytest.raises(ValueError, match=rf"holds another run: {told} differ"):
+            batches_of(out, changed)
 
 
 def test_a_run_that_never_began_leaves_its_output_to_a_corrected_recipe(

@@ -108,18 +108,6 @@ def test_another_max_position_is_refused_in_a_run_that_has_begun(recipe, tmp_pat
         run(recipe, "stages.0.max_position=8192")
 
 
-def test_a_run_begun_before_there_was_a_max_position_goes_on(recipe, tmp_path):
-    none = "stages.0.max_position=null"
-    run(recipe, none)
-    before = weights(tmp_path / "run")
-    back_to(tmp_path / "run", "stage-0-extend", 2)
-    kept = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
-    del kept["recipe"]["stages"][0]["max_position"]
-    (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(kept))
-    assert run(recipe, none)["resumed_at"] == 2
-    assert weights(tmp_path / "run") == before
-
-
 def test_a_stage_whose_rope_an_earlier_one_annealed_away_resumes_too(recipe, tmp_path, pico_fox, pico_tokenizer):
     pico_fox(rope="anneal", anneal_to="drop", anneal_tokens=256).save_pretrained(tmp_path / "anneal")
     pico_tokenizer.save_pretrained(tmp_path / "anneal")
