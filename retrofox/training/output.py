@@ -178,7 +178,7 @@ def _changes(before: Recipe, now: Recipe, complete: int) -> list[str]:
 
 
 def _compared(recipe: Recipe) -> dict[str, Any]:
-    """The values of a recipe that a resumed run may not change, and its stages; defaults filled in, whoever wrote it."""
+    """The values of a recipe that a resumed run may not change, and its stages; defaults filled in."""
     values = recipe.model_dump(exclude=dict.fromkeys(FREE_TO_CHANGE, True) | {"data": set(FREE_IN_DATA)})
     if values["fox"] is not None:
         values["fox"].pop("preset")  # the fields that it stands for are compared
