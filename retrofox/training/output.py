@@ -179,7 +179,9 @@ def _changes(before: Recipe, now: Recipe, complete: int) -> list[str]:
 
 def _compared(recipe: Recipe) -> dict[str, Any]:
     """The values of a recipe that a resumed run may not change, and its stages; defaults filled in."""
-    values = recipe.model_dump(exclude=dict.fromkeys(FREE_TO_CHANGE, True) | {"data": set(FREE_IN_DATA)})
+    values = recipe.model_dump(exclude={*FREE_TO_CHANGE})
+    for key in FREE_IN_DATA:
+        del values["data"][key]
     if values["fox"] is not None:
         values["fox"].pop("preset")  # the fields that it stands for are compared
     return values
