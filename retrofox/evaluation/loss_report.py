@@ -15,7 +15,7 @@ from rich.table import Table
 
 from retrofox.data.windows import Window
 from retrofox.evaluation.bootstrap import student_t
-from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, slope
+from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, mean_losses, slope
 from retrofox.support.files import write_result
 from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_label
 
@@ -276,18 +276,6 @@ def _position_rows(losses: Losses, windows: Sequence[Window], keys: list[str]) -
     columns = [means[key].tolist() for key in keys]
     rows = [[i + 1, int(n), *(f"{values[i]:.6f}" for values in columns)] for i, n in enumerate(count)]
     return ["position", "windows", *keys], rows
-
-
-def mean_losses(losses: Losses, windows: Sequence[Window]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """(windows behind each position 1 .. T - 1, by line the mean L(i) at each of them)."""
-    longest = reach(windows)
-    count = np.zeros(longest - 1, np.int64)
-    sums = {key: np.zeros(longest - 1) for key in losses}
-    for w, window in enumerate(windows):
-        count[: len(window.token_ids) - 1] += 1
-        for key in losses:
-            sums[key][: len(losses[key][w])] += losses[key][w]
-    return count, {key: values / count for key, values in sums.items()}
 
 
 def _compared_to(key: str, keys: Collection[str]) -> str | None:

@@ -7,7 +7,7 @@ ICLR 2025, section 4): a model that does keeps falling; one that breaks beyond i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,6 +73,20 @@ def window_losses(
         if advance is not None:
             advance(sum(len(windows[w].token_ids) for w in members))
     return result
+
+
+def mean_losses(
+    losses: Mapping[str, Sequence[np.ndarray]], windows: Sequence[Window]
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(windows behind each position 1 .. T - 1, by line the mean L(i) at each of them)."""
+    longest = max(len(window.token_ids) for window in windows)
+    count = np.zeros(longest - 1, np.int64)
+    sums = {key: np.zeros(longest - 1) for key in losses}
+    for w, window in enumerate(windows):
+        count[: len(window.token_ids) - 1] += 1
+        for key in losses:
+            sums[key][: len(losses[key][w])] += losses[key][w]
+    return count, {key: values / count for key, values in sums.items()}
 
 
 def bucket_edges(length: int, reach: int | None = None) -> list[int]:
