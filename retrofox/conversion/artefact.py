@@ -21,7 +21,7 @@ from retrofox.conversion.verify import prove
 from retrofox.fox_spec import FoxSpec
 from retrofox.heads.texts import Text, require_sources
 from retrofox.loading import shards
-from retrofox.loading.atomic_directory import AtomicDirectory, Progress, refuse_existing, refuse_full_disk
+from retrofox.loading.atomic_directory import AtomicDirectory, Progress, refuse_existing
 from retrofox.loading.base import load_base
 from retrofox.loading.configs import any_config, base_config
 from retrofox.loading.source import check_live, check_out, fetch, recorded
@@ -68,8 +68,6 @@ def preview(
         found = shards.find(Path(source))
         if not found.pickled:
             check_weights(Path(source), found.tensors, plan)
-        if not link:
-            refuse_full_disk(out, found.bytes)
         values |= {"weight_files": len(found.files), "weight_bytes": found.bytes, "weights_linked": link}
     return plan, values
 

@@ -17,7 +17,6 @@ from typing import Any
 from safetensors import SafetensorError
 
 from retrofox.loading.shards import Shards
-from retrofox.support.counts import size
 
 COPY_BYTES = 16 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -87,10 +86,8 @@ def place(shards: Shards, folder: Path, link: bool, progress: Progress | None = 
     """Links or copies shards into a folder.
 
     Raises:
-        ValueError: the disk is too full, or files can't be linked.
+        ValueError: files can't be linked.
     """
-    if not link:
-        refuse_full_disk(folder, shards.bytes)
     done = 0
     for name, file in shards.files.items():
         if link:
@@ -113,14 +110,3 @@ def refuse_existing(out: Path) -> None:
         raise ValueError(f"{out} names no new directory: give OUT a name")
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ValueError(f"{out} exists: remove it or choose another OUT")
-
-
-def refuse_full_disk(out: Path, needed: int) -> None:
-    """Raises ValueError where the file system of `out` has fewer than `needed` bytes left."""
-    there = next(folder for folder in out.absolute().parents if folder.exists())
-    free = shutil.disk_usage(there).free
-    if free < needed:
-        raise ValueError(
-            f"{out} needs {size(needed)} and {there} has {size(free)} free: choose another disk, or --link on the disk "
-            "of the source"
-        )

@@ -253,11 +253,6 @@ def test_out_without_a_name_of_its_own(sharded, tmp_path, monkeypatch):
     assert list((tmp_path / "here").iterdir()) == []
 
 
-def test_a_full_disk(single, monkeypatch):
-    monkeypatch.setattr(atomic_module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore
-    refused(single, "has 1 bytes free")
-
-
 def test_parents_made_for_nothing_go_again(single, tmp_path, monkeypatch):
     def stop(*_: Any) -> None:
         raise OSError(28, "No space left on device")
