@@ -58,9 +58,8 @@ def _options(call: Any) -> dict[str, Any]:
 
 def backends(code: Any) -> dict[str, Callable[[Any], torch.Tensor]]:
     """Name -> backend; where none of these serves, the functions of `code`, a modeling_fox module, do."""
-    choose, plain = code.choose, dict(code.BACKENDS)
     return {
         "decode": by_decoding,
         "step": functools.partial(by_step, masked_attention=code.masked_attention),
-        "live": functools.partial(by_live_keys, whole=lambda call: plain[choose(call)[0]](call)),
+        "live": functools.partial(by_live_keys, attend=code.attend),
     }

@@ -1,35 +1,40 @@
-"""A cache that frees the keys which a horizon hides for good: less memory, the same logits.
+"""A cache that frees the keys which a horizon hides for good: less memory, fewer reads, the same logits.
 
-With a horizon, query i sees key j only while c_i - c_j > -horizon. c falls with i, so a key that no query head of its
-kv head sees any more is never seen again. Every PAGE tokens such keys are dropped; sinks stay. What is left of a layer
-lies in flat tensors without gaps, the newest PAGE tokens and more in a dense tail, within which a crop is exact.
+With a horizon, query i sees key j only while c_i - c_j > -horizon. c falls with i, so what a kv head has lost is a prefix
+of its text, but for sinks. A layer of the cache is a GrowingLayer until something is lost. From then on each row's kv
+heads are rows of their own, in as few GrowingLayers as their lengths allow. In front of a shorter head's keys lies
+padding whose c is so large that it has decayed to nothing. So the attention of such a group is that of a batch: every
+backend serves it as it is.
 
-A step gathers the live keys of one layer into a padded tensor: it moves three times the bytes that it keeps, and costs
-as much memory as that layer's longest head, for a moment.
+    [sinks | padding | the newest keys of one kv head, without gaps]     c = NEVER in front of the newest keys
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from retrofox.acceleration.growing_cache import summed, two_floats
+from retrofox.acceleration.growing_cache import GrowingLayer
 
 PAGE = 256
-LN_2 = 0.6931471805599453
-SCORES = 1 << 24  # of a chunk of queries: 64 MB in float32
-MARGIN = 1e-3  # nats beyond the horizon that a key must have decayed by: more than c loses by rounding
+"""Tokens between two looks for what is lost; the newest PAGE tokens may be cropped."""
+SPLIT = 1024  # keys of padding that another group must save: about what its launches cost on a CPU
+MARGIN = 2e-3  # beyond the horizon, in base 2, that a key must have decayed by: more than c loses by rounding
+LOG2_E = 1.4426950408889634
+NEVER = 2.0**30
 Tensor = torch.Tensor
 
 
 class ForgettingLayer(DynamicLayer):
-    """A layer of a `ForgettingCache`; tail (B, Hkv, t, width), flat (N, width), rows of flat sorted by (B, Hkv), place.
+    """A layer of a `ForgettingCache`.
 
-    The parts of tail and flat are keys, values, and c of a kv head's query heads as two floats (2 G). Behind the
-    channels of the tail's keys lie the projections that key and value shift need of a token's predecessor.
+    Attributes:
+        seen: tokens of the text so far.
+        groups: one GrowingLayer of all heads, (B, Hkv, S, width), or several whose rows are kv heads, (n, 1, S, width).
+        pairs: b * Hkv + h of each row of each group, in their order; None while there is one GrowingLayer of all heads.
     """
 
     incoming: Any = None  # (log f (B, T, H), [projections (B, T, Hkv, D) that the next call needs]) of the running call
@@ -39,93 +44,150 @@ class ForgettingLayer(DynamicLayer):
         self.reset()
 
     def reset(self) -> None:
-        self.is_initialized, self.seen, self.horizon = False, 0, None
-        self.tail: list[Tensor] = []
-        self.flat: list[Tensor] = []
-        self.place: Any = None  # (N,) int32: position of each flat key
-        self.counts: Any = None  # (B, Hkv) int64: flat keys of each kv head
+        self.is_initialized, self.seen, self.whole = False, 0, False
+        self.groups, self.pairs, self.bases = [GrowingLayer()], None, [0]
+        self.horizon: float | None = None
+        self.begin, self.next_look = 0, 2 * PAGE
 
     def get_seq_length(self) -> int:
         return self.seen
 
     @property
     def num_live(self) -> int:
-        """Keys held, of all rows and kv heads."""
-        return sum(x[0].shape[:-1].numel() for x in (self.flat, self.tail) if x)
+        """Keys held, of all rows and kv heads, padding included."""
+        return sum(x.keys.shape[:3].numel() for x in self.groups if x.keys is not None)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
+        self._show()
         incoming, self.incoming = self.incoming, None
-        if incoming is None:
-            raise ValueError("this cache holds the forget gates of a converted model: give another model a new cache")
-        self.newest_log_f, carried = incoming
-        batch, kv_heads, tokens, self.head_dim = key_states.shape
-        c = summed(self.newest_log_f)
-        if self.seen:
-            high, low = self.tail[2][:, :, -1].double().chunk(2, -1)
-            c = c + (high + low).flatten(1)[..., None]
-        c = torch.cat([x.unflatten(1, (kv_heads, -1)).transpose(2, 3) for x in two_floats(c)], -1)
-        wide = torch.cat([key_states, *(x.transpose(1, 2).to(key_states.dtype) for x in carried)], -1)
-        new = [wide, value_states, c]
-        if not self.is_initialized:
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            self.flat = [x.new_empty(0, width) for x, width in zip(new, self._widths(new), strict=True)]
-            self.place = torch.empty(0, dtype=torch.int32, device=self.device)
-            self.counts = torch.zeros(batch, kv_heads, dtype=torch.int64, device=self.device)
-        self.tail = [torch.cat(pair, 2) for pair in zip(self.tail, new, strict=True)] if self.seen else new
-        self.seen += tokens
-        return key_states, value_states
+        if self.pairs is None:
+            self.groups[0].incoming = incoming
+            shown = self.groups[0].update(key_states, value_states)
+        else:
+            shown = key_states, value_states
+            (log_f, carried), kv_heads = incoming, key_states.shape[1]
+            new = [key_states.flatten(0, 1)[:, None], value_states.flatten(0, 1)[:, None]]
+            new += [log_f.unflatten(-1, (kv_heads, -1)).transpose(1, 2).flatten(0, 1)]
+            new += [x.transpose(1, 2).flatten(0, 1)[:, :, None] for x in carried]
+            for group, (keys, values, gates, *more) in zip(self.groups, self._split(new), strict=True):
+                group.incoming = gates, more
+                group.update(keys, values)
+        self.batch, self.kv_heads = key_states.shape[:2]
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.seen += key_states.shape[2]
+        return shown
 
-    def _widths(self, parts: list[Tensor]) -> list[int]:
-        return [self.head_dim, *(x.shape[-1] for x in parts[1:])]
+    def _show(self) -> None:
+        """Every group at `seen` tokens: what came since was cropped, or left by a call that was interrupted."""
+        for group, base in zip(self.groups, self.bases, strict=True):
+            if group.is_initialized and group.get_seq_length() != base + self.seen:
+                group._show(base + self.seen)
 
-    def log_f(self) -> Tensor:
-        """(B, T, H) float32 of the running call's keys."""
-        return self.newest_log_f
+    def _split(self, tensors: list[Tensor]) -> list[list[Tensor]]:
+        """Tensors over all pairs (B * Hkv, ...) as the groups have them."""
+        if len(self.groups) == 1:
+            return [tensors]
+        sizes = [len(x) for x in self.pairs]
+        return [list(x) for x in zip(*(x[self.order].split(sizes) for x in tensors), strict=True)]
 
-    def cumulative(self) -> tuple[Tensor, Tensor]:
-        """c (B, H, T) of the running call's keys, where they are all there are."""
-        high, low = (x.transpose(2, 3).flatten(1, 2).contiguous() for x in self.tail[2].chunk(2, -1))
-        return high, low
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        """What the groups have, over all pairs (B * Hkv, ...)."""
+        return parts[0] if len(parts) == 1 else torch.cat(parts)[self.inverse]
 
     def previous(self, count: int, head_dim: int) -> list[Tensor] | None:
         """`count` projections (B, Hkv, D) that the newest token carries, None where there is no token."""
-        return list(self.tail[0][:, :, -1, -count * head_dim :].split(head_dim, -1)) if self.seen else None
+        self._show()
+        found = [group.previous(count, head_dim) for group in self.groups]
+        if self.pairs is None or found[0] is None:
+            return found[0]
+        return [self._joined(list(x)).view(self.batch, self.kv_heads, head_dim) for x in zip(*found, strict=True)]
 
-    def gathered(self) -> tuple[list[Tensor], Tensor]:
-        """([keys, values, c], places (B, Hkv, S), -1 where there is no key), each (B, Hkv, S, width): all live keys."""
-        batch, kv_heads, tokens = self.tail[0].shape[:3]
-        recent = torch.arange(self.seen - tokens, self.seen, dtype=torch.int32, device=self.device)
-        recent = recent.expand(batch, kv_heads, -1)
-        tail = [x[..., :width] for x, width in zip(self.tail, self._widths(self.tail), strict=True)]
-        if not len(self.place):
-            return tail, recent
-        counts = self.counts.flatten()
-        slot = torch.arange(int(counts.max()), device=self.device)
-        source = ((counts.cumsum(0) - counts)[:, None] + slot).clamp_max(len(self.place) - 1)
-        place = self.place[source].masked_fill(slot >= counts[:, None], -1).view(batch, kv_heads, -1)
-        flat = [x[source].unflatten(0, (batch, kv_heads)) for x in self.flat]
-        return [torch.cat(pair, 2) for pair in zip(flat, tail, strict=True)], torch.cat([place, recent], 2)
+    def attend(self, call: Any, attend: Callable[[Any], Tensor]) -> Tensor:
+        """(B, T, H, D) of a `Call`, by the backend that serves each group."""
+        if self.pairs is None:
+            return attend(call._replace(gates=self._gates(call, self.groups[0])))
+        if call.mask is not None or call.cu_seqlens is not None:
+            raise ValueError("a cache that has forgotten keys takes left padding, no other mask: start a new one")
+        if call.options["horizon"] != self.horizon:
+            raise ValueError(
+                f"this cache forgot by a horizon of {self.horizon} nats, not {call.options['horizon']}: start a new one"
+            )
+        batch, heads, length, dim = call.query.shape
+        [queries] = zip(*self._split([call.query.reshape(len(self), -1, length, dim)]), strict=True)
+        outputs = []
+        for group, query in zip(self.groups, queries, strict=True):
+            given = {"query": query, "key": group.keys[..., :dim], "value": group.values, "seq_start": None}
+            outputs.append(attend(call._replace(gates=self._gates(call, group), **given)))
+        out = self._joined(outputs).unflatten(0, (batch, -1))  # (B, Hkv, T, G, D)
+        return out.transpose(1, 2).flatten(2, 3)
 
-    def forget(self, horizon: float | None, sink: int, window: int | None, seq_start: Tensor | None) -> None:
-        """Drops all that the options hide from the newest PAGE tokens, where as many more have come."""
-        if self.horizon not in (None, horizon):
-            raise ValueError(f"this cache forgot by a horizon of {self.horizon} nats, not {horizon}: start a new one")
-        tokens = self.tail[0].shape[2]
-        if tokens < 2 * PAGE:
+    def __len__(self) -> int:
+        return self.batch * self.kv_heads
+
+    def _gates(self, call: Any, group: GrowingLayer) -> Any:
+        gates = type(call.gates)(None, None, call.gates.hidden_states, call.gates.position_ids)
+        gates.layer = group
+        return gates
+
+    def forget(self, call: Any) -> None:
+        """Drops what the options of this call hide from the newest PAGE tokens and from all that follow.
+
+        Looks every PAGE tokens; never where gradients are recorded or documents and masks say what is visible.
+        """
+        horizon, sink, window = (call.options[x] for x in ("horizon", "sink", "window"))
+        self.whole = self.whole or call.mask is not None or call.cu_seqlens is not None
+        if self.seen < self.next_look or self.whole or (horizon is window is None) or torch.is_grad_enabled():
             return
-        self.horizon = horizon
-        (keys, values, c), place = self.gathered()
-        begin = self.seen - PAGE  # where the tail begins from now on
-        first = 0 if seq_start is None else seq_start[:, None, None]
-        live = (place >= first) & (place < begin)
+        begin, first = self.seen - PAGE, call.seq_start
+        if self.pairs is None and first is not None:
+            if int(first.max()) + sink >= begin:  # a row whose sinks are still to come
+                return
+            first = first.repeat_interleave(self.kv_heads)
+        rows = [x for group in self.groups for x in self._rows(group)]
+        starts = [self._starts(group, base, begin, horizon) for group, base in zip(self.groups, self.bases, strict=True)]
+        start = torch.cat(starts)
+        if self.pairs is None:
+            start = start.clamp_min(sink) if first is None else torch.maximum(start, first + sink)
         if window is not None:
-            live &= place > begin - window
-        if horizon is not None:
-            high, low = (c[:, :, -PAGE - 1, None] - c).chunk(2, -1)  # of the last key before the tail, less all others
-            live &= ((high + low) * LN_2 > -horizon - MARGIN).any(-1) | (place < first + sink)
-        self.counts = live.sum(-1)
-        self.flat, self.place = [x[live] for x in (keys, values, c)], place[live]
-        self.tail = [x[:, :, -PAGE:].clone() for x in self.tail]
+            start = start.clamp_min(begin - window + 1)
+        lengths = (self.seen - start.clamp_max(begin - 1)).tolist()
+        numbers = list(range(len(self))) if self.pairs is None else [x for pairs in self.pairs for x in pairs]
+        firsts = [0] * len(rows) if self.pairs is not None or first is None else first.tolist()
+        self.next_look = self.seen + PAGE
+        parts = partition(lengths)
+        if sum(len(x) * (sink + lengths[x[0]]) for x in parts) > self.num_live * 15 // 16:
+            return  # too little to move all the rest for
+        parts = [sorted(x, key=lambda i: numbers[i]) for x in parts]
+        groups = [packed([rows[i] for i in x], [lengths[i] for i in x], [firsts[i] for i in x], sink) for x in parts]
+        self._take(groups, [[numbers[i] for i in x] for x in parts])
+        self.horizon, self.begin = horizon, begin
+
+    def _rows(self, group: GrowingLayer) -> list[list[Tensor]]:
+        """[keys (S, width), values (S, width), c (2 G, S)] of each row's kv heads."""
+        sums = group.sums[..., 0]
+        if self.pairs is None:
+            sums = sums.unflatten(1, (2, self.kv_heads, -1)).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+        return [list(x) for x in zip(group.keys.flatten(0, 1), group.values.flatten(0, 1), sums, strict=True)]
+
+    def _starts(self, group: GrowingLayer, base: int, begin: int, horizon: float | None) -> Tensor:
+        """(n,) int64: the first position that some query head of each kv head sees from `begin` on."""
+        high, low = (x.unflatten(1, (-1, self._heads(group))) for x in group.cumulative())
+        high, low = (x.reshape(-1, *x.shape[2:]) for x in (high, low))  # (n, G, S)
+        if horizon is None:
+            return torch.zeros(len(high), dtype=torch.int64, device=high.device)
+        at = base + begin - 1
+        fall = (high[..., at, None] - high) + (low[..., at, None] - low)
+        return (fall > -horizon * LOG2_E - MARGIN).any(1).int().argmax(-1) - base
+
+    def _heads(self, group: GrowingLayer) -> int:
+        """Query heads of a kv head."""
+        return group.sums.shape[1] // (2 * group.keys.shape[1])
+
+    def _take(self, groups: list[GrowingLayer], pairs: list[list[int]]) -> None:
+        order = torch.tensor([x for part in pairs for x in part], device=self.device)
+        self.order, self.inverse = order, order.argsort()
+        bases = [group.get_seq_length() - self.seen for group in groups]
+        self.groups, self.pairs, self.bases = groups, pairs, bases
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest -n tokens; n > 0: all but n.
@@ -133,47 +195,90 @@ class ForgettingLayer(DynamicLayer):
         Raises:
             ValueError: tokens of which something has been forgotten.
         """
-        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
-        if not removed or not self.is_initialized:
-            return
-        if removed >= self.seen:
-            return self.reset()
-        if removed >= self.tail[0].shape[2]:
+        left = self.seen + tokens_to_remove if tokens_to_remove <= 0 else min(self.seen, tokens_to_remove)
+        if left <= 0:
+            self.reset()
+        elif left < self.begin:
             raise ValueError(
-                f"the cache has forgotten keys that a text of {self.seen - removed} tokens needs: crop it by at most "
-                f"{self.tail[0].shape[2] - 1}, or start a new one"
+                f"the cache has forgotten keys that a text of {left} tokens needs: crop it by at most "
+                f"{self.seen - self.begin}, or start a new one"
             )
-        self.seen -= removed
-        self.tail = [x[:, :, :-removed] for x in self.tail]
+        else:
+            self.seen = left
+            self._show()
 
-    def _take_rows(self, index: Tensor) -> None:
-        if not self.is_initialized:
-            return
-        self.tail = [x[index] for x in self.tail]
-        counts, starts = self.counts[index].flatten(), (self.counts.flatten().cumsum(0) - self.counts.flatten())
-        starts = starts.view_as(self.counts)[index].flatten()
-        shift = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts)
-        source = torch.arange(len(shift), device=self.device) + shift
-        self.flat, self.place = [x[source] for x in self.flat], self.place[source]
-        self.counts = self.counts[index]
+    def _take_rows(self, rows: Tensor) -> None:
+        self._show()
+        if self.pairs is None:
+            return self.groups[0].batch_select_indices(rows)
+        place = {pair: (g, i) for g, pairs in enumerate(self.pairs) for i, pair in enumerate(pairs)}
+        taken: list[list[tuple[int, int]]] = [[] for _ in self.groups]
+        found = rows.tolist()
+        for row, source in enumerate(found):
+            for head in range(self.kv_heads):
+                g, i = place[source * self.kv_heads + head]
+                taken[g].append((row * self.kv_heads + head, i))
+        for group, x in zip(self.groups, taken, strict=True):
+            group.batch_select_indices(torch.tensor([i for _, i in x], device=self.device))
+        kept = [(group, [pair for pair, _ in x]) for group, x in zip(self.groups, taken, strict=True) if x]
+        self.batch = len(found)
+        self._take([group for group, _ in kept], [pairs for _, pairs in kept])
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        self._take_rows(beam_idx.to(self.device) if self.is_initialized else beam_idx)
+        if self.is_initialized:
+            self._take_rows(beam_idx.to(self.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
-            self._take_rows(torch.arange(len(self.counts), device=self.device).repeat_interleave(repeats))
+            self._take_rows(torch.arange(self.batch, device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:
-            self._take_rows(torch.arange(len(self.counts), device=self.device)[indices.to(self.device)])
+            self._take_rows(torch.arange(self.batch, device=self.device)[indices.to(self.device)])
 
     def offload(self) -> None:
         raise ValueError("a cache that forgets has no offloading: leave out cache_implementation")
 
 
+def partition(lengths: list[int]) -> list[list[int]]:
+    """Indices of `lengths`, longest first, cut into groups where that saves SPLIT keys of padding or more."""
+
+    def cut(part: list[int]) -> list[list[int]]:
+        saved = [(lengths[part[0]] - lengths[part[at]]) * (len(part) - at) for at in range(len(part))]
+        at = max(range(len(part)), key=lambda x: saved[x])
+        return [part] if saved[at] < SPLIT else [*cut(part[:at]), *cut(part[at:])]
+
+    return cut(sorted(range(len(lengths)), key=lambda i: -lengths[i]))
+
+
+def packed(rows: list[list[Tensor]], lengths: list[int], firsts: list[int], sink: int) -> GrowingLayer:
+    """A GrowingLayer of kv heads: the `sink` keys from each one's first on, and its newest `lengths` keys.
+
+    rows: [keys (S, width), values (S, width), c (2 G, S)] of each.
+    """
+    end = sink + max(lengths)
+    fits = end + PAGE
+    keys, values, sums = rows[0]
+    room = [x.new_empty(len(rows), 1, fits, x.shape[-1]) for x in (keys, values)]
+    room.append(sums.new_empty(len(rows), len(sums), fits, 1))
+    for i, ((keys, values, sums), length, first) in enumerate(zip(rows, lengths, firsts, strict=True)):
+        newest = end - length
+        for new, old in zip(room, (keys, values), strict=False):
+            new[i, 0, :sink] = old[first : first + sink]
+            new[i, 0, sink:newest] = 0
+            new[i, 0, newest:end] = old[-length:]
+        c = room[2][i, :, :, 0]
+        c[: len(c) // 2, :newest], c[len(c) // 2 :, :newest] = NEVER, 0
+        c[:, newest:end] = sums[:, -length:]
+    return GrowingLayer.holding(room, end)
+
+
 class ForgettingCache(DynamicCache):
-    """The cache to give a converted model with a horizon as `past_key_values`: it holds live keys only."""
+    """A cache that holds live keys only; what `generate` takes for a converted model with a horizon, but on a GPU.
+
+    There the captured step reads live keys alone from a full cache, and is faster; give this one as `past_key_values`
+    where memory counts.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,54 +289,22 @@ class ForgettingCache(DynamicCache):
         """Keys held, of all layers, rows and kv heads."""
         return sum(layer.num_live for layer in self.layers)  # type: ignore[attr-defined]
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that every layer holds: a call that was interrupted leaves some layers longer than others."""
+        return min((layer.get_seq_length() for layer in self.layers), default=0)
 
-def by_live_keys(call: Any, whole: Any) -> Tensor:
-    """(B, T, H, D): attention over the live keys; a prompt, before which there are none, goes by `whole`."""
-    layer, options = call.gates.layer, call.options
-    if call.mask is not None or call.cu_seqlens is not None:
-        raise ValueError("a cache that forgets takes left padding, no other mask: use another cache")
-    length = call.query.shape[2]
-    if layer.seen == length:
-        out = whole(call)
-    else:
-        (keys, values, c), place = layer.gathered()
-        step = max(1, SCORES // (call.query.shape[0] * call.query.shape[1] * place.shape[-1]))
-        chunks = [
-            _attend(call, keys, values, c, place, slice(begin, min(begin + step, length)))
-            for begin in range(0, length, step)
-        ]
-        out = torch.cat(chunks, 1)
-    layer.forget(options["horizon"], options["sink"], options["window"], call.seq_start)
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # type: ignore[override]
+        layer: Any = self.layers[layer_idx]
+        held = self.layers[0].get_seq_length() - key_states.shape[2] if layer_idx else self.get_seq_length()
+        if layer.seen < held:
+            raise ValueError("a call that was interrupted left some layers of this cache empty: start a new one")
+        layer.seen = held
+        return layer.update(key_states, value_states, *args, **kwargs)
+
+
+def by_live_keys(call: Any, attend: Callable[[Any], Tensor]) -> Tensor:
+    """(B, T, H, D): the attention over live keys, and what it leaves behind."""
+    layer = call.gates.layer
+    out = layer.attend(call, attend)
+    layer.forget(call)
     return out
-
-
-def _attend(call: Any, keys: Tensor, values: Tensor, c: Tensor, place: Tensor, part: slice) -> Tensor:
-    options, layer = call.options, call.gates.layer
-    batch, heads, length, dim = call.query.shape
-    kv_heads = keys.shape[1]
-    query = call.query[:, :, part].reshape(batch, kv_heads, -1, dim)  # (B, Hkv, G T, D)
-    own = torch.arange(layer.seen - length, layer.seen, device=place.device)[part]
-    at = slice(c.shape[2] - length + part.start, c.shape[2] - length + part.stop)
-    high, low = ((x[:, :, at, None] - x[:, :, None]) for x in c.chunk(2, -1))  # (B, Hkv, T, S, G)
-    decay = ((high + low) * LN_2).permute(0, 1, 4, 2, 3)  # (B, Hkv, G, T, S)
-    first = 0 if call.seq_start is None else call.seq_start[:, None, None, None]
-    place = place[:, :, None]
-    seen = (place <= own[:, None]) & (place >= first)
-    if options["window"] is not None:
-        seen = seen & (own[:, None] - place < options["window"])
-    exempt = place < first + options["sink"]
-    hidden = (~seen[:, :, None]).expand_as(decay)
-    if options["horizon"] is not None:
-        hidden = hidden | ((decay <= -options["horizon"]) & (decay < 0.0) & ~exempt[:, :, None])
-    empty = hidden.all(-1, keepdim=True)  # a query in the padding
-    bias = decay.masked_fill(exempt[:, :, None], 0.0).masked_fill(hidden & ~empty, float("-inf")).flatten(2, 3)
-    if options["softcap"] is None:
-        bias = bias.to(query.dtype)
-        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=options["scale"])
-    else:
-        scale = dim**-0.5 if options["scale"] is None else options["scale"]
-        scores = (query @ keys.transpose(-1, -2)).float() * scale
-        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-        out = torch.softmax(scores + bias, -1).to(values.dtype) @ values
-    out = out.view(batch, heads, -1, values.shape[-1]).masked_fill(empty.flatten(1, 2), 0.0)
-    return out.transpose(1, 2).contiguous()

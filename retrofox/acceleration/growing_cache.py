@@ -51,6 +51,15 @@ class GrowingLayer(DynamicLayer):
         super().__init__(*args, **kwargs)
         self._forget()
 
+    @classmethod
+    def holding(cls, rooms: list[torch.Tensor], tokens: int) -> GrowingLayer:
+        """A layer whose keys, values and sums are the first `tokens` of `rooms`."""
+        layer = cls()
+        layer.dtype, layer.device, layer.is_initialized = rooms[0].dtype, rooms[0].device, True
+        layer._rooms, layer._writable = rooms, True
+        layer._show(tokens)
+        return layer
+
     def _forget(self) -> None:
         self.is_initialized = False
         self.keys: Any = None
