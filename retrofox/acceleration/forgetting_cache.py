@@ -1,7 +1,7 @@
 """A cache that frees the keys which a horizon hides for good: less memory, fewer reads, the same logits.
 
-With a horizon, query i sees key j only while c_i - c_j > -horizon. c falls with i, so what a kv head has lost is a prefix
-of its text, but for sinks. A layer of the cache is a GrowingLayer until something is lost. From then on each row's kv
+With a horizon, query i sees key j only while c_i - c_j > -horizon. c falls with i, so a kv head loses a prefix of its
+text, but for sinks. A layer of the cache is a GrowingLayer until something is lost. From then on each row's kv
 heads are rows of their own, in as few GrowingLayers as their lengths allow. In front of a shorter head's keys lies
 padding whose c is so large that it has decayed to nothing. So the attention of such a group is that of a batch: every
 backend serves it as it is.
@@ -45,7 +45,8 @@ class ForgettingLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.is_initialized, self.seen, self.whole = False, 0, False
-        self.groups, self.pairs, self.bases = [GrowingLayer()], None, [0]
+        self.groups, self.bases = [GrowingLayer()], [0]
+        self.pairs: Any = None
         self.horizon: float | None = None
         self.begin, self.next_look = 0, 2 * PAGE
 
@@ -112,7 +113,7 @@ class ForgettingLayer(DynamicLayer):
             raise ValueError(
                 f"this cache forgot by a horizon of {self.horizon} nats, not {call.options['horizon']}: start a new one"
             )
-        batch, heads, length, dim = call.query.shape
+        batch, _, length, dim = call.query.shape
         [queries] = zip(*self._split([call.query.reshape(len(self), -1, length, dim)]), strict=True)
         outputs = []
         for group, query in zip(self.groups, queries, strict=True):
@@ -144,7 +145,9 @@ class ForgettingLayer(DynamicLayer):
                 return
             first = first.repeat_interleave(self.kv_heads)
         rows = [x for group in self.groups for x in self._rows(group)]
-        starts = [self._starts(group, base, begin, horizon) for group, base in zip(self.groups, self.bases, strict=True)]
+        starts = [
+            self._starts(group, base, begin, horizon) for group, base in zip(self.groups, self.bases, strict=True)
+        ]
         start = torch.cat(starts)
         if self.pairs is None:
             start = start.clamp_min(sink) if first is None else torch.maximum(start, first + sink)
@@ -274,10 +277,9 @@ def packed(rows: list[list[Tensor]], lengths: list[int], firsts: list[int], sink
 
 
 class ForgettingCache(DynamicCache):
-    """A cache that holds live keys only; what `generate` takes for a converted model with a horizon, but on a GPU.
+    """The cache to give a converted model with a horizon as `past_key_values`: it holds live keys only.
 
-    There the captured step reads live keys alone from a full cache, and is faster; give this one as `past_key_values`
-    where memory counts.
+    On a GPU the captured step reads live keys alone, too, from a full cache; it is faster and frees nothing.
     """
 
     def __init__(self) -> None:
@@ -291,11 +293,13 @@ class ForgettingCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that every layer holds: a call that was interrupted leaves some layers longer than others."""
-        return min((layer.get_seq_length() for layer in self.layers), default=0)
+        layers: list[Any] = self.layers
+        return min((layer.get_seq_length() for layer in layers), default=0)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):  # type: ignore[override]
+        first: Any = self.layers[0]
         layer: Any = self.layers[layer_idx]
-        held = self.layers[0].get_seq_length() - key_states.shape[2] if layer_idx else self.get_seq_length()
+        held = first.get_seq_length() - key_states.shape[2] if layer_idx else self.get_seq_length()
         if layer.seen < held:
             raise ValueError("a call that was interrupted left some layers of this cache empty: start a new one")
         layer.seen = held

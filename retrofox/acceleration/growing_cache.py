@@ -54,7 +54,7 @@ class GrowingLayer(DynamicLayer):
     @classmethod
     def holding(cls, rooms: list[torch.Tensor], tokens: int) -> GrowingLayer:
         """A layer whose keys, values and sums are the first `tokens` of `rooms`."""
-        layer = cls()
+        layer: Any = cls()
         layer.dtype, layer.device, layer.is_initialized = rooms[0].dtype, rooms[0].device, True
         layer._rooms, layer._writable = rooms, True
         layer._show(tokens)
