@@ -13,7 +13,7 @@ HOME = Path(__file__).parents[1] / "shipped-recipes"
 FACTS = ("short", "hardware", "tokens", "time", "result", "corpus")
 """Keys of an opening comment. short: what it is for | GPUs | time. corpus: the texts its result was measured on."""
 
-OLD_NAMES = {"smollm2-partial": "smollm2-stretch"}
+OLD_NAMES = {"smollm2-partial": "smollm2-stretch", "longcrawl64-fox": "smollm2-fox-paper"}
 
 
 @dataclass(frozen=True)

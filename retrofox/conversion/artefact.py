@@ -111,7 +111,7 @@ def write(
     A Hub id is fetched first: config.json, by which it may be refused, then the rest; everything after reads the copy.
 
     Args:
-        texts: what init "measured" measures the heads on: files, globs, hf:..., longcrawl64:...
+        texts: what init "measured" measures the heads on: files, globs, hf:...
 
     Raises:
         ValueError: `out` exists, `source` can't be converted, the parity proof failed, or linking is impossible.

@@ -37,7 +37,7 @@ def convert(
         link: hard-link the weight files instead of copying them (same file system).
         verify: prove on the written artefact, in a fresh process, that gates open + RoPE kept is the base model.
         revision: Hub revision of `source`.
-        texts: what init "measured" measures the heads on: files, globs, hf:..., longcrawl64:...
+        texts: what init "measured" measures the heads on: files, globs, hf:...
 
     Returns:
         The converted model, sharing the tensors of a live `source` (out is None), or the report that is also written

@@ -32,7 +32,7 @@ class Batch:
 
     `names` say where the items are, files with their folders, for errors.
     kind "text": str; "chat": a list of messages; "bytes": UTF-8 of one document; "json": one line holding the text or
-    the messages in a field; "gpt2:NAME": uint16 tokens of that tokenizer, as bytes. `augment` changes the texts.
+    the messages in a field. `augment` changes the texts.
     """
 
     kind: str

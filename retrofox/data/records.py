@@ -1,11 +1,10 @@
-"""Raw records to texts or to conversations: UTF-8, lines of JSON with a field, tokens of GPT-2."""
+"""Raw records to texts or to conversations: UTF-8, lines of JSON with a field."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from retrofox.data.longcrawl64 import decode
 from retrofox.data.read import Batch
 
 Messages = list[dict[str, Any]]
@@ -18,13 +17,6 @@ def texts_of(batch: Batch, field: str) -> tuple[list[str], list[str]]:
     Raises:
         ValueError: not UTF-8, not JSON, no such field; the text says which record.
     """
-    if batch.kind.startswith("gpt2:"):
-        found = [
-            (text, name)
-            for item, name in zip(batch.items, batch.names, strict=True)
-            for text in decode(batch.kind, item)
-        ]
-        return [text for text, _ in found], [name for _, name in found]
     if batch.kind == "json":
         return [_text(field_of(line, name, field), name, field) for line, name in _records(batch)], batch.names
     if batch.kind == "bytes":

@@ -1,4 +1,4 @@
-"""Where documents come from: files, directories, globs, Hugging Face datasets and LongCrawl64, read unit by unit.
+"""Where documents come from: files, directories, globs and Hugging Face datasets, read unit by unit.
 
 `resolve(source)` lists the units of a source. A unit is tokenised, kept and reused as one: a file (or a run of
 small files), a range of rows of a dataset. `unit.batches()` reads it once, in order, without holding it in memory.
@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from retrofox.data import read as data_read
 from retrofox.data.augment import Augmentation
-from retrofox.data.longcrawl64 import blocks
 from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT, needed
 from retrofox.data.source_shards import AugmentedUnit, FileUnit, RowsUnit, Unit
 from retrofox.data.streamed import sliced
@@ -62,7 +61,7 @@ def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list
 
 @dataclass(frozen=True)
 class DataSource:
-    """A source of documents: path (or "hf:...", "longcrawl64:..."), weight (share of tokens), field of the text.
+    """A source of documents: path (or "hf:..."), weight (share of tokens), field of the text.
 
     `recall` is the share of documents that get made-up facts, `questions` that of the facts that are asked for
     (`data.synthetic_facts`), `reflow` and `recase` those with hard line breaks and in one case (`data.augment`);
@@ -95,8 +94,8 @@ def units_of(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
     Args:
         source: its path is a file, a directory (searched, through links too, for .txt, .jsonl, .json, .ndjson and
             .parquet, each also .gz, .xz, .zst, .bz2; names that begin with . or _ are left out), a glob,
-            "hf:org/name[:config][:split]", "hf:DIRECTORY[:config][:split]", or "longcrawl64:DIRECTORY". A split of a
-            set on the Hub with a range of rows, "train[:500]", is streamed: only the files of those rows are fetched.
+            "hf:org/name[:config][:split]", or "hf:DIRECTORY[:config][:split]". A split of a set on the Hub with a
+            range of rows, "train[:500]", is streamed: only the files of those rows are fetched.
         leave_out: a folder that is not searched: token shards may lie inside the directory of their texts.
 
     Raises:
@@ -106,8 +105,6 @@ def units_of(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
     scheme, _, rest = source.path.partition(":")
     if scheme == "hf":
         return _hugging_face(rest)
-    if scheme == "longcrawl64":
-        return list(blocks(Path(rest).expanduser()))
     path = Path(source.path).expanduser()
     if path.is_dir():
         if any((path / mark).is_file() for mark in SAVED):
@@ -126,9 +123,7 @@ def units_of(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
         if not files:
             raise FileNotFoundError(f"no file matches {source.path}")
     else:
-        raise FileNotFoundError(
-            f"no data at {source.path}: give a file, a directory, a glob, hf:org/name or longcrawl64:DIRECTORY"
-        )
+        raise FileNotFoundError(f"no data at {source.path}: give a file, a directory, a glob or hf:org/name")
     return _grouped(files)
 
 

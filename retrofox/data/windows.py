@@ -93,5 +93,5 @@ class Window:
 def _require_files(data: Sequence[str]) -> None:
     """Finds every file before any model is loaded; sets on the Hub are looked for when they are read."""
     for path in data:
-        if not path.startswith(("hf:", "longcrawl64:")):
+        if not path.startswith("hf:"):
             resolve(DataSource(path))

@@ -12,7 +12,7 @@ from retrofox.data.sources import DataSource, SourceLike, resolve
 from retrofox.data.windows import documents
 
 Text = str | os.PathLike[str] | SourceLike
-"""Where text comes from: a file, directory or glob, "hf:...", "longcrawl64:...", or a source of them."""
+"""Where text comes from: a file, directory or glob, "hf:...", or a source of them."""
 
 TOKENS_READ = 1 << 21
 """Most tokens read of the sources together: a few seconds of tokenising."""
@@ -21,7 +21,7 @@ TOKENS_READ = 1 << 21
 def require_sources(texts: Sequence[Text]) -> None:
     """Raises FileNotFoundError or ValueError for a text that is not here; sets on the Hub are looked for later."""
     for text in map(_source, texts):
-        if not text.path.startswith(("hf:", "longcrawl64:")):
+        if not text.path.startswith("hf:"):
             resolve(text)
 
 

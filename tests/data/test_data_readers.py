@@ -1,4 +1,4 @@
-"""Every reader gives the same documents, compressed or not, and names what it can't read; datasets, LongCrawl64."""
+"""Every reader gives the same documents, compressed or not, and names what it can't read; datasets."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import gzip
 import json
 import lzma
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from retrofox.data.longcrawl64 import unescaped
 from retrofox.data.packed import open_tokens
 from retrofox.data.windows import documents
 
@@ -120,82 +116,6 @@ def test_json_that_python_cannot_hold_is_named(tmp_path, tokenizer, prepared, va
     (tmp_path / "odd.jsonl").write_text(f'{{"text": "a"}}\n{{"text": "a", "x": {value}}}\n')
     with pytest.raises(ValueError, match=r"odd.jsonl:2: not a line of JSON"):
         prepared([tmp_path / "odd.jsonl"], tokenizer, tmp_path / "out")
-
-
-def test_longcrawl64_is_decoded_and_tokenised_again(
-    tmp_path, tokenizer, monkeypatch, make_tokenizer, make_text, prepared, expected
-):
-    zarr = pytest.importorskip("zarr")
-    numcodecs = pytest.importorskip("numcodecs")
-    gpt2 = make_tokenizer(eos=None)  # stands in for GPT-2's: another vocabulary than the one tokenised to
-    (tmp_path / "gpt2").mkdir()
-    gpt2.backend_tokenizer.save(str(tmp_path / "gpt2" / "tokenizer.json"))
-    monkeypatch.setenv("RETROFOX_GPT2_TOKENIZER", str(tmp_path / "gpt2"))
-    rows = np.array([gpt2(make_text(n, 120), truncation=False)["input_ids"][:96] for n in range(5)], dtype="<u2")
-    rows[3, 50] = gpt2.convert_tokens_to_ids("<|endoftext|>")
-    array = zarr.open(
-        str(tmp_path / "lc" / "train.zarr"),
-        mode="w",
-        shape=rows.shape,
-        chunks=(2, 32),
-        dtype="<u2",
-        compressor=numcodecs.Blosc(cname="lz4", clevel=5, shuffle=1),
-        zarr_format=2,
-    )
-    array[:] = rows
-    array.attrs["encoder"] = "tiktoken-gpt2"
-    pieces = [*rows[:3], rows[3, :50], rows[3, 51:], rows[4]]
-    wanted = [str(gpt2.decode(piece.tolist())) for piece in pieces]
-    for path in ("lc", "lc/train.zarr"):
-        manifest = prepared([f"longcrawl64:{tmp_path / path}"], tokenizer, tmp_path / "out")
-        (tokens,) = open_tokens(manifest)
-        assert [tokens.document(n).tolist() for n in range(6)] == [expected(text, tokenizer) for text in wanted]
-    assert manifest.reused == 3
-    (tmp_path / "lc" / "train.zarr" / "1.0").unlink()
-    with pytest.raises(ValueError, match=r"1\.0 is missing, but other chunks of documents 2 to 3"):
-        prepared([f"longcrawl64:{tmp_path / 'lc'}"], tokenizer, tmp_path / "out")
-    for column in (1, 2):
-        (tmp_path / "lc" / "train.zarr" / f"1.{column}").unlink()
-    assert prepared([f"longcrawl64:{tmp_path / 'lc'}"], tokenizer, tmp_path / "out").documents == 3
-    array.attrs["encoder"] = "other"
-    with pytest.raises(ValueError, match="encoder is 'other'"):
-        prepared([f"longcrawl64:{tmp_path / 'lc'}"], tokenizer, tmp_path / "out")
-
-
-def test_longcrawl64_is_json_text_and_becomes_plain_text(
-    tmp_path, tokenizer, monkeypatch, make_tokenizer, prepared, expected
-):
-    zarr = pytest.importorskip("zarr")
-    gpt2 = make_tokenizer(eos=None)
-    gpt2.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    monkeypatch.setenv("RETROFOX_GPT2_TOKENIZER", str(tmp_path))
-    text = 'He said "go"\n\n\tto the café \U0001f98a, C:\\new\\u00e9 end'
-    ids = gpt2(json.dumps(text)[1:-1], truncation=False, verbose=False)["input_ids"]
-    array = zarr.open(
-        str(tmp_path / "train.zarr"), mode="w", shape=(1, len(ids)), chunks=(1, 16), dtype="<u2", zarr_format=2
-    )
-    array[:] = np.array([ids], dtype="<u2")
-    (tokens,) = open_tokens(prepared([f"longcrawl64:{tmp_path}"], tokenizer, tmp_path / "out"))
-    assert tokens.document(0).tolist() == expected(text, tokenizer)
-    chunk = tmp_path / "train.zarr" / "0.1"
-    chunk.write_bytes(chunk.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="a chunk of documents 0 to 0 can't be read"):
-        prepared([f"longcrawl64:{tmp_path}"], tokenizer, tmp_path / "out")
-
-
-@settings(deadline=None)
-@given(
-    st.text(alphabet=st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from('\\"/\n\tu0n')), max_size=40)
-)
-def test_json_form_is_undone_wherever_it_breaks_off(text):
-    form = json.dumps(text)[1:-1]
-    assert joined(unescaped(form)) == text
-    for length in range(len(form)):
-        assert text.startswith(joined(unescaped(form[:length])))
-
-
-def joined(text: str) -> str:
-    return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def test_a_compressed_file_that_breaks_off_is_refused_wherever_it_does(tmp_path, tokenizer, make_text, prepared):
