@@ -19,9 +19,14 @@ def first_line(error: BaseException | None) -> str:
 @contextmanager
 def reading_gguf(file: str | Path) -> Iterator[None]:
     """Turns errors of transformers in the block, about a damaged or foreign .gguf file, into a ValueError."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    known = (struct.error, ValueError, LookupError, TypeError, RuntimeError, OverflowError, StrictDataclassError)
     try:
         yield
-    except (struct.error, ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, known):  # the tokenizers library raises bare ones
+            raise
         raise ValueError(
             f"{file} can't be read as a model ({first_line(error)}): download it again, or convert the model that it "
             "was made from"

@@ -40,6 +40,8 @@ NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("attention.causal", "use_parallel_residual"), True),
 }
 """Keys that are not read, with the value that changes nothing."""
+REQUIRED = ("attention.head_count_kv", "attention.layer_norm_rms_epsilon", "context_length")
+"""Keys without which transformers takes a default of its own, and leaves queries and keys of Llamas permuted."""
 WINDOW_IS_LOST = ("starcoder2",)
 """Families with a sliding window that their files don't record."""
 
@@ -111,6 +113,9 @@ def _refuse_unknown(file: str | Path, model_type: str, values: Values) -> None:
             f"{file}: a .gguf file of a {model_type} model does not hold its sliding window: convert the model that "
             "the file was made from"
         )
+    for key in REQUIRED:
+        if key not in values:
+            raise _refuse(file, key, "missing")
     read = GGUF_CONFIG_MAPPING.get(model_type.removesuffix("_text"), {})
     for key, value in values.items():
         known = key in READ or read.get(key) is not None
@@ -174,25 +179,30 @@ def _set_rope(file: str | Path, config: Any, values: Values, tensors: Mapping[st
         if config.model_type != "phi3":
             raise _refuse(file, "rope.dimension_count", turned)
         rope["partial_rotary_factor"] = config.partial_rotary_factor = turned / head
-    kind = values.get("rope.scaling.type", "linear" if "rope.scale_linear" in values else "none")
     factor = float(values.get("rope.scaling.factor", values.get("rope.scale_linear", 1.0)))
+    kind = values.get("rope.scaling.type", "linear")
+    if kind == "linear" and factor == 1:
+        kind = "none"
     original = values.get("rope.scaling.original_context_length")
     stretch = float(values.get("rope.scaling.attn_factor", 1.0))
-    if "rope_freqs.weight" in tensors and kind == "none":
-        rope |= _from_factors(tensors["rope_freqs.weight"], rope["rope_theta"], config.max_position_embeddings)
-    elif "rope_factors_long.weight" in tensors and original:
-        short, long = tensors["rope_factors_short.weight"], tensors["rope_factors_long.weight"]
+    held = sorted(tensors)
+    if held == ["rope_factors_long.weight", "rope_factors_short.weight"] and original and kind in ("none", "longrope"):
+        long, short = (tensors[name] for name in held)
         rope |= _longrope(short, long, stretch, int(original))
         config.original_max_position_embeddings = int(original)
-    elif kind == "linear":
-        rope |= {"rope_type": "linear", "factor": factor} if factor != 1 else {}
-    elif kind == "yarn" and original and stretch == 1:
+    elif stretch != 1:
+        raise _refuse(file, "rope.scaling.attn_factor", stretch)
+    elif held == ["rope_freqs.weight"] and kind == "none":
+        rope |= _from_factors(tensors[held[0]], rope["rope_theta"], config.max_position_embeddings)
+    elif kind == "linear" and not held:
+        rope |= {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn" and original and not held:
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original)}
         for name in ("beta_fast", "beta_slow"):
             if f"rope.scaling.yarn_{name}" in values:
                 rope[name] = float(values[f"rope.scaling.yarn_{name}"])
-    elif kind != "none" or tensors:
-        raise _refuse(file, "rope.scaling.type", f"{kind}, with tensors {sorted(tensors)}")
+    elif kind != "none" or held:
+        raise _refuse(file, "rope.scaling.type", f"{kind}, with tensors {held}")
     if config.model_type == "gemma3_text":
         near = {"rope_type": "default", "rope_theta": float(values.get("rope.freq_base_swa", 10_000.0))}
         config.rope_parameters = {"sliding_attention": near, "full_attention": rope}

@@ -12,7 +12,7 @@ from retrofox.fox_spec import FoxSpec
 from retrofox.loading.base import load_base
 from retrofox.loading.gguf_files import gguf_config
 from retrofox.loading.tokenizers import load_tokenizer
-from tests.conversion.gguf_writer import write
+from tests.conversion.gguf_writer import KEYS, write
 
 PICO: dict[str, Any] = {
     "vocab_size": 288,
@@ -148,6 +148,41 @@ def test_a_setting_that_transformers_would_drop_is_refused_by_name(model_type, k
     file = write(made(model_type, {"head_dim": 8}), pico_tokenizer, tmp_path / "pico.gguf", extra_keys={key: value})
     named = "sliding window" if model_type == "starcoder2" else f"{key} = {value}"
     with pytest.raises(ValueError, match=f"{named}.*convert the model that the file was made from"):
+        load_base(file)
+
+
+@pytest.mark.parametrize("tensor", ["rope_freqs.weight", "rope_factors_long.weight"])
+@pytest.mark.parametrize("scaling", ["linear", "yarn"])
+def test_factors_of_frequencies_beside_another_scaling_are_refused(tensor, scaling, pico_tokenizer, tmp_path):
+    keys = {"type": scaling, "factor": 4.0, "original_context_length": 32}
+    keys = {f"rope.scaling.{name}": value for name, value in keys.items()}
+    factors = {tensor: torch.tensor([1.0, 3.0, 2.0, 5.0])}
+    model = made("llama", {"head_dim": 8})
+    file = write(model, pico_tokenizer, tmp_path / "pico.gguf", extra_keys=keys, extra_tensors=factors)
+    with pytest.raises(ValueError, match=rf"rope\.scaling\.type = {scaling}, with tensors \['{tensor}'\]"):
+        load_base(file)
+
+
+@pytest.mark.parametrize("scaling", [{}, {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}])
+def test_a_factor_of_attention_without_long_factors_is_refused(scaling, pico_tokenizer, tmp_path):
+    keys = {**scaling, "rope.scaling.attn_factor": 1.3}
+    file = write(made("llama", {"head_dim": 8}), pico_tokenizer, tmp_path / "pico.gguf", extra_keys=keys)
+    with pytest.raises(ValueError, match=r"rope\.scaling\.attn_factor = 1\.29"):
+        load_base(file)
+
+
+def test_a_factor_without_a_type_is_linear_as_llama_cpp_reads_it(pico_tokenizer, tmp_path):
+    keys = {"rope.scaling.factor": 4.0}
+    file = write(made("llama", {"head_dim": 8}), pico_tokenizer, tmp_path / "pico.gguf", extra_keys=keys)
+    assert gguf_config(file).rope_parameters == {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
+
+
+@pytest.mark.parametrize("key", ["attention.head_count_kv", "attention.layer_norm_rms_epsilon", "context_length"])
+def test_a_file_without_a_key_that_transformers_would_guess_is_refused(key, pico_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.delitem(KEYS, key)  # models of 2023 have no num_key_value_heads: their queries would stay permuted
+    model = made("llama", {"head_dim": 8, "num_key_value_heads": 4})
+    file = write(model, pico_tokenizer, tmp_path / "pico.gguf")
+    with pytest.raises(ValueError, match=f"{key} = missing can't be read"):
         load_base(file)
 
 
