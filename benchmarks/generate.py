@@ -15,7 +15,8 @@ a GPU, `gpu_ms` is the sum of a step's kernels and `launches` their number, from
 captured step between two CUDA events. On a CPU, `cpu_ms` and `first_cpu_ms` are the processor's time for a later token
 and for the first, which other users of the machine disturb less. Where a cell has more than --prefill tokens, its cache
 is filled with random keys and nothing is prefilled: a first token from 128k takes longer than all the steps that are to
-be timed (`long_context.py` measures it).
+be timed. Its gates are half open, or with --text those that the converted model has on that text, which says how much
+a horizon leaves to read.
 
 The result is written after every measurement. Measurements that a file of the same settings has in full are left out,
 so the cells can be measured in several runs. No measurement begins after --seconds, and none takes longer than
@@ -39,10 +40,13 @@ import torch
 from model_shapes import PICO, SMOLLM2, base_of_shapes
 from provenance import at_most, provenance
 from torch.profiler import ProfilerActivity, profile
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import retrofox
 from retrofox.acceleration import cuda_graph_decoding as captured
+from retrofox.anatomy import inner_model
+from retrofox.evaluation.live_share import listening
+from retrofox.evaluation.needles.haystack import read_haystack
 from retrofox.generation.generate import PREFILL
 from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE
@@ -114,8 +118,19 @@ def models(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: m.to(arguments.device, dtype).eval() for name, m in (("base", base), ("fox", converted))}
 
 
-def filled(model: Any, contender: str, batch: int, context: int, new: int) -> Any:
-    """A cache with random keys, values and half-open gates of `context` tokens."""
+@torch.no_grad()
+def gates_on_text(model: Any, tokenizer: Any, files: list[str], length: int) -> dict[int, torch.Tensor]:
+    """Layer -> log_f (1, T, heads) float32 of the text's first tokens, at most `length`."""
+    text = read_haystack(tokenizer, files, length, "text").token_ids[:length]
+    ids = torch.from_numpy(text.astype("int64"))[None].to(model.device)
+    with listening(model) as heard:
+        inner_model(model)(input_ids=ids, use_cache=False)
+    steps = {layer: torch.diff(c, dim=-1, prepend=torch.zeros_like(c[..., :1])) for layer, c in heard.items()}
+    return {layer: step.transpose(1, 2).float() for layer, step in steps.items()}
+
+
+def filled(model: Any, contender: str, batch: int, context: int, new: int, gates: dict[int, torch.Tensor]) -> Any:
+    """A cache with random keys and values of `context` tokens, and with the gates given, else half-open ones."""
     config = model.config
     kv, heads = config.num_key_value_heads, config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -129,9 +144,11 @@ def filled(model: Any, contender: str, batch: int, context: int, new: int) -> An
     for index in range(config.num_hidden_layers):
         k, v = (torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype) for _ in range(2))
         if contender.startswith("fox"):
-            log_f = torch.full((batch, context, heads), -1e-4, device=model.device)
-            gates = retrofox.model.modeling_fox.GateCache(cache, log_f)
-            gates.update(k, v, index)
+            if index in gates:
+                log_f = gates[index][:, :context].to(model.device).expand(batch, -1, -1).contiguous()
+            else:
+                log_f = torch.full((batch, context, heads), -1e-4, device=model.device)
+            retrofox.model.modeling_fox.GateCache(cache, log_f).update(k, v, index)
         else:
             cache.update(k, v, index)
     return cache
@@ -213,12 +230,19 @@ def replaying(spans: list[float]) -> Any:
     return loop
 
 
-def measure(model: Any, contender: str, batch: int, context: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    model: Any,
+    contender: str,
+    batch: int,
+    context: int,
+    arguments: argparse.Namespace,
+    gates: dict[int, torch.Tensor],
+) -> dict[str, Any]:
     """A contender's figures in one cell and round; an error stands as text."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(2, model.config.vocab_size, (batch, context + 1), generator=generator).to(model.device)
     new, synthetic = arguments.new, batch * context > arguments.prefill
-    cache = filled(model, contender, batch, context, new) if synthetic else None
+    cache = filled(model, contender, batch, context, new, gates) if synthetic else None
     return run(model, contender, ids, new, cache)
 
 
@@ -284,6 +308,7 @@ def main() -> None:
     parser.add_argument("--pico", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--text", nargs="+", help="files whose text says what gates filled caches have")
     parser.add_argument("--batches", default="1,16")
     parser.add_argument("--contexts", default="2048,32768,131072")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
@@ -299,11 +324,19 @@ def main() -> None:
     contenders = arguments.contenders.split(",")
     if unknown := set(contenders) - set(CONTENDERS):
         parser.error(f"contenders are {', '.join(CONTENDERS)}; got {', '.join(sorted(unknown))}")
+    if arguments.text and arguments.model is None:
+        parser.error("--text needs the converted --model whose gates it is to make")
     if arguments.new < LEAST_NEW:
         parser.error(
             f"--new must be at least {LEAST_NEW}: the first {WARM} tokens and the last {PROFILED} aren't timed"
         )
-    started, built = time.perf_counter(), models(arguments)
+    started, built, gates = time.perf_counter(), models(arguments), {}
+    if arguments.text:
+        tokenizer, longest = (
+            AutoTokenizer.from_pretrained(arguments.model),
+            max(map(int, arguments.contexts.split(","))),
+        )
+        gates = gates_on_text(built["fox"], tokenizer, arguments.text, longest)
     device = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
     settings = {"device": device, "dtype": arguments.dtype, "model": Path(arguments.model or "random weights").name,
                 "threads": torch.get_num_threads(), "new": arguments.new}  # fmt: skip
@@ -330,7 +363,7 @@ def main() -> None:
                         continue
                     try:
                         with at_most(min(left, arguments.cell_seconds)):
-                            row = measure(built[name.split("-")[0]], name, batch, context, arguments)
+                            row = measure(built[name.split("-")[0]], name, batch, context, arguments, gates)
                     except Exception as error:  # the other cells and contenders are still worth their time
                         traceback.print_exc()
                         row = {"error": f"{type(error).__name__}: {str(error).splitlines()[:1]}"[:300]}
