@@ -75,7 +75,7 @@ class DataConfig(Section):
         default=True,
         description="special tokens spelled out in a text, such as </s>, are plain text; false = they become the token",
     )
-    workers: int | None = Field(default=None, ge=1, description="tokenising processes; None = all cores")
+    workers: int | None = Field(default=None, ge=1, description="tokenising threads; None = all cores")
 
     @model_validator(mode="after")
     def _held_out_evenly(self) -> DataConfig:

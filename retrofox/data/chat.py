@@ -29,9 +29,11 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any, split_special_tokens: bool = True):
         self.tokenizer, self.split_special_tokens = tokenizer, split_special_tokens
         self.fast, self.literal, self.eos = backend(tokenizer), special_literals(tokenizer), tokenizer.eos_token_id
+        self.spelling = backend(tokenizer)  # reads special tokens as plain text; two, since threads share them
         if not getattr(tokenizer, "chat_template", None) or self.fast is None:
             lacks = "no chat template" if self.fast is not None else "no fast form, which chat needs"
             raise ValueError(f"the tokenizer has {lacks}: set data.tokenizer to that of an Instruct model")
+        self.spelling.encode_special_tokens = True
 
     def __call__(self, messages: Messages, name: str) -> tuple[list[int], list[bool]]:
         """(tokens, whether the assistant wrote each); the first message is not learnt: nothing asks for it.
@@ -46,8 +48,8 @@ class ChatEncoder:
         at = 0
         for piece in _SPELLED_OUT.split(text):
             number = piece[1:-1] if _SPELLED_OUT.fullmatch(piece) else ""
-            self.fast.encode_special_tokens = bool(number)
-            encoding = self.fast.encode(spelled[int(number)] if number else piece, add_special_tokens=False)
+            fast, said = (self.spelling, spelled[int(number)]) if number else (self.fast, piece)
+            (encoding,) = fast.encode_batch([said], add_special_tokens=False)  # without the interpreter's lock
             ids += encoding.ids
             for begin, end in [(0, len(piece))] * len(encoding.ids) if number else encoding.offsets:
                 # A token across the start, such as " it" after "assistant: ", is one that the assistant writes.

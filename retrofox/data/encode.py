@@ -69,20 +69,6 @@ class Encoder:
             self.fast.encode_special_tokens = self.reading.split_special_tokens
         self.affixes = affixes(self.fast)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        if self.fast is not None:
-            state["tokenizer"], state["fast"] = None, self.fast.to_str()
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if state["fast"] is not None:
-            from tokenizers import Tokenizer
-
-            self.fast = Tokenizer.from_str(state["fast"])
-            self.fast.encode_special_tokens = self.reading.split_special_tokens
-
     def __call__(self, batch: Batch) -> Encoded:
         """Encodes a batch; documents without any text, or anything the assistant says, are counted, not kept.
 
@@ -128,7 +114,7 @@ class Encoder:
     def divide(self, batch: Batch) -> Iterator[Batch]:
         """The batch itself, or its long texts in pieces that together give the same tokens.
 
-        One process alone would be busy with a book of many megabytes, and hold many times its size in memory.
+        One thread alone would be busy with a book of many megabytes, and hold many times its size in memory.
         """
         long = batch.kind == "bytes" and max(map(len, batch.items), default=0) > pieces.PIECE
         if not long or batch.augment or self.affixes is None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 PIECE = 1 << 20
-"""Characters: longer texts are encoded in pieces of about this length, on all processes."""
+"""Characters: longer texts are encoded in pieces of about this length, on all threads."""
 NEIGHBOURHOOD = 512
 TRIES = 64
 _BETWEEN_WORDS = re.compile(r"(?<=\w)(?=[ \n]\w)|(?<=\n)(?=\w)")

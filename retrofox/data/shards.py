@@ -160,7 +160,7 @@ def prepare_sources(
     Args:
         sources: see `retrofox.data.sources.resolve`; a source's own text_field goes before `text_field`.
         out_dir: where shards are kept; several recipes may share it.
-        workers: tokenising processes; None = one per core.
+        workers: tokenising threads; None = one per core.
         progress: a bar with tokens per second and the remaining time, and what is worth knowing, on stderr.
         split_special_tokens: special tokens that are spelled out in a text, such as </s>, are plain text; else they
             become the special token.

@@ -1,4 +1,4 @@
-"""Writing token shards: units are read ahead, encoded by a pool of processes, and each lands whole or not at all."""
+"""Writing token shards: units are read ahead, encoded by threads, and each lands whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,73 +18,101 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 
 from retrofox.data.encode import Encoded, Encoder, Reading
 from retrofox.data.files import Shard, write_note
-from retrofox.data.pool import Pool
 from retrofox.data.read import Batch
 from retrofox.data.source_shards import Unit
 from retrofox.support.files import temporary, to_disk, write_whole
 
-IN_PROCESS_BYTES = 4 << 20
-"""Below this starting processes costs more than it gains."""
+PARALLELISM = "TOKENIZERS_PARALLELISM"
+"""Environment variable by which tokenizers start threads of their own."""
 
 
 def tokenise(
     units: list[tuple[Unit, Reading, str]], tokenizer: Any, folder: Path, workers: int, progress: bool
 ) -> None:
-    """Writes the shards that are missing; those that are read alike share a pool of processes."""
+    """Writes the shards that are missing; those that are read alike share threads."""
     units = list({key: (unit, reading, key) for unit, reading, key in units}.values())  # the same content twice: once
     total = sum(unit.size for unit, *_ in units)
-    with _bar(total, progress and bool(units)) as advance:
+    with _bar(total, progress and bool(units)) as advance, _no_threads_of_tokenizers():
         for reading in dict.fromkeys(reading for _, reading, _ in units):
             mine = [(unit, key) for unit, read_as, key in units if read_as == reading]
-            small = sum(unit.size for unit, _ in mine) < IN_PROCESS_BYTES
-            with Pool(Encoder(tokenizer, reading), 1 if small else workers) as pool:
-                _write_all(mine, pool, folder, advance)
+            encoder = Encoder(tokenizer, reading)
+            _write_all(mine, encoder, folder, workers if encoder.fast is not None else 1, advance)
 
 
-def _write_all(units: list[tuple[Unit, str]], pool: Pool, folder: Path, advance: Any) -> None:
-    """Writes shards one after the other, from one stream of batches: no process waits at the end of a unit."""
-    stream = _encoded([unit for unit, _ in units], pool)
-    for unit, key in units:
-        with _ShardWriter(folder, key, unit.name, pool.encoder.dtype) as writer:
-            for encoded, is_last in stream:
-                writer.add(encoded)
-                advance(encoded.size, len(encoded.tokens))
-                if is_last:
-                    break
-            writer.finish()
+@contextlib.contextmanager
+def _no_threads_of_tokenizers() -> Iterator[None]:
+    """Ours are as many as asked for; and after theirs, each process that a loader forks would print a warning."""
+    before, os.environ[PARALLELISM] = os.environ.get(PARALLELISM), "false"
+    try:
+        yield
+    finally:
+        del os.environ[PARALLELISM]
+        if before is not None:
+            os.environ[PARALLELISM] = before
 
 
-def _encoded(units: list[Unit], pool: Pool) -> Iterator[tuple[Encoded, bool]]:
+def _write_all(units: list[tuple[Unit, str]], encoder: Encoder, folder: Path, workers: int, advance: Any) -> None:
+    """Writes shards one after the other, from one stream of batches: no thread waits at the end of a unit."""
+    with ThreadPoolExecutor(workers) as threads:
+        try:
+            stream = _encoded([unit for unit, _ in units], encoder, threads, ahead=2 * workers)
+            for unit, key in units:
+                with _ShardWriter(folder, key, unit.name, encoder.dtype) as writer:
+                    for encoded, is_last in stream:
+                        writer.add(encoded)
+                        advance(encoded.size, len(encoded.tokens))
+                        if is_last:
+                            break
+                    writer.finish()
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _encoded(
+    units: list[Unit], encoder: Encoder, threads: ThreadPoolExecutor, ahead: int
+) -> Iterator[tuple[Encoded, bool]]:
     """The encoded batches of all units in order, each with whether it is its unit's last.
 
-    Reading runs ahead of tokenising; its error is raised after all units before it were given.
+    Threads are enough: the tokenizer, which runs without the interpreter's lock, takes 97 % of the time.
+
+    Raises:
+        ValueError, OSError: a unit can't be read; after all before it were given.
     """
-    lasts: deque[bool] = deque()  # of the batches on their way
-    broken: list[Exception] = []
-    reading = pool.encoder.reading
+    waiting: deque[tuple[Future[Encoded], bool]] = deque()
+    for batch, is_last in _batches(units, encoder):
+        waiting.append((threads.submit(_encode, encoder, batch), is_last))
+        if len(waiting) > ahead:
+            future, last = waiting.popleft()
+            yield future.result(), last
+    for future, last in waiting:
+        yield future.result(), last
 
-    def batches() -> Iterator[Batch]:
-        for unit in units:
-            waiting = Batch("text")  # a unit without any batch is one without documents
-            try:
-                parts = (
-                    part for batch in unit.batches(reading.field, reading.chat) for part in pool.encoder.divide(batch)
-                )
-                for number, part in enumerate(parts):
-                    if number:
-                        lasts.append(False)
-                        yield waiting
-                    waiting = part
-            except (ValueError, OSError) as error:
-                broken.append(error)
-                return
-            lasts.append(True)
-            yield waiting
 
-    for encoded in pool.map(batches()):
-        yield encoded, lasts.popleft()
-    if broken:
-        raise broken[0]
+def _encode(encoder: Encoder, batch: Batch | Exception) -> Encoded:
+    if isinstance(batch, Exception):
+        raise batch
+    return encoder(batch)
+
+
+def _batches(units: list[Unit], encoder: Encoder) -> Iterator[tuple[Batch | Exception, bool]]:
+    """The batches of all units in order, long texts divided, each with whether it is its unit's last.
+
+    An error ends them, in the place of the batch that can't be read.
+    """
+    reading = encoder.reading
+    for unit in units:
+        waiting = Batch("text")  # a unit without any batch is one without documents
+        try:
+            parts = (part for batch in unit.batches(reading.field, reading.chat) for part in encoder.divide(batch))
+            for number, part in enumerate(parts):
+                if number:
+                    yield waiting, False
+                waiting = part
+        except (ValueError, OSError) as error:
+            yield error, True
+            return
+        yield waiting, True
 
 
 class _ShardWriter:

@@ -172,11 +172,10 @@ def test_conversations_come_from_hugging_face_datasets(tmp_path, chat_tokenizer,
     assert manifest.sources[0].fingerprint == talks().sources[0].fingerprint
 
 
-def test_processes_give_the_same_conversations_as_one(talks, monkeypatch):
+def test_threads_give_the_same_conversations_as_one(talks):
     alone = talks().sources[0].fingerprint
     for shard in Path(talks().folder).glob("*.json"):
         shard.unlink()
-    monkeypatch.setattr("retrofox.data.tokenise.IN_PROCESS_BYTES", 0)
     assert talks(workers=2).sources[0].fingerprint == alone
 
 

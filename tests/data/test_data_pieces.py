@@ -91,9 +91,8 @@ def test_a_long_blank_text_is_empty_and_not_utf8_is_refused(tmp_path, short_piec
         prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path / "out", progress=False)
 
 
-def test_shards_before_an_unreadable_file_are_kept(tmp_path, monkeypatch):
+def test_shards_before_an_unreadable_file_are_kept(tmp_path):
     tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
-    monkeypatch.setattr("retrofox.data.tokenise.IN_PROCESS_BYTES", 0)
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(make_text(50 + number), encoding="utf-8")
     (tmp_path / "2.txt.gz").write_bytes(b"no gzip")

@@ -78,8 +78,7 @@ def test_a_tokenizer_without_a_rust_backend_reads_plain_text_too(tokenizer):
     assert SPECIAL.isdisjoint(encoder.encode([TEXT])[0].tolist()[:-1])
 
 
-def test_processes_read_plain_text_too(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("retrofox.data.tokenise.IN_PROCESS_BYTES", 0)
+def test_threads_read_plain_text_too(tokenizer, tmp_path):
     lines = "".join(json.dumps({"text": f"{number} {TEXT}"}) + "\n" for number in range(20))
     (tmp_path / "a.jsonl").write_text(lines)
     manifest = prepare_sources([DataSource(str(tmp_path / "a.jsonl"))], tokenizer, tmp_path / "out", workers=2)
