@@ -8,8 +8,8 @@ width f and numbers of n bytes (2 in bfloat16),
 bytes: inputs of both norms, of q, k, v and of the MLP; q, k, v and the attention's output, once more as o_proj reads
 it; gate, up, SiLU and product; sums of log f and of the softmax. One that is recomputed takes n d, its input, and in
 its backward the above and two gradients as wide as the MLP. The peak is the largest of four moments: at the logits, in
-the backward of the last layer, in that of the first, in the optimizer's step. `tests/planning/test_memory.py` holds it
-to within 10 % of what was measured (`benchmarks/`).
+the backward of the last layer, in that of the first, in the optimizer's step. It is within 10 % of the runs that
+`tests/planning/test_memory.py` compares.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Planned memory beside what GPUs measured: within a tenth of every run in benchmarks/."""
+"""Planned memory beside what GPUs measured: within a tenth of the runs in benchmarks/ that are compared here."""
 
 from __future__ import annotations
 
