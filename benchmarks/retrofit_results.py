@@ -98,7 +98,7 @@ def arm(folder: Path) -> dict[str, Any]:
     facts = recipe["data"] | {key: share for key, share in recipe["data"]["train"][0].items() if share is not None}
     return {
         "recipe": {key: recipe.get(key) for key in KEYS},
-        "facts": {key: facts.get(key) for key in ("recall", "questions")},
+        "facts": {"recall": facts.get("fact_share", facts.get("recall")), "questions": facts.get("questions")},
         "tokens": sum(stage["tokens"] for stage in result["stages"]),
         "seconds": result["seconds"],
         "tokens_per_second": [round(stage["tokens_per_second"]) for stage in result["stages"]],

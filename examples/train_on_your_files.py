@@ -16,7 +16,7 @@ model: {model}
 output: {out}/run
 fox: {{preset: fox-stretch}} # retrofox's defaults: slow rotary pairs stretched, a gate on every head, one sink token
 data:
-  recall: 0.7 # made-up facts in 70 % of the texts, told twice: what teaches the model to look back
+  fact_share: 0.7 # made-up facts in 70 % of the texts, told twice: what teaches the model to look back
   questions: 0.5 # half of them are asked for the second time
   train: [{train}]
   eval: [{heldout}]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import os
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from retrofox.fox_spec import FoxSpec
 from retrofox.spec_values import TOKENS
 from retrofox.support.counts import ALLOWED, PATTERN, parse_count
 
+logger = logging.getLogger(__name__)
 FOX_COUNTS = {"anneal_tokens", "annealed_tokens"}
 """Keys of a `fox:` section that take whole tokens alone."""
 
@@ -101,6 +104,12 @@ def without_idle_nulls(*kinds: type[BaseModel]) -> Callable[[Any], Any]:
     return drop
 
 
+@functools.cache
+def _say_once(text: str) -> None:
+    """Warns, once in a process: a run reads its recipe several times."""
+    logger.warning(text)
+
+
 class Section(BaseModel):
     """Base of every section: unknown keys and wrong types are errors, "3" is not a number."""
 
@@ -110,6 +119,21 @@ class Section(BaseModel):
 
     elsewhere: ClassVar[dict[str, str]] = {}
     """Other programs' names for keys of this section -> ours."""
+
+    old_names: ClassVar[dict[str, str]] = {}
+    """Former names of keys of this section -> their names, for recipes of then."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not values.keys() & cls.old_names.keys():
+            return values
+        for old, new in cls.old_names.items():
+            if old in values and new in values:
+                raise ValueError(f"{old} is the old name of {new}: remove it")
+            if old in values:
+                _say_once(f"{old} is the old name of {new}")
+        return {cls.old_names.get(key, key): value for key, value in values.items()}
 
     @classmethod
     def tags(cls) -> tuple[str, ...]:

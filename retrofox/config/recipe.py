@@ -15,6 +15,8 @@ from retrofox.config.stage import AnyStage
 class Source(Section):
     """One source of documents: a file, a directory, a glob, or a Hugging Face dataset id."""
 
+    old_names: ClassVar[dict[str, str]] = {"recall": "fact_share"}
+
     path: str = Field(min_length=1)
     weight: float = Field(
         default=1.0, ge=1e-9, le=1e9, description="share of the tokens, relative to the other sources; in `eval`, none"
@@ -23,7 +25,7 @@ class Source(Section):
         default=None,
         description="field holding the text; None = data.text_field; of a chat, messages",
     )
-    recall: float | None = Field(default=None, ge=0, le=1, description="None = data.recall; in `eval`, 0")
+    fact_share: float | None = Field(default=None, ge=0, le=1, description="None = data.fact_share; in `eval`, 0")
     questions: float | None = Field(default=None, ge=0, le=1, description="None = data.questions; in `eval`, 0")
     reflow: float = Field(
         default=0.0, ge=0, le=1, description="share of the documents whose long lines are broken at 60 to 80 columns"
@@ -39,7 +41,7 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _chat_as_it_is(self) -> Source:
-        for name in ("recall", "questions", "reflow", "recase"):
+        for name in ("fact_share", "questions", "reflow", "recase"):
             if self.chat and getattr(self, name):
                 raise ValueError(f"{name} changes texts, not conversations: remove it, or chat")
         return self
@@ -55,6 +57,8 @@ SourceOrPath = Annotated[Source, BeforeValidator(_source, json_schema_input_type
 class DataConfig(Section):
     """Where documents come from and how they become tokens."""
 
+    old_names: ClassVar[dict[str, str]] = {"recall": "fact_share"}
+
     train: list[SourceOrPath] = Field(min_length=1)
     eval: list[SourceOrPath] = Field(default=[])
     tokenizer: Place | None = Field(default=None, description="Hub id or directory; None = the model's own")
@@ -62,7 +66,7 @@ class DataConfig(Section):
         default=None, min_length=1, description="token shards; None = $XDG_CACHE_HOME/retrofox or ~/.cache/retrofox"
     )
     text_field: str = "text"
-    recall: float = Field(
+    fact_share: float = Field(
         default=0.0,
         ge=0,
         le=1,
@@ -89,12 +93,13 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _asked_of_something(self) -> DataConfig:
-        without = [source.path for source in (*self.read_as(), *self.eval) if source.questions and not source.recall]
-        if self.questions and not any(source.recall for source in self.read_as()):
+        sources = (*self.read_as(), *self.eval)
+        without = [source.path for source in sources if source.questions and not source.fact_share]
+        if self.questions and not any(source.fact_share for source in self.read_as()):
             without.append("data")
         if without:
             raise ValueError(
-                f"questions ask for the facts of recall, which is 0 in {without[0]}: set recall, or leave questions out"
+                f"questions ask for made-up facts, and fact_share is 0 in {without[0]}: set it, or leave questions out"
             )
         return self
 
@@ -104,11 +109,11 @@ class DataConfig(Section):
 
     def _filled(self, source: Source) -> Source:
         if source.chat:
-            return source.model_copy(update={"recall": 0.0, "questions": 0.0})
-        recall = self.recall if source.recall is None else source.recall
-        asked = (self.questions if recall else 0.0) if source.questions is None else source.questions
+            return source.model_copy(update={"fact_share": 0.0, "questions": 0.0})
+        facts = self.fact_share if source.fact_share is None else source.fact_share
+        asked = (self.questions if facts else 0.0) if source.questions is None else source.questions
         text_field = source.text_field or self.text_field
-        return source.model_copy(update={"text_field": text_field, "recall": recall, "questions": asked})
+        return source.model_copy(update={"text_field": text_field, "fact_share": facts, "questions": asked})
 
     @property
     def cache_dir(self) -> Path:

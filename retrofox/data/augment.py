@@ -25,25 +25,25 @@ LONG_LINE = 100
 class Augmentation:
     """Shares of the documents with made-up facts and of facts asked for, with hard line breaks, in one case."""
 
-    recall: float = 0.0
+    fact_share: float = 0.0
     questions: float = 0.0
     reflow: float = 0.0
     recase: float = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self.recall or self.reflow or self.recase)
+        return bool(self.fact_share or self.reflow or self.recase)
 
     def __call__(self, text: str) -> str:
         """The text with all that it draws."""
-        if self.recall:
-            text = synthetic_facts.with_facts(text, self.recall, self.questions)
+        if self.fact_share:
+            text = synthetic_facts.with_facts(text, self.fact_share, self.questions)
         return recased(reflowed(text, self.reflow), self.recase)
 
     def identity(self) -> list[Any]:
         """What decides which texts come out: part of a shard's key."""
-        told = ["facts", synthetic_facts.VERSION, self.recall, *([self.questions] if self.questions else [])]
+        told = ["facts", synthetic_facts.VERSION, self.fact_share, *([self.questions] if self.questions else [])]
         form = ["form", VERSION, self.reflow, self.recase]
-        return [*(told if self.recall else []), *(form if self.reflow or self.recase else [])]
+        return [*(told if self.fact_share else []), *(form if self.reflow or self.recase else [])]
 
 
 def reflowed(text: str, share: float) -> str:

@@ -87,7 +87,7 @@ class Encoder:
         texts = [texts[number] for number in kept]
         encoded = self._joined(self.encode([batch.augment(text) for text in texts]), [names[n] for n in kept], batch)
         encoded.empty, encoded.literals = len(names) - len(kept), self._literals(texts)
-        encoded.wordless = sum(map(lacks_words, texts)) if batch.augment.recall else 0
+        encoded.wordless = sum(map(lacks_words, texts)) if batch.augment.fact_share else 0
         return encoded
 
     def _conversations(self, batch: Batch, chat: ChatEncoder) -> Encoded:

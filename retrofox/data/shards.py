@@ -221,7 +221,7 @@ def prepare_sources(
                 nothing, wanted = ("no assistant", "conversations") if reading.chat else ("no text", "texts")
                 empty = sum(s.empty for s in source.shards)
                 raise ValueError(f"{source.path}: {nothing} in it (empty documents: {empty}): give {wanted}")
-        with_facts = [into for into, (source, *_) in zip(prepared, plan, strict=True) if source.recall]
+        with_facts = [into for into, (source, *_) in zip(prepared, plan, strict=True) if source.fact_share]
         for line in (_without_facts(with_facts), *_with_literals(prepared, split_special_tokens)):
             if line and progress:
                 Console(stderr=True, soft_wrap=True, emoji=False).print(line, highlight=False, markup=False)
@@ -238,7 +238,7 @@ def _without_facts(sources: Sequence[PreparedSource]) -> str:
     if not wordless:
         return ""
     few = f"fewer than {FEWEST_WORDS} different words of 4 to 9 letters"
-    return f"{wordless:,} of {documents:,} documents take no made-up facts (recall): they have {few}"
+    return f"{wordless:,} of {documents:,} documents take no made-up facts (fact_share): they have {few}"
 
 
 def _with_literals(sources: Sequence[PreparedSource], split: bool) -> Iterator[str]:

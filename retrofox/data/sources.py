@@ -41,7 +41,7 @@ class SourceLike(Protocol):
     @property
     def text_field(self) -> str | None: ...
     @property
-    def recall(self) -> float | None: ...
+    def fact_share(self) -> float | None: ...
     @property
     def questions(self) -> float | None: ...
     @property
@@ -63,7 +63,7 @@ def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list
 class DataSource:
     """A source of documents: path (or "hf:..."), weight (share of tokens), field of the text.
 
-    `recall` is the share of documents that get made-up facts, `questions` that of the facts that are asked for
+    `fact_share` is the share of documents that get made-up facts, `questions` that of the facts that are asked for
     (`data.synthetic_facts`), `reflow` and `recase` those with hard line breaks and in one case (`data.augment`);
     `chat`: the field holds conversations (`data.chat`).
     """
@@ -71,7 +71,7 @@ class DataSource:
     path: str
     weight: float = 1.0
     text_field: str | None = None
-    recall: float = 0.0
+    fact_share: float = 0.0
     questions: float = 0.0
     reflow: float = 0.0
     recase: float = 0.0
@@ -84,7 +84,7 @@ def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
     Arguments and errors are those of `units_of`.
     """
     units = units_of(source, leave_out)
-    augment = Augmentation(source.recall or 0.0, source.questions or 0.0, source.reflow, source.recase)
+    augment = Augmentation(source.fact_share or 0.0, source.questions or 0.0, source.reflow, source.recase)
     return [AugmentedUnit(unit, augment) for unit in units] if augment else units
 
 

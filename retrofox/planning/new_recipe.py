@@ -164,7 +164,7 @@ def _text(choice: Choice, shape: Shape, on: Hardware, trained: int) -> str:
             f"model: {recipe.model}\noutput: {recipe.output}\n",
             f"fox: {{rope: interpolate, rope_factor: {recipe.fox.rope_factor:g}}} # times {trained:,} tokens\n",
             lora,
-            "data:\n  recall: 0.7\n  questions: 0.5\n",
+            "data:\n  fact_share: 0.7\n  questions: 0.5\n",
             f'  train: ["{recipe.data.train[0].path}"] # your own: [books/]\n  eval: [{held_out}]\n',
             "stages:\n  - objective: extend\n",
             f"    tokens: {stage.tokens}\n    sequence_length: {stage.sequence_length}\n",

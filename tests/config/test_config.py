@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrofox.config import ExtendStage, Recipe, dump, load_recipe, schema, validate
+from retrofox.config import ExtendStage, Recipe, dump, fields, load_recipe, schema, validate
 from retrofox.config.yaml_text import apply_override, read_yaml
 from retrofox.fox_spec import FoxSpec
 from retrofox.support.counts import parse_count
@@ -111,8 +111,8 @@ def test_overrides_reach_lists_and_create_sections(recipe_file):
         ("stages.0.learning_rate=.nan", ["stages.0.learning_rate"]),
         ("stages.0.batch_tokens=100", ["multiple of sequence_length", "64 or 128"]),
         ("stages.0.temperature=2", ["temperature: belongs to objective distill, and this one is extend: remove it"]),
-        ("data.questions=0.5", ["which is 0 in data: set recall"]),
-        ("data.train.0={path: a, questions: 0.5}", ["which is 0 in a: set recall, or leave questions out"]),
+        ("data.questions=0.5", ["fact_share is 0 in data: set it"]),
+        ("data.train.0={path: a, questions: 0.5}", ["fact_share is 0 in a: set it, or leave questions out"]),
         ("data.eval=[a, {path: b, weight: 3}]", ["data: eval.1.weight: ", "remove it, got 3"]),
         ("stages.0.ce_weight=0.5", ["ce_weight: belongs to objective distill"]),
         (
@@ -387,17 +387,27 @@ def test_a_value_of_no_allowed_kind_is_refused_in_one_line():
 
 def test_facts_of_the_data_hold_for_every_source_that_has_no_share_of_its_own(recipe_file):
     """So a recipe keeps them when its texts are replaced by one's own."""
-    shares = ["data.recall=0.7", "data.questions=0.5", "data.eval=[held-out/]"]
-    own = "data.train=[my-texts/, {path: plain/, recall: 0}, {path: b/, recall: 0.2, questions: 0.1}]"
+    shares = ["data.fact_share=0.7", "data.questions=0.5", "data.eval=[held-out/]"]
+    own = "data.train=[my-texts/, {path: plain/, fact_share: 0}, {path: b/, fact_share: 0.2, questions: 0.1}]"
     data = load_recipe(recipe_file, [*shares, own]).data
-    assert [(s.recall, s.questions) for s in data.read_as()] == [(0.7, 0.5), (0.0, 0.0), (0.2, 0.1)]
-    assert [(s.recall, s.questions) for s in data.eval] == [(None, None)]
+    assert [(s.fact_share, s.questions) for s in data.read_as()] == [(0.7, 0.5), (0.0, 0.0), (0.2, 0.1)]
+    assert [(s.fact_share, s.questions) for s in data.eval] == [(None, None)]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_a_recipe_keeps_its_facts_when_its_texts_are_replaced(path):
     shipped, own = (load_recipe(path, changes).data.read_as() for changes in ([], ["data.train=[my-texts/]"]))
-    assert [(s.recall, s.questions) for s in own] == [(shipped[0].recall, shipped[0].questions)]
+    assert [(s.fact_share, s.questions) for s in own] == [(shipped[0].fact_share, shipped[0].questions)]
+
+
+def test_facts_are_read_by_their_old_name_which_says_so(recipe_file, caplog):
+    fields._say_once.cache_clear()
+    changes = ["data.recall=0.7", "data.train=[{path: a, recall: 0.2}, b]"]
+    assert [source.fact_share for source in load_recipe(recipe_file, changes).data.read_as()] == [0.2, 0.7]
+    load_recipe(recipe_file, changes)
+    assert [record.message for record in caplog.records] == ["recall is the old name of fact_share"]
+    with pytest.raises(ValueError, match=r"data: recall is the old name of fact_share: remove it"):
+        load_recipe(recipe_file, ["data.recall=0.7", "data.fact_share=0.7"])
 
 
 def test_a_recipe_of_a_run_made_before_still_loads():

@@ -58,7 +58,7 @@ def test_a_document_is_in_lower_or_in_upper_case_as_often():
     assert all(text.isupper() or text.islower() for text in made)
 
 
-@pytest.mark.parametrize("options", [{"reflow": 1.0}, {"recase": 1.0}, {"recall": 1.0, "reflow": 1.0}])
+@pytest.mark.parametrize("options", [{"reflow": 1.0}, {"recase": 1.0}, {"fact_share": 1.0, "reflow": 1.0}])
 def test_a_source_with_changes_has_other_tokens_and_another_shard(options, tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": PROSE}) + "\n")
     plain, changed = (

@@ -273,11 +273,11 @@ def test_a_recipe_mixes_conversations_and_refuses_changes_of_them(tmp_path):
     recipe = {
         "model": "some/model",
         "output": "run",
-        "data": {"train": ["books", {"path": "talks.jsonl", "chat": True, "weight": 0.2}], "recall": 0.5},
+        "data": {"train": ["books", {"path": "talks.jsonl", "chat": True, "weight": 0.2}], "fact_share": 0.5},
         "stages": [{"objective": "extend", "tokens": 100, "batch_tokens": 64, "sequence_length": 16}],
     }
     books, chat = Recipe.model_validate(recipe).data.read_as()
-    assert (books.recall, chat.recall, chat.chat) == (0.5, 0.0, True)
+    assert (books.fact_share, chat.fact_share, chat.chat) == (0.5, 0.0, True)
     recipe["data"]["train"][1]["reflow"] = 0.5
     with pytest.raises(ValueError, match="reflow changes texts, not conversations: remove it, or chat"):
         Recipe.model_validate(recipe)

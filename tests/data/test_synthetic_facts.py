@@ -77,7 +77,7 @@ def test_short_and_wordless_texts_stay_as_they_are():
 
 def test_a_source_with_recall_gives_other_tokens_and_another_shard(tmp_path: Path, pico_tokenizer):
     (tmp_path / "a.txt").write_text(TEXT)
-    plain, recalled = (DataSource(str(tmp_path / "a.txt"), recall=share) for share in (0.0, 1.0))
+    plain, recalled = (DataSource(str(tmp_path / "a.txt"), fact_share=share) for share in (0.0, 1.0))
     (_, one), (_, other) = (next(iter(documents([source], pico_tokenizer))) for source in (plain, recalled))
     assert len(other) > len(one)
     assert not np.array_equal(one, other[: len(one)])
@@ -88,9 +88,10 @@ def test_a_source_with_recall_gives_other_tokens_and_another_shard(tmp_path: Pat
 def test_how_many_documents_take_no_facts_is_said_also_of_a_reused_shard(tmp_path: Path, pico_tokenizer, capsys):
     texts = [" ".join(WORDS[n : n + 5]) for n in range(3)] + [f"{n} {TEXT}" for n in range(4)] + [" "]
     (tmp_path / "some.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    short = "3 of 7 documents take no made-up facts (recall): they have fewer than 16 different words"
+    short = "3 of 7 documents take no made-up facts (fact_share): they have fewer than 16 different words"
     for share, said in ((0.6, True), (0.6, True), (0.0, False)):
-        prepare_sources([DataSource(str(tmp_path / "some.jsonl"), recall=share)], pico_tokenizer, tmp_path / "cache")
+        source = DataSource(str(tmp_path / "some.jsonl"), fact_share=share)
+        prepare_sources([source], pico_tokenizer, tmp_path / "cache")
         assert (short in capsys.readouterr().err) == said
 
 
@@ -115,7 +116,7 @@ def _pattern(form: str) -> str:
 
 
 def test_without_questions_facts_are_what_they_were():
-    """Recipes with `recall` alone read the documents that their figures were measured on."""
+    """Recipes with `fact_share` alone read the documents that their figures were measured on."""
     digest = hashlib.sha256(with_facts(TEXT).encode()).hexdigest()
     assert digest == "3aa497e80d07af1e85674e4e5a2dfaecb60b0dd2a725f11a8d1ede81ba0d4e14"
 
@@ -127,5 +128,5 @@ def test_a_share_of_the_facts_is_asked_for_and_the_shard_is_another(tmp_path: Pa
     assert 0.25 * total < asked < 0.75 * total
     (tmp_path / "a.txt").write_text(TEXT)
     digests = Digests()
-    sources = [DataSource(str(tmp_path / "a.txt"), recall=1.0, questions=share) for share in (0.0, 0.5, 1.0)]
+    sources = [DataSource(str(tmp_path / "a.txt"), fact_share=1.0, questions=share) for share in (0.0, 0.5, 1.0)]
     assert len({resolve(source)[0].identity(digests) for source in sources}) == 3
