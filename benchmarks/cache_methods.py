@@ -29,11 +29,10 @@ from provenance import provenance
 
 from retrofox.data.windows import Window
 from retrofox.evaluation.baselines import build, parse
-from retrofox.evaluation.bootstrap import Bootstrap
 from retrofox.evaluation.live_share import measure_live_share
 from retrofox.evaluation.needles.haystack import Haystack, read_haystack
 from retrofox.evaluation.needles.prompts import EncodedTask, Prompt, make_prompts
-from retrofox.evaluation.needles.shares import wilson_interval
+from retrofox.evaluation.statistics import mean_over_documents, wilson_interval
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.support.plots import COLOURS, STYLE, save_figure, tokens_label
@@ -162,7 +161,7 @@ def rows_of(name: str, length: int, found: Hits, losses: Hits, shares: Hits) -> 
         row |= {"loss": float(np.mean(own)), "loss_each": own}
         if dense is not None and method != "dense":
             change = np.array(own) - np.array(dense)
-            row["difference"] = Bootstrap(len(own)).ratio(change, np.ones(len(own)))
+            row["difference"] = mean_over_documents(change, np.ones(len(own)))
         rows.append(row)
     return rows
 

@@ -1,4 +1,4 @@
-"""Where the parts of a causal language model are: layers, attentions, head, and the losses read off them."""
+"""Where the parts of a causal language model are: layers, attentions, head, and the logits read off them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from retrofox.model import modeling_fox
@@ -226,31 +225,6 @@ def is_converted(model: Any) -> bool:
 
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 """Bytes of float32 logits that exist at one time."""
-
-
-@torch.no_grad()
-def token_losses(model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
-    """L(i) = -ln p(x_i | x_0 .. x_{i-1}) in nats for i = 1 .. T-1, float32.
-
-    The head is applied to a few positions at a time, so logits never exist for the whole text.
-
-    Args:
-        token_ids: (B, T) int64 on the model's device; padding, if any, stands at the end and its losses are noise.
-
-    Returns:
-        (B, T - 1) float32 on the model's device; entry [:, i - 1] belongs to position i.
-    """
-    logits_at = read_logits(model, token_ids)
-    budget = LOGIT_BYTES.get(token_ids.device.type, LOGIT_BYTES["cpu"])
-    step = max(1, budget // (4 * vocabulary_size(model) * token_ids.shape[0]))
-    losses = torch.empty(token_ids.shape[0], token_ids.shape[1] - 1, device=token_ids.device)
-    for start in range(0, losses.shape[1], step):
-        stop = min(start + step, losses.shape[1])
-        logits = logits_at((slice(None), slice(start, stop)))
-        target = token_ids[:, start + 1 : stop + 1]
-        flat = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
-        losses[:, start:stop] = flat.view(target.shape)
-    return losses
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

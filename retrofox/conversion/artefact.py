@@ -18,8 +18,9 @@ from retrofox.conversion.licence import licence_of
 from retrofox.conversion.measured import measured_values
 from retrofox.conversion.tensors import check_weights
 from retrofox.conversion.verify import prove
+from retrofox.data.windows import require_files
 from retrofox.fox_spec import FoxSpec
-from retrofox.heads.texts import Text, require_sources
+from retrofox.heads.texts import Text
 from retrofox.loading import shards
 from retrofox.loading.atomic_directory import AtomicDirectory, Progress, refuse_existing
 from retrofox.loading.base import load_base
@@ -83,7 +84,7 @@ def check_options(spec: FoxSpec, link: bool, texts: Sequence[Text], has_files: b
             f"init measured and texts to measure the heads on (--texts FILES) belong together; got init {spec.init} "
             f"and {len(texts)} texts"
         )
-    require_sources(texts)
+    require_files(texts)
     if link and not has_files:
         raise ValueError(
             "--link shares the weight files of a directory with OUT; without OUT, of a .gguf file or of a live model "

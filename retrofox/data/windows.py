@@ -59,7 +59,7 @@ def choose_windows(
         ValueError: no text, or no document that is long enough.
     """
     sources = listed(data)
-    _require_files(sources)
+    require_files(sources)
     longest = taken = 0
     chosen: list[Window] = []
     for name, ids in documents(sources, tokenizer, text_field=text_field):
@@ -90,8 +90,9 @@ class Window:
     name: str = ""
 
 
-def _require_files(data: Sequence[str]) -> None:
+def require_files(sources: Sequence[SourceLike | str | os.PathLike[str]]) -> None:
     """Finds every file before any model is loaded; sets on the Hub are looked for when they are read."""
-    for path in data:
-        if not path.startswith("hf:"):
-            resolve(DataSource(path))
+    for source in sources:
+        given = DataSource(os.fspath(source)) if isinstance(source, str | os.PathLike) else source
+        if not given.path.startswith("hf:"):
+            resolve(given)

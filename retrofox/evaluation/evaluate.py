@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import sys
@@ -16,21 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from retrofox.anatomy import attention_mode, token_losses
-from retrofox.data.sources import check_results_outside, listed
-from retrofox.data.windows import Window, _require_files, choose_windows
+from retrofox.anatomy import attention_mode
+from retrofox.data.sources import listed
+from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation import loss_report, shared_context, task_cache
-from retrofox.evaluation.baselines import Baseline, base_for, parse_all
-from retrofox.evaluation.compared_models import columns, listed_models, of_run, tokenizer_of
+from retrofox.evaluation.baselines import Baseline
+from retrofox.evaluation.compared_models import check_comparison, columns, listed_models, of_run
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.task_report import differences, print_tasks
-from retrofox.loading.device import check_place
 from retrofox.loading.loaded_model import LoadedModel
-from retrofox.loading.tokenizers import require_same_tokenizer
 from retrofox.parallel.launched import is_first
 from retrofox.support.memory import reset_peak
-from retrofox.support.report import check_folder, environment, output_console, progress_bar
+from retrofox.support.report import environment, output_console, progress_bar, write_results
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,25 +136,19 @@ def evaluate(
     sources, others = listed(data), listed_models(against)
     if not sources and not asked.tasks:
         raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
-    _require_files(sources)
     device = asked.device
     if asked.context > 1:
-        alone = {"against": others, "baselines": asked.baselines, "tasks": asked.tasks}
+        alone = {"against": others, "baselines": asked.baselines, "tasks": asked.tasks, "batch": asked.batch > 1}
         device = shared_context.join(asked.context, model, **alone, device=device)
         progress = progress and is_first()
-    wanted = parse_all(asked.baselines)
-    base_for(wanted, model, others)
-    check_folder(out)
-    check_results_outside(out, sources)
-    check_place(device, asked.dtype)
     started = time.time()
-    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path
     found = None
     if asked.tasks:
+        name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model.config.name_or_path
         found = find_tasks(asked.tasks, asked.include_path, limit=asked.limit, length=length, tokenizer=name)
-    tokenizer = tokenizer or tokenizer_of(model)
-    for other in others:
-        require_same_tokenizer(tokenizer, other)
+    place: dict[str, Any] = {"dtype": asked.dtype, "device": device}
+    given = {"baselines": asked.baselines, "tokenizer": tokenizer}
+    wanted, tokenizer = check_comparison(model, others, sources, out, **given, **place)
     chosen: list[Window] = []
     if sources:
         which = {key: getattr(asked, key) for key in ("windows", "min_tokens", "max_documents", "text_field")}
@@ -168,16 +159,12 @@ def evaluate(
         print(f"{len(chosen)} windows of up to {result['longest']:,} tokens{cut}", file=sys.stderr, flush=True)
     losses: dict[str, list[np.ndarray]] = {}
     scores: dict[str, Scores] = {}
-    for key, opened in columns(model, others, wanted, tokenizer=tokenizer, dtype=asked.dtype, device=device):
+    for key, opened in columns(model, others, wanted, tokenizer=tokenizer, **place):
         if key == "model":
             result["trained_length"] = getattr(opened.model.config, "max_position_embeddings", None)
         result["names"][key] = opened.name
         if chosen:
-            losses_of = token_losses
-            if asked.context > 1:
-                losses_of = shared_context.shared_losses(asked.context, opened.model, result["longest"])
-            controls = asked.controls and key == "model"
-            for line, values in _run(opened, key, chosen, asked.batch, controls, progress, losses_of):
+            for line, values in _run(opened, key, chosen, asked, progress):
                 result["lines"].append(line)
                 losses[line["key"]] = values
         if found is not None:
@@ -187,8 +174,6 @@ def evaluate(
             scores[key] = run_tasks(opened, found, max_length=length, batch=batch, cache=kept, progress=progress)
             result["tasks"][key] = scores[key].metrics
         opened = None  # frees the weights before the next model is loaded
-        _free_memory()
-    tell_apart(result["lines"])
     if is_first():
         _report(result, losses, scores, chosen, out, started)
     return result
@@ -213,12 +198,6 @@ def _empty_result(asked: EvalOptions, sources: list[str], chosen: Sequence[Windo
     }
 
 
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def _report(
     result: dict[str, Any],
     losses: dict[str, list[np.ndarray]],
@@ -239,36 +218,38 @@ def _report(
         reference = "base" if "base" in scores else "model"
         result["task_differences"] = differences(scores, reference)
         print_tasks(result["tasks"], result["task_differences"], result["names"], reference, console)
-    result["seconds"] = time.time() - started
-    result["files"] = {}
+    result |= {"seconds": time.time() - started, "files": {}}
     if out is not None:
-        result["files"] = loss_report.write_files(result, losses, chosen, Path(out))
-        console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
+        if chosen:
+            result["files"] = loss_report.write_files(result, losses, chosen, Path(out))
+        write_results(result, Path(out) / "eval.json", console)
 
 
 def _run(
-    opened: LoadedModel,
-    key: str,
-    chosen: Sequence[Window],
-    batch: int,
-    controls: bool,
-    progress: bool,
-    losses_of: shared_context.Losses = token_losses,
+    opened: LoadedModel, key: str, chosen: Sequence[Window], asked: EvalOptions, progress: bool
 ) -> Iterator[tuple[dict[str, Any], list[np.ndarray]]]:
     """One line for the model as it is and, for a converted one, one for each control."""
     modes = {key: ("fox", opened.name)}
-    if controls and opened.fox is not None and opened.fox.get("gate") != "none":
+    if asked.controls and key == "model" and opened.fox is not None and opened.fox.get("gate") != "none":
         modes |= {mode: (mode, label) for mode, label in CONTROLS.items()}
+    shared = None
+    if asked.context > 1:
+        shared = shared_context.SharedLosses(asked.context, opened.model, max(len(w.token_ids) for w in chosen))
     total = sum(len(w.token_ids) for w in chosen)
     for name, (mode, label) in modes.items():
         reset_peak(opened.device)
         started = time.perf_counter()
         switched = nullcontext() if mode == "fox" else attention_mode(opened.model, mode)
         with progress_bar("tokens", progress) as bar, switched:
-            task = bar.add_task(label, total=total)
-            values = window_losses(
-                opened.model, chosen, batch, lambda n, bar=bar, task=task: bar.advance(task, n), losses_of
-            )
+            task = bar.add_task(label, total=total - len(chosen))  # a window's last token is not read
+
+            def advance(tokens: int, bar: Any = bar, task: Any = task) -> None:
+                bar.advance(task, tokens)
+
+            if shared is None:
+                values = window_losses(opened.model, chosen, asked.batch, advance)
+            else:
+                values = shared.of_windows(chosen, advance)
         seconds = time.perf_counter() - started
         line = {
             "key": name,
@@ -277,15 +258,6 @@ def _run(
             **of_run(opened, total, seconds),
         }
         yield line, values
-
-
-def tell_apart(lines: list[dict[str, Any]]) -> None:
-    """Numbers labels that would otherwise be the same, as checkpoints of one name in two places are."""
-    for line in lines:
-        same = [other for other in lines if other["label"] == line["label"]]
-        if len(same) > 1:
-            for number, other in enumerate(same, 1):
-                other["label"] = f"{other['label']} ({number})"
 
 
 def _fingerprint(chosen: Sequence[Window]) -> str:

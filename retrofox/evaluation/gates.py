@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from retrofox.anatomy import attentions, exempt_tokens, inner_model, sliding_window
+from retrofox.anatomy import attentions, exempt_tokens, sliding_window
 from retrofox.data.sources import check_results_outside, listed
 from retrofox.data.windows import Window, choose_windows
-from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_live_share, write_gates
-from retrofox.evaluation.live_share import LENGTHS, measure_live_share
+from retrofox.evaluation.gates_report import PERCENTILES, print_gates, print_live_share, write_files
+from retrofox.evaluation.live_share import LENGTHS, LiveShares, hear_gates
 from retrofox.evaluation.needle_heads import measure_needle_heads, open_heads_sentence
 from retrofox.half_lives import DEAD_DECAY
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.source import holds_converted
-from retrofox.support.report import check_folder, environment, output_console, progress_bar
+from retrofox.support.report import check_folder, environment, output_console, write_results
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,42 +92,45 @@ def inspect(
         raise _no_gates(opened.source)
     measured: dict[int, _Measured] = {}
     windows: list[Window] = []
+    trained, layers = int(opened.model.config.max_position_embeddings), _layers(opened)
+    live: LiveShares | None = None
     if data:
         windows = choose_windows(data, opened.tokenizer, length, max_documents=max_documents, text_field=text_field)
-        measured = _measure(opened, windows, progress)
-    trained = int(opened.model.config.max_position_embeddings)
-    layers = _layers(opened)
+    tokens, longest = (of(len(w.token_ids) for w in windows) if windows else 0 for of in (sum, max))
+    if windows and any(layer["gate"] is not None for layer in layers):
+        live = LiveShares(opened, longest, horizon, [*(n for n in LENGTHS if n < longest), longest])
+        for log_f in hear_gates(opened, windows, progress):
+            for layer, own in log_f.items():
+                measured.setdefault(layer, _Measured(tokens)).add(own)
+            live.add(log_f)
     heads = [head for layer in layers for head in _heads(layer, measured.get(layer["layer"]), length, trained)]
     _require_finite(heads, opened.source)
-    result = {
+    result: dict[str, Any] = {
         "model": opened.source,
         "fox": opened.fox,
         "trained_length": trained,
         "length": length,
         "data": listed(data),
         "documents": len(windows),
-        "tokens": sum(len(w.token_ids) for w in windows),
+        "tokens": tokens,
         "heads": heads,
         "layers": [{key: value for key, value in layer.items() if key != "gate"} for layer in layers],
         "summary": _summary(heads),
         "environment": environment(),
         "files": {},
     }
-    if data and heads:
-        longest = max(len(window.token_ids) for window in windows)
-        lengths = sorted({*(n for n in LENGTHS if n < longest), longest})
-        result["live_share"] = measure_live_share(opened, windows, horizon, lengths, progress)
+    console = output_console()
+    print_gates(result, console)
+    if live is not None:
+        result["live_share"] = live.result()
         scores = measure_needle_heads(opened, windows)
         for head in heads:
             head["needle_attention"] = None if scores is None else scores[head["layer"]][head["head"]]
-    console = output_console()
-    print_gates(result, console)
-    if "live_share" in result:
         print_live_share(result["live_share"], console)
         console.print(open_heads_sentence(result["live_share"], heads), highlight=False, soft_wrap=True)
     if out is not None:
-        result["files"] = write_gates(result, Path(out))
-        console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
+        result["files"] = write_files(result, Path(out))
+        write_results(result, Path(out) / "gates.json", console)
     return result
 
 
@@ -146,42 +148,14 @@ class _Measured:
         self.samples: list[np.ndarray] = []
 
     def add(self, log_f: torch.Tensor) -> None:
-        decay = -log_f.detach().flatten(0, -2)  # (tokens, H)
-        self.sum = self.sum + decay.double().sum(0).cpu()
-        self.samples.append(decay[(-self.tokens) % self.every :: self.every].float().cpu().numpy())
-        self.tokens += decay.shape[0]
+        """Counts a text, (T, H)."""
+        self.sum = self.sum - log_f.double().sum(0).cpu()
+        self.samples.append(-log_f[(-self.tokens) % self.every :: self.every].float().cpu().numpy())
+        self.tokens += len(log_f)
 
     @property
     def mean_decay(self) -> list[float]:
         return (self.sum / self.tokens).tolist()  # type: ignore[union-attr]
-
-
-@torch.no_grad()
-def _measure(opened: LoadedModel, windows: Sequence[Window], progress: bool) -> dict[int, _Measured]:
-    """Runs the text through the model and listens to every gate, by layer."""
-    total = sum(len(w.token_ids) for w in windows)
-    with _listening(opened, total) as measured, progress_bar("tokens", progress) as bar:
-        task = bar.add_task(opened.name, total=total)
-        for window in windows:
-            ids = torch.from_numpy(window.token_ids)[None].to(opened.device)
-            inner_model(opened.model)(input_ids=ids, use_cache=False)
-            bar.advance(task, len(window.token_ids))
-    return measured
-
-
-@contextmanager
-def _listening(opened: LoadedModel, total: int) -> Iterator[dict[int, _Measured]]:
-    measured: dict[int, _Measured] = {}
-    hooks = []
-    for layer, (_, attention) in enumerate(attentions(opened.model)):
-        if attention.forget_gate is not None:
-            measured[layer] = heard = _Measured(total)
-            hooks.append(attention.forget_gate.register_forward_hook(lambda m, i, log_f, h=heard: h.add(log_f)))
-    try:
-        yield measured
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _layers(opened: LoadedModel) -> list[dict[str, Any]]:

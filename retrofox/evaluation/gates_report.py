@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from retrofox.support.files import write_result
 from retrofox.support.plots import half_life_figure, save_csv, save_figure, tokens_label
 
 PERCENTILES = (5, 25, 50, 75, 95)
 
 
 def print_gates(result: dict[str, Any], console: Console) -> None:
-    measured = f"measured over {result['tokens']:,} tokens" if result["tokens"] else "from the gate biases alone"
-    table = Table(title=f"{result['model']}: half-lives in tokens, {measured}", title_justify="left")
-    for name, side in (
-        ("layer", "right"),
-        ("rotary kept", "right"),
-        ("sinks", "right"),
-        ("half-life of each head", "left"),
-    ):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
-    for name in ("local", "global", "dead", "saturated"):
-        table.add_column(name, justify="right")
+    """A row for each layer, and a sentence on all heads."""
+    table = Table(title=f"{result['model']}: half-lives in tokens, {_source(result)}", title_justify="left")
+    for name in ("layer", "rotary kept", "sinks", "half-life of each head", "local", "global", "dead", "saturated"):
+        table.add_column(name, justify="left" if name.startswith("half") else "right")
     how = "slower" if result["fox"]["rope"] == "interpolate" else "fading"
     for layer in result["layers"]:
         heads = [h for h in result["heads"] if h["layer"] == layer["layer"]]
         fading = f" +{layer['rotary_pairs_fading']} {how}" if layer["rotary_pairs_fading"] else ""
+        counts = [sum(h["kind"] == kind for h in heads) for kind in ("local", "global")]
+        counts += [sum(h[name] for h in heads) for name in ("dead", "saturated")]
         table.add_row(
             str(layer["layer"]),
             f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}{fading}",
             str(layer["sink_tokens"]),
             " ".join(f"{_label(h['half_life']):>5}" for h in heads) or "no gates",
-            str(sum(h["kind"] == "local" for h in heads)),
-            str(sum(h["kind"] == "global" for h in heads)),
-            str(sum(h["dead"] for h in heads)),
-            str(sum(h["saturated"] for h in heads)),
+            *map(str, counts),
         )
     console.print(table)
     summary, trained = result["summary"], result["trained_length"]
@@ -52,23 +43,18 @@ def print_gates(result: dict[str, Any], console: Console) -> None:
     )
 
 
+def _source(result: dict[str, Any]) -> str:
+    return f"measured over {result['tokens']:,} tokens" if result["tokens"] else "from the gate biases alone"
+
+
 def _label(half_life: float | None) -> str:
     return "inf" if half_life is None or half_life > 1e9 else tokens_label(half_life)
 
 
-def write_gates(result: dict[str, Any], out: Path) -> dict[str, str]:
-    header = [
-        "layer",
-        "head",
-        "bias",
-        "weight_norm",
-        "half_life",
-        "half_life_of_bias",
-        "kind",
-        "dead",
-        "saturated_share",
-    ]
-    header += ["needle_attention"] if "live_share" in result else []
+def write_files(result: dict[str, Any], out: Path) -> dict[str, str]:
+    """Writes gates.csv and the figure; returns their paths."""
+    header = ["layer", "head", "bias", "weight_norm", "half_life", "half_life_of_bias", "kind", "dead"]
+    header += ["saturated_share", *(["needle_attention"] if "live_share" in result else [])]
     percentiles = [f"half_life_p{p}" for p in PERCENTILES] if result["tokens"] else []
     rows = [
         [h[name] for name in header] + [h["half_life_percentiles"][str(p)] for p in PERCENTILES if percentiles]
@@ -76,22 +62,20 @@ def write_gates(result: dict[str, Any], out: Path) -> dict[str, str]:
     ]
     files = {"csv": save_csv(out / "gates.csv", header + percentiles, rows)}
     if result["heads"]:
-        trained = result["trained_length"]
-        by_layer = [
-            [math.inf if h["half_life"] is None else h["half_life"] for h in result["heads"] if h["layer"] == n]
-            for n in range(len(result["layers"]))
-        ]
-        figure = half_life_figure(
-            by_layer,
-            local_below=trained / 16,
-            global_from=trained,
-            ceiling=trained * 128,
-            subtitle=f"measured over {result['tokens']:,} tokens" if result["tokens"] else "from the gate biases alone",
-        )
-        files["png"], files["svg"] = save_figure(figure, out / "half_lives")
-    files["json"] = str(out / "gates.json")
-    write_result(files["json"], (json.dumps({**result, "files": files}, indent=1, allow_nan=False) + "\n").encode())
+        files["png"], files["svg"] = save_figure(figure(result), out / "half_lives")
     return files
+
+
+def figure(result: dict[str, Any]) -> Figure:
+    """The half-life of every head, from what gates.json holds."""
+    by_layer = [
+        [math.inf if h["half_life"] is None else h["half_life"] for h in result["heads"] if h["layer"] == n]
+        for n in range(len(result["layers"]))
+    ]
+    trained = result["trained_length"]
+    return half_life_figure(
+        by_layer, local_below=trained / 16, global_from=trained, ceiling=trained * 128, subtitle=_source(result)
+    )
 
 
 def print_live_share(live: dict[str, Any], console: Console) -> None:

@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 
 from retrofox.evaluation import task_cache
-from retrofox.evaluation.bootstrap import Bootstrap
 from retrofox.evaluation.checkable import Check, checkable_prompts
-from retrofox.evaluation.needles.shares import wilson_interval
-from retrofox.evaluation.paired import paired_difference
 from retrofox.evaluation.panel_texts import SHIPPED
+from retrofox.evaluation.statistics import mean_over_documents, paired_difference, wilson_interval
 from retrofox.evaluation.token_scores import Scored, score_tokens
 from retrofox.generation.generate import complete
 from retrofox.loading.loaded_model import LoadedModel
@@ -106,8 +104,8 @@ def compare_answers(
 
     Returns:
         {"prompts", "same": {"value", "interval"}, "common_prefix" (tokens), "answer_tokens", "loss", "base",
-        "difference", "followed"}; loss, base and difference, nats per token of the base's answers, as {"mean",
-        "interval"}; "followed" as `followed` gives it.
+        "difference", "followed"}; loss, base and difference, nats per token of the base's answers, as
+        `mean_over_documents` gives them; "followed" as `followed` does.
     """
     same = float(np.mean([list(a) == list(b) for a, b in zip(own, its, strict=True)]))
     texts = [
@@ -119,15 +117,14 @@ def compare_answers(
     ]
     sums = [np.array([loss.sum() for loss, _ in score_tokens(m.model, texts)], np.float64) for m in (model, base)]
     counts = np.array([len(reply) for reply in its], np.float64)
-    draws = Bootstrap(len(its))
     return {
         "prompts": len(its),
         "same": {"value": same, "interval": list(wilson_interval(same, len(its)))},
         "common_prefix": float(np.mean([common_prefix(a, b) for a, b in zip(own, its, strict=True)])),
         "answer_tokens": float(counts.mean()),
-        "loss": draws.ratio(sums[0], counts),
-        "base": draws.ratio(sums[1], counts),
-        "difference": draws.ratio(sums[0] - sums[1], counts),
+        "loss": mean_over_documents(sums[0], counts),
+        "base": mean_over_documents(sums[1], counts),
+        "difference": mean_over_documents(sums[0] - sums[1], counts),
         "followed": followed(model.tokenizer, prompts, own, its),
     }
 

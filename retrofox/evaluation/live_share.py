@@ -13,7 +13,6 @@ alive; a layer's sliding window hides keys in the base too, so they count for ne
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +64,7 @@ def live_share(
     batch, heads, length = c.shape
     assert horizon > 0
     assert heads % kv_heads == 0, f"{heads} query heads, {kv_heads} kv heads"
-    assert (np.diff(c, axis=-1) <= 0).all(), "c rises along the text"
+    assert not (np.diff(c, axis=-1) > 0).any(), "c rises along the text"
     query = np.arange(length)
     start = np.zeros(length, np.int64) if window is None else np.maximum(0, query - window + 1)
     live = np.empty((batch, heads, length))
@@ -84,7 +83,56 @@ def live_share(
     )
 
 
-@torch.no_grad()
+class LiveShares:
+    """The live share of a converted model on real texts, at each length that a text reaches.
+
+    Args:
+        longest: tokens of the longest text; each text counts at every length that it has, by its first tokens.
+        horizon: in nats; None = the model's own, else HORIZON.
+
+    Raises:
+        ValueError: no text is as long as the shortest length.
+    """
+
+    def __init__(self, opened: LoadedModel, longest: int, horizon: float | None, lengths: Sequence[int]):
+        self.model = opened.model
+        self.horizon: float = horizon or (opened.fox or {}).get("horizon") or HORIZON
+        self.found: dict[int, list[list[LiveShare]]] = {n: [] for n in sorted({*lengths}) if n <= longest}
+        if not self.found:
+            least = min(lengths)
+            raise ValueError(f"the live share needs a text of at least {least} tokens, the longest has {longest}")
+
+    def add(self, log_f: dict[int, torch.Tensor]) -> None:
+        """Counts a text: (T, H) log f of each layer with gates, by layer."""
+        config = self.model.config
+        heads, kv_heads = config.num_attention_heads, _kv_heads(config)
+        sums = {layer: own.double().cumsum(0).T.cpu().numpy() for layer, own in log_f.items()}
+        # one gate may serve all query heads of a kv head
+        sums = {layer: np.repeat(c, heads // len(c), axis=0)[None] for layer, c in sums.items()}
+        tokens = next(iter(sums.values())).shape[-1]
+        without = LiveShare(np.ones(heads), np.ones(heads), np.ones(kv_heads))
+        for length in (n for n in self.found if n <= tokens):
+            self.found[length].append(
+                [
+                    live_share(
+                        sums[layer][..., :length],
+                        self.horizon,
+                        kv_heads,
+                        sinks=exempt_tokens(attention),
+                        window=sliding_window(attention),
+                    )
+                    if layer in sums
+                    else without
+                    for layer, (_, attention) in enumerate(attentions(self.model))
+                ]
+            )
+
+    def result(self) -> dict[str, Any]:
+        """As `measure_live_share` returns it."""
+        rows = [_row(self.model, length, documents) for length, documents in self.found.items()]
+        return {"horizon": self.horizon, "bandwidth": BANDWIDTH, "lengths": rows}
+
+
 def measure_live_share(
     opened: LoadedModel,
     windows: Sequence[Window],
@@ -92,11 +140,7 @@ def measure_live_share(
     lengths: Sequence[int] = LENGTHS,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """The live share of a converted model on real text, at each length that a text reaches.
-
-    Args:
-        windows: texts; each counts at every length that it has, by its first tokens.
-        horizon: in nats; None = the model's own, else HORIZON.
+    """The live share of a converted model on texts; arguments and errors are those of `LiveShares`.
 
     Returns:
         {"horizon", "bandwidth", "lengths": [{"length", "documents", "ops", "cache", "cache_bytes_per_token",
@@ -104,89 +148,55 @@ def measure_live_share(
         bytes are those that keys, values and c take after the last token, divided by the text's tokens. Decoding's
         milliseconds are the time that BANDWIDTH needs to read weights and cache once: no token of one text takes less.
         An open head, "LAYER.HEAD", is a query head that sees the whole text at that length.
-
-    Raises:
-        ValueError: no text is as long as the shortest length.
     """
-    nats: float = horizon or (opened.fox or {}).get("horizon") or HORIZON
-    longest = max((len(window.token_ids) for window in windows), default=0)
-    wanted = sorted({length for length in lengths if length <= longest})
-    if not wanted:
-        raise ValueError(f"the live share needs a text of at least {min(lengths)} tokens, the longest has {longest}")
-    found: dict[int, list[list[LiveShare | None]]] = {length: [] for length in wanted}
-    with progress_bar("tokens", progress) as bar:
-        task = bar.add_task(f"{opened.name}, live share", total=sum(len(w.token_ids) for w in windows))
-        for window in windows:
-            own = [length for length in wanted if length <= len(window.token_ids)]
-            if own:
-                ids = torch.from_numpy(window.token_ids[: own[-1]])[None].to(opened.device)
-                with listening(opened.model) as heard:
-                    inner_model(opened.model)(input_ids=ids, use_cache=False)
-                for length in own:
-                    found[length].append(_by_layer(opened.model, heard, nats, length))
-            bar.advance(task, len(window.token_ids))
-    rows = [_row(opened.model, length, found[length]) for length in wanted]
-    return {"horizon": nats, "bandwidth": BANDWIDTH, "lengths": rows}
+    shares = LiveShares(opened, max((len(w.token_ids) for w in windows), default=0), horizon, lengths)
+    for log_f in hear_gates(opened, windows, progress):
+        shares.add(log_f)
+    return shares.result()
 
 
-@contextmanager
-def listening(model: Any) -> Iterator[dict[int, torch.Tensor]]:
-    """Inside, forward passes leave c (B, H, T) float64 of each layer with gates here, by layer."""
+@torch.no_grad()
+def hear_gates(
+    opened: LoadedModel, windows: Sequence[Window], progress: bool = True
+) -> Iterator[dict[int, torch.Tensor]]:
+    """Runs each text through a converted model; gives (T, H) log f of its layers with gates, by layer."""
     heard: dict[int, torch.Tensor] = {}
 
     def keep(layer: int) -> Any:
-        def hook(module: Any, arguments: Any, log_f: torch.Tensor) -> None:
-            heard[layer] = log_f.detach().double().cumsum(-2).transpose(-1, -2).cpu()
+        return lambda module, arguments, log_f: heard.update({layer: log_f[0].detach()})
 
-        return hook
-
-    gates = [attention.forget_gate for _, attention in attentions(model)]
+    gates = [attention.forget_gate for _, attention in attentions(opened.model)]
     hooks = [gate.register_forward_hook(keep(n)) for n, gate in enumerate(gates) if gate is not None]
     try:
-        yield heard
+        with progress_bar("tokens", progress) as bar:
+            task = bar.add_task(opened.name, total=sum(len(w.token_ids) for w in windows))
+            for window in windows:
+                ids = torch.from_numpy(window.token_ids)[None].to(opened.device)
+                inner_model(opened.model)(input_ids=ids, use_cache=False)
+                yield heard
+                bar.advance(task, len(window.token_ids))
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _by_layer(model: Any, heard: dict[int, torch.Tensor], horizon: float, length: int) -> list[LiveShare | None]:
-    """One entry for each layer, None for a layer without gates."""
-    heads, kv_heads = model.config.num_attention_heads, _kv_heads(model.config)
-    shares: list[LiveShare | None] = []
-    for layer, (_, attention) in enumerate(attentions(model)):
-        if layer not in heard:
-            shares.append(None)
-            continue
-        c = heard[layer][..., :length].numpy()
-        c = np.repeat(c, heads // c.shape[1], axis=1)  # one gate may serve all query heads of a kv head
-        window = sliding_window(attention)
-        shares.append(live_share(c, horizon, kv_heads, sinks=exempt_tokens(attention), window=window))
-    return shares
-
-
-def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare | None]]) -> dict[str, Any]:
-    config = model.config
-    heads, kv_heads, layers = config.num_attention_heads, _kv_heads(config), list(attentions(model))
-    ops, cache = np.ones((len(layers), heads)), np.ones((len(layers), kv_heads))
-    reach = np.ones((len(layers), heads))
-    for layer in range(len(layers)):
-        own = [shares[layer] for shares in documents]
-        known = [share for share in own if share is not None]
-        if known:
-            ops[layer] = np.mean([share.ops for share in known], axis=0)
-            cache[layer] = np.mean([share.cache for share in known], axis=0)
-            reach[layer] = np.mean([share.reach for share in known], axis=0)
+def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare]]) -> dict[str, Any]:
+    """Means over documents at one length, and what they take in bytes and time."""
+    ops, reach, cache = (
+        np.mean([[getattr(share, name) for share in layers] for layers in documents], axis=0)
+        for name in ("ops", "reach", "cache")
+    )
+    config, kv_heads = model.config, _kv_heads(model.config)
     itemsize = next(model.parameters()).element_size()
     base = kept = 0.0
-    for layer, (_, attention) in enumerate(layers):
+    for layer, (_, attention) in enumerate(attentions(model)):
         window = sliding_window(attention)
         seen = 1.0 if window is None else min(1.0, window / length)  # of the text's tokens
         entry = 2 * attention.head_dim * itemsize
         base += seen * kv_heads * entry
-        c_bytes = C_BYTES * heads / kv_heads if attention.forget_gate is not None else 0
+        c_bytes = C_BYTES * config.num_attention_heads / kv_heads if attention.forget_gate is not None else 0
         kept += seen * float(cache[layer].sum()) * (entry + c_bytes)
     weights = _weight_bytes(model)
-    still_open = [f"{layer}.{head}" for layer, head in zip(*np.nonzero(reach >= 1.0), strict=True)]
     return {
         "length": length,
         "documents": len(documents),
@@ -196,7 +206,7 @@ def _row(model: Any, length: int, documents: Sequence[Sequence[LiveShare | None]
         "base_bytes_per_token": base,
         "decode_ms": 1e3 * (weights + kept * length) / BANDWIDTH,
         "base_decode_ms": 1e3 * (weights + base * length) / BANDWIDTH,
-        "open_heads": still_open,
+        "open_heads": [f"{layer}.{head}" for layer, head in zip(*np.nonzero(reach >= 1.0), strict=True)],
     }
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -121,24 +122,11 @@ def run_tasks(
     return Scores(metrics, documents)
 
 
-@contextlib.contextmanager
-def _in_this_process() -> Iterator[None]:
-    """lm-eval's bootstrap without its pool: a fork of a process whose threads hold locks may wait for ever."""
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
-
-
 def _run(lm: Any, name: str, task: Any, limit: int | None) -> dict[str, Any]:
     """One task: {"metrics": as lm-eval gives them, "documents": {metric: {document: score}}, "seconds"}."""
     started = time.perf_counter()
-    with _templates_compiled_once(), _in_this_process():
+    # lm-eval's bootstrap without its pool: a fork of a process whose threads hold locks may wait for ever
+    with _templates_compiled_once(), mock.patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}):
         output = import_module("lm_eval.evaluator").evaluate(
             lm=lm,
             task_dict={"tasks": {name: task}, "groups": {}},

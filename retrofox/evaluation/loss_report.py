@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
@@ -10,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from retrofox.data.windows import Window
-from retrofox.evaluation.bootstrap import student_t
 from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, mean_losses, slope
-from retrofox.support.files import write_result
+from retrofox.evaluation.statistics import side
 from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_label
 
 Losses = Mapping[str, Sequence[np.ndarray]]
@@ -29,7 +28,7 @@ NUMBER = len("+0.1234")
 
 
 def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict[str, Any]]:
-    """Per position bucket: tokens, documents, and by line its loss, slope (nats per 1000 tokens) and difference.
+    """Per position bucket: tokens, documents, and by line its loss and difference, each as `mean_over_documents`.
 
     Differences are of the other lines to "base" (and of the controls to "model"), paired by document.
     """
@@ -39,23 +38,18 @@ def buckets(losses: Losses, windows: Sequence[Window], length: int) -> list[dict
     difference = {
         f"{key}-{to}": sums[key].statistics(sums[to]) for key in sums for to in [_compared_to(key, sums)] if to in sums
     }
-    table = []
-    for b, (low, high) in enumerate(pairwise(edges)):
-        any_line = loss["model"][b]
-        table.append(
-            {
-                "from": low,
-                "to": high,
-                "tokens": any_line["tokens"],
-                "documents": any_line["documents"],
-                "loss": {key: _mean(rows[b]) for key, rows in loss.items()},
-                "difference": {name: _mean(rows[b]) for name, rows in difference.items()},
-                "slope_per_1k": {
-                    key: slope(values, windows, low, high, lambda i: i / 1000) for key, values in losses.items()
-                },
-            }
-        )
-    return table
+    counts = sums["model"].counts
+    return [
+        {
+            "from": low,
+            "to": high,
+            "tokens": int(counts[:, b].sum()),
+            "documents": int((counts[:, b] > 0).sum()),
+            "loss": {key: rows[b] for key, rows in loss.items()},
+            "difference": {name: rows[b] for name, rows in difference.items()},
+        }
+        for b, (low, high) in enumerate(pairwise(edges))
+    ]
 
 
 def reach(windows: Sequence[Window]) -> int:
@@ -72,8 +66,8 @@ def summarise(losses: Losses, windows: Sequence[Window], length: int) -> dict[st
     for key, values in losses.items():
         to = _compared_to(key, sums)
         summary[key] = {
-            **_mean(sums[key].total()),
-            "difference": _mean(sums[key].total(sums[to])) if to in sums else None,
+            **sums[key].statistics()[0],
+            "difference": sums[key].statistics(sums[to])[0] if to in sums else None,
             "slope_per_doubling": slope(values, windows, start, end, np.log2),
             "late_slope_per_1k": slope(values, windows, end // 2, end, lambda i: i / 1000),
         }
@@ -96,7 +90,7 @@ def curves(
         if line["key"] == less:
             continue
         rows = sums[line["key"]].statistics(sums[less] if less is not None else None)
-        kept = [(p, r) for p, r in zip(position, rows, strict=True) if r["tokens"]]
+        kept = [(p, r) for p, r in zip(position, rows, strict=True) if r["mean"] is not None]
         result.append(
             {
                 "key": line["key"],
@@ -198,11 +192,10 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     A change is named only where its 95 % interval over documents leaves out 0; one document gives none.
     """
     sentences = []
-    documents = max((row["documents"] for row in result["buckets"]), default=0)
     for line in result["lines"]:
         if line["key"] not in CONTROLS:
             continue
-        change, error = line["difference"]["mean"], line["difference"]["standard_error"]
+        change, interval = line["difference"]["mean"], line["difference"]["interval"]
         if line["key"] == "open":
             start, subject = "forcing the gates open", "gating"
         else:
@@ -215,9 +208,9 @@ def verdicts(result: dict[str, Any]) -> list[str]:
         }
         where, most = max(changes.items(), key=lambda item: abs(item[1]))
         amount = f"changes the loss by {_cell(line['difference'], signed=True)} (most at {where}: {most:+.4f})"
-        if error is None and abs(change) > NO_CHANGE:
+        if interval is None and abs(change) > NO_CHANGE:
             verdict = "makes no clear difference, since one document gives no interval,"
-        elif error is None or abs(change) <= max(student_t(documents - 1) * error, NO_CHANGE):
+        elif abs(change) <= NO_CHANGE or not side(interval):
             verdict = "makes no clear difference"
         else:
             verdict = "helps" if change > 0 else "hurts"
@@ -226,27 +219,29 @@ def verdicts(result: dict[str, Any]) -> list[str]:
 
 
 def write_files(result: dict[str, Any], losses: Losses, windows: Sequence[Window], out: Path) -> dict[str, str]:
-    """Writes the figures and tables, then eval.json, into `out`; returns their paths by name."""
-    files: dict[str, str] = {}
-    drawn: list[dict[str, Any]] = []
-    if windows:
-        keys = [line["key"] for line in result["lines"]]
-        reference = "base" if "base" in keys else "model"
-        drawn = curves(result["lines"], losses, windows, result["length"])
-        files["buckets"] = save_csv(out / "buckets.csv", *_bucket_rows(result, keys))
-        files["per_token_loss"] = save_csv(out / "per_token_loss.csv", *_position_rows(losses, windows, keys))
-        figure = loss_figure(
-            drawn,
-            curves(result["lines"], losses, windows, result["length"], less=reference),
-            reference=result["lines"][keys.index(reference)]["label"],
-            trained_length=result.get("trained_length"),
-            subtitle=_documents(result["documents"]),
-        )
-        files["png"], files["svg"] = save_figure(figure, out / "per_token_loss")
-    files["json"] = str(out / "eval.json")
-    content = {**result, "curves": drawn, "files": files}
-    write_result(files["json"], (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    """Writes the tables and the figure into `out`, the curves drawn into the result; returns the files by name."""
+    keys = [line["key"] for line in result["lines"]]
+    reference = "base" if "base" in keys else "model"
+    result["curves"] = curves(result["lines"], losses, windows, result["length"])
+    result["difference_curves"] = curves(result["lines"], losses, windows, result["length"], less=reference)
+    files = {
+        "buckets": save_csv(out / "buckets.csv", *_bucket_rows(result, keys)),
+        "per_token_loss": save_csv(out / "per_token_loss.csv", *_position_rows(losses, windows, keys)),
+    }
+    files["png"], files["svg"] = save_figure(figure(result), out / "per_token_loss")
     return files
+
+
+def figure(result: dict[str, Any]) -> Figure:
+    """L(i) of every line, and below it the differences, from what eval.json holds."""
+    labels = {line["key"]: line["label"] for line in result["lines"]}
+    return loss_figure(
+        result["curves"],
+        result["difference_curves"],
+        reference=labels["base" if "base" in labels else "model"],
+        trained_length=result.get("trained_length"),
+        subtitle=_documents(result["documents"]),
+    )
 
 
 def _documents(count: int) -> str:
@@ -257,16 +252,13 @@ def _bucket_rows(result: dict[str, Any], keys: list[str]) -> tuple[list[str], li
     labels = {line["key"]: line["label"] for line in result["lines"]}
     differences = list(result["buckets"][0]["difference"])
     header = ["from", "to", "tokens", "documents"]
-    header += [f"{labels[key]}{part}" for key in keys for part in ("", " standard error", " slope per 1k")]
+    header += [f"{labels[key]}{part}" for key in keys for part in ("", " standard error")]
     header += [f"{name}{part}" for name in differences for part in ("", " standard error")]
     rows = []
     for row in result["buckets"]:
         cells: list[object] = [row["from"], row["to"], row["tokens"], row["documents"]]
-        for key in keys:
-            cells += [row["loss"][key]["mean"], row["loss"][key]["standard_error"], row["slope_per_1k"][key]["slope"]]
-        for name in differences:
-            cells += [row["difference"][name]["mean"], row["difference"][name]["standard_error"]]
-        rows.append(cells)
+        values = [*(row["loss"][key] for key in keys), *(row["difference"][name] for name in differences)]
+        rows.append([*cells, *(value[part] for value in values for part in ("mean", "standard_error"))])
     return header, rows
 
 
@@ -284,10 +276,6 @@ def _compared_to(key: str, keys: Collection[str]) -> str | None:
         return "model"
     reference = "base" if "base" in keys else "model"
     return None if key == reference else reference
-
-
-def _mean(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"mean": row["mean"], "standard_error": row["standard_error"]}
 
 
 def _cell(value: Mapping[str, Any] | None, signed: bool = False) -> str:

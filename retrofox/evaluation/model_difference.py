@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from retrofox.anatomy import LOGIT_BYTES, read_logits, vocabulary_size
-from retrofox.evaluation.bootstrap import Bootstrap
 from retrofox.evaluation.panel_texts import Row
+from retrofox.evaluation.statistics import mean_over_documents
 from retrofox.evaluation.token_scores import require_finite
 from retrofox.support.memory import out_of_memory
 
@@ -74,38 +74,36 @@ def summarise_rows(
 
     Returns:
         {"sample": "documents" or "rows", "units", "tokens", "spans": [{"from", "to", "tokens", "loss", "base",
-        "difference"}], "kl"}; each number is {"mean", "interval"}, None where a span has no token.
+        "difference"}], "kl"}; each number as `mean_over_documents` gives it.
     """
     documents = len({int(number) for row in rows for number in row.document})
     by_document = documents >= LEAST_DOCUMENTS
     units = [row.document if by_document else np.full(len(row.document), n) for n, row in enumerate(rows)]
-    names = sorted({int(number) for unit in units for number in unit})
-    place = {name: n for n, name in enumerate(names)}
-    draws = Bootstrap(len(names))
+    names, unit = np.unique(np.concatenate([own[1:] for own in units]), return_inverse=True)
+    position = np.concatenate([np.arange(1, len(own)) for own in units])
+    loss, base, kl = np.concatenate(found, axis=1).astype(np.float64)
 
-    def ratio(values: Sequence[np.ndarray], start: int, stop: int) -> dict[str, Any]:
-        sums, counts = np.zeros(len(names)), np.zeros(len(names))
-        for unit, own in zip(units, values, strict=True):
-            part = slice(max(start, 1), min(stop, len(unit)))
-            at = [place[int(name)] for name in unit[part]]
-            np.add.at(sums, at, own[part.start - 1 : part.stop - 1].astype(np.float64))
-            np.add.at(counts, at, 1.0)
-        return {**draws.ratio(sums, counts), "tokens": int(counts.sum())}
+    def mean(values: np.ndarray, start: int, stop: int) -> dict[str, Any]:
+        inside = (position >= start) & (position < stop)
+        sums = np.bincount(unit[inside], values[inside], len(names))
+        return mean_over_documents(sums, np.bincount(unit[inside], minlength=len(names)))
 
-    table = []
-    for start, stop in spans:
-        loss, base = (ratio([own[n] for own in found], start, stop) for n in (0, 1))
-        difference = ratio([own[0] - own[1] for own in found], start, stop)
-        named = {"loss": loss, "base": base, "difference": difference}
-        cells = {key: {"mean": value["mean"], "interval": value["interval"]} for key, value in named.items()}
-        table.append({"from": start, "to": stop, "tokens": loss["tokens"], **cells})
+    named = {"loss": loss, "base": base, "difference": loss - base}
+    table = [
+        {
+            "from": start,
+            "to": stop,
+            "tokens": int(((position >= start) & (position < stop)).sum()),
+            **{name: mean(values, start, stop) for name, values in named.items()},
+        }
+        for start, stop in spans
+    ]
     longest = max(len(row.token_ids) for row in rows)
-    kl = ratio([own[2] for own in found], 0, longest if trained is None else min(longest, trained))
     return {
         "sample": "documents" if by_document else "rows",
-        "units": len(names),
+        "units": len({int(number) for own in units for number in own}),
         "documents": documents,
         "tokens": sum(len(row.token_ids) for row in rows),
         "spans": table,
-        "kl": {"mean": kl["mean"], "interval": kl["interval"]},
+        "kl": mean(kl, 0, longest if trained is None else min(longest, trained)),
     }

@@ -9,7 +9,6 @@ One forward pass over prompt and answer decides it: decoding emits a_1 iff it is
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Sequence
@@ -19,20 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from retrofox.data.sources import check_results_outside, listed
-from retrofox.data.windows import _require_files
-from retrofox.evaluation.baselines import Baseline, base_for, parse_all
-from retrofox.evaluation.compared_models import columns, listed_models, tokenizer_of
+from retrofox.data.sources import listed
+from retrofox.evaluation.baselines import Baseline
+from retrofox.evaluation.compared_models import check_comparison, columns, listed_models
 from retrofox.evaluation.needles.haystack import read_haystack
 from retrofox.evaluation.needles.prompts import Prompt, make_prompts
-from retrofox.evaluation.needles.report import print_tables, write_files
-from retrofox.evaluation.needles.shares import by_length, grid
+from retrofox.evaluation.needles.report import by_length, grid, print_tables, write_files
 from retrofox.evaluation.needles.tasks import MODES
 from retrofox.evaluation.token_scores import score_tokens
-from retrofox.loading.device import check_place
 from retrofox.loading.loaded_model import LoadedModel
-from retrofox.loading.tokenizers import require_same_tokenizer
-from retrofox.support.report import check_folder, environment, output_console, progress_bar
+from retrofox.support.report import environment, output_console, progress_bar, write_results
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,16 +80,10 @@ def needle(
     places = [float(d) for d in (np.linspace(0, 1, max(0, depths)) if isinstance(depths, int) else depths)]
     sources, modes, others = listed(data), _modes(mode), listed_models(against)
     _check(lengths, places, trials, batch, sources)
-    wanted = parse_all(baselines)
-    base_for(wanted, model, others)
-    check_folder(out)
-    check_results_outside(out, sources)
-    check_place(device, dtype)
-    _require_files(sources)
-    tokenizer = tokenizer or tokenizer_of(model)
-    for other in others:
-        require_same_tokenizer(tokenizer, other)
-    started = time.time()
+    started, place = time.time(), {"dtype": dtype, "device": device}
+    wanted, tokenizer = check_comparison(
+        model, others, sources, out, baselines=baselines, tokenizer=tokenizer, dtype=dtype, device=device
+    )
     hay = read_haystack(tokenizer, sources, max(lengths), text_field)
     prompts = make_prompts(hay, modes, lengths, places, trials, seed)
     result: dict[str, Any] = {
@@ -109,29 +98,24 @@ def needle(
         "answers": [],
         "environment": environment(),
     }
-    for role, opened in columns(model, others, wanted, tokenizer=tokenizer, dtype=dtype, device=device):
+    for role, opened in columns(model, others, wanted, tokenizer=tokenizer, **place):
         begun = time.perf_counter()
         answers = _answers(opened, prompts, batch, progress)
-        name = _free_name(opened.name, result["models"])
-        result["models"][name] = {
+        result["models"][opened.name] = {
             "source": opened.source,
             "role": role,
             "trained_length": getattr(opened.model.config, "max_position_embeddings", None),
             "seconds": time.perf_counter() - begun,
             **_summary(answers, modes, lengths, places),
         }
-        result["answers"] += [{"model": name, **answer} for answer in answers]
+        result["answers"] += [{"model": opened.name, **answer} for answer in answers]
         opened = None  # frees the weights before the next model is loaded
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    result["seconds"] = time.time() - started
-    result["files"] = {}
+    result |= {"seconds": time.time() - started, "files": {}}
     console = output_console()
     print_tables(result, console)
     if out is not None:
-        write_files(result, Path(out))
-        console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
+        result["files"] = write_files(result, Path(out))
+        write_results(result, Path(out) / "needle.json", console)
     return result
 
 
@@ -171,23 +155,13 @@ def _summary(
     return {"found": summaries[modes[0]]["found"], "modes": summaries}
 
 
-def _free_name(name: str, taken: dict[str, Any]) -> str:
-    """The name, numbered where two models are called the same."""
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name} ({number})"
-    return free
-
-
 def _modes(mode: str | Sequence[str]) -> list[str]:
-    named = [mode] if isinstance(mode, str) else list(mode)
-    wanted = list(MODES) if "all" in named else list(dict.fromkeys(named))
-    unknown = [name for name in [*named, *wanted] if name not in (*MODES, "all")]
-    if unknown or not wanted:
+    named = [mode] if isinstance(mode, str) else list(dict.fromkeys(mode))
+    unknown = [name for name in named if name not in (*MODES, "all")]
+    if unknown or not named:
         given = repr(unknown[0]) if unknown else "none"
         raise ValueError(f"mode must be one of {', '.join(MODES)}, or all; got {given}")
-    return wanted
+    return list(MODES) if "all" in named else named
 
 
 def _check(lengths: Sequence[int], depths: Sequence[float], trials: int, batch: int | str, data: Sequence[Any]) -> None:

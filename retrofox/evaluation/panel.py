@@ -12,17 +12,14 @@ import numpy as np
 import torch
 import transformers
 
-from retrofox.data.sources import check_results_outside
 from retrofox.evaluation import task_cache
-from retrofox.evaluation.compared_models import tokenizer_of
+from retrofox.evaluation.compared_models import check_comparison
 from retrofox.evaluation.instructions import answer, chat_prompts, compare_answers
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
-from retrofox.evaluation.panel_report import print_panel, worst_row, write_panel
+from retrofox.evaluation.panel_report import print_panel, worst_row, write_table
 from retrofox.evaluation.panel_texts import Row, choose_kinds, read_rows, rows_of
-from retrofox.loading.device import check_place
 from retrofox.loading.loaded_model import LoadedModel, open_model
-from retrofox.loading.tokenizers import require_same_tokenizer
-from retrofox.support.report import check_folder, environment, output_console, progress_bar
+from retrofox.support.report import environment, output_console, progress_bar, write_results
 from retrofox.version import __version__
 
 if TYPE_CHECKING:
@@ -81,12 +78,9 @@ def panel(
     if length < 64 or tokens < length:
         raise ValueError(f"a row has at least 64 tokens, a kind at least a row; got length {length}, tokens {tokens}")
     kinds = choose_kinds(data, only)
-    check_folder(out)
-    check_results_outside(out, [path for paths in kinds.values() for path in paths])
-    check_place(device, dtype)
     started = time.time()
-    tokenizer = tokenizer or tokenizer_of(model)
-    require_same_tokenizer(tokenizer, against)
+    texts = [path for paths in kinds.values() for path in paths]
+    _, tokenizer = check_comparison(model, [against], texts, out, tokenizer=tokenizer, dtype=dtype, device=device)
     prompts = chat_prompts(tokenizer, chat) if chat else []
     rows = {kind: read_rows(paths, tokenizer, length, tokens, text_field) for kind, paths in kinds.items()}
     empty = [kind for kind, own in rows.items() if not own]
@@ -124,8 +118,8 @@ def panel(
     console = output_console()
     print_panel(result, console)
     if out is not None:
-        result["files"] = write_panel(result, Path(out))
-        console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
+        result["files"]["csv"] = write_table(result, Path(out))
+        write_results(result, Path(out) / "panel.json", console)
     return result
 
 

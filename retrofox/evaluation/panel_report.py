@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from retrofox.support.files import write_result
 from retrofox.support.plots import save_csv, tokens_label
 
 COLUMNS = ("kind", "sample", "units", "from", "to", "tokens", "loss", "base", "difference", "low", "high", "kl")
@@ -96,8 +94,8 @@ def signed(value: Mapping[str, Any]) -> str:
     return "{:+.3f} ({:+.3f} to {:+.3f})".format(value["mean"], *value["interval"])
 
 
-def write_panel(result: dict[str, Any], out: Path) -> dict[str, str]:
-    """Writes panel.csv, then panel.json; returns their paths by name."""
+def write_table(result: dict[str, Any], out: Path) -> str:
+    """Writes panel.csv; returns its path."""
     rows = [
         [
             *(kind, found["sample"], found["units"], span["from"], span["to"], span["tokens"]),
@@ -108,7 +106,4 @@ def write_panel(result: dict[str, Any], out: Path) -> dict[str, str]:
         for kind, found in result["kinds"].items()
         for span in found["spans"]
     ]
-    files = {"csv": save_csv(out / "panel.csv", COLUMNS, rows), "json": str(out / "panel.json")}
-    content = json.dumps({**result, "files": files}, indent=1, allow_nan=False)
-    write_result(files["json"], (content + "\n").encode())
-    return files
+    return save_csv(out / "panel.csv", COLUMNS, rows)

@@ -11,17 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from retrofox.anatomy import (
-    require_known_tokens,
-    token_losses,
-)
 from retrofox.data.windows import Window
-from retrofox.evaluation.bootstrap import Bootstrap, trend
-from retrofox.evaluation.token_scores import require_finite
-from retrofox.loading.rope_scaling import depends_on_length
-from retrofox.support.memory import out_of_memory
+from retrofox.evaluation.statistics import mean_over_documents, side
+from retrofox.evaluation.token_scores import Scored, score_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,48 +24,11 @@ SCALE_BELOW = 4096
 
 
 def window_losses(
-    model: PreTrainedModel,
-    windows: Sequence[Window],
-    batch: int = 1,
-    advance: Callable[[int], Any] | None = None,
-    losses_of: Callable[[Any, torch.Tensor], torch.Tensor] = token_losses,
+    model: PreTrainedModel, windows: Sequence[Window], batch: int = 1, advance: Callable[[int], Any] | None = None
 ) -> list[np.ndarray]:
-    """L(i) of every window, in the order given; each (T_w - 1,) float32.
-
-    Windows of like length share a batch and are padded at the end, out of sight of every real token.
-
-    Args:
-        advance: called after each batch with the number of tokens done.
-        losses_of: losses_of(model, token_ids (B, T)) -> (B, T - 1).
-
-    Raises:
-        ValueError: the device ran out of memory, or a token id lies outside the model's vocabulary.
-    """
-    device = next(model.parameters()).device
-    require_known_tokens(model, max(int(w.token_ids.max()) for w in windows))
-    order = sorted(range(len(windows)), key=lambda w: -len(windows[w].token_ids))
-    result: list[np.ndarray] = [np.empty(0, np.float32)] * len(windows)
-    same_length = depends_on_length(model.config)
-    start = 0
-    while start < len(order):
-        members = order[start : start + batch]
-        if same_length:  # padding would move the frequencies of a dynamic RoPE
-            members = [w for w in members if len(windows[w].token_ids) == len(windows[members[0]].token_ids)]
-        start += len(members)
-        longest = len(windows[members[0]].token_ids)
-        ids = np.zeros((len(members), longest), np.int64)
-        for row, w in enumerate(members):
-            ids[row, : len(windows[w].token_ids)] = windows[w].token_ids
-        try:
-            losses = losses_of(model, torch.from_numpy(ids).to(device)).cpu().numpy()
-        except torch.cuda.OutOfMemoryError as error:
-            raise out_of_memory(f"batch {len(members)} x {longest} tokens") from error
-        for row, w in enumerate(members):
-            result[w] = losses[row, : len(windows[w].token_ids) - 1].copy()
-            require_finite(model, result[w], np.arange(1, len(result[w]) + 1), windows[w].name or "a document")
-        if advance is not None:
-            advance(sum(len(windows[w].token_ids) for w in members))
-    return result
+    """L(i) of every window, in the order given; each (T_w - 1,) float32. Errors are those of `score_tokens`."""
+    texts = [Scored(w.token_ids, np.arange(1, len(w.token_ids)), w.name or "a document") for w in windows]
+    return [loss for loss, _ in score_tokens(model, texts, batch, advance)]
 
 
 def mean_losses(
@@ -113,11 +69,7 @@ def curve_edges(length: int, per_octave: int = 12) -> list[int]:
 
 
 class PositionSums:
-    """Sums of losses per document over position bins, from which means and standard errors over documents follow.
-
-    With S_d the summed loss and n_d the tokens of document d in a bin, the mean is m = sum S_d / sum n_d and its
-    standard error sqrt(D / (D - 1) * sum_d (S_d - m n_d)^2) / sum n_d: documents, not tokens, are the sample.
-    """
+    """Sums of losses per document over position bins, from which means and errors over documents follow."""
 
     def __init__(self, losses: Sequence[np.ndarray], windows: Sequence[Window], edges: Sequence[int]):
         documents = sorted({w.document for w in windows})
@@ -138,28 +90,10 @@ class PositionSums:
         wide.sums, wide.counts = self.sums @ near, self.counts @ near
         return wide
 
-    def statistics(self, base: PositionSums | None = None) -> list[dict[str, float | int | None]]:
-        """Per bin: mean, standard_error, tokens, documents; of the paired difference to `base` if that is given."""
+    def statistics(self, base: PositionSums | None = None) -> list[dict[str, Any]]:
+        """Per bin `mean_over_documents` of the loss, or of its paired difference to `base`."""
         sums = self.sums if base is None else self.sums - base.sums
-        return [_ratio(sums[:, b], self.counts[:, b]) for b in range(sums.shape[1])]
-
-    def total(self, base: PositionSums | None = None) -> dict[str, float | int | None]:
-        """The same over all bins together."""
-        sums = self.sums if base is None else self.sums - base.sums
-        return _ratio(sums.sum(1), self.counts.sum(1))
-
-
-def _ratio(sums: np.ndarray, counts: np.ndarray) -> dict[str, float | int | None]:
-    there = counts > 0
-    tokens, documents = int(counts.sum()), int(there.sum())
-    if not tokens:
-        return {"mean": None, "standard_error": None, "tokens": 0, "documents": 0}
-    mean = float(sums.sum() / tokens)
-    error = None
-    if documents > 1:
-        spread = float(((sums - mean * counts)[there] ** 2).sum())
-        error = math.sqrt(documents / (documents - 1) * spread) / tokens
-    return {"mean": mean, "standard_error": error, "tokens": tokens, "documents": documents}
+        return [mean_over_documents(*column) for column in zip(sums.T, self.counts.T, strict=True)]
 
 
 def slope(
@@ -172,14 +106,13 @@ def slope(
     """Slope of L(i) over positions start <= i < stop against scale(i), within windows, with its error over documents.
 
     b = sum_w sum_i (x_i - x_w) L(i) / sum_w sum_i (x_i - x_w)^2, x = scale(i), x_w the window's mean: an easier
-    document among the long ones does not tilt it. The error is the cluster-robust one, documents being the clusters.
+    document among the long ones does not tilt it.
 
     Returns:
-        {"slope", "standard_error", "interval" (95 %, bootstrapped over documents), "trend": "falling" or "rising" where
-        the interval leaves out 0, else "flat"}; None for what one document can't tell.
+        {"slope", "standard_error", "interval", "trend": "falling" or "rising" where the interval leaves out 0, else
+        "flat"}; None for what one document can't tell.
     """
-    covariance: dict[int, float] = {}
-    variance: dict[int, float] = {}
+    sums = np.zeros((2, max(window.document for window in windows) + 1))
     for window, loss in zip(windows, losses, strict=True):
         position = np.arange(max(start, 1), min(stop, len(loss) + 1))
         if len(position) < 2:
@@ -187,16 +120,7 @@ def slope(
         x = scale(position.astype(np.float64))
         x = x - x.mean()
         y = loss[position[0] - 1 : position[-1]].astype(np.float64)
-        covariance[window.document] = covariance.get(window.document, 0.0) + float(x @ (y - y.mean()))
-        variance[window.document] = variance.get(window.document, 0.0) + float(x @ x)
-    total = sum(variance.values())
-    if not total:
-        return {"slope": None, "standard_error": None, "interval": None, "trend": None}
-    value = sum(covariance.values()) / total
-    error = None
-    if len(variance) > 1:
-        residual = sum((covariance[d] - value * variance[d]) ** 2 for d in variance)
-        error = math.sqrt(len(variance) / (len(variance) - 1) * residual) / total
-    by_document = np.array([[covariance[d], variance[d]] for d in variance])
-    interval: Any = Bootstrap(len(variance)).ratio(by_document[:, 0], by_document[:, 1])["interval"]
-    return {"slope": value, "standard_error": error, "interval": interval, "trend": trend(interval)}
+        sums[:, window.document] += float(x @ (y - y.mean())), float(x @ x)
+    found = mean_over_documents(*sums)
+    trend = None if found["interval"] is None else ("flat", "rising", "falling")[side(found["interval"])]
+    return {"slope": found.pop("mean"), **found, "trend": trend}

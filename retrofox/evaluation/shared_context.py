@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from retrofox.anatomy import LOGIT_BYTES, inner_model, logits_from_hidden, vocabulary_size
 from retrofox.data.packed import IGNORE
+from retrofox.data.windows import Window
+from retrofox.evaluation.token_scores import require_finite
 from retrofox.parallel.launched import join as join_processes
 from retrofox.parallel.launched import refuse_unconverted
-from retrofox.parallel.layout import Degrees, degrees
-from retrofox.parallel.mesh import Mesh, build_mesh
+from retrofox.parallel.layout import degrees
+from retrofox.parallel.mesh import build_mesh
 from retrofox.parallel.settings import key_value_heads, refuse_sharing
 from retrofox.parallel.shards import Shards, cut
-
-Losses = Callable[[Any, torch.Tensor], torch.Tensor]
+from retrofox.support.memory import out_of_memory
 
 
 def join(context: int, model: Any, **unshared: Any) -> str | None:
@@ -36,10 +38,8 @@ def join(context: int, model: Any, **unshared: Any) -> str | None:
     return join_processes(context, "eval MODEL")
 
 
-def shared_losses(context: int, model: Any, longest: int = 1) -> Losses:
-    """`anatomy.token_losses` of a converted model over documents that `context` processes share.
-
-    Every process calls it with the same tokens and gets all losses.
+class SharedLosses:
+    """Losses of a converted model over documents that `context` processes share, each giving all of them.
 
     Args:
         longest: tokens of the longest document.
@@ -47,47 +47,54 @@ def shared_losses(context: int, model: Any, longest: int = 1) -> Losses:
     Raises:
         ValueError: a model, or a document of so many tokens, that can't be shared.
     """
-    split = degrees(context, key_value_heads(model.config))
 
-    def padded(tokens: int) -> int:
-        return -(-tokens // split.unit) * split.unit
+    def __init__(self, context: int, model: Any, longest: int = 1):
+        self.model, self.split = model, degrees(context, key_value_heads(model.config))
+        refuse_sharing(model, self._padded(longest), self.split)
+        self.mesh = build_mesh(self.split)
 
-    refuse_sharing(model, padded(longest), split)
-    mesh = build_mesh(split)
+    def _padded(self, tokens: int) -> int:
+        return -(-tokens // self.split.unit) * self.split.unit
 
-    def losses(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
-        length = padded(token_ids.shape[1])
-        refuse_sharing(model, length, split)
-        return _losses(mesh, split, model, F.pad(token_ids, (0, length - token_ids.shape[1])))[
-            :, : token_ids.shape[1] - 1
-        ]
+    def of_windows(self, windows: Sequence[Window], advance: Callable[[int], Any]) -> list[np.ndarray]:
+        """As `per_token_loss.window_losses`, every process with the same windows."""
+        found = []
+        for window in windows:
+            try:
+                losses = self._losses(torch.from_numpy(window.token_ids).to(next(self.model.parameters()).device))
+            except torch.cuda.OutOfMemoryError as error:
+                raise out_of_memory(f"a document of {len(window.token_ids)} tokens") from error
+            found.append(losses[: len(window.token_ids) - 1].cpu().numpy())
+            positions = np.arange(1, len(window.token_ids))
+            require_finite(self.model, found[-1], positions, window.name or "a document")
+            advance(len(positions))
+        return found
 
-    return losses
-
-
-@torch.no_grad()
-def _losses(mesh: Mesh, split: Degrees, model: Any, token_ids: torch.Tensor) -> torch.Tensor:
-    """(B, T) float32, the loss of the token after each; T divides among the processes."""
-    rows, length = token_ids.shape
-    positions = torch.arange(length, device=token_ids.device).expand(rows, -1)
-    targets = F.pad(token_ids[:, 1:], (0, 1), value=IGNORE)
-    part = cut({"input_ids": token_ids, "position_ids": positions, "targets": targets}, split, mesh.rank)
-    shards = Shards(mesh, part["rows"], token_ids.device)
-    hidden = inner_model(model)(
-        input_ids=part["input_ids"], position_ids=part["position_ids"], use_cache=False, shards=shards
-    ).last_hidden_state
-    budget = LOGIT_BYTES.get(token_ids.device.type, LOGIT_BYTES["cpu"])
-    step = max(1, budget // (4 * vocabulary_size(model) * rows))
-    mine = torch.empty(rows, hidden.shape[1], device=token_ids.device)
-    for start in range(0, hidden.shape[1], step):
-        logits = logits_from_hidden(model, hidden[:, start : start + step]).float()
-        wanted = part["targets"][:, start : start + step]
-        flat = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none", ignore_index=IGNORE)
-        mine[:, start : start + step] = flat.view(wanted.shape)
-    found = torch.empty(rows, length, device=token_ids.device)
-    for process, losses in enumerate(mesh.gathered(mine)):
-        at = 0
-        for first, last in split.segments(process, length):
-            found[:, first:last] = losses[:, at : at + last - first]
-            at += last - first
-    return found
+    @torch.no_grad()
+    def _losses(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """(padded T,) float32, the loss of the token after each of (T,) tokens."""
+        length = self._padded(len(token_ids))
+        refuse_sharing(self.model, length, self.split)
+        token_ids = F.pad(token_ids, (0, length - len(token_ids)))[None]
+        positions = torch.arange(length, device=token_ids.device)[None]
+        targets = F.pad(token_ids[:, 1:], (0, 1), value=IGNORE)
+        part = cut({"input_ids": token_ids, "position_ids": positions, "targets": targets}, self.split, self.mesh.rank)
+        shards = Shards(self.mesh, part["rows"], token_ids.device)
+        hidden = inner_model(self.model)(
+            input_ids=part["input_ids"], position_ids=part["position_ids"], use_cache=False, shards=shards
+        ).last_hidden_state
+        budget = LOGIT_BYTES.get(token_ids.device.type, LOGIT_BYTES["cpu"])
+        step = max(1, budget // (4 * vocabulary_size(self.model)))
+        mine = torch.empty(1, hidden.shape[1], device=token_ids.device)
+        for start in range(0, hidden.shape[1], step):
+            logits = logits_from_hidden(self.model, hidden[:, start : start + step]).float()
+            wanted = part["targets"][:, start : start + step]
+            flat = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none", ignore_index=IGNORE)
+            mine[:, start : start + step] = flat.view(wanted.shape)
+        found = torch.empty(length, device=token_ids.device)
+        for process, losses in enumerate(self.mesh.gathered(mine)):
+            at = 0
+            for first, last in self.split.segments(process, length):
+                found[first:last] = losses[0, at : at + last - first]
+                at += last - first
+        return found

@@ -14,8 +14,6 @@ import torch
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.files import write_result
 
-CHUNK = 1 << 24
-"""Elements of a tensor that are hashed at one time."""
 NOT_COUNTED = ("_name_or_path", "transformers_version", "auto_map")
 """Keys of a config that change no result."""
 
@@ -38,23 +36,9 @@ def model_fingerprint(opened: LoadedModel) -> str:
     backend = getattr(opened.tokenizer, "backend_tokenizer", None)
     digest.update(_json(opened.tokenizer.get_vocab()) if backend is None else backend.to_str().encode())
     for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_sum_of_bits(tensor)}".encode())
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
-
-
-@torch.no_grad()
-def _sum_of_bits(tensor: torch.Tensor) -> int:
-    """A hash of a tensor's bits, computed where it lies: sum of (x_i + 1) h_i mod 2^64, h_i odd and mixed from i."""
-    flat = tensor.detach().reshape(-1)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    total = 0
-    for start in range(0, flat.numel(), CHUNK):
-        part = flat[start : start + CHUNK].contiguous().view(bits).to(torch.int64)
-        place = torch.arange(start, start + len(part), device=part.device)
-        mixed = (place * 0x5851F42D4C957F2D) ^ (place >> 7)
-        mixed = (mixed * 0x2545F4914F6CDD1D) | 1
-        total += int(((part + 1) * (mixed ^ (mixed >> 29) | 1)).sum())
-    return total % (1 << 64)
 
 
 def digest(value: Any) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from retrofox.evaluation.lm_eval import Scores
-from retrofox.evaluation.paired import paired_difference
+from retrofox.evaluation.statistics import paired_difference
 
 
 def differences(scores: Mapping[str, Scores], reference: str) -> dict[str, dict[str, dict[str, Any]]]:

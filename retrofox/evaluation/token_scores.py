@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from retrofox import anatomy
-from retrofox.anatomy import inner_model, logits_from_hidden, require_known_tokens, vocabulary_size
+from retrofox.anatomy import read_logits, require_known_tokens, vocabulary_size
+from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.support.memory import out_of_memory
 
 if TYPE_CHECKING:
@@ -21,20 +22,31 @@ LossAndBest = tuple[np.ndarray, np.ndarray]
 """(P,) float32 losses in nats, (P,) int64 likeliest tokens."""
 BATCH_TOKENS = {"cpu": 1 << 13, "cuda": 1 << 17}
 """Tokens of a batch where `batch` is "auto"; on a GPU that runs out of memory, less."""
+MULTIPLE = 16
+"""Rows are padded to a multiple of this on a GPU, so that kernels meet few shapes."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A text and the positions (P,), each >= 1, of the tokens to score in it."""
+    """A text and the positions (P,), each >= 1, of the tokens to score in it.
+
+    `targets` (P,), if given, are scored in place of the text's own tokens: several may share a position.
+    """
 
     token_ids: np.ndarray
     positions: np.ndarray
-    name: str = ""
+    name: str = "a text"
+    targets: np.ndarray | None = None
 
     @property
     def needed(self) -> int:
         """Tokens that the forward pass reads: those before the last position."""
         return int(self.positions.max()) if len(self.positions) else 0
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """(P,) int64, the tokens to score."""
+        return np.asarray(self.token_ids[self.positions] if self.targets is None else self.targets, np.int64)
 
 
 def score_tokens(
@@ -45,8 +57,9 @@ def score_tokens(
 ) -> list[LossAndBest]:
     """Per text (loss, argmax) at each of its positions: -ln p(x_i | x_0 .. x_{i-1}), and the likeliest token there.
 
-    Texts of like length share a batch and are padded at the end, out of sight of every real token. The head is applied
-    to the positions asked for alone, at most LOGIT_BYTES of logits at a time.
+    Texts of like length share a batch and are padded at the end, out of sight of every real token; those of a model
+    whose RoPE depends on the length share one only where they are equally long. The head is applied to the positions
+    asked for alone, at most LOGIT_BYTES of logits at a time.
 
     Args:
         batch: texts run at one time; "auto": as many as BATCH_TOKENS holds, fewer where a GPU's memory is short.
@@ -58,16 +71,20 @@ def score_tokens(
     Raises:
         ValueError: the device ran out of memory, a token id lies outside the vocabulary, or a loss is no number.
     """
-    require_known_tokens(model, max((int(text.token_ids.max()) for text in texts), default=0))
+    largest = [int(ids.max()) for text in texts for ids in (text.token_ids, text.tokens) if len(ids)]
+    require_known_tokens(model, max(largest, default=0))
     order = sorted((n for n, text in enumerate(texts) if len(text.positions)), key=lambda n: -texts[n].needed)
     found: list[LossAndBest] = [(np.empty(0, np.float32), np.empty(0, np.int64))] * len(texts)
     device = next(model.parameters()).device
     budget = BATCH_TOKENS.get(device.type, BATCH_TOKENS["cpu"])
+    same_length = depends_on_length(model.config)
     start = 0
     while start < len(order):
         longest = texts[order[start]].needed
         count = max(1, budget // longest) if isinstance(batch, str) else batch
         numbers = order[start : start + count]
+        if same_length:
+            numbers = [n for n in numbers if texts[n].needed == longest]
         try:
             scores = _score([texts[n] for n in numbers], model, device)
         except torch.cuda.OutOfMemoryError as error:
@@ -80,7 +97,7 @@ def score_tokens(
             torch.cuda.empty_cache()
             continue
         for n, score in zip(numbers, scores, strict=True):
-            require_finite(model, score[0], texts[n].positions, texts[n].name or "a text")
+            require_finite(model, score[0], texts[n].positions, texts[n].name)
             found[n] = score
         if advance is not None:
             advance(sum(texts[n].needed for n in numbers))
@@ -90,22 +107,25 @@ def score_tokens(
 
 @torch.no_grad()
 def _score(texts: Sequence[Scored], model: PreTrainedModel, device: torch.device) -> list[LossAndBest]:
-    ids = np.zeros((len(texts), texts[0].needed), np.int64)
+    longest = texts[0].needed
+    if device.type == "cuda" and not depends_on_length(model.config):
+        longest = -(-longest // MULTIPLE) * MULTIPLE
+    ids = np.zeros((len(texts), longest), np.int64)
     for row, text in enumerate(texts):
         ids[row, : text.needed] = text.token_ids[: text.needed]
-    hidden = inner_model(model)(input_ids=torch.from_numpy(ids).to(device), use_cache=False).last_hidden_state
-    rows = torch.from_numpy(np.repeat(np.arange(len(texts)), [len(text.positions) for text in texts])).to(device)
+    logits_at = read_logits(model, torch.from_numpy(ids).to(device))
+    sizes = [len(text.positions) for text in texts]
+    rows = torch.from_numpy(np.repeat(np.arange(len(texts)), sizes)).to(device)
     before = torch.from_numpy(np.concatenate([text.positions for text in texts]) - 1).to(device)
-    tokens = np.concatenate([text.token_ids[text.positions] for text in texts]).astype(np.int64)
-    target = torch.from_numpy(tokens).to(device)
+    target = torch.from_numpy(np.concatenate([text.tokens for text in texts])).to(device)
     losses, best = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
     step = max(1, anatomy.LOGIT_BYTES.get(device.type, anatomy.LOGIT_BYTES["cpu"]) // (4 * vocabulary_size(model)))
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
-        logits = logits_from_hidden(model, hidden[rows[part], before[part]]).float()
+        logits = logits_at((rows[part], before[part]))
         losses[part] = F.cross_entropy(logits, target[part], reduction="none").cpu()
         best[part] = logits.argmax(-1).cpu()
-    ends = np.cumsum([len(text.positions) for text in texts])[:-1]
+    ends = np.cumsum(sizes)[:-1]
     return list(zip(np.split(losses.numpy(), ends), np.split(best.numpy(), ends), strict=True))
 
 

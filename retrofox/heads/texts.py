@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from retrofox.data.sources import DataSource, SourceLike, resolve
+from retrofox.data.sources import DataSource, SourceLike
 from retrofox.data.windows import documents
 
 Text = str | os.PathLike[str] | SourceLike
@@ -16,13 +16,6 @@ Text = str | os.PathLike[str] | SourceLike
 
 TOKENS_READ = 1 << 21
 """Most tokens read of the sources together: a few seconds of tokenising."""
-
-
-def require_sources(texts: Sequence[Text]) -> None:
-    """Raises FileNotFoundError or ValueError for a text that is not here; sets on the Hub are looked for later."""
-    for text in map(_source, texts):
-        if not text.path.startswith("hf:"):
-            resolve(text)
 
 
 def _source(text: Text) -> SourceLike:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrofox.evaluation.bootstrap import student_t
 from retrofox.evaluation.loss_report import CONTROLS, trends
 from retrofox.evaluation.loss_report import verdicts as gate_verdicts
 from retrofox.evaluation.needle_heads import open_heads_sentence
 from retrofox.evaluation.needles.tasks import MODES
-from retrofox.evaluation.paired import paired_difference
 from retrofox.evaluation.panel_report import headline as worst_kind
 from retrofox.evaluation.panel_report import instruction_sentence
+from retrofox.evaluation.statistics import paired_difference, side
 from retrofox.support.plots import tokens_label
 
 SIGNIFICANT = 0.05
@@ -132,54 +130,40 @@ def _paired_needles(
 
 
 def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    result = results.get("loss", {})
-    rows = []
-    for row in result.get("buckets", ()):
-        if not row["tokens"]:
-            continue
-        half = student_t(row["documents"] - 1) if row["documents"] > 1 else None
-        values = {
-            key: {"value": v["mean"], "interval": _around(v, half, least=0.0)}
-            for key, v in row["loss"].items()
-            if key not in CONTROLS
-        }
-        change = row["difference"].get("model-base")
-        difference = None if change is None else {"value": change["mean"], "interval": _around(change, half)}
-        state = None
-        if difference is not None:
-            low, high = difference["interval"] or (0.0, 0.0)
-            state = _state(-difference["value"], low > 0 or high < 0)
-        what = f"{tokens_label(row['from'])}-{tokens_label(row['to'])}"
-        rows.append(_row("loss", what, "nats", values, difference, state))
-    return rows
+    """A row for each bucket of positions."""
+    return [
+        _in_nats("loss", _span(row), {key: v for key, v in row["loss"].items() if key not in CONTROLS}, change)
+        for row in results.get("loss", {}).get("buckets", ())
+        if row["tokens"]
+        for change in [row["difference"].get("model-base")]
+    ]
 
 
 def _panel_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each kind of text and span of positions."""
-    rows = []
-    for kind, found in results.get("panel", {}).get("kinds", {}).items():
-        for span in found["spans"]:
-            if not span["tokens"]:
-                continue
-            values = {
-                key: {"value": span[name]["mean"], "interval": span[name]["interval"]}
-                for key, name in (("model", "loss"), ("base", "base"))
-            }
-            change = span["difference"]
-            low, high = change["interval"] or (0.0, 0.0)
-            state = _state(-change["mean"], low > 0 or high < 0)
-            what = f"{kind}, {tokens_label(span['from'])}-{tokens_label(span['to'])}"
-            difference = {"value": change["mean"], "interval": change["interval"]}
-            rows.append(_row("panel", what, "nats", values, difference, state))
-    return rows
+    return [
+        _in_nats("panel", f"{kind}, {_span(span)}", {"model": span["loss"], "base": span["base"]}, span["difference"])
+        for kind, found in results.get("panel", {}).get("kinds", {}).items()
+        for span in found["spans"]
+        if span["tokens"]
+    ]
 
 
-def _around(value: Mapping[str, Any], times: float | None, least: float = -math.inf) -> list[float] | None:
-    """The 95 % interval of a mean, cut at the `least` value it can have."""
-    error = value["standard_error"]
-    if error is None or times is None:
-        return None
-    return [max(least, value["mean"] - times * error), value["mean"] + times * error]
+def _span(row: Mapping[str, Any]) -> str:
+    return f"{tokens_label(row['from'])}-{tokens_label(row['to'])}"
+
+
+def _in_nats(topic: str, what: str, losses: Mapping[str, Any], change: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A row of losses, their intervals cut at 0, and their difference, which has no such end."""
+    values = {key: {"value": found["mean"], "interval": _from_0(found["interval"])} for key, found in losses.items()}
+    if change is None:
+        return _row(topic, what, "nats", values, None, None)
+    difference = {"value": change["mean"], "interval": change["interval"]}
+    return _row(topic, what, "nats", values, difference, _state(-side(change["interval"]), True))
+
+
+def _from_0(interval: list[float] | None) -> list[float] | None:
+    return None if interval is None else [max(0.0, interval[0]), interval[1]]
 
 
 def _task_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -16,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from retrofox.support.files import nearest_existing, why_unwritable
+from retrofox.support.files import nearest_existing, why_unwritable, write_result
 from retrofox.version import __version__
 
 PACKAGES = ("torch", "transformers", "triton", "peft", "tokenizers", "numpy")
@@ -68,6 +69,13 @@ def environment() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": gpu,
     }
+
+
+def write_results(result: dict[str, Any], path: str | os.PathLike, console: Console) -> None:
+    """Writes a result as JSON, the last of its "files", and says which files were written."""
+    result["files"]["json"] = os.fspath(path)
+    write_result(path, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
+    console.print(f"wrote {', '.join(result['files'].values())}", highlight=False, soft_wrap=True)
 
 
 def output_console() -> Console:

@@ -20,26 +20,18 @@ from tokenizers import Tokenizer, trainers
 from transformers import PreTrainedTokenizerFast
 
 import retrofox
-from retrofox import anatomy
-from retrofox.anatomy import token_losses
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.gates import inspect
 from retrofox.evaluation.loss_report import print_table, verdicts
 from retrofox.evaluation.needle import needle
-from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, slope, window_losses
+from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, slope
 from retrofox.loading.loaded_model import open_model
 
 
 @pytest.fixture(scope="module")
 def tokenizer(pico_tokenizer):
     return pico_tokenizer
-
-
-@pytest.fixture(params=["pico_llama", "pico_fox"])
-def build(request):
-    """Builds a plain and a converted pico model in turn."""
-    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -76,31 +68,6 @@ def whole_losses(model, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
 
 
-def test_token_losses_equal_the_models_own_cross_entropy(build, monkeypatch):
-    monkeypatch.setitem(anatomy.LOGIT_BYTES, "cpu", 288 * 4 * 7)  # three positions of a batch of two at a time
-    model, ids = build(), torch.randint(0, 288, (2, 50), generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(token_losses(model, ids), whole_losses(model, ids), atol=1e-5)
-
-
-def test_logits_never_exist_for_the_whole_text(pico_llama, monkeypatch):
-    monkeypatch.setitem(anatomy.LOGIT_BYTES, "cpu", 288 * 4 * 5)
-    model, widths = pico_llama(), []
-    model.lm_head.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
-    token_losses(model, torch.randint(0, 288, (1, 64)))
-    assert max(widths) <= 5
-    assert sum(widths) == 63
-
-
-def test_windows_of_unequal_length_in_a_batch_give_what_they_give_alone(build):
-    draw = np.random.default_rng(0)
-    windows = [Window(n, draw.integers(0, 288, size)) for n, size in enumerate((30, 7, 64, 41))]
-    model = build()
-    for together, window in zip(window_losses(model, windows, batch=3), windows, strict=True):
-        [alone] = window_losses(model, [window])
-        assert len(together) == len(window.token_ids) - 1
-        np.testing.assert_allclose(together, alone, atol=1e-5)
-
-
 def test_bucket_edges_are_standard_from_4k_and_scaled_below():
     assert bucket_edges(4096) == [0, 512, 2048, 4096]
     assert bucket_edges(32768) == [0, 512, 2048, 4096, 8192, 16384, 24576, 32768]
@@ -129,9 +96,10 @@ def test_a_length_that_no_document_has_is_said_before_anything_is_read(pico_llam
 def test_bucket_statistics_take_documents_as_the_sample():
     windows = [Window(0, np.arange(5)), Window(0, np.arange(3)), Window(1, np.arange(5))]
     losses = [np.array([1.0, 2, 3, 4]), np.array([3.0, 5]), np.array([5.0, 5, 5, 5])]
-    low, high = PositionSums(losses, windows, [0, 3, 5]).statistics()
-    assert (low["tokens"], low["documents"], low["mean"]) == (6, 2, pytest.approx(21 / 6))
-    assert (high["tokens"], high["mean"]) == (4, pytest.approx(17 / 4))
+    sums = PositionSums(losses, windows, [0, 3, 5])
+    low, high = sums.statistics()
+    assert sums.counts.tolist() == [[4, 2], [2, 2]]
+    assert (low["mean"], high["mean"]) == (pytest.approx(21 / 6), pytest.approx(17 / 4))
     residual = [11 - 4 * 21 / 6, 10 - 2 * 21 / 6]
     assert low["standard_error"] == pytest.approx(math.sqrt(2 / 1 * sum(r * r for r in residual)) / 6)
 
@@ -206,15 +174,15 @@ def test_controls_are_the_surgery_modes(pico_fox, tokenizer, documents):
 def test_gates_that_do_nothing_are_said_to_do_nothing(pico_fox, tokenizer, documents):
     idle = evaluate(pico_fox(stirred=False, init="open"), None, documents, 128, tokenizer=tokenizer, progress=False)
     assert all("no clear difference" in sentence for sentence in verdicts(idle))
-    for documents, change, error, word in (
-        (9, 0.3, 0.01, "gating helps"),
-        (9, -0.3, 0.01, "gating hurts"),
-        (9, 0.3, 0.2, "no clear"),
-        (2, 0.3, 0.03, "no clear"),  # 12.7 standard errors make the interval of two documents
-        (1, 0.3, None, "gating makes no clear difference, since one document gives no interval, on this text"),
+    for change, interval, word in (
+        (0.3, [0.2, 0.4], "gating helps"),
+        (-0.3, [-0.4, -0.2], "gating hurts"),
+        (0.3, [-0.1, 0.7], "no clear"),
+        (5e-5, [4e-5, 6e-5], "no clear"),  # less than anybody would call a change
+        (0.3, None, "gating makes no clear difference, since one document gives no interval, on this text"),
     ):
-        difference = {"mean": change, "standard_error": error}
-        row = {"from": 0, "to": 128, "tokens": 5, "documents": documents, "difference": {"open-model": difference}}
+        difference = {"mean": change, "standard_error": None, "interval": interval}
+        row = {"from": 0, "to": 128, "tokens": 5, "difference": {"open-model": difference}}
         [sentence] = verdicts({"lines": [{"key": "open", "difference": difference}], "buckets": [row]})
         assert word in sentence
 

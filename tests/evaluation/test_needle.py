@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from retrofox.evaluation import needle as needle_module
 from retrofox.evaluation.needle import MODES, needle
 from retrofox.evaluation.needles import report
-from retrofox.evaluation.needles.shares import wilson_interval
+from retrofox.evaluation.statistics import wilson_interval
 
 SENTENCES = "A fox crossed the field. Rain fell on the mill! Nobody came. Who would? "
 

@@ -11,8 +11,9 @@ import pytest
 
 from retrofox.evaluation.needles.haystack import Haystack
 from retrofox.evaluation.needles.prompts import EncodedTask, Prompt, make_prompts
-from retrofox.evaluation.needles.shares import by_length, wilson_interval
+from retrofox.evaluation.needles.report import by_length
 from retrofox.evaluation.needles.tasks import MODES, Task, make_task
+from retrofox.evaluation.statistics import wilson_interval
 
 SENTENCES = "A fox crossed the field. Rain fell on the mill! Nobody came. Who would? "
 LENGTH = 1200
@@ -108,14 +109,6 @@ def test_a_token_that_holds_a_piece_of_the_answer_belongs_to_it():
     encoded = EncodedTask(Haystack(Joining(), np.zeros(0, np.int32)), Task("easy", "x", "", "it is", " 789"))
     assert "".join(map(chr, encoded.question)) == "it "
     assert "".join(map(chr, encoded.answer)) == "\u01018\u0102"
-
-
-@pytest.mark.parametrize(
-    ("share", "count", "low", "high"),
-    [(0.0, 10, 0.0, 0.2775), (1.0, 10, 0.7225, 1.0), (0.5, 10, 0.2366, 0.7634), (0.9, 100, 0.8256, 0.9448)],
-)
-def test_wilson_intervals_are_the_published_ones(share, count, low, high):
-    assert wilson_interval(share, count) == pytest.approx((low, high), abs=1e-4)
 
 
 def test_lengths_are_summed_up_over_prompts():

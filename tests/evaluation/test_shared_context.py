@@ -13,7 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import retrofox
 from retrofox.evaluation.evaluate import evaluate
-from retrofox.evaluation.shared_context import shared_losses
+from retrofox.evaluation.shared_context import SharedLosses
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_two_processes_report_one_processs_losses(texts, pico_fox_checkpoint, tm
         ({}, "2 processes share a document, and 1 were launched"),
         ({"tasks": ["piqa"], "limit": 1}, "leave out tasks"),
         ({"against": "elsewhere", "baselines": ["pi:4"]}, "leave out against, baselines"),
-        ({"device": "cpu"}, "leave out device"),
+        ({"batch": 2, "device": "cpu"}, "leave out batch, device"),
     ],
 )
 def test_what_one_process_runs_alone_is_refused(texts, pico_fox_checkpoint, options, reason):
@@ -85,4 +85,4 @@ def test_the_longest_document_is_refused_before_any_is_read():
     with pytest.raises(
         ValueError, match=r"^context: a sliding window of 20 tokens is smaller than the ring's pieces \(26\)"
     ):
-        shared_losses(2, model, longest=101)  # the first document may be short
+        SharedLosses(2, model, longest=101)  # the first document may be short

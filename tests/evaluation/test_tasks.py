@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from retrofox.evaluation import lm_eval, task_cache
+from retrofox.evaluation.baselines import build, parse
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.lm_eval import PRESETS, Scores, expand, find_tasks, run_tasks
-from retrofox.evaluation.paired import paired_difference
 from retrofox.evaluation.task_report import differences, print_tasks
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import output_console
@@ -89,7 +85,10 @@ def tasks(folder):
 
 
 @pytest.fixture(params=["pico_llama", "pico_fox"])
-def opened(request, pico_tokenizer) -> LoadedModel:
+def opened(request, pico_llama, pico_tokenizer) -> LoadedModel:
+    if request.param == "ntk":
+        base = LoadedModel(pico_llama(max_position_embeddings=16), pico_tokenizer, "pico", "pico")
+        return build(parse("ntk:4"), base)
     return LoadedModel(request.getfixturevalue(request.param)(), pico_tokenizer, "pico", "pico")
 
 
@@ -107,7 +106,8 @@ def test_batches_by_tokens_give_what_requests_give_alone(opened, tasks):
     assert batched.metrics["pico_both"]["acc,none"] == pytest.approx(sum(found) / 2)
 
 
-def test_log_likelihoods_are_those_of_the_models_logits(opened, pico_tokenizer):
+@pytest.mark.parametrize("opened", ["pico_llama", "pico_fox", "ntk"], indirect=True)
+def test_log_likelihoods_are_those_of_the_models_logits(opened):
     from retrofox.evaluation.harness_model import BatchedModel
 
     lm = BatchedModel(opened, 128, progress=False)
@@ -119,37 +119,14 @@ def test_log_likelihoods_are_those_of_the_models_logits(opened, pico_tokenizer):
     answers = lm._loglikelihood_tokens([(None, *pair) for pair in pairs])
     for (context, continuation), (found, greedy) in zip(pairs, answers, strict=True):
         with torch.no_grad():
-            logits = opened.model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1].float()
+            logits = opened.model(torch.tensor([(context + continuation)[:-1]])).logits[0, len(context) - 1 :].float()
         target = torch.tensor(continuation)
         assert found == pytest.approx(-F.cross_entropy(logits, target, reduction="sum").item(), rel=1e-4)
         assert greedy == bool((logits.argmax(-1) == target).all())
 
 
-def test_texts_tokenised_together_are_those_tokenised_alone(opened, pico_tokenizer):
-    from lm_eval.api.instance import Instance
-
-    from retrofox.evaluation.harness_model import BatchedModel
-
-    pairs = [
-        ("the fox ", "forgets"),
-        ("a gate", " often"),
-        ("", "the gate"),
-        ("<s>the fox", " and so on"),
-        ("a gate", " fox"),
-    ]
-    requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
-    lm: Any = BatchedModel(opened, 128, progress=False)
-    seen = []
-    lm._loglikelihood_tokens = lambda requests, disable_tqdm: seen.append(requests)
-    lm.loglikelihood(requests)
-    assert lm.encoded == {}
-    alone = [(pair, *(lm._encode_pair(*pair) if pair[0] else ([0], lm.tok_encode(pair[1])))) for pair in pairs]
-    assert seen == [alone]
-    assert alone[0][2] == pico_tokenizer("the fox forgets")["input_ids"][len(pico_tokenizer("the fox")["input_ids"]) :]
-
-
-def test_rows_are_shared_and_batches_hold_a_number_of_tokens():
-    from retrofox.evaluation.harness_model import batches, packed
+def test_requests_share_rows_and_lose_their_first_tokens():
+    from retrofox.evaluation.harness_model import packed
 
     rows = packed([([1, 2, 3], [4]), ([1, 2, 3], [5]), ([1, 2], [3, 9]), ([7], [8, 8, 8]), ([1, 2, 4], [4])], 100)
     assert [(row.token_ids, sorted(number for number, *_ in row.reads)) for row in rows] == [
@@ -159,39 +136,9 @@ def test_rows_are_shared_and_batches_hold_a_number_of_tokens():
     ]
     assert len(packed([([1, 2, 3], [4]), ([1, 2, 3], [5])], 100, alone=True)) == 2
     [cut] = packed([(list(range(50)), [9, 9])], 10)
-    assert (cut.token_ids, cut.reads) == ([*range(41, 50), 9], [(0, 8, [9, 9])])
+    assert (cut.token_ids, cut.reads) == ([*range(41, 50), 9], [(0, 9, [9, 9])])
     with pytest.raises(ValueError, match="a continuation of 11 tokens does not fit into 10"):
         packed([([1], [2] * 11)], 10)
-    sizes = [9, 9, 8, 4, 4, 4, 2]
-    rows = [SimpleNamespace(token_ids=[0] * size) for size in sizes]
-    assert [len(batch) for batch in batches(rows, lambda length: max(1, 16 // length))] == [1, 1, 2, 3]  # type: ignore
-    alike = [{len(row.token_ids) for row in batch} for batch in batches(rows, lambda length: 3, same_length=True)]  # type: ignore
-    assert alike == [{9}, {8}, {4}, {2}]
-
-
-def test_memory_that_does_not_do_halves_the_batch(opened, monkeypatch):
-    from retrofox.evaluation import harness_model
-
-    lm = harness_model.BatchedModel(opened, 128, progress=False)
-    wanted = lm._loglikelihood_tokens([(None, [n, 3, 4], [5]) for n in range(2, 10)])
-    read = harness_model.read_logits
-    sizes = []
-
-    def short_of_memory(model, token_ids):
-        sizes.append(len(token_ids))
-        if len(token_ids) > 2:
-            raise torch.cuda.OutOfMemoryError
-        return read(model, token_ids)
-
-    monkeypatch.setattr(harness_model, "read_logits", short_of_memory)
-    found = lm._loglikelihood_tokens([(None, [n, 3, 4], [5]) for n in range(2, 10)])
-    assert [answer for answer, _ in found] == pytest.approx([answer for answer, _ in wanted], rel=1e-5)
-    assert sizes == [8, 4, 2, 2, 4, 2, 2]
-    monkeypatch.setattr(
-        harness_model, "read_logits", lambda model, ids: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError)
-    )
-    with pytest.raises(ValueError, match="ran out of memory at one text of 3 tokens"):
-        lm._loglikelihood_tokens([(None, [2, 3, 4], [5])])
 
 
 def test_the_length_asked_for_reaches_lm_eval(pico_fox, pico_llama, pico_tokenizer, folder, tmp_path):
@@ -306,25 +253,6 @@ def test_a_task_whose_prompts_have_changed_runs_again(pico_llama, pico_tokenizer
 
 def tasks_folder(tasks) -> str:
     return str(Path(tasks.tasks["pico_choice"].config.dataset_kwargs["data_files"]["test"]).parent)
-
-
-def test_differences_are_paired_by_document():
-    ours, theirs = {str(n): float(n % 4 == 0) for n in range(20)}, {str(n): float(n % 4 < 2) for n in range(20)}
-    found = paired_difference(ours, theirs)
-    assert found is not None
-    d = np.array([ours[k] - theirs[k] for k in ours])
-    assert found["difference"] == pytest.approx(-0.25)
-    assert found["standard_error"] == pytest.approx(d.std(ddof=1) / math.sqrt(20))
-    assert found["p"] == pytest.approx(2 * 0.5**5)  # five documents, all one way
-    assert paired_difference(ours, ours)["p"] == 1.0  # type: ignore[index]
-    mixed = paired_difference({"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0}, {"a": 0.0, "b": 0.0, "c": 1.0, "d": 1.0})
-    assert mixed is not None
-    assert mixed["p"] == pytest.approx(1.0)  # 2 against 1: P(X <= 1 of 3) = 1/2, both sides
-    shift = paired_difference({str(n): 0.1 * n + 0.3 for n in range(50)}, {str(n): 0.1 * n for n in range(50)})
-    assert shift is not None
-    assert (shift["difference"], shift["test"]) == (pytest.approx(0.3), "sign flips, normal approximation")
-    assert shift["p"] == pytest.approx(math.erfc(math.sqrt(50) / math.sqrt(2)), rel=1e-6)
-    assert paired_difference({"a": 1.0}, {"b": 1.0}) is None
 
 
 def test_the_tables_say_scores_and_differences(capsys):

@@ -8,13 +8,33 @@ import numpy as np
 import pytest
 import torch
 
+from retrofox import anatomy
+from retrofox.anatomy import has_known_head
+from retrofox.data.windows import Window
 from retrofox.evaluation import token_scores
+from retrofox.evaluation.baselines import build, parse
+from retrofox.evaluation.per_token_loss import window_losses
 from retrofox.evaluation.token_scores import Scored, score_tokens
+from retrofox.loading.loaded_model import LoadedModel
 
 
-@pytest.fixture(scope="module")
-def model(pico_llama) -> Any:
-    return pico_llama()
+@pytest.fixture(scope="module", params=["pico_llama", "pico_fox", "odd"])
+def model(request, pico_llama) -> Any:
+    """A plain model, a converted one, and one whose logits are not its head's alone."""
+    if request.param != "odd":
+        return request.getfixturevalue(request.param)()
+
+    class Odd(type(pico_llama())):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 0.5
+            return output
+
+    model = pico_llama()
+    model.__class__ = Odd
+    model.config.model_type = "odd"
+    assert not has_known_head(model)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +55,36 @@ def test_scores_are_those_of_a_whole_forward_pass(model, texts):
     assert [len(x) for x in nothing] == [0, 0]
 
 
-def test_a_token_budget_makes_the_batches_and_the_bar_reaches_its_end(model, texts, monkeypatch):
+def test_targets_of_their_own_may_share_a_position(model, texts):
+    ids, at = texts[0].token_ids[:10], np.array([10, 10])
+    [(loss, best)] = score_tokens(model, [Scored(ids, at, targets=np.array([3, 4]))])
+    with torch.no_grad():
+        log_p = model(input_ids=torch.tensor(ids)[None]).logits[0, -1].log_softmax(-1)
+    assert loss.tolist() == pytest.approx([-log_p[3].item(), -log_p[4].item()], abs=1e-4)
+    assert best.tolist() == [log_p.argmax().item()] * 2
+
+
+def test_windows_of_unequal_length_give_what_they_give_alone(model, texts):
+    windows = [Window(n, text.token_ids) for n, text in enumerate(texts)]
+    for together, window in zip(window_losses(model, windows, batch=3), windows, strict=True):
+        [alone] = window_losses(model, [window])
+        assert len(together) == len(window.token_ids) - 1
+        np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+def test_texts_of_unequal_length_are_not_padded_under_a_rope_that_depends_on_the_length(pico_llama, pico_tokenizer):
+    base = LoadedModel(pico_llama(), pico_tokenizer, "pico", "pico")
+    model = build(parse("ntk:4"), base).model
+    draw = np.random.default_rng(0)
+    texts = [Scored(draw.integers(0, 288, size), np.arange(1, size)) for size in (400, 300, 300)]
+    for batch in (3, "auto"):
+        for one, other in zip(score_tokens(model, texts, batch), score_tokens(model, texts, 1), strict=True):
+            assert one[0] == pytest.approx(other[0], abs=1e-4)
+
+
+def test_a_token_budget_makes_the_batches_and_the_bar_reaches_its_end(pico_llama, texts, monkeypatch):
     monkeypatch.setitem(token_scores.BATCH_TOKENS, "cpu", 100)
-    done: list[int] = []
+    model, done = pico_llama(), []
     found = score_tokens(model, texts, "auto", done.append)
     assert sum(done) == sum(text.needed for text in texts)
     assert 2 < len(done) < len(texts)
@@ -45,12 +92,13 @@ def test_a_token_budget_makes_the_batches_and_the_bar_reaches_its_end(model, tex
         assert one[0] == pytest.approx(other[0], abs=1e-4)
 
 
-def test_the_head_is_applied_to_chosen_positions_alone(model, texts):
-    shapes: list[Any] = []
-    hook = model.lm_head.register_forward_hook(lambda m, a, output: shapes.append(output.shape))
+def test_the_head_is_applied_to_chosen_positions_a_few_at_a_time(pico_llama, texts, monkeypatch):
+    monkeypatch.setitem(anatomy.LOGIT_BYTES, "cpu", 288 * 4 * 5)
+    model, rows = pico_llama(), []
+    model.lm_head.register_forward_hook(lambda m, a, output: rows.append(output.shape[0]))
     score_tokens(model, texts[:2], 2)
-    hook.remove()
-    assert sum(shape[0] for shape in shapes) == sum(len(text.positions) for text in texts[:2])
+    assert max(rows) <= 5
+    assert sum(rows) == sum(len(text.positions) for text in texts[:2])
 
 
 @pytest.fixture
@@ -69,14 +117,14 @@ def small_gpu(monkeypatch) -> list[int]:
     return tried
 
 
-def test_a_gpu_that_runs_out_of_memory_gets_smaller_batches(model, texts, small_gpu):
-    score_tokens(model, texts, "auto")
+def test_a_gpu_that_runs_out_of_memory_gets_smaller_batches(pico_llama, texts, small_gpu):
+    score_tokens(pico_llama(), texts, "auto")
     assert small_gpu[:2] == [6, 3]
 
 
-def test_a_batch_that_was_asked_for_and_does_not_fit_is_refused(model, texts, small_gpu):
+def test_a_batch_that_was_asked_for_and_does_not_fit_is_refused(pico_llama, texts, small_gpu):
     with pytest.raises(ValueError, match=r"out of memory at batch 4 x 61 tokens; lower the batch"):
-        score_tokens(model, texts, 4)
+        score_tokens(pico_llama(), texts, 4)
 
 
 def test_damaged_weights_are_told(pico_llama, texts):
@@ -87,6 +135,6 @@ def test_damaged_weights_are_told(pico_llama, texts):
         score_tokens(model, texts[:1])
 
 
-def test_tokens_outside_the_vocabulary_are_refused(model):
+def test_tokens_outside_the_vocabulary_are_refused(pico_llama):
     with pytest.raises(ValueError, match="vocabulary of 288"):
-        score_tokens(model, [Scored(np.array([1, 300]), np.array([1]))])
+        score_tokens(pico_llama(), [Scored(np.array([1, 300]), np.array([1]))])

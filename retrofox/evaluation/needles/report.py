@@ -1,8 +1,9 @@
-"""What `retrofox needle` prints and writes: a table for each mode, JSON, CSV, a figure by length and heat-maps."""
+"""What `retrofox needle` reports: shares by length and depth, a table for each mode, CSV, figures."""
 
 from __future__ import annotations
 
-import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,36 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from rich.console import Console
 from rich.table import Table
 
-from retrofox.support.files import write_result
+from retrofox.evaluation.statistics import wilson_interval
 from retrofox.support.plots import COLOURS, LINES, STYLE, needle_figure, save_csv, save_figure, tokens_label
 
 ANSWER_COLUMNS = (*("model", "mode", "length", "depth", "city", "needle", "found", "log_probability", "answer"),)
 LENGTH_COLUMNS = ("model", "mode", "length", "prompts", "found", "low", "high", "log_probability", "error")
+
+
+def by_length(answers: Sequence[dict[str, Any]], lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Per length: prompts, share found with its interval, mean log-probability (nats per token) with its error.
+
+    Prompts, not tokens, are the sample.
+    """
+    rows = []
+    for length in lengths:
+        own = [answer for answer in answers if answer["length"] == length]
+        share = float(np.mean([answer["found"] for answer in own]))
+        log_p = [answer["log_probability"] for answer in own]
+        error = float(np.std(log_p, ddof=1) / math.sqrt(len(own))) if len(own) > 1 else None
+        interval = list(wilson_interval(share, len(own)))
+        row = {"length": length, "prompts": len(own), "found": share, "interval": interval}
+        rows.append({**row, "log_probability": float(np.mean(log_p)), "log_probability_error": error})
+    return rows
+
+
+def grid(answers: Sequence[dict[str, Any]], lengths: Sequence[int], depths: Sequence[float]) -> list[list[float]]:
+    """Shares found, depths x lengths."""
+    return [
+        [float(np.mean([a["found"] for a in answers if (a["length"], a["depth"]) == (n, d)])) for n in lengths]
+        for d in depths
+    ]
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
@@ -46,30 +72,32 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
 
 
 def write_files(result: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Writes all files, needle.json last, each whole or not at all; returns their paths."""
-    files = result["files"]
-    files["csv"] = save_csv(
-        folder / "needle.csv",
-        ANSWER_COLUMNS,
-        [[answer[column] for column in ANSWER_COLUMNS] for answer in result["answers"]],
-    )
-    files["lengths_csv"] = save_csv(folder / "needle_lengths.csv", LENGTH_COLUMNS, _length_rows(result))
+    """Writes the tables and figures, each whole or not at all; returns their paths."""
+    rows = [[answer[column] for column in ANSWER_COLUMNS] for answer in result["answers"]]
+    files = {
+        "csv": save_csv(folder / "needle.csv", ANSWER_COLUMNS, rows),
+        "lengths_csv": save_csv(folder / "needle_lengths.csv", LENGTH_COLUMNS, _length_rows(result)),
+    }
     files["png"], files["svg"] = save_figure(length_figure(result), folder / "needle")
     for name, values in result["models"].items():
-        for mode, own in values["modes"].items():
-            figure = needle_figure(
-                np.array(own["found"]),
-                result["lengths"],
-                result["depths"],
-                trained_length=values["trained_length"],
-                title=f"Needle retrieval, {mode} mode: {name}",
-                subtitle=f"{result['trials']} trials per cell",
-            )
+        for mode in result["modes"]:
             key = values["role"] if len(result["modes"]) == 1 else f"{values['role']}_{mode}"
+            figure = depth_figure(result, name, mode)
             files[f"{key}_png"], files[f"{key}_svg"] = save_figure(figure, folder / f"needle_{key}")
-    files["json"] = str(folder / "needle.json")
-    write_result(files["json"], (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
     return files
+
+
+def depth_figure(result: dict[str, Any], name: str, mode: str) -> Figure:
+    """One model's share found over depths and lengths in one mode."""
+    values = result["models"][name]
+    return needle_figure(
+        np.array(values["modes"][mode]["found"]),
+        result["lengths"],
+        result["depths"],
+        trained_length=values["trained_length"],
+        title=f"Needle retrieval, {mode} mode: {name}",
+        subtitle=f"{result['trials']} trials per cell",
+    )
 
 
 def length_figure(result: dict[str, Any]) -> Figure:
