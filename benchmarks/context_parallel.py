@@ -8,7 +8,7 @@ with a row and then all of them with one row between them: ratio = seconds alone
 ideal; with --context N, N GPUs share a row, the others have rows of their own, and the ratio's GPUs are a row's.
 `attention`: one layer's operator, forward and
 backward, with heads traded and as a ring. Cases: dense (gates open), packed (documents of an eighth of a row on
-average), gates (half-lives from 16 tokens to a row over the heads, pruning at ln eps = -10). overlap: the share of the
+average), gates (half-lives from 16 tokens to a row over the heads, a horizon of 16 nats). overlap: the share of the
 exchange's own time that computing hides. error: root mean square beside float64, over that of one GPU's kernel.
 Published elsewhere: ring-flash-attention has 0.902 (dense) and 0.759 (packed) of the ideal speed on 8 x H800.
 """
@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 CASES = ("dense", "packed", "gates")
 PUBLISHED = {"dense": 0.902, "packed": 0.759}
-PRUNE = -10.0
+HORIZON = 16.0
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -149,8 +149,8 @@ def attention_inputs(bench: Bench, case: str, length: int) -> tuple[list[torch.T
     log_f = -fall * 2 * torch.rand(1, length, heads, **made)
     documents = bench.documents(case, length)
     cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
-    prune = PRUNE if case == "gates" else None
-    options = {"scale": None, "window": None, "sink": 0, "softcap": None, "prune": prune}
+    horizon = HORIZON if case == "gates" else None
+    options = {"scale": None, "window": None, "sink": 0, "softcap": None, "horizon": horizon}
     return [q, k, v, log_f], do.transpose(1, 2), cu_seqlens, options
 
 
@@ -254,7 +254,7 @@ def overlap_of_ring(bench: Bench, shared: Callable[[], Any], seconds: float) -> 
 def error_row(bench: Bench, length: int, split: Degrees) -> dict[str, Any]:
     """Root mean square errors beside float64, shared and alone, of o, dq, dk, dv and dlog_f."""
     inputs, do, _, options = attention_inputs(bench, "gates", length)
-    options = {**options, "prune": None}
+    options = {**options, "horizon": None}
     exact = both_ways(alone(None, options), [x.double() for x in inputs], do.double())
     one_gpu = both_ways(alone(None, options), inputs, do)
     parts, do_part = part_of(bench, split, inputs, do)
@@ -318,7 +318,7 @@ def model_of(bench: Bench, case: str, length: int) -> Any:
         torch.set_default_dtype(torch.float32)
     spec = retrofox.FoxSpec(rope="keep", init="open")
     if case == "gates":
-        spec = retrofox.FoxSpec(rope="keep", half_life=(16.0, float(length)), prune=PRUNE)
+        spec = retrofox.FoxSpec(rope="keep", half_life=(16.0, float(length)), horizon=HORIZON)
     model = retrofox.convert(base, fox=spec).to(bench.device).train()
     model.config.use_cache = False
     if adapted:

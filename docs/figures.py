@@ -149,7 +149,7 @@ KERNELS = {
     "fla": "fla",
     "FlashAttention-2, no gate": "FlashAttention-2, no gates",
     "cuDNN, no gate": "cuDNN, no gates",
-    "ours, pruned": "retrofox, pruned",
+    "ours, horizon 16": "retrofox, horizon of 16 nats",
     "official, pruned": "official, pruned",
 }
 CUDNN = "cuDNN, no gate"
@@ -167,12 +167,13 @@ def kernel_times() -> dict[tuple[tuple[int, ...], str], dict[str, float]]:
 
 def kernel_table() -> str:
     """Milliseconds of a step beside its peers, gates short; the head dims without a Hopper backward at the end."""
-    rows = []
-    for (shape, gates), times in sorted(kernel_times().items(), key=lambda item: item[0][0][-1] not in (64, 128)):
-        if gates == "short":
-            cells = [f"{times[name]:.3g}" if name in times else "-" for name in KERNELS]
-            rows.append([", ".join(map(str, shape)), *cells])
-    return table(["B, T, heads, kv heads, head dim", *KERNELS.values()], rows)
+    short = [(shape, times) for (shape, gates), times in kernel_times().items() if gates == "short"]
+    names = [name for name in KERNELS if any(name in times for _, times in short)]
+    rows = [
+        [", ".join(map(str, shape)), *(f"{times[name]:.3g}" if name in times else "-" for name in names)]
+        for shape, times in sorted(short, key=lambda row: row[0][-1] not in (64, 128))
+    ]
+    return table(["B, T, heads, kv heads, head dim", *(KERNELS[name] for name in names)], rows)
 
 
 def kernel_ratios() -> str:

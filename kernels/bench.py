@@ -8,17 +8,17 @@ examples:
   python kernels/bench.py --out benchmarks/kernels.json --resume            go on where a run was cut off
   python kernels/bench.py --chart benchmarks/kernels.json                   a PNG, an SVG and the summary of it, no GPU
 
-stages, in this order: table (the shapes everyone is compared on, dense and pruned, gates of short memory), decode,
-errors, extras (gates open and mixed, head dims 80, 96 and 256, packed documents), flex (FlexAttention on the table's
-shapes, in the one form that trains the gate: s - c[b, h, kv]).
+stages, in this order: table (the shapes everyone is compared on, dense and with a horizon, gates of short memory),
+decode, errors, extras (gates open and mixed, head dims 80, 96 and 256, packed documents), flex (FlexAttention on the
+table's shapes, in the one form that trains the gate: s - c[b, h, kv]).
 
 how: first every kernel is compiled, by parallel processes that share Triton's cache; what tunes itself (fla's sums)
 does so when it is measured, alone on the GPU. Times are medians of CUDA events
 around the call, launches included, calls queued one after another with the L2 flushed between; eight rounds over all
 contenders of a shape, 2 to 30 calls each in turn, in a new order every round, so that clocks and power meet all alike.
 "queued" is the same with the GPU kept busy while the host launches.
-Forward FLOPs are 4 B H T T D / 2, the backward counts 2.5 times that and pruned pairs count too, so pruning shows as a
-higher rate; in packed documents only pairs of one document count. Errors are relative RMS against
+Forward FLOPs are 4 B H T T D / 2, the backward counts 2.5 times that. Pairs beyond a horizon count too, so that it
+shows as a higher rate; in packed documents only pairs of one document count. Errors are relative RMS against
 `fox_kernels.reference` in float64 on the same inputs. SDPA's kernels know no gates.
 
 exit codes: 0 done, 1 some measurement of ours is missing (the JSON says why), 2 bad arguments or no CUDA device.
@@ -33,10 +33,10 @@ import sys
 import time
 from pathlib import Path
 
-from bench_problems import METHOD, UNORDERED, Decode, Task, select, tasks
+from bench_problems import HORIZON, METHOD, UNORDERED, Decode, Task, select, tasks
 from bench_report import check, decode_line, draw, error_line, markdown, row_line, targets
 
-OURS = ("ours", UNORDERED, "ours, pruned", "plain Triton", "plain Triton, pruned")
+OURS = ("ours", UNORDERED, HORIZON, "plain Triton")
 LISTS = {"table": "rows", "extras": "rows", "flex": "rows", "decode": "decode", "errors": "errors"}
 LINES = {"rows": row_line, "decode": decode_line, "errors": error_line}
 

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 DENSE = ("ours", "plain Triton", "official", "fla", "FlashAttention-2, no gate", "cuDNN, no gate")
 UNORDERED = "ours, dq in any order"
-PRUNED = ("ours, pruned", "official, pruned")
-ON_AND_OFF = ("ours", "ours, pruned", "plain Triton", "plain Triton, pruned")
-CONTENDERS = (*DENSE, UNORDERED, *PRUNED, "plain Triton, pruned", "FlexAttention")
+HORIZON = "ours, horizon 16"
+SPARSE = (HORIZON, "official, pruned")
+ON_AND_OFF = ("ours", HORIZON, "plain Triton")
+CONTENDERS = (*DENSE, UNORDERED, *SPARSE, "FlexAttention")
 STAGES = ("table", "decode", "errors", "extras", "flex")
 GATES = ("open", "mixed", "short")
 METHOD = (
@@ -52,7 +53,7 @@ class Decode(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.batch} x {self.T} {self.gates}{'' if self.gates == 'open' else ', pruned'}"
+        return f"{self.batch} x {self.T} {self.gates}{'' if self.gates == 'open' else ', horizon 16'}"
 
 
 class Task(NamedTuple):
@@ -84,7 +85,7 @@ DECODE = (
 def tasks(official: bool, fla: bool) -> list[Task]:
     """Return the whole plan; without the file or the package of a peer, without that peer."""
     ungated = ("FlashAttention-2, no gate", "cuDNN, no gate")
-    plan = [Task("table", p, (*DENSE, UNORDERED, *PRUNED)) for p in TABLE]
+    plan = [Task("table", p, (*DENSE, UNORDERED, *SPARSE)) for p in TABLE]
     plan += [Task("decode", p, ("ours",)) for p in DECODE]
     compared = ("ours", "plain Triton", "official", "fla")
     plan += [Task("errors", Problem(1, 4096, 16, 16, D, gates), compared) for D in (64, 128) for gates in GATES]
@@ -92,7 +93,7 @@ def tasks(official: bool, fla: bool) -> list[Task]:
     plan += [Task("extras", Problem(2, 8192, 16, 16, D), ("ours", "plain Triton", "fla", *ungated)) for D in (80, 96)]
     plan += [Task("extras", Problem(2, 8192, 8, 8, 256), ("ours", "plain Triton", "fla", *ungated))]
     plan += [Task("extras", Problem(1, 16384, 16, 16, D, document=2048), (*ON_AND_OFF, "fla")) for D in (64, 128)]
-    plan += [Task("extras", p._replace(gates="mixed"), ("ours", *PRUNED, "official")) for p in TABLE[:2]]
+    plan += [Task("extras", p._replace(gates="mixed"), ("ours", *SPARSE, "official")) for p in TABLE[:2]]
     plan += [Task("flex", p, ("FlexAttention",)) for p in TABLE]
     missing = {n for n in CONTENDERS if (n.startswith("official") and not official) or (n == "fla" and not fla)}
     return [t._replace(contenders=tuple(n for n in t.contenders if n not in missing)) for t in plan]

@@ -92,10 +92,6 @@ class FoxSpec(FoxFields):
         sink_tokens: first positions of each document whose keys are exempt from decay; 0 is the paper's FoX.
         pro: parts of FoX (Pro): "qk-norm", "output-norm", "output-gate", "k-shift", "v-shift".
         log_n: if set, logits of position i are scaled by max(1, ln(i + 1) / ln(log_n)), log_n in tokens.
-        prune: if set, ln(eps), say -10: keys that the gates have cut off are left out, in training and generation, as
-            long as the keys left out hold at most eps of a query's attention weight, by a bound that holds for any
-            q and k (Lin et al. 2025, "Adaptive Computation Pruning"). Small texts on a CPU and custom masks compute
-            every key, which is within the same bound.
         horizon: nats, above 0: a key counts for a query only while c_i - c_j > -horizon; beyond, it is masked, in
             training and generation alike. Sink tokens and a query's own key always count. None = none is masked.
         base: model id or path the weights come from (filled in by convert).
@@ -132,7 +128,6 @@ class FoxSpec(FoxFields):
             self.half_life = half_life_of_time_constants(t_min, t_max, self.half_life)
         if self.half_life is not None:
             self.half_life = half_life_of(self.half_life)
-        self.prune = None if self.prune is None else float(self.prune)
         self.horizon = None if self.horizon is None else float(self.horizon)
         if self.rope == "anneal" and self.anneal_tokens == 0:
             raise ValueError("rope='anneal' needs anneal_tokens > 0: the training tokens over which pairs fade")
@@ -144,6 +139,9 @@ class FoxSpec(FoxFields):
         """Builds a spec from the `fox` section of a config; an unknown key is an error that names the nearest one."""
         if not isinstance(values, dict):
             raise ValueError(f"the fox section must be a mapping of keys to values, got a {type(values).__name__}")
+        if values.get("prune") is not None:
+            logger.warning("prune is gone: it approximated attention to all keys, which is computed; see horizon")
+        values = {key: value for key, value in values.items() if key != "prune"}
         known = [*(f.name for f in fields(cls)), "t_min", "t_max"]
         for key in values:
             if key not in known:
@@ -210,7 +208,6 @@ IDLE = {
     "gate_heads": "how many gates there are",
     "open_heads": "which gates start open",
     "sink_tokens": "which tokens never decay",
-    "prune": "which keys are skipped",
     "horizon": "which keys are masked",
 }
 """Fields of a FoxSpec that others can leave without effect, and the thing each sets."""
@@ -235,12 +232,12 @@ def idle_fields(rope: str | None, anneal_to: str, gate: str, init: str) -> dict[
     if rope != "anneal":
         idle |= dict.fromkeys(("anneal_to", "anneal_tokens", "annealed_tokens"), "rope")
     if init == "open":
-        idle |= dict.fromkeys(("half_life", "open_heads", "prune", "horizon"), "init")
+        idle |= dict.fromkeys(("half_life", "open_heads", "horizon"), "init")
     if init == "alibi":
         idle["half_life"] = "init"
     if gate == "none":
         starts = ("half_life", "open_heads", "init", "gate_heads")
-        idle |= dict.fromkeys((*starts, "sink_tokens", "prune", "horizon"), "gate")
+        idle |= dict.fromkeys((*starts, "sink_tokens", "horizon"), "gate")
     return idle
 
 

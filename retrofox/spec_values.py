@@ -24,7 +24,6 @@ NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "annealed_tokens": (lambda x: 0 <= x < math.inf, "a finite number of tokens, 0 or more"),
     "sink_tokens": (lambda x: isinstance(x, int) and 0 <= x < 2**31, "an integer >= 0 and below 2^31"),
     "log_n": (lambda x: 2 <= x < math.inf, "a trained length of at least 2 tokens"),
-    "prune": (lambda x: -math.inf < x <= 0, "ln(eps) of the attention weight that may be lost, <= 0, say -10"),
     "horizon": (lambda x: 0 < x < math.inf, "the nats a key may decay by, a number above 0, say 16"),
 }
 """Field of a FoxSpec -> whether it may have a value, and words for the values that it may have."""

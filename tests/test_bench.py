@@ -59,14 +59,14 @@ def test_plan_covers_every_shape_gate_and_peer():
     assert [*dict.fromkeys(t.stage for t in plan)] == list(STAGES)
     table = {t.problem: t.contenders for t in plan if t.stage == "table"}
     assert set(table) == set(TABLE)
-    measured = {*bench_problems.DENSE, bench_problems.UNORDERED, *bench_problems.PRUNED}
+    measured = {*bench_problems.DENSE, bench_problems.UNORDERED, *bench_problems.SPARSE}
     assert all(measured == set(names) for names in table.values())
     extras = [t.problem for t in plan if t.stage == "extras" and isinstance(t.problem, Problem)]
     assert {p.D for p in extras} == {64, 80, 96, 128, 256}
     assert {p.gates for p in extras} == {"open", "mixed", "short"}
     assert any(p.document for p in extras)
     opened = {t.problem._replace(gates="short"): t.contenders for t in plan if t.problem.gates == "open"}
-    assert all({"ours", "ours, pruned"} <= set(opened[p]) for p in TABLE)
+    assert all({"ours", bench_problems.HORIZON} <= set(opened[p]) for p in TABLE)
     assert {(p.batch, p.T) for p in DECODE} >= {(b, T) for b in (1, 16) for T in (4096, 32768, 131072)}
     errors = {(t.problem.D, t.problem.gates) for t in plan if t.stage == "errors"}
     assert errors == {(D, g) for D in (64, 128) for g in ("open", "mixed", "short")}
@@ -80,8 +80,8 @@ def test_plan_leaves_out_the_peers_that_are_missing():
 
 
 def test_select_takes_what_every_pattern_matches():
-    plan = select(tasks(True, True), ["^table 2,8192", "ours($|, pruned)"], quick=False)
-    assert [(t.problem.D, t.contenders) for t in plan] == [(D, ("ours", "ours, pruned")) for D in (64, 128)]
+    plan = select(tasks(True, True), ["^table 2,8192", "ours($|, horizon)"], quick=False)
+    assert [(t.problem.D, t.contenders) for t in plan] == [(D, ("ours", bench_problems.HORIZON)) for D in (64, 128)]
     assert {t.stage for t in select(tasks(True, True), [], quick=True)} == {"table", "decode"}
     with pytest.raises(ValueError, match="matches nothing"):
         select(tasks(True, True), ["no such shape"], quick=False)
@@ -99,7 +99,7 @@ def test_targets_are_judged_at_their_limits():
     assert not by["FA2, no gate", TABLE[0].name]["met"]
     assert by["cuDNN, no gate", TABLE[0].name]["met"]
     assert not by["plain Triton / official", TABLE[0].name]["met"]
-    assert by["pruning on / off", TABLE[0]._replace(gates="open").name]["value"] == 1.0
+    assert by["horizon on / off", TABLE[0]._replace(gates="open").name]["value"] == 1.0
     assert by["decode / copy", "16 x 131072 open"]["met"]
     assert all(t["met"] for t in found if t["what"].startswith("error"))
 
@@ -319,7 +319,7 @@ def test_help_teaches_and_list_needs_no_gpu(capsys):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_pico_run_measures_all_it_promises(tmp_path, monkeypatch):
     plan = [
-        Task("table", Problem(1, 256, 4, 2, 64), ("ours", "ours, pruned", "plain Triton", "cuDNN, no gate")),
+        Task("table", Problem(1, 256, 4, 2, 64), ("ours", bench_problems.HORIZON, "plain Triton", "cuDNN, no gate")),
         Task("decode", Decode(1, 512), ("ours",)),
         Task("errors", Problem(1, 256, 4, 2, 64, "mixed"), ("ours", "plain Triton")),
     ]

@@ -219,7 +219,7 @@ def test_what_a_conversion_in_memory_can_not_honour_is_refused(pico_llama, optio
         {"layer_max_wavelength": {"first": 3}},
         {"pro": None},
         {"pro": [["k-shift"]]},
-        {"prune": "x"},
+        {"horizon": "x"},
         {"anneal_tokens": "10"},
         {"anneal_tokens": float("inf")},
         {"annealed_tokens": -5},

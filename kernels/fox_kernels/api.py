@@ -9,6 +9,7 @@ from . import chunked, chunked_operator, reference
 from .host.device import capability, triton_unsupported
 from .host.tracing import TENSORS, under_transform
 from .options import Documents, Options
+from .saved_checkpoints import without_pruning
 
 Tensor = torch.Tensor
 
@@ -41,7 +42,6 @@ def choose(
     window: int | None = None,
     sink: int = 0,
     softcap: float | None = None,
-    prune: float | None = None,
     horizon: float | None = None,
     backend: str = "auto",
 ) -> tuple[str, str]:
@@ -63,7 +63,7 @@ def choose(
         return backend, "asked for"
     if no_triton is not None and backend == "auto":
         return "chunked", no_triton
-    options = Options(1.0 if scale is None else scale, window, sink, softcap, prune, horizon)
+    options = Options(1.0 if scale is None else scale, window, sink, softcap, horizon)
     no_gluon = no_triton or gluon_unsupported(q, k, v, options)
     if backend == "gluon":
         if no_gluon is not None:
@@ -92,6 +92,7 @@ def announce(backend: str, reason: str) -> None:
         print(f"fox_kernels: backend {backend} ({reason})", file=sys.stderr)
 
 
+@without_pruning
 def forgetting_attention(
     q: Tensor,
     k: Tensor,
@@ -104,7 +105,6 @@ def forgetting_attention(
     window: int | None = None,
     sink: int = 0,
     softcap: float | None = None,
-    prune: float | None = None,
     horizon: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -122,10 +122,8 @@ def forgetting_attention(
     cu_seqlens  (N + 1,) int32, rising from 0 to S: N documents packed into B == 1, none sees another
     seq_start   (B,) int32, first visible position of each row (left padding); queries before it get o = 0, lse = -inf
     window      query i sees keys j > i - window only
-    sink        the first positions of each document, exempt from decay, from window, horizon and pruning
+    sink        the first positions of each document, exempt from decay, window and horizon
     softcap     scale * q.k becomes softcap * tanh(scale * q.k / softcap), before the decay
-    prune       ln(eps): leave out keys that together hold at most eps of a query's weight; None for all keys. The
-                kernels look for them where a forward has 1e11 floating point operations or more (`pruning.WORTH`)
     horizon     nats > 0: query i sees keys with c_i - c_j > -horizon only, whatever they score; part of the model, in
                 training and decoding alike. c falls, so the keys of a query that are hidden are the first ones
     backend     "auto", "reference", "chunked", "triton" or "gluon"; see `choose`
@@ -142,7 +140,7 @@ def forgetting_attention(
     q, k, v = chunked.under_autocast(q, k, v)
     given: dict = {
         "scale": scale, "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink,
-        "softcap": softcap, "prune": prune, "horizon": horizon,
+        "softcap": softcap, "horizon": horizon,
     }  # fmt: skip
     given["scale"] = chunked.check_arguments(q, k, v, log_f, **given)
     check_gates(log_f)
@@ -158,7 +156,7 @@ def forgetting_attention(
     if chosen == "chunked" and not torch.compiler.is_compiling():
         return chunked.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **given)
     options, documents = (
-        Options(given["scale"], window, sink, softcap, prune, horizon),
+        Options(given["scale"], window, sink, softcap, horizon),
         Documents(cu_seqlens, seq_start),
     )
     if chosen == "chunked":
@@ -179,6 +177,7 @@ def decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return planner.pays(q, k)
 
 
+@without_pruning
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -191,9 +190,7 @@ def decode_attention(
     window: int | None = None,
     sink: int = 0,
     softcap: float | None = None,
-    prune: float | None = None,
     horizon: float | None = None,
-    k_bound: Tensor | None = None,
 ) -> Tensor:
     """Forgetting Attention of the last T positions of a cache that keeps the gates' running sum, not the gates.
 
@@ -202,13 +199,11 @@ def decode_attention(
     q           (B, T, H, D), T * H / Hkv <= 64; k, v (B, S, Hkv, D), any strides; options as in `forgetting_attention`
     c_hi, c_lo  (B, H, S) float32, c as the sum of two floats; of any strides, the last 1: slices of longer buffers to
                 which a cache appends, so that nothing is summed again
-    k_bound     (B, Hkv) float32, at least the norm of every key of the head; kept beside the cache as a running maximum
-                it spares pruning a pass over all keys. A greater bound prunes less, one that is too small loses weight
 
     Returns o (B, T, H, D) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, and where
     a gradient is asked for: there is none.
     """
-    options = Options(scale, window, sink, softcap, prune, horizon)  # pyright: ignore[reportArgumentType]
+    options = Options(scale, window, sink, softcap, horizon)  # pyright: ignore[reportArgumentType]
     for name, x in (("q", q), ("k", k), ("v", v), ("c_hi", c_hi), ("c_lo", c_lo)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -229,8 +224,6 @@ def decode_attention(
         q, k, v, c_hi.transpose(1, 2), cu_seqlens=None, seq_start=seq_start, **options._asdict()
     )  # fmt: skip
     options = options._replace(scale=scale)
-    if k_bound is not None:
-        check_bound(k_bound, k)
     reason = triton_unsupported(q)
     if reason is not None:
         raise ValueError(f"decode_attention can't run: {reason}; use forgetting_attention")
@@ -240,15 +233,4 @@ def decode_attention(
         return q.new_empty(q.shape)
     from .decoding import operator as decode_operator
 
-    k_bound = None if k_bound is None else k_bound.contiguous()
-    return decode_operator.decode_attention(q, k, v, c_hi, c_lo, options, seq_start, k_bound)
-
-
-def check_bound(k_bound: Tensor, k: Tensor) -> None:
-    """Raise ValueError unless k_bound has a bound for every kv head of every sequence of k."""
-    bounds = (k.shape[0], k.shape[2])
-    if not isinstance(k_bound, Tensor):
-        raise ValueError(f"k_bound must be (B, Hkv) = {bounds} float32 on {k.device}, got {type(k_bound).__name__}")
-    if k_bound.shape != bounds or k_bound.dtype != torch.float32 or k_bound.device != k.device:
-        given = f"{tuple(k_bound.shape)} {k_bound.dtype} on {k_bound.device}"
-        raise ValueError(f"k_bound must be (B, Hkv) = {bounds} float32 on {k.device}, got {given}")
+    return decode_operator.decode_attention(q, k, v, c_hi, c_lo, options, seq_start)

@@ -3,7 +3,7 @@
 In eager mode the kernels are called directly. Where something watches or rewrites operators, they are one torch
 operator with a fake and a gradient, so that torch.compile sees no graph break:
 
-    fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo, residual, bounds
+    fox_kernels::attention            q, k, v, log_f -> o, lse2, c_hi, c_lo, residual
     fox_kernels::attention_backward   -> dq, dk, dv, dlog_f
 
 Torch's machinery for operators written in Python costs the host more than 0.1 ms a call, as much as a short problem
@@ -17,19 +17,11 @@ from torch import Tensor
 
 from . import determinism
 from .chunked import check_backward, within
-from .forward_backward import attend, differentiate, room_for_bounds, room_for_residual
+from .forward_backward import attend, differentiate, room_for_residual
 from .host.tracing import traced
 from .options import Backend, Documents, Options, Saved
 
 LN_2 = math.log(2)
-
-
-def _tensors(q: Tensor, residual: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return residual and bounds as an operator's outputs, which must be tensors: empty ones for None."""
-    return (
-        q.new_empty(0) if residual is None else residual,
-        q.new_empty(0, dtype=torch.int32) if bounds is None else bounds,
-    )
 
 
 @torch.library.custom_op("fox_kernels::attention", mutates_args=())
@@ -44,29 +36,25 @@ def attention(
     window: int | None,
     sink: int,
     softcap: float | None,
-    prune: float | None,
     horizon: float | None,
     backend: str,
     for_backward: bool,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options, documents = Options(scale, window, sink, softcap, prune, horizon), Documents(cu_seqlens, seq_start)
-    (o, lse2, c_hi, c_lo, residual, bounds), _ = attend(
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options, documents = Options(scale, window, sink, softcap, horizon), Documents(cu_seqlens, seq_start)
+    (o, lse2, c_hi, c_lo, residual), _ = attend(
         q, k, v, log_f, options, documents, Backend(backend, for_backward, deterministic)
     )
-    if bounds is None:  # none were worth a search: zeros in their place, as shapes can't depend on that
-        bounds = room_for_bounds(q, for_backward, prune)
-        bounds = None if bounds is None else bounds.zero_()
-    return o, lse2, c_hi, c_lo, *_tensors(q, residual, bounds)
+    return o, lse2, c_hi, c_lo, q.new_empty(0) if residual is None else residual  # an output must be a tensor
 
 
 @attention.register_fake
-def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, horizon, backend, for_backward, *_):
+def _(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, horizon, backend, for_backward, *_):
     (B, T, H, D), S = q.shape, k.shape[1]
     o = q.new_empty(B, T, H, D)
     lse2, c_hi, c_lo = (q.new_empty(B, H, n, dtype=torch.float32) for n in (T, S, S))
-    residual, bounds = room_for_residual(q, for_backward), room_for_bounds(q, for_backward, prune)
-    return o, lse2, c_hi, c_lo, *_tensors(q, residual, bounds)
+    residual = room_for_residual(q, for_backward)
+    return o, lse2, c_hi, c_lo, q.new_empty(0) if residual is None else residual
 
 
 @torch.library.custom_op("fox_kernels::attention_backward", mutates_args=())
@@ -82,22 +70,18 @@ def attention_backward(
     c_hi: Tensor,
     c_lo: Tensor,
     residual: Tensor,
-    bounds: Tensor,
     scale: float,
     cu_seqlens: Tensor | None,
     seq_start: Tensor | None,
     window: int | None,
     sink: int,
     softcap: float | None,
-    prune: float | None,
     horizon: float | None,
     backend: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    saved = Saved(
-        o, lse2, c_hi, c_lo, residual if residual.numel() else None, bounds if bounds.numel() else None
-    )  # fmt: skip
-    options, documents = Options(scale, window, sink, softcap, prune, horizon), Documents(cu_seqlens, seq_start)
+    saved = Saved(o, lse2, c_hi, c_lo, residual if residual.numel() else None)
+    options, documents = Options(scale, window, sink, softcap, horizon), Documents(cu_seqlens, seq_start)
     return differentiate(
         do, dlse2, q, k, v, log_f, saved, options, documents, Backend(backend, True, deterministic)
     )  # fmt: skip
@@ -121,7 +105,7 @@ def _keep(ctx, inputs, saved, options: Options, documents: Documents, way: Backe
 def _kept(ctx) -> tuple[tuple[Tensor, ...], Saved, Documents]:
     """Return q, k, v, log_f and the rest of what `_keep` saved."""
     tensors = ctx.saved_tensors
-    return tensors[:4], Saved(*tensors[4:10]), Documents(*tensors[10:])
+    return tensors[:4], Saved(*tensors[4:9]), Documents(*tensors[9:])
 
 
 def _setup_context(ctx, inputs, output):
@@ -138,7 +122,7 @@ def _backward(ctx, do, dlse2, *_):
     grads = attention_backward(
         do, dlse2, *inputs, *saved, scale, cu_seqlens, seq_start, *options, backend, deterministic
     )  # fmt: skip
-    return *grads, *[None] * 11
+    return *grads, *[None] * 10
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
@@ -167,8 +151,8 @@ def forgetting_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`fox_kernels.forgetting_attention`, which has checked the arguments, by the Triton or the Gluon kernels."""
     window, sink = within(options.window, options.sink, k.shape[1])
-    softcap, prune, horizon = (None if x is None else float(x) for x in options[3:])
-    options = Options(options.scale, window, sink, softcap, prune, horizon)
+    softcap, horizon = (None if x is None else float(x) for x in options[3:])
+    options = Options(options.scale, window, sink, softcap, horizon)
     for_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f))
     way = Backend(backend, for_backward, determinism.is_deterministic())
     if traced(q, k, v, log_f):

@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 def check_arguments(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, scale: float | None = None, cu_seqlens: Tensor | None = None,
     seq_start: Tensor | None = None, window: int | None = None, sink: int = 0, softcap: float | None = None,
-    prune: float | None = None, horizon: float | None = None,
+    horizon: float | None = None,
 ) -> float:  # fmt: skip
     """Return the scale to use, or raise ValueError naming the wrong argument, what is allowed and what to do."""
     given = {"q": q, "k": k, "v": v, "log_f": log_f, "cu_seqlens": cu_seqlens, "seq_start": seq_start}
@@ -81,8 +81,6 @@ def check_arguments(
     held = torch.finfo(dtype)
     if softcap is not None and not (_is_finite(softcap) and held.tiny <= softcap <= held.max):
         raise ValueError(f"softcap must be a finite float > 0 that {dtype} holds, or None; got {softcap!r}")
-    if prune is not None and not (_is_finite(prune) and prune <= 0):
-        raise ValueError(f"prune is ln(eps) of the weight that may be lost, <= 0 (say -10.0), or None; got {prune!r}")
     if horizon is not None and not (_is_finite(horizon) and horizon > 0):
         raise ValueError(f"horizon must be a finite float > 0, the nats a key may decay by, or None; got {horizon!r}")
     if scale is not None and not (_is_finite(scale) and abs(scale) <= held.max):
@@ -162,25 +160,6 @@ def cumulative(log_f: Tensor) -> Tensor:
     return log_f.to(torch.float64).clamp_min(LOG_F_MIN).cumsum(1).transpose(1, 2)
 
 
-def prune_limit(q: Tensor, k: Tensor, c: Tensor, scale: float, softcap: float | None, log_eps: float) -> Tensor:
-    """Return (B, H, T): key j may be dropped for query i when c_j exceeds the limit, losing at most eps of weight.
-
-        drop when c_i - c_j < ln eps - ln S - 2 U_i,   U_i = |scale| |q_i| max_j |k_j| >= |scale * q_i.k_j|
-
-    The diagonal key keeps the softmax's denominator >= exp(-U_i) and each of at most S dropped keys adds less than
-    exp(U_i + c_i - c_j). A softcap bounds U_i too. Source: Lin et al. 2025, arXiv 2504.06949.
-    """
-    (_, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
-    q_norm = torch.linalg.vector_norm(q.to(torch.float64), dim=-1).transpose(1, 2)
-    if S == 0:
-        return c
-    k_norm = torch.linalg.vector_norm(k.to(torch.float64), dim=-1).amax(1).repeat_interleave(H // Hkv, dim=1)
-    bound = abs(scale) * q_norm * k_norm[:, :, None]
-    if softcap is not None:
-        bound = bound.clamp_max(softcap)
-    return c[:, :, S - T :] - (log_eps - math.log(S) - 2 * bound)
-
-
 class _Problem(NamedTuple):
     """Shared by all chunks; C = D + G + 2 channels, the group's G query heads are stacked into rows."""
 
@@ -197,7 +176,7 @@ class _Problem(NamedTuple):
     sink: int
 
 
-def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, prune, horizon) -> _Problem:
+def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, horizon) -> _Problem:
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     G = H // Hkv
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -208,16 +187,12 @@ def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap
     first = start[:, None]
     if window is not None:
         first = torch.maximum(first, torch.arange(S - T, S, device=q.device) - (window - 1))
-    rising = (-c).masked_fill(c.isnan(), math.inf).contiguous()
-    if horizon is not None:
+    if horizon is not None:  # c falls, so the keys that are hidden are the first ones
+        rising = (-c).masked_fill(c.isnan(), math.inf).contiguous()
         limit = c[:, :, S - T :] + horizon
         hidden = torch.searchsorted(rising, (-limit).contiguous(), right=True)
         first = torch.maximum(first, hidden.masked_fill(limit.isnan(), 0))  # NaN hides nothing, to be seen itself
-    if prune is not None:
-        limit = prune_limit(q, k, c, scale, softcap, prune)
-        dropped = torch.searchsorted(rising, (-limit).contiguous())  # c falls, so they are a prefix
-        first = torch.maximum(first, dropped.masked_fill(limit.isnan(), 0))
-    restricted = any(x is not None for x in (cu_seqlens, seq_start, window, prune, horizon))
+    restricted = any(x is not None for x in (cu_seqlens, seq_start, window, horizon))
     keys = torch.ones(B, Hkv, S, D + G + 2, dtype=dtype, device=q.device)
     keys[..., :D] = k.transpose(1, 2)
     values = torch.ones(B, Hkv, S, D + 1, dtype=dtype, device=q.device)
@@ -436,7 +411,7 @@ def suffix_sum(dc: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def forgetting_attention(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, scale: float | None = None, cu_seqlens: Tensor | None = None,
     seq_start: Tensor | None = None, window: int | None = None, sink: int = 0, softcap: float | None = None,
-    prune: float | None = None, horizon: float | None = None, return_lse: bool = False,
+    horizon: float | None = None, return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Forgetting Attention with memory linear in the tokens, on any device.
 
@@ -451,10 +426,10 @@ def forgetting_attention(
     q, k, v = under_autocast(q, k, v)
     scale = check_arguments(
         q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
-        softcap=softcap, prune=prune, horizon=horizon,
+        softcap=softcap, horizon=horizon,
     )  # fmt: skip
     window, sink = within(window, sink, k.shape[1])
-    options = (scale, cu_seqlens, seq_start, window, sink, softcap, prune, horizon)
+    options = (scale, cu_seqlens, seq_start, window, sink, softcap, horizon)
     if q.numel() == 0:  # no query: nothing to compute, but every input keeps its (zero) gradient
         o = q + (0 * (k.sum() + v.sum() + log_f.sum())).to(q.dtype)
         lse = log_f[:, : q.shape[1]].to(torch.float64 if q.dtype == torch.float64 else torch.float32)

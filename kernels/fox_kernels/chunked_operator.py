@@ -25,12 +25,11 @@ def attention(
     window: int | None,
     sink: int,
     softcap: float | None,
-    prune: float | None,
     horizon: float | None,
 ) -> tuple[Tensor, Tensor]:
     if q.numel() == 0:
         return _like_outputs(q, k)
-    return chunked._attend(q, k, v, log_f, (scale, cu_seqlens, seq_start, window, sink, softcap, prune, horizon))
+    return chunked._attend(q, k, v, log_f, (scale, cu_seqlens, seq_start, window, sink, softcap, horizon))
 
 
 def _like_outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,12 +60,11 @@ def attention_backward(
     window: int | None,
     sink: int,
     softcap: float | None,
-    prune: float | None,
     horizon: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if q.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), log_f.new_zeros(log_f.shape)
-    options = (scale, cu_seqlens, seq_start, window, sink, softcap, prune, horizon)
+    options = (scale, cu_seqlens, seq_start, window, sink, softcap, horizon)
     dq, dk, dv, d_log_f = chunked._gradients(do, dlse, q, k, v, log_f, o, lse, options)
     return dq, dk.contiguous(), dv.contiguous(), d_log_f.contiguous()
 
@@ -88,7 +86,7 @@ def _backward(ctx, do, dlse):
     q, k, v, log_f, o, lse, cu_seqlens, seq_start = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     grads = attention_backward(do, dlse, q, k, v, log_f, o, lse, ctx.scale, cu_seqlens, seq_start, *ctx.options)
-    return *grads, *[None] * 8
+    return *grads, *[None] * 7
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
@@ -98,9 +96,9 @@ def forgetting_attention(
     q, k, v, log_f, options: Options, documents: Documents, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`chunked.forgetting_attention` for arguments that have been checked, as one operator."""
-    softcap, prune, horizon = (None if x is None else float(x) for x in options[3:])
+    softcap, horizon = (None if x is None else float(x) for x in options[3:])
     window, sink = chunked.within(options.window, options.sink, k.shape[1])
     cu_seqlens, seq_start, *_ = documents
-    o, lse = attention(q, k, v, log_f, options.scale, cu_seqlens, seq_start, window, sink, softcap, prune, horizon)
+    o, lse = attention(q, k, v, log_f, options.scale, cu_seqlens, seq_start, window, sink, softcap, horizon)
     o = chunked._outward(o, q)
     return (o, lse.transpose(1, 2).contiguous()) if return_lse else o

@@ -1,9 +1,9 @@
 """One forward and one backward by the Triton or the Gluon kernels, from the gates' sums to the gates' gradient.
 
 residual: the rounding error of o, for the backward. With saturated gates, gradients are differences of do.v and do.o
-that agree in more digits than 16 bits hold. first_seen: the keys that a horizon hides. bounds: those that pruning
-leaves out. edges: where documents, padding and windows begin and end. Both passes use one copy of each; each is None
-where it isn't needed. No value is read back to the host.
+that agree in more digits than 16 bits hold. first_seen: the keys that a horizon hides. edges: where documents, padding
+and windows begin and end. Both passes use one copy of each; each is None where it isn't needed. No value is read back
+to the host.
 """
 
 import functools
@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import cumsum, pruning
+from .common import cumsum
 from .common.horizon import found_edges
 from .decoding import planner
 from .host.device import on_device
-from .host.strides import aligned
 from .options import Backend, Documents, Options, Saved
 from .plain.backward import launch_backward
 from .plain.forward import launch_forward
@@ -40,20 +39,6 @@ def room_for_residual(q: Tensor, for_backward: bool) -> Tensor | None:
     return None
 
 
-def room_for_bounds(q: Tensor, for_backward: bool, prune: float | None) -> Tensor | None:
-    """Return room for the pruning bounds, or None where the backward needs none."""
-    B, T, H, _ = q.shape
-    if for_backward and prune is not None:
-        return torch.empty(B, H, -(-T // pruning.BLOCK_M), dtype=torch.int32, device=q.device)
-    return None
-
-
-def worthwhile(q: Tensor, k: Tensor, options: Options) -> Options:
-    """Return options without pruning where a search for what to prune costs more than it saves."""
-    kept = options.prune is None or pruning.worth(q, k, options.prune) is not None
-    return options if kept else options._replace(prune=None)
-
-
 def as_made(x: Tensor | None) -> Tensor | None:
     """Return a saved tensor, contiguous and aligned: a saved-tensor hook may have copied it with other strides."""
     if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
@@ -68,20 +53,15 @@ def attend(q, k, v, log_f, options: Options, documents: Documents, way: Backend)
             c_hi, c_lo = cumsum.cumulative(log_f)
             o, lse2 = planner.launch_decode(q, k, v, c_hi, c_lo, options, documents.seq_start)
             return Saved(o, lse2, c_hi, c_lo), documents
-        options = worthwhile(q, k, options)
         residual = room_for_residual(q, way.for_backward)
-        bounds = room_for_bounds(q, way.for_backward, options.prune)
         extra: dict[str, Any] = {}
         if way.backend == "gluon":
             extra["counter"] = torch.empty(1, dtype=torch.int32, device=q.device)
         c_hi, c_lo = cumsum.cumulative(log_f, extra.get("counter"))
         documents = found_edges(c_hi, c_lo, q.shape[1], options, documents, per_head=way.backend == "gluon")
-        if bounds is not None:
-            q, k = aligned(q), aligned(k)
-            bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, out=bounds)
         launch, _ = launchers(way.backend)
-        o, lse2 = launch(q, k, v, c_hi, c_lo, options, documents, residual=residual, bounds=bounds, **extra)
-        return Saved(o, lse2, c_hi, c_lo, residual, bounds), documents
+        o, lse2 = launch(q, k, v, c_hi, c_lo, options, documents, residual=residual, **extra)
+        return Saved(o, lse2, c_hi, c_lo, residual), documents
 
 
 def differentiate(
@@ -99,8 +79,5 @@ def differentiate(
             if dlse2 is not None and documents.seq_start is not None:
                 # rows that see nothing have no part in the loss, but may have a gradient of NaN
                 dlse2 = dlse2.masked_fill(saved.lse2 == -math.inf, 0.0)
-        options = worthwhile(q, k, options)
-        if options.prune is None and saved.bounds is not None:
-            saved = saved._replace(bounds=None)
         dq, dk, dv, dc = launch(do, dlse2, q, k, v, saved, options, documents, **extra)
         return dq, dk, dv, cumsum.gate_gradient(dc, log_f)

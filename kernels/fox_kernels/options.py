@@ -9,13 +9,12 @@ from torch import Tensor
 
 
 class Options(NamedTuple):
-    """Options of `forgetting_attention`, checked; prune is ln(eps), horizon is in nats."""
+    """Options of `forgetting_attention`, checked; horizon is in nats."""
 
     scale: float
     window: int | None = None
     sink: int = 0
     softcap: float | None = None
-    prune: float | None = None
     horizon: float | None = None
 
 
@@ -55,7 +54,7 @@ class Saved(NamedTuple):
     """Tensors that a forward saves for its backward, o (B, T, H, D) among them.
 
     lse2 (B, H, T) float32 is the base-2 log-sum-exp, c_hi + c_lo (B, H, S) float32 the gates' sums times log2(e).
-    residual, like o, is the rounding error of o; bounds is what `common.pruning.loop_bounds` returns. None: not needed.
+    residual, like o, is the rounding error of o, None where it isn't needed.
     """
 
     o: Tensor
@@ -63,7 +62,6 @@ class Saved(NamedTuple):
     c_hi: Tensor
     c_lo: Tensor
     residual: Tensor | None = None
-    bounds: Tensor | None = None
 
 
 class Backend(NamedTuple):

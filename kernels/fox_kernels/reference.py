@@ -5,33 +5,28 @@
     log_f   (B, S, H)   log of the forget gate f = sigmoid(w.x + b), one per position and query head, <= 0
     c       (B, H, S)   cumulative log-forget: c_t = sum_{l <= t} max(log_f_l, -1e4); always summed in float64
     start   (B, S)      first position of a query's document: from cu_seqlens (packed), seq_start (left padding), else 0
-    sink    keys start <= j < start + sink: no decay for them, and neither window, horizon nor pruning hides them
+    sink    keys start <= j < start + sink: no decay for them, and neither window nor horizon hides them
     horizon nats > 0: a key is visible while it has decayed by less. c falls, so the hidden keys of a query are a prefix
 
-    visible(i, j)  =  start_i <= j <= i  and  (near(i, j)  or  j is a sink)  and not pruned(i, j)
+    visible(i, j)  =  start_i <= j <= i  and  (near(i, j)  or  j is a sink)
     near(i, j)     =  i - j < window  and  c_j < c_i + horizon
     raw_ij         =  scale * q_i.k_j,  then  softcap * tanh(raw_ij / softcap)  if there is a softcap
     s_ij           =  raw_ij + (c_i - c_j),  sinks: raw_ij alone
     lse_i          =  ln sum_{visible j} exp(s_ij)
     o_i            =  sum_{visible j} exp(s_ij - lse_i) v_j;   o_i = 0 and lse_i = -inf if nothing is visible
 
-    pruned(i, j)   =  c_i - c_j < ln eps - ln S - 2 U_i,  U_i = |scale| |q_i| max_j |k_j| (at most softcap); no sink
+The horizon is part of the model: every implementation hides the same keys, and it has no gradient. Matrix products run
+in the inputs' dtype; logits, decay and softmax in float32, or in float64 for float64.
 
-The pruned keys of a query hold together at most eps of its attention weight; a faster implementation may prune fewer or
-other keys within the same bound. The horizon is no approximation but part of the model: every implementation hides the
-same keys, and it has no gradient. Matrix products run in the inputs' dtype; logits, decay and softmax in float32, or in
-float64 for float64.
-
-Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130; for `prune`
-"Adaptive Computation Pruning for the Forgetting Transformer", 2025, arXiv 2504.06949. We differ from the papers in the
-sinks, in the packed documents, in the horizon, and in summing c more precisely.
+Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130. We differ from the paper in the sinks, in the
+packed documents, in the horizon, and in summing c more precisely.
 """
 
 import math
 
 import torch
 
-from .chunked import check_arguments, cumulative, document_starts, prune_limit, under_autocast, within
+from .chunked import check_arguments, cumulative, document_starts, under_autocast, within
 
 Tensor = torch.Tensor
 
@@ -48,7 +43,6 @@ def forgetting_attention(
     window: int | None = None,
     sink: int = 0,
     softcap: float | None = None,
-    prune: float | None = None,
     horizon: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -61,7 +55,7 @@ def forgetting_attention(
     q, k, v = under_autocast(q, k, v)
     scale = check_arguments(
         q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
-        softcap=softcap, prune=prune, horizon=horizon,
+        softcap=softcap, horizon=horizon,
     )  # fmt: skip
     (B, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -74,9 +68,6 @@ def forgetting_attention(
     start = document_starts(B, S, cu_seqlens, seq_start, q.device)[:, None, S - T :, None]  # (B, 1, T, 1)
     is_sink = j < start + sink
     hidden = torch.zeros_like(is_sink) if window is None else i - j >= window
-    if prune is not None:
-        limit = prune_limit(q.detach(), k.detach(), c.detach(), scale, softcap, prune)
-        hidden = hidden | (c.detach()[:, :, None, :] > limit[..., None])
     if horizon is not None:
         hidden = hidden | (c[:, :, None, :] >= (c[:, :, S - T :] + horizon)[..., None])
     visible = (start <= j) & (j <= i) & (is_sink | ~hidden)

@@ -1,12 +1,19 @@
-"""The module names under which code saved beside checkpoints imports the fused functions: `fox_kernels.fused_gate`, ...
+"""What code saved beside checkpoints asks of this package, and it no longer has.
 
-A checkpoint carries its model code, which was written when these were modules of their own. Each name stands for a
-module that is imported when something is asked of it, so that this needs no Triton.
+The fused functions were modules of their own: `fox_kernels.fused_gate`, ... Each name stands for a module that is
+imported when something is asked of it, so that this needs no Triton. Operators were told what to prune.
 """
 
+import functools
 import importlib
 import sys
 import types
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Operator = TypeVar("Operator", bound=Callable)
 
 MODULES = {
     "fused_append": "decoding.append",
@@ -37,3 +44,20 @@ def register(package: str) -> None:
     """Make `from fox_kernels.fused_gate import gate` and the like work."""
     for name, module in MODULES.items():
         sys.modules.setdefault(f"{package}.{name}", Renamed(name, package, module))
+
+
+def without_pruning(operator: Operator) -> Operator:
+    """`operator` for callers that pass prune and k_bound: pruning approximated attention to all keys, which this is."""
+
+    @functools.wraps(operator)
+    def call(*arguments, prune=None, k_bound=None, **options):
+        if prune is not None and not torch.compiler.is_compiling():
+            _note_once()
+        return operator(*arguments, **options)
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+@functools.cache
+def _note_once() -> None:
+    print("fox_kernels: prune is gone: all keys are computed; a horizon leaves keys out", file=sys.stderr)

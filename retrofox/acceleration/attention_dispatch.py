@@ -34,7 +34,7 @@ def choosing(slow: Callable[[Any], tuple[str, str]]) -> Callable[[Any], tuple[st
 
 
 def by_decoding(call: Any) -> torch.Tensor:
-    """The kernels for decoding. By a horizon they skip keys; pruned or not, they read all others."""
+    """The kernels for decoding; they skip keys beyond a horizon."""
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     high, low = (x[..., : call.key.shape[2]] for x in call.gates.layer.cumulative())
     return decode_attention(q, k, v, high, low, seq_start=call.seq_start, **_options(call))
@@ -53,6 +53,7 @@ def by_step(call: Any, masked_attention: Callable[..., torch.Tensor]) -> torch.T
 
 
 def _options(call: Any) -> dict[str, Any]:
+    """Of code saved beside a checkpoint, too, which may still name what to prune: an approximation of all keys."""
     return {name: value for name, value in call.options.items() if name != "prune"}
 
 

@@ -75,7 +75,7 @@ class GrowingLayer(DynamicLayer):
         self._check(wide)
         end = self._length + wide.shape[2]
         if self._fits(end) and appends(wide, value_states, log_f):
-            append(self._rooms, self._length, wide, value_states, log_f, None, head_dim)
+            append(self._rooms, self._length, wide, value_states, log_f)
             self._show(end)
         else:
             self._append([wide, value_states, self._continued(log_f)], end)

@@ -133,7 +133,7 @@ class FixedLayer(GrowingLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):  # type: ignore[override]
         log_f, wide, head_dim = self._taken_in(key_states)
         if appends(wide, value_states, log_f):
-            append(self._rooms, self.length.on_device, wide, value_states, log_f, None, head_dim)
+            append(self._rooms, self.length.on_device, wide, value_states, log_f)
         else:
             self._write(wide, value_states, log_f)
         self.keys, self.values, self.sums = (x[:, :, : self.length.reads] for x in self._rooms)

@@ -77,7 +77,7 @@ def _table(title: str, plan: dict[str, Any]) -> None:
         "RoPE": f"{spec['rope']}: {pairs} of {plan['rotary_pairs']} pairs kept{span}",
         "sink tokens": exemption(plan["exempt_tokens"]),
         "Pro parts": ", ".join(spec["pro"]) or "none",
-        "pruning": "none" if spec["prune"] is None else f"keys that weigh at most e^{spec['prune']:g} are left out",
+        "horizon": "none" if spec["horizon"] is None else f"keys that decayed by {spec['horizon']:g} nats are masked",
         "added": f"{plan['tensors_added']} tensors, {plan['parameters_added']:,} parameters, "
         + size(plan["bytes_added"]),
     }

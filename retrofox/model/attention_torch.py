@@ -88,7 +88,7 @@ def masked_attention(
 def forgetting_attention(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, scale: float | None = None, cu_seqlens: Tensor | None = None,
     seq_start: Tensor | None = None, window: int | None = None, sink: int = 0, softcap: float | None = None,
-    prune: float | None = None, horizon: float | None = None,
+    horizon: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Causal Forgetting Attention, a chunk of queries at a time; the backward computes each chunk again.
 
@@ -97,7 +97,6 @@ def forgetting_attention(
         log_f: (B, S, H) float32, natural log.
         cu_seqlens: (N + 1,) document starts of one row; seq_start: (B,) the first visible position of each row.
         window: keys that a query sees, its own included; sink: first positions of a document, exempt from decay.
-        prune: ignored: every key is computed, which is within its bound.
 
     Returns: (B, T, H, D)
     """

@@ -45,7 +45,6 @@ class FoxFields:
     sink_tokens: int = 1
     pro: tuple[str, ...] = ()
     log_n: int | None = None
-    prune: float | None = None
     horizon: float | None = None
     base: str | None = None
     base_revision: str | None = None

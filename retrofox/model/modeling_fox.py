@@ -562,7 +562,7 @@ class Call(NamedTuple):
 
     query (B, H, T, D); key, value (B, Hkv, S, D), the queries being the last T of the S positions; seq_start (B,) the
     first visible position of each row; mask (B, 1, T, S), anything; cu_seqlens (N + 1,) over flattened tokens; options:
-    scale, window, sink, softcap, prune, horizon.
+    scale, window, sink, softcap, horizon.
     """
 
     query: Tensor
@@ -662,7 +662,7 @@ class FoxMixin(nn.Module):
             raise ValueError("bidirectional attention can't forget: gates need a causal model")
         heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
         self.mode = "fox"
-        self.log_n, self.prune, self.horizon, self.sink_tokens = spec.log_n, spec.prune, spec.horizon, spec.sink_tokens
+        self.log_n, self.horizon, self.sink_tokens = spec.log_n, spec.horizon, spec.sink_tokens
         gates = kv_heads if spec.gate_heads == "kv" else heads
         self.num_fox_heads, self.heads_per_gate = heads, heads // gates
         self.forget_gate = None if spec.gate == "none" else ForgetGate(hidden, gates, spec)
@@ -732,7 +732,6 @@ class FoxMixin(nn.Module):
             "window": sliding_window,
             "sink": self.sink_tokens if sliding_window is None else 0,  # a window hides them from later queries
             "softcap": softcap,
-            "prune": None if self.mode == "original" else self.prune,
             "horizon": self.horizon if self.mode in ("fox", "shuffled") else None,
         }
         seq_start = mask = None

@@ -22,14 +22,16 @@ LOG2_E = 1 / math.log(2)
 @functools.cache
 def _launchers() -> Any:
     """What needs Triton, imported on first use."""
+    from fox_kernels.common.horizon import first_seen
     from fox_kernels.host.device import on_device
-    from fox_kernels.options import Options, Saved, Shard
+    from fox_kernels.options import Documents, Options, Saved, Shard
     from fox_kernels.plain.backward import launch_backward
     from fox_kernels.plain.forward import launch_forward
 
     return SimpleNamespace(
-        forward=launch_forward, backward=launch_backward, Options=Options, Saved=Saved, Shard=Shard, on=on_device
-    )
+        forward=launch_forward, backward=launch_backward, first_seen=first_seen, Documents=Documents, Options=Options,
+        Saved=Saved, Shard=Shard, on=on_device,
+    )  # fmt: skip
 
 
 def attend(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +40,9 @@ def attend(part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         return attend_part(part)
     launchers, given = _launchers(), _Given(part)
     with launchers.on(part.q):
-        o, lse2 = launchers.forward(*given.qkv, *given.c, given.options, shard=given.shard, out_dtype=torch.float32)
+        o, lse2 = launchers.forward(
+            *given.qkv, *given.c, given.options, given.documents, shard=given.shard, out_dtype=torch.float32
+        )
     hk, groups, queries, width = part.q.shape
     full_o = o.new_zeros(hk, groups, queries, width)
     full_lse = o.new_full((hk, groups, queries), -math.inf)
@@ -61,8 +65,8 @@ def differentiate(
     row_sum = torch.empty_like(lse2)
     with launchers.on(part.q):
         dq, dk, dv, dc = launchers.backward(
-            _flat(do[:, :, seeing].to(part.q.dtype)), None, *given.qkv, saved, given.options, shard=given.shard,
-            row_sum=row_sum, gradient_dtype=torch.float32,
+            _flat(do[:, :, seeing].to(part.q.dtype)), None, *given.qkv, saved, given.options, given.documents,
+            shard=given.shard, row_sum=row_sum, gradient_dtype=torch.float32,
         )  # fmt: skip
     by_query = row_sum[0].double()
     by_key = -dc[0].double()
@@ -93,13 +97,24 @@ class _Given:
         self.seeing = slice(skipped, None)
         q = _flat(part.q[:, :, self.seeing])
         self.qkv = q, part.k.transpose(0, 1)[None], part.v.transpose(0, 1)[None]
-        c = (-part.cols.flatten(0, 1) * LOG2_E)[None]
-        high = c.float()
-        self.c = high.contiguous(), (c - high).float().contiguous()
-        self.options = launchers.Options(part.scale, part.window, 0, part.softcap)
+        self.c = _two_floats(-part.cols)
+        self.options = launchers.Options(part.scale, part.window, 0, part.softcap, part.horizon)
         self.shard = launchers.Shard(self.offset)
+        first = None
+        if part.horizon is not None:
+            with launchers.on(part.q):
+                queries = _two_floats(part.rows[:, :, self.seeing])
+                first = launchers.first_seen(*self.c, q.shape[1], self.options, q_offset=self.offset, queries=queries)
+        self.documents = launchers.Documents(first_seen=first)
         own = torch.arange(self.offset, self.offset + q.shape[1], device=q.device).clamp_max(keys - 1)
         self.shift = part.rows[:, :, self.seeing] + part.cols[:, :, own]
+
+
+def _two_floats(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(hk, G, n) float64, natural units -> (1, hk G, n) in base 2, as two floats."""
+    c = (c.flatten(0, 1) * LOG2_E)[None]
+    high = c.float()
+    return high.contiguous(), (c - high).float().contiguous()
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ class Traffic:
 
     Attributes:
         bytes: by kind: "heads" (tokens for heads), "keys" (the ring's keys, values and gates), "gradients" (the way
-            back), "summaries" (the gates' sums and bounds, sinks, shifts).
+            back), "summaries" (the gates' sums, sinks, shifts).
         hops, hops_saved: (row, chunk of keys, chunk of queries, kv head) for which keys had to move, and for which
-            documents, windows or pruning showed that none had to.
+            documents, windows or a horizon showed that none had to.
     """
 
     bytes: dict[str, int] = field(default_factory=dict)

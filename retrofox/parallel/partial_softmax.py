@@ -25,6 +25,7 @@ class Part:
         q: (hk, G, T, D); k, v: (hk, S, D), in the model's dtype.
         rows: (hk, G, T) float64, cols: (hk, G, S) float64, natural units; None: no decay (sinks).
         first_query, first_key: places in the row, which say what is causal and inside the window.
+        horizon: nats by which a key that is seen has decayed less; not for sinks.
     """
 
     q: torch.Tensor
@@ -37,6 +38,7 @@ class Part:
     scale: float
     softcap: float | None
     window: int | None
+    horizon: float | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,13 +58,17 @@ class Part:
         if self.softcap is not None:
             capped = torch.tanh(s / self.softcap)
             s = self.softcap * capped
+        beyond = None
         if self.rows is not None and self.cols is not None:
-            s = s + (self.rows[:, :, span, None] + self.cols[:, :, None]).to(s.dtype)
+            decay = self.rows[:, :, span, None] + self.cols[:, :, None]
+            s = s + decay.to(s.dtype)
+            beyond = None if self.horizon is None else decay <= -self.horizon  # NaN is to be seen
         positions = torch.arange(self.first_query + span.start, self.first_query + span.stop, device=s.device)[:, None]
         keys = torch.arange(self.first_key, self.first_key + self.k.shape[1], device=s.device)
         hidden = keys > positions
         if self.window is not None and self.rows is not None:
             hidden = hidden | (positions - keys >= self.window)
+        hidden = hidden if beyond is None else hidden | beyond
         return s.masked_fill(hidden, -math.inf), capped
 
 

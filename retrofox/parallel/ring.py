@@ -6,7 +6,7 @@ device. Those of the document that began earlier see, part by part,
     the document's sinks (summed up once over the ring), its keys in the same chunk, and its keys in earlier chunks
 
 and the parts merge by their log-sum-exp. Keys of other processes come in R - 1 hops, at hop h from h places back; a hop
-carries only what documents, windows and, with pruning, the gates leave to be seen (`offsets`), so it may carry nothing.
+carries only what documents, windows and a horizon leave to be seen (`offsets`), so it may carry nothing.
 The backward fetches the keys again and sends their gradients back, in float32.
 """
 
@@ -66,7 +66,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, log_f, mesh: Mesh, plan: RingPlan, options: dict[str, Any]) -> torch.Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            summary = Summary(mesh, plan, q, k, log_f, options)
+            summary = Summary(mesh, plan, log_f, k.shape[2], options["horizon"])
             walk = Walk(mesh, plan, options, summary, q, k, v, log_f)
             o = torch.zeros(q.shape, dtype=walk.dtype, device=q.device)
             lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=walk.dtype, device=q.device)

@@ -65,7 +65,17 @@ class Walk:
         k, v = (x.to(self.q.dtype).transpose(0, 1) for x in (k, v))
         first, given = task.chunk * self.plan.chunk, self.options
         return Part(
-            task.q[heads], k, v, rows, cols, first, first_key, given["scale"], given["softcap"], given["window"]
+            task.q[heads],
+            k,
+            v,
+            rows,
+            cols,
+            first,
+            first_key,
+            given["scale"],
+            given["softcap"],
+            given["window"],
+            given["horizon"],
         )
 
     def own_parts(self, task: Task, sinks: torch.Tensor) -> list[tuple[str, tuple[Part, Any]]]:

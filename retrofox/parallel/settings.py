@@ -129,11 +129,6 @@ def refuse_sharing(model: Any, length: int, split: Degrees, name: str = "context
         )
     check_length(length, split)
     chunk = length // split.chunks
-    if split.ring > 1 and any(module.horizon is not None for _, module in attentions(causal_lm(model))):
-        raise ValueError(
-            f"{name}: the ring doesn't mask keys beyond fox.horizon yet. Take a {name} that divides the "
-            f"{key_value_heads(config)} key/value heads (there is no ring then)"
-        )
     windows = {window for _, module in attentions(causal_lm(model)) if (window := sliding_window(module)) is not None}
     if split.ring > 1 and windows and min(windows) < chunk:
         raise ValueError(

@@ -95,7 +95,7 @@ class Shards:
 
         Args:
             query: (B, H, t, D); key, value: (B, Hkv, t, D); log_f: (B, t, H) float32.
-            options: scale, window, sink, softcap and prune, as `fox_kernels.forgetting_attention` takes them.
+            options: scale, window, sink, softcap and horizon, as `fox_kernels.forgetting_attention` takes them.
             locally: locally(query, key, value, log_f, cu_seqlens, options) attends on one device.
 
         Returns:

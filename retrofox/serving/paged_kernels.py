@@ -387,7 +387,7 @@ def attend(
 ) -> None:
     """Forgetting Attention of tokens over the rows of their texts, which are written, into `output`.
 
-    Every key in the window is read, whatever `prune` says. A token of a request that has none (padding) gets zeros.
+    A token of a request that has none (padding) gets zeros.
 
     Args:
         query: (T, H, D) in the rows' dtype, of unit last stride, as `output` (T, H, D).

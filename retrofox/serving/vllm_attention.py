@@ -35,7 +35,7 @@ PLAIN_ISA = ("vec", "vec16")
 """Kinds of the CPU backend that keep values as rows; others pack them."""
 
 
-def with_gates(native: Attention, gate: Any, exempt_tokens: int, prune: float | None) -> Attention:
+def with_gates(native: Attention, gate: Any, exempt_tokens: int) -> Attention:
     """A vLLM attention like `native`, under its name, of heads that have room for c; its `impl.room` says how.
 
     Args:
@@ -78,7 +78,6 @@ def with_gates(native: Attention, gate: Any, exempt_tokens: int, prune: float | 
         "window": native.sliding_window,
         "sink": exempt_tokens,
         "softcap": softcap,
-        "prune": prune,
     }
     return made
 

@@ -74,7 +74,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(run, source, tmp_path):
 
 
 def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
-    options = "--rope anneal --anneal-to drop --anneal-tokens 1000 --prune -9 --sink-tokens 2 --log-n 128 --pro k-shift"
+    options = (
+        "--rope anneal --anneal-to drop --anneal-tokens 1000 --horizon 9 --sink-tokens 2 --log-n 128 --pro k-shift"
+    )
     options += " --layer-max-wavelength 0=inf --gate bias --init slopes --half-life 4 8 --dry-run --json"
     code, out, _ = run("convert", source, tmp_path / "out", *options.split())
     assert code == 0
@@ -83,7 +85,7 @@ def test_every_part_of_the_spec_can_be_given(run, source, tmp_path):
         "rope": "anneal",
         "anneal_to": "drop",
         "anneal_tokens": 1000,
-        "prune": -9.0,
+        "horizon": 9.0,
         "sink_tokens": 2,
         "log_n": 128,
     }
@@ -199,9 +201,9 @@ def test_layers_with_a_wavelength_of_their_own(run, source, tmp_path):
 
 
 def test_a_dry_run_says_what_would_be_refused(run, source, tmp_path):
-    code, out, _ = run("convert", source, tmp_path / "out", "--dry-run", "--prune", -10)
+    code, out, _ = run("convert", source, tmp_path / "out", "--dry-run", "--horizon", 16)
     assert code == 0
-    for text in ("1 x 2", "2 tensors, 34 parameters, 136 bytes", "1 files", "copied, never loaded", "e^-10"):
+    for text in ("1 x 2", "2 tensors, 34 parameters, 136 bytes", "1 files", "copied, never loaded", "16 nats"):
         assert text in out
     cut = tmp_path / "cut"
     shutil.copytree(source, cut)
@@ -271,8 +273,8 @@ BAD = {
     "--init open --half-life 8 64": "half_life sets where gates start, but init open",
     "--gate none --init measured": "init sets where gates start, but gate none",
     "--gate none --sink-tokens 2": "sink_tokens sets which tokens never decay",
-    "--gate none --prune -10": "prune sets which keys are skipped",
-    "--prune 10": "prune must be ln(eps)",
+    "--gate none --horizon 16": "horizon sets which keys are masked",
+    "--horizon 0": "horizon must be the nats",
     "--layer-max-wavelength 0:5": "layer_max_wavelength takes tokens per layer",
     "--layer-max-wavelength 0=5,0-1=6": "each layer once",
     "--layer-max-wavelength 7=5": "layer_max_wavelength names layers [7]; the model has 0..0",

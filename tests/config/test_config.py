@@ -315,11 +315,9 @@ IDLE_SPECS = {
     "anneal_tokens .* rope interpolate": {"anneal_tokens": 5},
     "anneal_to .* rope drop": {"rope": "drop", "anneal_to": "drop"},
     "half_life .* gate none": {"gate": "none", "half_life": [2, 3]},
-    "prune .* gate none": {"gate": "none", "prune": -10},
     "sink_tokens .* gate none": {"gate": "none", "sink_tokens": 4},
     "init .* gate none": {"gate": "none", "init": "open"},
     "half_life .* init open": {"init": "open", "half_life": [2, 3]},
-    "prune .* init open": {"init": "open", "prune": -10},
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "rope kept": {"rope": "keep"},
     "rope dropped": {"rope": "drop"},
     "rope interpolated": {"rope": "interpolate", "rope_factor": 4.0, "rope_length": 128},
-    "sinks, pruned, log n": {"sink_tokens": 3, "prune": -6.0, "log_n": 16},
+    "sinks, log n": {"sink_tokens": 3, "log_n": 16},
     "pro": {"pro": ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift")},
     "horizon and sinks": {"half_life": (2.0, 30.0), "horizon": 3.0, "sink_tokens": 2},
     "no gate": {"gate": "none", "rope": "keep"},
@@ -181,7 +181,7 @@ def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, family):
         base = MistralForCausalLM(MistralConfig(**PICO, sliding_window=9))
         model = retrofox.convert(base, fox=retrofox.FoxSpec(half_life=(2.0, 200.0), rope="keep")).eval()
     else:
-        model = pico_fox(pro=("k-shift", "v-shift"), prune=-6.0)
+        model = pico_fox(pro=("k-shift", "v-shift"))
     caches = []
     for devices in (("cpu",), ()):
         fixed_on_cpu.setattr(captured, "DEVICES", devices)

@@ -26,7 +26,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "partial": {"max_wavelength": 1400.0},
     "interpolated": {"rope": "interpolate", "rope_factor": 4.0, "rope_length": 8192},
     "rope dropped": {"rope": "drop"},
-    "sinks, pruned, log n": {"sink_tokens": 3, "prune": -10.0, "log_n": 512, "rope": "keep"},
+    "sinks, horizon, log n": {"sink_tokens": 3, "horizon": 8.0, "log_n": 512, "rope": "keep"},
     "horizon and sinks": {"half_life": (8.0, 200.0), "horizon": 8.0, "sink_tokens": 2, "rope": "keep"},
     "pro": {"pro": ("qk-norm", "output-norm", "output-gate", "k-shift", "v-shift"), "rope": "keep"},
 }

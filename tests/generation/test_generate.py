@@ -385,7 +385,7 @@ def test_a_decoding_step_copies_nothing_of_the_cache(pico_fox, monkeypatch):
     monkeypatch.setattr(scores, "SHORT_SCORES", 0)
     monkeypatch.setattr(attention_dispatch, "decodes", lambda q, k, v: True)
     monkeypatch.setattr(attention_dispatch, "decode_attention", lambda q, *_, **__: q.contiguous())
-    model = pico_fox(prune=-8.0)
+    model = pico_fox()
     for length in (1100, 2100):
         ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
         mask[1, :9] = 0

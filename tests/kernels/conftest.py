@@ -1,6 +1,5 @@
 """The cases are a plain module beside the tests, which importlib mode does not put on the path."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -12,11 +11,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 # Triton 3.9 warns that its default will change; these tests record what fused multiply-adds give, as Triton 3.6 does.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-
-with contextlib.suppress(ImportError):  # without Triton there are no kernels to test
-    from fox_kernels.common import pruning
-
-    pruning.WORTH = 0  # problems of a test's size are pruned too
 
 
 @pytest.fixture(scope="module")

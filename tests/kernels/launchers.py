@@ -8,15 +8,13 @@ Needs Triton, real or interpreted, at import.
 
 import math
 import warnings
-from unittest import mock
 
 import pytest
 import torch
 import twins
 from cases import Case, draw, errors, gates, results
 from fox_kernels import autograd, chunked, decode_attention, forgetting_attention, reference
-from fox_kernels.common import cumsum, pruning
-from fox_kernels.decoding import search
+from fox_kernels.common import cumsum
 from fox_kernels.decoding.planner import launch_decode
 from fox_kernels.options import ALL_KEYS, Options, Saved, Shard
 from fox_kernels.plain import backward, forward
@@ -87,49 +85,8 @@ def check_decoding(device: str, S: int, dtype: torch.dtype, tolerance: float) ->
     hi, lo = twins.append(*cumsum.cumulative(log_f[:, :-1]), log_f[:, -1:])
     padded = [torch.nn.functional.pad(x, (0, room - S)) for x in (hi, lo)]
     exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f, seq_start=start, sink=4)
-    for log_eps in (None, -10.0):
-        options = Options(D**-0.5, sink=4, prune=log_eps)
-        o, _ = launch_decode(q, k, v, padded[0][..., :S], padded[1][..., :S], options, start)
-        assert (o - exact).norm() < tolerance * exact.norm()
-
-
-def check_pruned_decoding(device: str, S: int, D: int) -> None:
-    """What is left of a pruned cache, beside its sinks, is all that is read; at most eps of the weight is lost."""
-    torch.manual_seed(0)
-    B, H, Hkv, log_eps = 2, 4, 2, -5.0
-    q, k, v = (torch.randn(B, n, heads, D, device=device) for n, heads in ((2, H), (S, Hkv), (S, Hkv)))
-    log_f = gates("mixed", B, S, H, device=device)
-    hi, lo = cumsum.cumulative(log_f)
-    first = search.skip_before(q, k, hi, lo, Options(D**-0.5, prune=log_eps))
-    assert first.min() > S // 2
-    for sink, start in ((0, None), (70, torch.tensor([3, S - 5], dtype=torch.int32, device=device))):
-        exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f, seq_start=start, sink=sink)
-        for end, given in ((int(first.min()), {"first": first}), (S // 4, {"k_bound": search.key_bound(k)})):
-            poisoned = k.clone()
-            poisoned[:, 80:end] = float("nan")
-            o, _ = launch_decode(q, poisoned, v, hi, lo, Options(D**-0.5, sink=sink, prune=log_eps), start, **given)
-            assert (o - exact).abs().max() <= 2 * math.exp(log_eps) * v.abs().max()
-
-
-def check_search(device: str, S: int) -> None:
-    """With a bound on the keys' norms, decoding reads all but the blocks of 64 keys that the rule of pruning allows."""
-    torch.manual_seed(0)
-    T, H, Hkv, D, log_eps = 2, 6, 2, 32, -4.0
-    q, k, v = (torch.randn(1, n, heads, D, device=device) for n, heads in ((T, H), (S, Hkv), (S, Hkv)))
-    log_f = 4 * gates("short", 1, S, H, device=device)
-    hi, lo = cumsum.cumulative(log_f)
-    options = {"scale": D**-0.5, "prune": log_eps, "k_bound": search.key_bound(k)}
-    bounds = torch.stack((options["k_bound"], torch.zeros(1, Hkv, device=device)), -1)[..., 0]  # not contiguous
-    with_those = decode_attention(q, k, v, hi, lo, **options | {"k_bound": bounds})
-    assert torch.equal(with_those, decode_attention(q, k, v, hi, lo, **options))
-    first = search.first_kept_torch(q, k, hi, lo, **options)[0]
-    assert first.min() > 64
-    for h in range(Hkv):
-        for key, read in ((int(first[h]) - 1, False), (int(first[h]), True)):
-            poisoned = k.clone()
-            poisoned[0, key, h] = float("nan")
-            o, _ = launch_decode(q, poisoned, v, hi, lo, Options(D**-0.5, prune=log_eps), k_bound=options["k_bound"])
-            assert bool(o.isnan().any()) == read
+    o, _ = launch_decode(q, k, v, padded[0][..., :S], padded[1][..., :S], Options(D**-0.5, sink=4), start)
+    assert (o - exact).norm() < tolerance * exact.norm()
 
 
 def check_nan(device: str, backend: str = "triton") -> None:
@@ -150,16 +107,14 @@ def check_nan(device: str, backend: str = "triton") -> None:
 
 
 def check_refusals(device: str) -> None:
-    """Nothing is pruned where the bound's own key may be missing; queries don't come before all keys."""
+    """Queries don't come before all keys; c has a unit last stride."""
     q, k, v = (torch.randn(1, 20, 2, 16, device=device) for _ in range(3))
     c = cumsum.cumulative(gates("mixed", 1, 20, 2, device=device))
     saved = Saved(q, c[0], *c)  # o and lse2: shapes are all that counts
-    refused = [(-5.0, Shard(causal=False), "prune needs"), (-5.0, Shard(1), "prune needs")]
-    for prune, shard, message in [*refused, (None, Shard(-1), "q_offset, .* got -1")]:
-        with pytest.raises(ValueError, match=message):
-            launch_forward(q, k, v, *c, Options(0.25, prune=prune), shard=shard)
-        with pytest.raises(ValueError, match=message):
-            launch_backward(q, None, q, k, v, saved, Options(0.25, prune=prune), shard=shard)
+    with pytest.raises(ValueError, match=r"q_offset, .* got -1"):
+        launch_forward(q, k, v, *c, Options(0.25), shard=Shard(-1))
+    with pytest.raises(ValueError, match=r"q_offset, .* got -1"):
+        launch_backward(q, None, q, k, v, saved, Options(0.25), shard=Shard(-1))
     with pytest.raises(ValueError, match="the last 1"):
         decode_attention(q[:, -1:], k, v, *[x.transpose(1, 2).contiguous().transpose(1, 2) for x in c])
 
@@ -203,12 +158,10 @@ def check_sums(device: str, S: int) -> None:
 def check_operator(device: str, backend: str = "triton") -> None:
     """Eager mode, the operator and a compiled function give the same bits, decoding too; it passes torch's opcheck."""
     torch.manual_seed(0)
-    options = {"window": 9, "sink": 1, "softcap": 5.0, "prune": -4.0}
+    options = {"window": 9, "sink": 1, "softcap": 5.0}
     inputs, gradients, options = draw(Case(T=40, D=16, starts=[3, 40], options=options), device)
-    arguments = (*inputs, 0.25, None, options["seq_start"], 9, 1, 5.0, -4.0, None, backend, True, True)
-    for worth in (0, 10**11):  # pruned, and left whole
-        with mock.patch.object(pruning, "WORTH", worth):
-            torch.library.opcheck(autograd.attention, arguments)
+    arguments = (*inputs, 0.25, None, options["seq_start"], 9, 1, 5.0, None, backend, True, True)
+    torch.library.opcheck(autograd.attention, arguments)
 
     def operator(*args, **kwargs):
         return forgetting_attention(*args, backend=backend, **kwargs)
@@ -253,33 +206,6 @@ def check_one_gradient(device: str, backend: str = "triton") -> None:
         assert torch.equal(gradients(x)[0], expected)
     with pytest.raises(ValueError, match="second derivative"):
         gradients(*inputs, create_graph=True)
-
-
-def check_pruning(device: str, T: int, D: int, log_eps: float) -> None:
-    """Pruning loses at most eps of any query's weight, so o moves by at most 2 eps max |v|; gradients as little.
-
-    Judged by the float64 reference without pruning. Something must have been pruned, heads with open gates not.
-    """
-    torch.manual_seed(0)
-    inputs, gradients, _ = draw(Case(B=1, T=T, H=3, Hkv=3, D=D, gate="short"), device)
-    inputs[3] = (inputs[3].detach() * torch.tensor([0.0, 5.0, 40.0], device=device)).requires_grad_()
-    eps = math.exp(log_eps)
-    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
-    o, lse, *exact = results(reference.forgetting_attention, exact_inputs, gradients, {})
-
-    def operator(*args, **kwargs):
-        return forgetting_attention(*args, backend="triton", **kwargs)
-
-    kept_o, kept_lse, *kept = results(operator, inputs, gradients, {"prune": log_eps})
-    lost = 1 - (kept_lse - lse).exp()
-    assert lost.max() <= eps + 1e-5
-    assert (kept_o - o).abs().max() <= 2 * eps * inputs[2].abs().max() + 1e-4
-    for x, y in zip(kept, exact, strict=True):
-        assert (x - y).norm() <= (2 * eps + 1e-4) * y.norm()
-    hi, lo = cumsum.cumulative(inputs[3].detach())
-    first = pruning.loop_bounds(inputs[0], inputs[1], hi, lo, Options(D**-0.5, prune=log_eps))
-    assert first[:, 0].max() == 0
-    assert first[:, 2].max() >= T // 3
 
 
 def check_copies_by_tma() -> None:

@@ -27,8 +27,8 @@ from triton.compiler import ASTSource
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 KERNELS = {"forward": forward.forward_kernel, "dq": backward.dq_kernel, "dkdv": backward.dkdv_kernel}
 HALVES = {"q_ptr", "k_ptr", "v_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "residual_ptr"}
-FLOATS = {"scale", "scale2", "softcap2", "inverse_cap", "never", "floor"}
-INTEGERS = {"first_ptr", "start_ptr", "end_ptr", "lower_ptr", "unseen_ptr"}
+FLOATS = {"scale", "scale2", "softcap2", "inverse_cap"}
+INTEGERS = {"start_ptr", "end_ptr", "lower_ptr", "unseen_ptr"}
 
 
 def compiled(function, constants: dict, arch: int, warps: int, stages: int, described: dict[str, int]):
@@ -74,7 +74,7 @@ def compiled_tile(kernel: str, D: int, arch: int, **flags):
     D0, D1 = tiles.split_head_dim(D)
     constants = {
         "GROUP": 1, "D0": D0, "D1": D1, "BM": tile.block_m, "BN": tile.block_n, "CAUSAL": True, "STARTS": False,
-        "LOWER": 0, "SINK": False, "CAP": False, "PRUNE_M": 64, "SHIFT": False, "DLSE": False, "RESIDUAL": True,
+        "LOWER": 0, "SINK": False, "CAP": False, "SHIFT": False, "DLSE": False, "RESIDUAL": True,
         "NEXT_BM": 32, "PRECISION": "tf32", "LOST": 64, "TMA": int(tile.tma) if D1 == 0 else 0,
         "ROWS": int(tile.gates_by_tma) if D1 == 0 and tile.tma else 0,
     }  # fmt: skip

@@ -7,7 +7,6 @@ The interpreter has to be on before the kernels are imported, so one subprocess 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 import json
-import math
 import random
 import sys
 import traceback
@@ -49,7 +48,6 @@ def any_problem(n: int, lengths=LENGTHS) -> dict:
         "window": draw.choice([None, None, 1, 3, S // 2 + 1, 2 * S]),
         "sink": draw.choice([0, 0, 1, 4, 70, 10**10]),
         "softcap": draw.choice([None, None, 2.0, 30.0]),
-        "prune": draw.choice([None, -10.0, -2.0]),
         "horizon": draw.choice([None, None, 0.5, 8.0]),
     }
     return {
@@ -57,7 +55,6 @@ def any_problem(n: int, lengths=LENGTHS) -> dict:
         "gate": draw.choice(GATES),
         "dtype": draw.choice([torch.float32, torch.float16]),
         "starts": draw.choice([None, starts]),
-        "bound": draw.choice([None, 1.0, 1.5]),
         "spread": draw.choice([1.0, 1.0, 6.0]),
         "options": options,
     }
@@ -66,7 +63,6 @@ def any_problem(n: int, lengths=LENGTHS) -> dict:
 def failure(problem: dict, device: str = "cpu") -> str | None:
     """Return what is wrong with a problem's output; None if its error is at most twice eager's in the same dtype."""
     from cases import gates
-    from fox_kernels.decoding.search import key_bound
 
     B, T, S, H, group, D = problem["shape"]
     dtype, options = problem["dtype"], dict(problem["options"])
@@ -77,14 +73,11 @@ def failure(problem: dict, device: str = "cpu") -> str | None:
         for n, heads, size in ((T, H, problem["spread"]), (S, H // group, 1), (S, H // group, 1))
     )
     log_f = gates(problem["gate"], B, S, H, device=device)
-    unpruned = {name: value for name, value in options.items() if name != "prune"}
-    exact = reference.forgetting_attention(q.double(), k.double(), v.double(), log_f.double(), **unpruned)
+    exact = reference.forgetting_attention(q.double(), k.double(), v.double(), log_f.double(), **options)
     eager = reference.forgetting_attention(q, k, v, log_f, **options)
-    bound = None if problem["bound"] is None else problem["bound"] * key_bound(k)
     k, v, hi, lo = kept(q, k, v, log_f, room=37)
-    o = decode_attention(q, k, v, hi, lo, k_bound=bound, **options).double()
-    lost = 0.0 if options["prune"] is None else 2 * math.exp(options["prune"])
-    allowed = 2 * (eager - exact).norm() + (ROUNDING[dtype] + lost) * exact.norm().clamp_min(exact.numel() ** 0.5 / 10)
+    o = decode_attention(q, k, v, hi, lo, **options).double()
+    allowed = 2 * (eager - exact).norm() + ROUNDING[dtype] * exact.norm().clamp_min(exact.numel() ** 0.5 / 10)
     error = (o - exact).norm()
     return None if error <= allowed else f"error {error:.2e}, allowed {allowed:.2e}: {problem}"
 
@@ -98,30 +91,6 @@ def check_any_problem(device: str) -> None:
             if n % 6 == 0:  # as with very many sequences, whose stretches are not shared out
                 patch.setattr(planner, "MAX_SHARED", 0)
             assert failure(any_problem(n), device) is None
-
-
-def check_bound(device: str) -> None:
-    """With a bound on the keys, pruning loses at most what it may, however loose it is; without pruning it is idle."""
-    from cases import gates
-    from fox_kernels.common import cumsum
-    from fox_kernels.decoding.search import first_kept_torch, key_bound
-
-    torch.manual_seed(0)
-    B, T, S, H, Hkv, D, log_eps = 2, 2, 450, 6, 2, 32, -6.0
-    q, k, v = (torch.randn(B, n, heads, D).to(device) for n, heads in ((T, H), (S, Hkv), (S, Hkv)))
-    log_f = 3 * gates("short", B, S, H).to(device)  # drawn on the CPU: what can be pruned depends on the numbers
-    c = cumsum.cumulative(log_f)
-    exact = reference.forgetting_attention(q.double(), k.double(), v.double(), log_f.double())
-    bound, lost = key_bound(k), 2 * math.exp(log_eps) * v.abs().max()
-    whole = decode_attention(q, k, v, *c)
-    for factor in (1.0, 2.0, 1e6):
-        first = first_kept_torch(q, k, *c, factor * bound, scale=D**-0.5, prune=log_eps)
-        assert bool((first > 0).all()) == (factor < 3)
-        o = decode_attention(q, k, v, *c, prune=log_eps, k_bound=factor * bound)
-        assert (o - exact).abs().max() <= lost
-        assert (o - decode_attention(q, k, v, *c, prune=log_eps)).abs().max() <= lost
-    assert (o - whole).abs().max() < 1e-5  # a bound that great leaves out nothing
-    assert (decode_attention(q, k, v, *c, k_bound=bound) - whole).abs().max() == 0  # nor does a bound without prune
 
 
 def check_horizon(device: str) -> None:
@@ -139,7 +108,7 @@ def check_horizon(device: str) -> None:
 
 
 def check_append(device: str) -> None:
-    """One launch leaves in a cache what torch does: keys, values, the sums to the last bit but one, and the bound."""
+    """One launch leaves in a cache what torch does: keys, values, the sums to the last bit but one."""
     from fox_kernels.decoding import append
 
     from retrofox.acceleration import growing_cache as cache
@@ -178,10 +147,9 @@ def check_append(device: str) -> None:
 
 
 def check_fixed(device: str) -> None:
-    """At a length on the device, in a room for more: what decoding of just that length gives, pruned a little less."""
+    """At a length on the device, in a room for more: what decoding of just that length gives."""
     from cases import gates
     from fox_kernels.decoding import append, fixed, planner
-    from fox_kernels.decoding.search import key_bound
 
     for n in range(CASES):
         problem = any_problem(n)
@@ -195,9 +163,8 @@ def check_fixed(device: str) -> None:
             for t, heads in ((T, H), (S, H // group), (S, H // group))
         )
         log_f = gates(problem["gate"], B, S, H, device=device)
-        bound = None if options["prune"] is None else key_bound(k)
         k, v, hi, lo = kept(q, k, v, log_f)
-        expected = decode_attention(q, k, v, hi, lo, k_bound=bound, **options).double()
+        expected = decode_attention(q, k, v, hi, lo, **options).double()
         room = 64 * random.Random(n).randint(-(-S // 64), 12)
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, room - S), value=float("nan")) for x in (k, v))
         hi, lo = (torch.nn.functional.pad(x, (0, room - S), value=float("nan")) for x in (hi, lo))
@@ -206,41 +173,35 @@ def check_fixed(device: str) -> None:
             if n % 6 == 0:
                 patch.setattr(planner, "MAX_SHARED", 0)
             planner.decoder_for.cache_clear()
-            o = fixed.decode_at(q, k, v, hi, lo, length, k_bound=bound, **options).double()
-        lost = 0.0 if options["prune"] is None else 2 * math.exp(options["prune"])
-        allowed = (ROUNDING[dtype] + lost) * expected.norm().clamp_min(expected.numel() ** 0.5 / 10)
+            o = fixed.decode_at(q, k, v, hi, lo, length, **options).double()
+        allowed = ROUNDING[dtype] * expected.norm().clamp_min(expected.numel() ** 0.5 / 10)
         assert (o - expected).norm() <= allowed, problem
     # appended at a length on the device as at one on the host
     k, v = (torch.randn(2, 2, 3, 16, device=device) for _ in range(2))
     log_f, rooms = -torch.rand(2, 3, 4, device=device), []
     for at in (40, torch.tensor([40], dtype=torch.int32, device=device)):
         rooms.append([torch.ones(2, heads, 64, width, device=device) for heads, width in ((2, 16), (2, 16), (8, 1))])
-        append.append(rooms[-1], at, k, v, log_f, None, 16)
+        append.append(rooms[-1], at, k, v, log_f)
     assert all(torch.equal(a, b) for a, b in zip(*rooms, strict=True))
     assert not torch.equal(rooms[0][0], torch.ones_like(rooms[0][0]))
     wrong = torch.zeros(1, dtype=torch.int64, device=device)
     q, c = torch.randn(2, 1, 4, 16, device=device), torch.zeros(2, 4, 64, device=device)
     k = rooms[0][0].transpose(1, 2)
-    with torch.no_grad():
-        for message, at, prune in (("length must be", wrong, None), ("prune needs k_bound", wrong.int(), -5.0)):
-            with pytest.raises(ValueError, match=message):
-                fixed.decode_at(q, k, k, c, c, at, prune=prune)
+    with torch.no_grad(), pytest.raises(ValueError, match="length must be"):
+        fixed.decode_at(q, k, k, c, c, wrong)
     with pytest.raises(ValueError, match="use decode_attention"):  # gradients are recorded
         fixed.decode_at(q, k, k, c, c, wrong.int())
 
 
 def check_refusals(device: str) -> None:
     q, k, c = (torch.randn(1, *shape, device=device) for shape in ((1, 4, 16), (300, 2, 16), (4, 300)))
-    bound, many = torch.ones(1, 2, device=device), torch.randn(1, 40, 4, 16, device=device)
+    many = torch.randn(1, 40, 4, 16, device=device)
     for message, arguments, options in (
         ("tokens, heads, head_dim", (q[0], k, k, c, c), {}),
         ("c_hi and c_lo must be", (q, k, k, c[:, :, 1:], c[:, :, 1:]), {}),
         ("must be float32", (q, k, k, c.double(), c.double()), {}),
-        ("k_bound must be", (q, k, k, c, c), {"k_bound": bound[:, :1]}),
-        ("k_bound must be", (q, k, k, c, c), {"k_bound": bound.double()}),
         ("one shape", (q, k, k[:, 1:], c, c), {}),
         ("window must be", (q, k, k, c, c), {"window": 0}),
-        ("prune is", (q, k, k, c, c), {"prune": 1.0}),
         ("rows into a tile", (many, k, k, c, c), {}),
         ("no gradient", (q.requires_grad_(), k, k, c, c), {}),
     ):
@@ -248,7 +209,7 @@ def check_refusals(device: str) -> None:
             decode_attention(*arguments, **options)
 
 
-CHECKS = ("any_problem", "bound", "horizon", "append", "fixed", "refusals")
+CHECKS = ("any_problem", "horizon", "append", "fixed", "refusals")
 
 
 def run_all() -> dict[str, str]:

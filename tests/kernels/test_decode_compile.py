@@ -31,18 +31,18 @@ HALVES = {
     "keys_ptr",
     "values_ptr",
 }
-FLOATS = {"scale2", "softcap2", "inverse_cap", "never", "floor", "eps", "horizon2"}
-OPTIONS = {"STARTS": False, "WINDOW": False, "SINK": False, "CAP": False, "PRUNE": False, "HORIZON": False, "PAIRS": 0}
-ALL = {"STARTS": True, "WINDOW": True, "SINK": True, "CAP": True, "PRUNE": True, "HORIZON": True, "PAIRS": 128}
+FLOATS = {"scale2", "softcap2", "inverse_cap", "floor", "eps", "horizon2"}
+OPTIONS = {"STARTS": False, "WINDOW": False, "SINK": False, "CAP": False, "HORIZON": False, "PAIRS": 0}
+ALL = {"STARTS": True, "WINDOW": True, "SINK": True, "CAP": True, "HORIZON": True, "PAIRS": 128}
 ABSENT = {"start_ptr": None, "first_ptr": None}
 FIXED = {"length_ptr": None}  # known on the host
-MERGE = {"BN": 64, "STARTS": True, "WINDOW": True, "PRUNE": True, "PAIRS": 128}
-SEARCH = {"GROUP": 4, "D": 128, "DP": 128, "CAP": True, "EXACT": False, "STEPS": 3}
+MERGE = {"BN": 64, "STARTS": True, "WINDOW": True, "HORIZON": True, "PAIRS": 128}
+SEARCH = {"GROUP": 4, "STEPS": 3}
 
 
 def split(D: int, rows: int = 16, size: int = 2, **options):
     D0, D1 = tiles.split_head_dim(D)
-    absent = {} if options.get("PRUNE") else ABSENT
+    absent = {} if options.get("HORIZON") else ABSENT
     shape = {"GROUP": 4, "D0": D0, "D1": D1, "ROWS": rows, "BN": planner.block_for(D, rows, size)}
     options["PRECISION"] = "ieee" if size == 4 else "tf32"
     return decode.split_kernel, shape | FIXED | OPTIONS | options | absent
@@ -50,7 +50,7 @@ def split(D: int, rows: int = 16, size: int = 2, **options):
 
 def append(group: int, D: int, width: int):
     padded = {"GP": planner.power_of_2(group), "KP": planner.power_of_2(width), "VP": planner.power_of_2(D)}
-    return append_kernel, FIXED | {"GROUP": group, "D": D, "KW": width, "VW": D} | padded
+    return append_kernel, FIXED | {"GROUP": group, "KW": width, "VW": D} | padded
 
 
 def at_length(kernel, constants: dict):

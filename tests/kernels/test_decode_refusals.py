@@ -10,9 +10,9 @@ from fox_kernels import decode_attention
 B, S, H, HKV, D = 2, 300, 4, 2, 16
 q, k, v = (torch.randn(B, n, heads, D) for n, heads in ((1, H), (S, HKV), (S, HKV)))
 hi, lo = (torch.zeros(B, H, S + 36)[..., :S] for _ in range(2))
-start, bound = torch.tensor([0, 17]), torch.full((B, HKV), 9.0)
+start = torch.tensor([0, 17])
 TENSORS = {"q": q, "k": k, "v": v, "hi": hi, "lo": lo}
-RIGHT = {"seq_start": start, "window": 1, "sink": 1, "softcap": 1.0, "prune": -1.0, "scale": 1.0, "k_bound": bound}
+RIGHT = {"seq_start": start, "window": 1, "sink": 1, "softcap": 1.0, "horizon": 9.0, "scale": 1.0}
 REFUSED = (
     ("window must be", {}, {"window": True}),
     ("window must be", {}, {"window": 1.0}),
@@ -21,16 +21,12 @@ REFUSED = (
     ("softcap must be", {}, {"softcap": True}),
     ("scale must be", {}, {"scale": True}),
     ("scale must be", {}, {"scale": float("nan")}),
-    ("prune is", {}, {"prune": 1.0}),
+    ("horizon must be", {}, {"horizon": -1.0}),
     ("seq_start must lie", {}, {"seq_start": start + 290}),
     ("seq_start must be", {}, {"seq_start": start.float()}),
     ("seq_start must be", {}, {"seq_start": start[:1]}),
     ("seq_start must be", {}, {"seq_start": [0, 17]}),
     ("seq_start must be on", {}, {"seq_start": start.to("meta")}),
-    ("k_bound must be", {}, {"k_bound": bound.double()}),
-    ("k_bound must be", {}, {"k_bound": bound[:1]}),
-    ("k_bound must be", {}, {"k_bound": bound.to("meta")}),
-    ("k_bound must be", {}, {"k_bound": 9.0}),
     ("c_hi and c_lo must be", {"hi": hi[:, :, 1:]}, {}),
     ("c_hi and c_lo must be", {"lo": lo[:, :, 1:]}, {}),
     ("must be float32", {"lo": lo.double()}, {}),

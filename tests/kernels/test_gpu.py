@@ -10,15 +10,7 @@ import pytest
 import torch
 from cases import LAYOUTS, Case, draw, errors, failures, gates
 from fox_kernels import forgetting_attention
-from launchers import (
-    check_decoding,
-    check_merging,
-    check_nan,
-    check_one_gradient,
-    check_pruned_decoding,
-    check_pruning,
-    check_search,
-)
+from launchers import check_decoding, check_merging, check_nan, check_one_gradient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -45,15 +37,15 @@ def proof_list() -> list[Case]:
         {"sink": 4},
         {"softcap": 20.0},
         {"window": 64, "sink": 4},
-        {"sink": 1, "prune": -10.0},
+        {"sink": 1, "horizon": 8.0},
     ]
     for extra, D in itertools.product(extras, (64, 128)):
         cases.append(Case(B=1, T=1100, D=D, dtype=BF16, cuts=documents, options=extra))
         cases.append(Case(T=700, D=D, dtype=BF16, starts=[3, 700], options=extra))
         cases.append(Case(T=900, D=D, dtype=BF16, options=extra))
     for gate, D in itertools.product(("short", "open", "mixed"), (64, 128)):
-        cases.append(Case(T=2048, D=D, dtype=BF16, gate=gate, options={"prune": -10.0}))
-    cases.append(Case(T=2048, D=64, dtype=BF16, gate="short", options={"prune": -10.0, "softcap": 15.0, "sink": 4}))
+        cases.append(Case(T=2048, D=D, dtype=BF16, gate=gate, options={"horizon": 8.0}))
+    cases.append(Case(T=2048, D=64, dtype=BF16, gate="short", options={"horizon": 8.0, "softcap": 15.0, "sink": 4}))
     cases += [Case(T=500, D=64, dtype=BF16, layout=layout) for layout in LAYOUTS[1:]]
     cases += [Case(T=300, S=400, H=4, Hkv=2, D=D, dtype=BF16, layout="odd") for D in (16, 32, 80, 96, 128, 256)]
     cases += [Case(B=1, T=200, D=D, dtype=dtype, layout="odd") for D in (80, 96) for dtype in (FP16, FP32)]
@@ -61,7 +53,7 @@ def proof_list() -> list[Case]:
     cases += [Case(T=400, S=500, D=64, dtype=BF16, options={"window": w}) for w in (1, 2, 5000)]
     cases += [Case(T=400, S=500, D=64, dtype=BF16, options={"sink": n}) for n in (100, 5000)]
     cases.append(Case(B=1, T=600, D=64, dtype=BF16, cuts=[0, 0, 5, 5, 300], options={"sink": 100}))
-    everything = {"window": 90, "sink": 7, "softcap": 9.0, "prune": -6.0, "scale": -0.1}
+    everything = {"window": 90, "sink": 7, "softcap": 9.0, "horizon": 6.0, "scale": -0.1}
     for D, layout in ((64, "odd"), (80, "last"), (256, "expanded")):
         shape = {"B": 1, "T": 300, "S": 700, "H": 10, "Hkv": 2, "D": D, "dtype": BF16, "layout": layout}
         cases.append(Case(**shape, cuts=[1, 2, 2, 350, 600], starts=[200], options=everything))
@@ -101,7 +93,7 @@ def test_gate_gradient_within_half_a_percent(T, D, mean):
 
 def test_more_blocks_than_a_grid_dimension_holds():
     torch.manual_seed(0)
-    assert failures(Case(B=70000, T=3, H=2, D=16, dtype=BF16, options={"prune": -10.0}), "cuda") == []
+    assert failures(Case(B=70000, T=3, H=2, D=16, dtype=BF16, options={"horizon": 8.0}), "cuda") == []
 
 
 def test_offsets_beyond_32_bits():
@@ -124,11 +116,6 @@ def test_parts_of_the_keys_merge_by_lse():
     check_merging("cuda", 640, 64)
 
 
-@pytest.mark.parametrize("log_eps", [-4.0, -10.0])
-def test_pruning_loses_at_most_eps(log_eps):
-    check_pruning("cuda", 2048, 64, log_eps)
-
-
 def test_each_input_may_be_the_only_one_with_a_gradient():
     check_one_gradient("cuda")
 
@@ -146,15 +133,6 @@ def test_decoding_from_rows_of_odd_strides(T, D):
         o = forgetting_attention(*inputs, backend="triton")
         exact = forgetting_attention(*[x.double() for x in inputs], backend="chunked")
     assert (o - exact).norm() <= 4e-3 * exact.norm()
-
-
-@pytest.mark.parametrize("S", [700, 5000])
-def test_pruned_decoding_reads_what_the_bound_on_the_keys_allows(S):
-    check_search("cuda", S)
-
-
-def test_pruned_decoding_loses_what_it_may():
-    check_pruned_decoding("cuda", 4096, 128)
 
 
 def test_nan_in_a_gate_is_no_empty_row():

@@ -16,7 +16,7 @@ PROBLEMS = {
     "plain": Case(T=600, D=64, dtype=BF16),
     "head dim 96, GQA": Case(T=300, H=6, Hkv=2, D=96, dtype=BF16),
     "documents, window": Case(B=1, T=600, D=128, dtype=BF16, cuts=[1, 2, 300], options={"window": 100}),
-    "padding, sinks, pruned": Case(T=600, D=64, dtype=BF16, starts=[5, 600], options={"sink": 3, "prune": -10.0}),
+    "padding, horizon": Case(T=600, D=64, dtype=BF16, starts=[5, 600], options={"horizon": 8.0}),
 }
 
 
@@ -51,7 +51,7 @@ def test_captured_in_a_graph_with_its_gradients(backend, problem):
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"sink": 2, "prune": -10.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sink": 2, "horizon": 8.0}], ids=str)
 def test_decoding_captured_in_a_graph(options):
     torch.manual_seed(0)
     inputs, _, given = draw(Case(T=1, S=3000, H=8, Hkv=2, D=128, dtype=BF16, starts=[0, 700]), "cuda")

@@ -51,17 +51,17 @@ def compiled(function, arguments: dict, constants: dict, work: Path) -> tuple[di
     return {"shared": kernel.metadata.shared, "spilled": spilled}, said
 
 
-def forward_source(shape, dtype="bf16", start: int = False, first=False, sink=0, across=False, residual=True):
+def forward_source(shape, dtype="bf16", start: int = False, sink=0, across=False, residual=True):
     from fox_kernels.hopper.forward_kernel import fox_forward
 
     rows = {"q": 64, "k": shape.keys, "v": shape.keys, "o": 64, "r": 64}
     arguments: dict = {f"{n}_desc": (dtype, (1, r, 1, shape.columns)) for n, r in rows.items()}
     for n, r in rows.items():
         arguments[f"{n}x_desc"] = (dtype, (1, r, 1, shape.rest)) if shape.rest else "*i32"
-    arguments |= dict.fromkeys(("C_HI", "C_LO", "L"), "*fp32") | dict.fromkeys(("START", "LO", "COUNTER"), "*i32")
+    arguments |= dict.fromkeys(("C_HI", "C_LO", "L"), "*fp32") | dict.fromkeys(("START", "COUNTER"), "*i32")
     arguments |= {"scale": "fp32"} | dict.fromkeys(("T", "S", "H", "KV_GROUP", "num_m", "num_bh", "group"), "i32")
     constants = {
-        "HAS_START": start, "HAS_LO": first, "SINK": sink, "NC": shape.consumers, "BN": shape.keys, "D": shape.columns,
+        "HAS_START": start, "SINK": sink, "NC": shape.consumers, "BN": shape.keys, "D": shape.columns,
         "DX": shape.rest, "NB": shape.stages,
         "ACROSS": across, "HALF": halved(shape, 64, 65 if across else 64), "HAS_RESIDUAL": residual,
         "REGISTERS": shape.registers,
@@ -70,8 +70,7 @@ def forward_source(shape, dtype="bf16", start: int = False, first=False, sink=0,
 
 
 def backward_source(
-    D, dtype="bf16", start: int = False, prune=False, sink=0, deterministic=True, heads=1, lost=True,
-    rounds=0,
+    D, dtype="bf16", start: int = False, sink=0, deterministic=True, heads=1, lost=True, rounds=0
 ):  # fmt: skip
     from fox_kernels.hopper.backward import CUTS
     from fox_kernels.hopper.backward_kernel import fox_backward
@@ -85,7 +84,7 @@ def backward_source(
     arguments |= {"LOST": "*fp32", "sm_scale": "fp32"}
     arguments |= dict.fromkeys(("T", "T_PAD", "S", "H", "KV_GROUP", "num_n", "num_bh", "group"), "i32")
     constants = {
-        "HAS_START": start, "HAS_PRUNE": prune, "SINK": sink, "D": D, "BM": cut.queries, "NB": cut.stages,
+        "HAS_START": start, "SINK": sink, "D": D, "BM": cut.queries, "NB": cut.stages,
         "NKV": cut.key_slots, "HEADS": heads, "DETERMINISTIC": deterministic, "REGISTERS": cut.registers,
         "COPIER_REGISTERS": cut.copier_registers, "GENERATIONS": cut.generations,
         "BIAS_BY_MMA": heads == 1 and cut.queries == 128 and sink == 0, "HAS_LOST": lost, "PER_ROUND": rounds,
@@ -122,7 +121,7 @@ def test_backward_compiles_for_hopper_within_the_recorded_spills(D, rounds, tmp_
 @pytest.mark.parametrize(("D", "spills"), [(64, 464), (128, 348)])
 def test_a_horizon_compiles_for_hopper_within_the_recorded_spills(D, spills, tmp_path):
     forward, said = compiled(*forward_source(SHORT.get(D, SHAPES[D]), start=2), tmp_path)
-    backward, more = compiled(*backward_source(D, start=2, prune=True), tmp_path)
+    backward, more = compiled(*backward_source(D, start=2), tmp_path)
     assert forward["spilled"] <= 8
     assert backward["spilled"] <= spills
     assert max(forward["shared"], backward["shared"]) <= 227 * 1024
@@ -135,7 +134,7 @@ def test_a_horizon_compiles_for_hopper_within_the_recorded_spills(D, spills, tmp
     "options",
     [
         {"start": True, "across": True},
-        {"first": True, "sink": 4},
+        {"sink": 4},
         {"dtype": "fp16", "across": True},
         {"residual": False},
     ],
@@ -153,7 +152,7 @@ def test_every_forward_variant_compiles(shape, options, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"start": True, "prune": True, "sink": 4}, {"deterministic": False}, {}, {"start": True, "prune": True}],
+    [{"start": True, "sink": 4}, {"deterministic": False}, {}, {"start": 2}],
     ids=str,
 )
 @pytest.mark.parametrize("heads", [1, None], ids=["MHA", "GQA"])
@@ -185,20 +184,10 @@ for D, rows in ((128, 128), (64, 128)):
 
 T, bound, per, keys, part = 1000, 64, 2, 128, 8
 bounds, tiles, num_n = -(-T // bound), -(-T // (bound * per)), -(-S // keys)
-first = (torch.rand(B, H, bounds).cumsum(-1) * S / bounds).int()
-first[0, 0, 3] = S  # a tile's own first key may lie behind the next one's: its walk begins where the next one's does
 lo, hi = torch.full((B, H, tiles), -7, dtype=torch.int32), torch.full((B, H, num_n), -7, dtype=torch.int32)
-query_ranges_kernel[(B * H * -(-num_n // part),)](
-    first, first, lo, hi, T, S, H, bounds, tiles, num_n, HAS_START=0, SIZE=16, PER=per, BOUND=bound, BN=keys,
-    PART=part,
-)
-wanted = (first // keys).flip(-1).cummin(-1).values.flip(-1)[..., ::per]
-assert torch.equal(lo, wanted)
-assert torch.equal(hi, (wanted[..., None, :] <= torch.arange(num_n)[:, None]).sum(-1).int())
-
 start = (torch.rand(B, H, S) * S).int()  # a head's edges, in any order: turns and walks must agree all the same
 query_ranges_kernel[(B * H * -(-num_n // part),)](
-    None, start, lo, hi, T, S, H, bounds, tiles, num_n, HAS_START=2, SIZE=16, PER=per, BOUND=bound, BN=keys, PART=part,
+    start, lo, hi, T, S, H, bounds, tiles, num_n, SIZE=16, PER=per, BOUND=bound, BN=keys, PART=part,
 )
 first = start[..., S - T :: bound]
 wanted = (first // keys).flip(-1).cummin(-1).values.flip(-1)[..., ::per]
@@ -252,7 +241,7 @@ def test_every_warpgroup_of_the_forward_has_the_key_block_that_its_rows_end_in(c
         monkeypatch.setattr(forward_producer, "edges_of", lambda *_: 0)
         for m in range(-(-T // (64 * consumers))):
             row0, _, nb_hi, n_main, _, n_all, _ = forward_producer.key_blocks.fn(
-                m, 0, 0, 0, 0, T, S, True, False, sink, 64 * consumers, 128
+                m, 0, 0, 0, T, S, True, sink, 64 * consumers, 128
             )
             for w in range(consumers):
                 skipped = nb_hi - min((row0 + w * 64 + 63 + offset) // 128 + 1, nb_hi)
@@ -287,13 +276,12 @@ def test_walks_of_long_rows_begin_in_rounds_unless_anything_bounds_them(monkeypa
     monkeypatch.setattr(backward, "processors", lambda device: 132)
     q = torch.empty(1, 2 * backward.LONG, 5, 64, dtype=torch.bfloat16)
 
-    def rounds_and_group(length: int, heads: int = 5, started: bool = False, prune: float | None = None):
-        options = Options(0.125, None, 0, None, prune)
+    def rounds_and_group(length: int, heads: int = 5, started: int = 0):
         queries, keys = q[:, :length], q[:, :length, :heads]
-        plan = backward.plan_backward(queries, keys, keys, queries, started, options, True, backward.CUTS[64])
+        plan = backward.plan_backward(queries, keys, keys, queries, started, Options(0.125), True, backward.CUTS[64])
         return plan.main.constants[-1], plan.group
 
     assert rounds_and_group(backward.LONG) == rounds_and_group(2 * backward.LONG, heads=1) == (132, 4)
     assert rounds_and_group(backward.LONG, heads=1) == (0, 16)
-    for bounded in (rounds_and_group(backward.LONG, started=True), rounds_and_group(backward.LONG, prune=1e-3)):
+    for bounded in (rounds_and_group(backward.LONG, started=1), rounds_and_group(backward.LONG, started=2)):
         assert bounded == rounds_and_group(backward.LONG - 128) == (0, 16)

@@ -25,7 +25,7 @@ def problems() -> list[Case]:
     cases = [Case(T=1025, H=4, Hkv=2, D=D, dtype=dtype) for D in (64, 80, 96, 128) for dtype in (BF16, FP16)]
     cases += [Case(T=777, D=D, dtype=BF16, gate=g) for g in ("open", "short", "shut", "zeros") for D in (64, 128)]
     cases += [Case(T=T, S=S, H=8, Hkv=2, D=128, dtype=BF16) for T, S in ((64, 64), (333, 1500), (129, 130))]
-    extras = [{}, {"window": 100}, {"sink": 4}, {"sink": 1, "prune": -10.0}]
+    extras = [{}, {"window": 100}, {"sink": 4}, {"horizon": 8.0}]
     for extra, D in itertools.product(extras, (64, 128)):
         cases.append(Case(B=1, T=1100, D=D, dtype=BF16, cuts=[1, 3, 700, 701, 1030], options=extra))
         cases.append(Case(T=700, H=4, D=D, dtype=BF16, starts=[3, 700], options=extra))
@@ -33,11 +33,11 @@ def problems() -> list[Case]:
         # queries that begin amid a block of keys, in tiles of which padding hides all rows or the first ones
         cases.append(Case(B=3, T=700, S=705, H=4, D=D, dtype=BF16, starts=[705, 400, 130], options=extra))
         cases.append(Case(B=1, T=700, S=764, D=D, dtype=BF16, cuts=[300], starts=[764], options=extra))
-    cases += [Case(T=2048, D=D, dtype=BF16, gate="short", options={"prune": -10.0}) for D in (64, 128)]
-    # groups of more heads than are walked together, and pruned ones, whose heads end at different query tiles
+    cases += [Case(T=2048, D=D, dtype=BF16, gate="short", options={"horizon": 8.0}) for D in (64, 128)]
+    # groups of more heads than are walked together, and with a horizon, by which heads end at different query tiles
     for H, D in itertools.product((8, 12), (64, 128)):
         cases.append(Case(T=700, S=800, H=H, Hkv=1, D=D, dtype=BF16))
-        cases.append(Case(T=1500, H=H, Hkv=1, D=D, dtype=BF16, gate="short", options={"prune": -10.0, "sink": 2}))
+        cases.append(Case(T=1500, H=H, Hkv=1, D=D, dtype=BF16, gate="short", options={"horizon": 8.0}))
     cases += [Case(T=500, D=64, dtype=BF16, layout=layout) for layout in ("heads", "packed", "last")]
     return cases
 

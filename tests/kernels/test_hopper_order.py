@@ -38,11 +38,10 @@ class Pointer:
 
 @st.composite
 def problems(draw):
-    """T, S, queries per tile, sinks; what bounds the keys, and of which kind those are; the first key that pruning
-    leaves each 64 queries."""
+    """T, S, queries per tile, sinks; what bounds the keys, and of which kind those bounds are."""
     T = draw(st.integers(64, 900))
     S = T + draw(st.sampled_from((0, 0, 1, 64, 100, 128, 705)))
-    padding = cuts = window = first = None
+    padding = cuts = window = None
     sink = draw(st.sampled_from((0, 0, 1, 4, 64)))
     bound = draw(st.sampled_from(("none", "padding", "documents", "both", "window", "horizon")))
     if bound in ("padding", "both"):
@@ -51,19 +50,17 @@ def problems(draw):
         cuts = torch.tensor([0, *sorted(draw(st.lists(st.integers(0, S), max_size=9))), S])
     if bound == "window" and sink == 0:
         window = draw(st.integers(1, S))
-    if draw(st.booleans()):
-        first = [draw(st.integers(0, (S - T + i * 64) // 64)) * 64 for i in range(-(-T // 64))]
     found = edges_torch(1, S, cuts, padding, window, "cpu")
     kind = int(found is not None)
     if bound == "horizon" and sink == 0:  # c may rise by its rounding: a query may see more than those before it
         start = torch.tensor(draw(st.lists(st.integers(0, S), min_size=S, max_size=S))).minimum(torch.arange(S))
         kind, found = 2, torch.stack((start, torch.full_like(start, S)))[:, None]
-    return T, S, draw(st.sampled_from((64, 128))), sink, found, kind, first
+    return T, S, draw(st.sampled_from((64, 128))), sink, found, kind
 
 
-def walks(first: list[int], start: list[int] | None, T: int, S: int, queries: int) -> tuple[list[int], list[int]]:
+def walks(start: list[int], T: int, S: int, queries: int) -> tuple[list[int], list[int]]:
     """Return what `query_ranges_kernel` finds: query tiles' first key tiles, and key tiles' last query tiles."""
-    bounds = [max(x, 0 if start is None else start[S - T + i * 64]) // KEYS for i, x in enumerate(first)]
+    bounds = [start[S - T + i] // KEYS for i in range(0, T, 64)]
     low = [min(bounds[i:]) for i in range(0, len(bounds), queries // 64)]
     return low, [sum(x <= n for x in low) for n in range(-(-S // KEYS))]
 
@@ -73,16 +70,13 @@ def walks(first: list[int], start: list[int] | None, T: int, S: int, queries: in
 def test_a_key_tile_waits_for_as_many_as_add_to_a_query_tile_before_it(problem):
     from fox_kernels.hopper import backward_copies as copies
 
-    T, S, queries, sink, bounds, kind, first = problem
+    T, S, queries, sink, bounds, kind = problem
     start = end = low = high = None
     if bounds is not None:
         start, end = (x.flatten().tolist() for x in bounds)
-    ranged = kind == 2 or first is not None
-    if ranged:
-        first = first or [0] * -(-T // 64)
-        low, high = map(Pointer, walks(first, start, T, S, queries))
+    if kind == 2:
+        low, high = map(Pointer, walks(start, T, S, queries))
     START, END = (None if x is None else Pointer(x) for x in (start, end))
-    options = kind, ranged, sink, queries
     plain = SimpleNamespace(minimum=min, maximum=max, load=Pointer.load, where=lambda yes, a, b: a if yes else b)
     tiles, seen = -(-T // queries), {}
     with pytest.MonkeyPatch.context() as patch:
@@ -90,9 +84,10 @@ def test_a_key_tile_waits_for_as_many_as_add_to_a_query_tile_before_it(problem):
         patch.setattr(copies, "edges_of", lambda edges, *_: edges)
         patch.setattr(copies, "BN", KEYS)
         for n in range(-(-S // KEYS)):
-            lo, hi, _, _ = copies._query_tiles.fn(n, 0, 0, -(-S // KEYS), START, END, high, T, S, *options)
+            lo, hi, _, _ = copies._query_tiles.fn(n, 0, 0, -(-S // KEYS), START, END, high, T, S, kind, sink, queries)
             for m in range(lo, hi):
                 assert m < tiles
-                assert copies._turn.fn(n, m, 0, 0, tiles, START, low, T, S, *options) == seen.setdefault(m, 0)
+                turn = n - copies._first.fn(m, 0, 0, tiles, START, low, T, S, kind, queries)
+                assert turn == seen.setdefault(m, 0)
                 seen[m] += 1
     assert len(seen) == tiles or start is not None  # else its dq would be of nobody: only bounded ones begin with zeros

@@ -29,7 +29,6 @@ def problems() -> list[Case]:
         grouped = usual | {"H": 6, "Hkv": 2}
         cases.append(Case(T=700, S=1525, options={"horizon": horizon}, **grouped))
         cases.append(Case(T=1300, options={"horizon": horizon, "window": 300}, **grouped))
-        cases.append(Case(T=1300, options={"horizon": horizon, "prune": -10.0}, **grouped))
         cases.append(Case(T=1000, starts=[130, 1000], options={"horizon": horizon}, **grouped))
         cases.append(Case(B=1, T=1700, cuts=[1, 3, 700, 701, 1030], options={"horizon": horizon}, **grouped))
         cases.append(Case(B=1, T=900, S=1464, cuts=[300], starts=[764], options={"horizon": horizon}, **grouped))

@@ -29,15 +29,12 @@ FEATURES = {
     "window and sinks": {"T": 100, "options": {"window": 20, "sink": 1}},
     "sinks": {"T": 70, "options": {"sink": 40}},
     "softcap": {"options": {"softcap": 4.0}},
-    "prune": {"T": 150, "H": 1, "options": {"prune": -4.0}},
-    "prune and sinks": {"T": 150, "H": 1, "options": {"prune": -4.0, "sink": 3}},
-    "prune, last stride": {"T": 40, "S": 200, "H": 1, "layout": "last", "options": {"prune": -4.0}},
     "horizon, unequal heads": {"T": 150, "H": 4, "Hkv": 2, "gate": "unequal", "options": {"horizon": 5.0}},
     "horizon, T < S": {"T": 45, "S": 133, "H": 2, "gate": "unequal", "options": {"horizon": 9.0, "window": 70}},
     "horizon and sinks": {"T": 150, "gate": "unequal", "options": {"horizon": 3.0, "sink": 2}},
     "horizon, documents, sinks": {"B": 1, "T": 140, "cuts": [1, 2, 50], "options": {"horizon": 9.0, "sink": 3}},
     "horizon, padding, softcap": {"T": 90, "starts": [33, 90], "options": {"horizon": 4.0, "softcap": 4.0}},
-    "horizon, prune": {"T": 150, "H": 1, "options": {"prune": -4.0, "horizon": 8.0, "sink": 1}},
+    "horizon, last stride": {"T": 40, "S": 200, "H": 1, "layout": "last", "options": {"horizon": 8.0, "sink": 1}},
     "horizon, decoding": {"T": 2, "S": 300, "H": 4, "gate": "unequal", "options": {"horizon": 6.0, "sink": 3}},
     "shut": {"gate": "shut"},
     "zeros": {"T": 100, "gate": "zeros"},
@@ -46,8 +43,7 @@ FEATURES = {
     "last stride": {"layout": "last", "options": {"scale": -0.1}},
 }
 CHECKS = (
-    "merging", "decoding", "pruned_decoding", "search", "helpers", "pruning", "operator", "one_gradient", "nan",
-    "copies_by_tma", "softcap", "refusals",
+    "merging", "decoding", "helpers", "operator", "one_gradient", "nan", "copies_by_tma", "softcap", "refusals",
 )  # fmt: skip
 EXAMPLES = 24
 
@@ -108,7 +104,6 @@ def run_each() -> dict[str, list[str]]:
     import torch
     from cases import Case, failures
 
-    launchers.pruning.WORTH = 0  # problems of a test's size are pruned too
     dtypes = (torch.float32, torch.float16)
     report = {}
     for n, (name, fields) in enumerate(FEATURES.items()):
@@ -119,9 +114,6 @@ def run_each() -> dict[str, list[str]]:
         "merging": (35, 16),
         "decoding": (260, torch.float32, 1e-5),
         "helpers": (70,),
-        "pruned_decoding": (400, 16),
-        "search": (700,),
-        "pruning": (160, 16, -4.0),
     }
     for check in CHECKS:
         device = () if check == "copies_by_tma" else ("cpu",)

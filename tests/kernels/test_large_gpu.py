@@ -80,10 +80,10 @@ def test_keys_and_values_are_neither_repeated_nor_copied(backend):
         assert peak(layout) <= plain + (1 << 16), layout
 
 
-@pytest.mark.parametrize("prune", [None, -10.0])
+@pytest.mark.parametrize("horizon", [None, 8.0])
 @pytest.mark.parametrize("backend", ["triton", gluon])
-def test_more_than_65535_blocks(backend, prune):
-    check_rows([0, 1, 17000, 35000], 35001, 70, 2, 1, 64, backend=backend, prune=prune)
+def test_more_than_65535_blocks(backend, horizon):
+    check_rows([0, 1, 17000, 35000], 35001, 70, 2, 1, 64, backend=backend, horizon=horizon)
 
 
 def test_decoding_from_a_cache_of_more_than_two_to_the_31_elements():

@@ -158,13 +158,3 @@ def test_decoding_keeps_two_thirds_of_the_processors_busy_whatever_the_batch(pro
         assert programs <= 2 * processors
         assert programs / processors >= 0.66 * -(-programs // processors)
     assert planner.splits_for(5000, processors) == 1
-
-
-def test_small_problems_are_not_searched_for_what_to_prune(monkeypatch):
-    from fox_kernels.common import pruning
-
-    monkeypatch.setattr(pruning, "WORTH", 10**11)
-    small, large = (torch.empty(8, n, 16, 64, device="meta") for n in (2048, 8192))
-    assert pruning.worth(small, small, -10.0) is None
-    assert pruning.worth(large, large, -10.0) == -10.0
-    assert pruning.worth(large, large, None) is None

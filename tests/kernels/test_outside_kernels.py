@@ -24,13 +24,11 @@ FP16, FP32 = torch.float16, torch.float32
 def check_softcaps_far_above_the_scores() -> None:
     """tanh by exp2 is good for 6e-8 of the cap, which a cap of 1e5 makes more than float16's rounding."""
     from cases import Case, failures
-    from fox_kernels.common import pruning
 
-    pruning.WORTH = 0
-    for dtype, softcap, options in ((FP16, 1e5, {"prune": -4.0}), (FP16, 1e8, {}), (FP16, 1e38, {}), (FP32, 1e31, {})):
+    for dtype, softcap, options in ((FP16, 1e5, {"horizon": 8.0}), (FP16, 1e8, {}), (FP16, 1e38, {}), (FP32, 1e31, {})):
         torch.manual_seed(0)
         assert failures(Case(B=1, T=60, D=16, dtype=dtype, gate="short", options={"softcap": softcap} | options)) == []
-    assert failures(Case(T=1, S=300, D=16, dtype=FP16, gate="short", options={"softcap": 1e8, "prune": -8.0})) == []
+    assert failures(Case(T=1, S=300, D=16, dtype=FP16, gate="short", options={"softcap": 1e8, "horizon": 8.0})) == []
 
 
 def check_heads_far_apart_in_memory() -> None:
@@ -129,14 +127,14 @@ def check_decoding_of_more_pairs_than_a_grid_holds() -> None:
     from unittest import mock
 
     from fox_kernels import decode_attention
-    from fox_kernels.decoding import planner, search
+    from fox_kernels.decoding import planner
     from twins import cumulative_torch
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(5, n, heads, 16) for n, heads in ((1, 4), (40, 2), (40, 2)))
     c = cumulative_torch(-torch.rand(5, 40, 4))
-    starts, bound = torch.tensor([0, 3, 39, 40, 1], dtype=torch.int32), search.key_bound(k)
-    for options in ({}, {"seq_start": starts, "sink": 2}, {"prune": -3.0, "k_bound": bound, "softcap": 2.0}):
+    starts = torch.tensor([0, 3, 39, 40, 1], dtype=torch.int32)
+    for options in ({}, {"seq_start": starts, "sink": 2}, {"horizon": 8.0, "softcap": 2.0}):
         whole = decode_attention(q, k, v, *c, **options)
         with mock.patch.object(planner, "MAX_PAIRS", 5):
             torch.testing.assert_close(decode_attention(q, k, v, *c, **options), whole)

@@ -19,7 +19,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"window": 3, "sink": 2},
     {"softcap": 2.0, "sink": 1},
-    {"prune": -1.0, "scale": 0.7},
+    {"scale": 0.7},
     {"horizon": 2.0, "sink": 1},
     {"cu_seqlens": torch.tensor([0, 1, 3, 3, 7], dtype=torch.int32), "sink": 1},
     {"seq_start": torch.tensor([4], dtype=torch.int32)},
@@ -113,7 +113,6 @@ def test_chunked_equals_the_reference_with_every_option(dtype, monkeypatch):
         "window": (None, 1, 40),
         "sink": (0, 4),
         "softcap": (None, 5.0),
-        "prune": (None, -3.0),
         "horizon": (None, 2.0),
     }
     for n, values in enumerate(itertools.product(*options.values())):
@@ -125,15 +124,14 @@ def test_chunked_equals_the_reference_with_every_option(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("operator", [reference.forgetting_attention, chunked.forgetting_attention])
-@pytest.mark.parametrize("options", [{"prune": -2.0}, {"horizon": 8.0}], ids=str)
-def test_pruning_and_horizon_hide_no_nan_of_a_query_or_a_gate(operator, options):
+def test_a_horizon_hides_no_nan_of_a_query_or_a_gate(operator):
     torch.manual_seed(0)
     whole = [torch.randn(1, 90, 2, 8), torch.randn(1, 90, 1, 8), torch.randn(1, 90, 1, 8), -torch.rand(1, 90, 2)]
-    clean = operator(*whole, **options)
+    clean = operator(*whole, horizon=8.0)
     for n, first, last in ((0, 40, 41), (3, 40, 90)):  # of q one row, of log_f all rows from it on
         x = [y.clone() for y in whole]
         x[n][0, 40, 1] = torch.nan
-        o = operator(*x, **options)
+        o = operator(*x, horizon=8.0)
         assert bool(o[0, first:last, 1].isnan().all())
         for others in (o[0, :, 0] - clean[0, :, 0], o[0, :first, 1] - clean[0, :first, 1]):
             assert float(others.abs().max()) < 1e-6
@@ -164,21 +162,6 @@ def test_long_sequences_keep_their_precision():
     o = chunked.forgetting_attention(q, k, v, log_f)
     exact = chunked.forgetting_attention(q.double(), k.double(), v.double(), log_f.double())
     assert (o - exact).norm() < 1e-5 * exact.norm()
-
-
-@pytest.mark.parametrize("log_eps", [-1.0, -10.0])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_pruning_loses_at_most_eps_of_every_query_and_does_prune(log_eps, softcap):
-    torch.manual_seed(0)
-    T, H = 400, 2
-    q, k, v = (torch.randn(1, T, H, 8, dtype=FP64) for _ in range(3))
-    log_f = torch.nn.functional.logsigmoid(torch.randn(1, T, H, dtype=FP64) + 1)
-    args = {"softcap": softcap, "return_lse": True}
-    full = reference.forgetting_attention(q, k, v, log_f, **args)[1]
-    kept = reference.forgetting_attention(q, k, v, log_f, prune=log_eps, **args)[1]
-    lost = 1 - (kept - full).exp()
-    assert lost.max() <= torch.tensor(log_eps).exp()
-    assert lost.max() > 0
 
 
 def test_a_query_that_sees_nothing_gives_zero_and_no_nan():
@@ -287,8 +270,6 @@ BAD: dict[str, dict[str, Any]] = {
     "sink must be": {"sink": -1},
     "softcap must be": {"softcap": 0.0},
     "softcap must be a finite float > 0": {"softcap": "30"},
-    "prune is ln": {"prune": 0.5},
-    "prune is ln\\(eps\\)": {"prune": -float("inf")},
     "horizon must be a finite float > 0": {"horizon": 0.0},
     "horizon must be": {"horizon": float("inf")},
     "scale must be": {"scale": float("nan")},
@@ -330,7 +311,7 @@ def test_second_derivatives_and_transforms_are_the_reference_s_alone():
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_no_tokens_no_error(backend):
     inputs = doubles(0, 0)
-    o, lse = forgetting_attention(*inputs, window=3, sink=1, softcap=2.0, prune=-3.0, return_lse=True, backend=backend)
+    o, lse = forgetting_attention(*inputs, window=3, sink=1, softcap=2.0, horizon=3.0, return_lse=True, backend=backend)
     assert o.shape == inputs[0].shape
     assert all(not x.numel() for x in torch.autograd.grad(o.sum() + lse.sum(), inputs))
 

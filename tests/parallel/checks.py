@@ -46,10 +46,10 @@ FROZEN = {"rates": {"attention": 0, "rest": 0}}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # name: family, config, spec, stage
     "pro parts, sinks, log-n": ("llama", {}, PRO, {"objective": "extend"}),
-    "interpolated, recomputed, tiled, pruned": (
+    "interpolated, recomputed, tiled, horizon": (
         "llama",
         {"tie_word_embeddings": True},
-        {"rope": "interpolate", "rope_factor": 4.0, "half_life": (0.5, 4.0), "prune": -30.0},
+        {"rope": "interpolate", "rope_factor": 4.0, "half_life": (0.5, 4.0), "horizon": 6.0},
         {"objective": "extend", "gradient_checkpointing": "full", "tiled_mlp": 10, "offload_activations": True},
     ),
     "windows and caps": (
@@ -72,8 +72,8 @@ OPERATOR = {
     "sinks": {"sink": 3},
     "window and sinks": {"window": 40, "sink": 2},
     "softcap": {"softcap": 3.0, "sink": 1},
-    "pruned": {"prune": -30.0, "half_lives": 0.2},
-    "all": {"prune": -30.0, "sink": 2, "window": 50, "softcap": 5.0, "scale": 0.7, "half_lives": 0.3},
+    "horizon": {"horizon": 30.0, "half_lives": 0.2},
+    "all": {"horizon": 9.0, "sink": 2, "window": 50, "softcap": 5.0, "scale": 0.7, "half_lives": 0.3},
 }
 
 
@@ -93,7 +93,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor, scale: float | None = 
 def operator(mesh: Mesh, name: str, documents: list[int] | None) -> None:
     """Attention over shared rows beside the same over whole ones: output, and gradients of q, k, v and log f."""
     batch, length, heads, kv_heads, width = 2, 64, 8, 4, 8
-    options = {"scale": None, "window": None, "sink": 0, "softcap": None, "prune": None} | OPERATOR[name]
+    options = {"scale": None, "window": None, "sink": 0, "softcap": None, "horizon": None} | OPERATOR[name]
     half_lives = options.pop("half_lives", 8.0)
     random = torch.Generator().manual_seed(1)
     q, do = (torch.randn(batch, heads, length, width, generator=random) for _ in range(2))

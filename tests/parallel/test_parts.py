@@ -21,24 +21,26 @@ from test_parts import compare
 compare()
 """
 CASES = {
-    # queries, their first place, keys, their first place, window, softcap
-    "keys of an earlier chunk": (33, 100, 40, 20, None, None),
-    "the same chunk": (40, 100, 40, 100, None, 5.0),
-    "the same chunk behind its sinks": (40, 100, 37, 103, None, None),
-    "a window": (33, 80, 70, 10, 64, None),
+    # queries, their first place, keys, their first place, window, softcap, horizon
+    "keys of an earlier chunk": (33, 100, 40, 20, None, None, None),
+    "the same chunk": (40, 100, 40, 100, None, 5.0, None),
+    "the same chunk behind its sinks": (40, 100, 37, 103, None, None, None),
+    "a window": (33, 80, 70, 10, 64, None, None),
+    "a horizon over keys of an earlier chunk": (40, 60, 50, 5, None, None, 4.0),
+    "a horizon, a window, the same chunk": (60, 100, 60, 100, 40, 5.0, 2.0),
 }
 
 
 def part_of(name: str, dtype: torch.dtype) -> tuple[Part, torch.Tensor]:
     """A part with gates that fall by a few nats, and a gradient of its output."""
-    queries, first_query, keys, first_key, window, softcap = CASES[name]
+    queries, first_query, keys, first_key, window, softcap, horizon = CASES[name]
     random = torch.Generator().manual_seed(4)
     q, do = (torch.randn(2, 2, queries, 16, generator=random).to(dtype) for _ in range(2))
     k, v = (torch.randn(2, keys, 16, generator=random).to(dtype) for _ in range(2))
     c = -torch.rand(2, 2, 200, generator=random, dtype=torch.float64).cumsum(-1) * 0.2
     rows = c[..., first_query : first_query + queries] - c[..., first_key + keys - 1 :][..., :1]
     cols = c[..., first_key + keys - 1 :][..., :1] - c[..., first_key : first_key + keys]
-    return Part(q, k, v, rows, cols, first_query, first_key, 0.3, softcap, window), do
+    return Part(q, k, v, rows, cols, first_query, first_key, 0.3, softcap, window, horizon), do
 
 
 def with_dc(part: Part, gradients: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,83 +112,40 @@ def test_what_is_sent_reaches_from_the_first_key_that_anyone_asks_for():
                 assert item.high == (item.chunk + 1) * plan.chunk
 
 
-def summary_of(plan: RingPlan, q, k, log_f, options: dict[str, Any]) -> Summary:
+def summary_of(plan: RingPlan, log_f: torch.Tensor, kv_heads: int, horizon: float | None) -> Summary:
     """What the first of the ring's processes knows after the exchange."""
 
-    def held(x, place):
-        return torch.cat([x[:, c * plan.chunk : (c + 1) * plan.chunk] for c in plan.split.chunks_of(place)], 1)
+    def held(place: int) -> torch.Tensor:
+        return torch.cat([log_f[:, c * plan.chunk : (c + 1) * plan.chunk] for c in plan.split.chunks_of(place)], 1)
 
-    def mine(place):
-        return Summary._mine(plan, held(q, place), held(k, place), held(log_f, place), options)
+    everyone = [held(place).unflatten(1, (-1, plan.chunk)).sum(2) for place in range(plan.split.ring)]
 
-    found = torch.stack([torch.cat([x.double() for x in mine(place)], -1) for place in range(plan.split.ring)])
-    mesh: Any = SimpleNamespace(
-        degrees=plan.split,
-        gathered=lambda x, ring_only: found,
-        ring_rank=0,
-        traffic=SimpleNamespace(hops=0, hops_saved=0),
-    )
-    return Summary(mesh, plan, held(q, 0), held(k, 0), held(log_f, 0), options)
+    def gathered(mine: torch.Tensor, ring_only: bool) -> torch.Tensor:
+        assert torch.equal(mine, everyone[0])
+        return torch.stack(everyone)
+
+    traffic = SimpleNamespace(hops=0, hops_saved=0)
+    mesh: Any = SimpleNamespace(degrees=plan.split, gathered=gathered, ring_rank=0, traffic=traffic)
+    return Summary(mesh, plan, held(0), kv_heads, horizon)
 
 
-def worst_case(name: str):
-    """q, k of four chunks of 12 tokens, and how far the gates of the third fall: where one term of the rule decides."""
-    q, k = torch.zeros(1, LENGTH, 1, 16).double(), torch.zeros(1, LENGTH, 1, 16).double()
-    if name == "how many keys there are":  # each query scores 0 with its own key and the old ones, -20 with the rest
-        own = torch.eye(12).double()
-        q[0, 36:, 0, :12], k[0, 36:, 0, :12], k[0, 24:36, 0, :12] = 4 * own, -5 * (1 - own), -5.0
-        return q, k, 6.0
-    if name == "the query's own key":  # which scores -12
-        q[..., 0], k[:, 24:, :, 0], k[:, :24, :, 0] = 4.0, -3.0, 0.25
-        return q, k, 10.0
-    if name == "the greatest key":  # of its chunk, the others score 0
-        q[..., 0], k[:, 5, :, 0] = 4.0, 5.0
-        return q, k, 15.0
-    q[:, 40, :, 0], k[:, :12, :, 0] = 4.0, 5.0  # the greatest query of its chunk
-    return q, k, 15.0
-
-
-@pytest.mark.parametrize(
-    "name", ["how many keys there are", "the query's own key", "the greatest key", "the greatest query"]
-)
-def test_each_term_of_the_bound_counts(name):
-    """The first chunk's keys hold more than eps for a query of the last, and come; gates that fall far leave them."""
-    q, k, fall = worst_case(name)
-    plan = ring_of([[0, LENGTH]], ring=2)
-    for more, comes in ((0.0, True), (40.0, False)):
-        log_f = torch.zeros(1, LENGTH, 1).double()
-        log_f[:, 24] = -fall - more
-        summary = summary_of(plan, q, k, log_f, {"prune": -4.0, "scale": 1.0, "softcap": None})
-        assert bool(summary.needed[0, 3, 0, 0]) == comes
-
-
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_keys_that_do_not_come_weigh_less_than_is_allowed(softcap):
-    """For every query, the weights of all keys of chunks that pruning leaves where they are: e^prune at most."""
+def test_keys_come_unless_a_horizon_hides_them_from_all_queries_of_a_chunk():
     generator = torch.Generator().manual_seed(5)
-    heads, kv_heads, width, prune, ring = 64, 32, 8, -6.0, 3
-    q, k = torch.zeros(1, LENGTH, heads, width).double(), torch.randn(1, LENGTH, kv_heads, width, generator=generator)
-    q[..., 0], k = 4.0, 0.05 * k.double()
-    k[:, :8, :, 0] = 4.0  # the first chunk's keys are worth all that their norms allow
+    heads, kv_heads, horizon = 16, 8, 6.0
     rates = torch.logspace(-2, 0.7, heads, dtype=torch.float64)[torch.randperm(heads, generator=generator)]
-    log_f = -rates.expand(1, LENGTH, heads) * (0.8 + 0.4 * torch.rand(1, LENGTH, 1, generator=generator))
-    plan = ring_of([[0, LENGTH]], ring=ring)
-    options: dict[str, Any] = {"prune": prune, "scale": 0.4, "softcap": softcap}
-
-    summary = summary_of(plan, q, k, log_f, options)
-    needed = summary.needed[0].repeat_interleave(heads // kv_heads, -1)
-    possible = plan.possible()[0]
-    assert not needed[possible].all()  # something is pruned
+    log_f = -rates.expand(1, LENGTH, heads) * (0.8 + 0.4 * torch.rand(1, LENGTH, 1, generator=generator).double())
+    plan = ring_of([[0, LENGTH]])
+    summary = summary_of(plan, log_f, kv_heads, horizon)
+    needed, possible = summary.needed[0], plan.possible()[0]
     assert needed[possible].any()
-    scores = torch.einsum("ihd,jhd->hij", q[0], k[0].repeat_interleave(heads // kv_heads, 1)) * options["scale"]
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    assert not needed[possible].all()
     c = log_f[0].cumsum(0).T
-    logits = scores + c[:, :, None] - c[:, None, :]
-    logits = logits.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -math.inf)
-    chunk = torch.arange(LENGTH) // plan.chunk
-    left = ~needed.permute(2, 0, 1)[:, chunk][:, :, chunk] & (chunk[None, :] < chunk[:, None])
-    assert float((logits.softmax(-1) * left).sum(-1).max()) <= math.exp(prune)
+    near = ~(c[:, :, None] - c[:, None, :] <= -horizon)  # (heads, queries, keys)
     for a in range(plan.split.chunks):
         for b in range(a):
+            block = near[:, a * plan.chunk : (a + 1) * plan.chunk, b * plan.chunk : (b + 1) * plan.chunk]
+            seen = block.flatten(1).any(1).unflatten(0, (kv_heads, -1)).any(1)
+            assert not (seen & ~needed[a, b]).any()
             fall = c[:, a * plan.chunk - 1] - c[:, (b + 1) * plan.chunk - 1]
             torch.testing.assert_close(summary.between(b, a)[0], fall)
+    assert summary_of(plan, log_f, kv_heads, None).needed[0][possible].all()

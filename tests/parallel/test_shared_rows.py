@@ -83,11 +83,11 @@ def test_every_family_shares_rows(two):
 
 
 def test_the_ring_ends_early_where_gates_are_shut(four):
-    dense, pruned = four["operator 1x4 plain one document"], four["operator 1x4 pruned one document"]
+    dense, cut = four["operator 1x4 plain one document"], four["operator 1x4 horizon one document"]
     assert dense["saved"] == 0
-    assert pruned["saved"] > dense["hops"] / 2
-    assert pruned["keys"] < 0.6 * dense["keys"]
-    assert pruned["gradients"] < 0.6 * dense["gradients"]
+    assert cut["saved"] > dense["hops"] / 2
+    assert cut["keys"] < 0.6 * dense["keys"]
+    assert cut["gradients"] < 0.6 * dense["gradients"]
 
 
 def test_documents_end_the_ring_early_too(four):

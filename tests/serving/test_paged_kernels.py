@@ -151,7 +151,7 @@ def attended(window=None, sink=0, softcap=None, programs=None, **shape):
     tokens, padding = sum(texts.new), len(texts.key) - sum(texts.new)
     query = torch.randn(tokens + padding, HEADS * texts.groups, texts.dim).to(dtype)
     output = torch.full_like(query, 7.0).to(texts.device)
-    options = {"scale": SCALE, "window": window, "sink": sink, "softcap": softcap, "prune": None}
+    options = {"scale": SCALE, "window": window, "sink": sink, "softcap": softcap}
     single = max(texts.new) == 1
     batch = texts.batch
     if single and padding:  # as a CUDA graph has it: requests without a token, whose pages nobody may read

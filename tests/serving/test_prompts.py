@@ -82,7 +82,6 @@ class Paged:
         {"sink": 5},
         {"window": 20, "sink": 0},
         {"window": 37, "sink": 0, "softcap": 5.0},
-        {"sink": 1, "prune": -30.0},
     ],
     ids=str,
 )

@@ -62,7 +62,7 @@ def serve(device: str = "cpu", times: int = 1, layers: int = 1) -> dict:
     torch.manual_seed(0)
     impl: Any = vllm_attention.PagedImpl()
     impl.room = paged_kernels.Paged(GROUPS, DIM)
-    impl.options = {"scale": SCALE, "window": None, "sink": 1, "softcap": None, "prune": None}
+    impl.options = {"scale": SCALE, "window": None, "sink": 1, "softcap": None}
     steps = {name: [n if n <= 4 else n * times for n in new] for name, new in STEPS.items()}
     texts = [sum(new) for new in zip(*steps.values(), strict=True)]
     pages = 10 * times

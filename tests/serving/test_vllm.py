@@ -44,11 +44,11 @@ def paged_engines():
     ("window", "spec"),
     [
         (None, {"half_life": (5.0, 500.0), "sink_tokens": 1}),
-        (None, {"half_life": (5.0, 500.0), "sink_tokens": 5, "rope": "drop", "prune": -20.0}),
+        (None, {"half_life": (5.0, 500.0), "sink_tokens": 5, "rope": "drop"}),
         (100, {"half_life": (5.0, 500.0)}),
         (None, {"half_life": (5.0, 500.0), "gate_heads": "kv"}),
     ],
-    ids=["a sink", "five sinks, prune", "window", "gates of kv heads"],
+    ids=["a sink", "five sinks", "window", "gates of kv heads"],
 )
 def test_what_a_gpu_serves_is_what_retrofox_computes(paged_engines, tmp_path, stir, window, spec):
     """Chunks with a past, texts that begin together, short pieces, prefix hits also within one step, preemption."""

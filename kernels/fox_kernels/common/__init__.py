@@ -1,1 +1,1 @@
-"""Shared by several kernels: blocks of scores, sums of gates, edges of documents, pruning bounds, first weights."""
+"""Shared by several kernels: blocks of scores, sums of gates, edges of documents, horizons, first weights."""

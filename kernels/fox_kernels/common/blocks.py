@@ -124,8 +124,8 @@ def query_facts(start_ptr, m0, offs_m, T, S, q_offset, STARTS: tl.constexpr):
 
 @triton.jit
 def key_range(
-    first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, lower, sink,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, LOWER: tl.constexpr, PRUNE_M: tl.constexpr,
+    m0, last_pos, S, q_offset, least, greatest, lower, sink,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, LOWER: tl.constexpr,
 ):  # fmt: skip
     """Key blocks of a query tile: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked, and
     the sinks' own masked blocks [sink_low, sink_high) below low."""
@@ -141,12 +141,6 @@ def key_range(
         rows = first_pos + tl.arange(0, BM) <= last_pos
         low = tl.maximum(low, tl.min(tl.where(rows, lower, S), 0))
         ragged = tl.maximum(ragged, tl.max(tl.where(rows, lower, 0), 0))
-    # Pruning is a run-time flag: with one program for both, having it on can't cost registers.
-    first = tl.load(first_ptr + m0 // PRUNE_M, mask=prune > 0, other=0)
-    if BM > PRUNE_M:
-        second = tl.load(first_ptr + m0 // PRUNE_M + 1, mask=(prune > 0) & (m0 + PRUNE_M < T), other=S)
-        first = tl.minimum(first, second)
-    low = tl.maximum(low, first)
     ragged = tl.where(sink > 0, tl.maximum(ragged, tl.minimum(greatest + sink, S)), ragged)
     high = tl.cdiv(tl.maximum(high, 0), BN)
     low = tl.minimum(low // BN, high)

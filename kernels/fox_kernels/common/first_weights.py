@@ -68,7 +68,7 @@ def lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options: Options) -> torch.Tens
     """Return lost (B, Hkv, BLOCK, D) float32; q, k, do have unit last strides, lse2, c_hi and c_lo are contiguous."""
     (B, T, H, D), Hkv = q.shape, k.shape[2]
     lost = torch.empty(B, Hkv, BLOCK, D, dtype=torch.float32, device=q.device)
-    scale, _, sink, softcap, _, _ = options
+    scale, _, sink, softcap, _ = options
     width = power_of_2(D)
     launch(
         first_block_kernel,

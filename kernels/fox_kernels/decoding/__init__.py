@@ -1,1 +1,1 @@
-"""A few queries against a long cache: planning, kernels, the search for pruned keys, appending to the cache."""
+"""A few queries against a long cache: planning, kernels, the search for a horizon, appending to the cache."""

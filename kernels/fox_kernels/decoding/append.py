@@ -1,6 +1,6 @@
-"""Appending a few tokens to a cache in place: keys, values, the gates' running sum and a bound on the keys' norms.
+"""Appending a few tokens to a cache in place: keys, values and the gates' running sum.
 
-    c_t = c_{t-1} + log2(e) * max(log f_t, -1e4), as hi + lo        bound = max(bound, |k_t|)
+    c_t = c_{t-1} + log2(e) * max(log f_t, -1e4), as hi + lo
 
 One launch, where torch takes twenty for a token. Its twin in plain torch is `GrowingLayer` of retrofox.acceleration.
 """
@@ -20,10 +20,9 @@ MOST_TOKENS = 16  # the kernel takes them one by one: torch copies more
 
 @triton.jit(do_not_specialize=["length", "room"])
 def append_kernel(
-    k_ptr, v_ptr, log_f_ptr, keys_ptr, values_ptr, sums_ptr, bound_ptr, length_ptr,
+    k_ptr, v_ptr, log_f_ptr, keys_ptr, values_ptr, sums_ptr, length_ptr,
     sk_b, sk_h, sk_t, sv_b, sv_h, sv_t, sf_b, sf_t, sf_h, length, room, T, H, floor,
-    GROUP: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, VW: tl.constexpr,
-    VP: tl.constexpr,
+    GROUP: tl.constexpr, GP: tl.constexpr, KW: tl.constexpr, KP: tl.constexpr, VW: tl.constexpr, VP: tl.constexpr,
 ):  # fmt: skip
     kv = tl.program_id(0).to(tl.int64)
     heads = H // GROUP
@@ -42,9 +41,6 @@ def append_kernel(
     known = tl.where(length > 0, real, False)  # Triton 3.9's interpreter makes integers of real & (length > 0)
     c = tl.load(hi_ptr - 1, mask=known, other=0.0).to(tl.float64)
     c += tl.load(lo_ptr - 1, mask=known, other=0.0).to(tl.float64)
-    bound = 0.0
-    if bound_ptr is not None:
-        bound = tl.load(bound_ptr + kv)
     for t in range(T):
         k = tl.load(k_ptr + t * sk_t + offs_k, mask=offs_k < KW)
         tl.store(keys_ptr + t * KW + offs_k, k, mask=offs_k < KW)
@@ -54,11 +50,6 @@ def append_kernel(
         hi = c.to(tl.float32)
         tl.store(hi_ptr + t, hi, mask=real)
         tl.store(lo_ptr + t, (c - hi.to(tl.float64)).to(tl.float32), mask=real)
-        own = tl.where(offs_k < D, k.to(tl.float32), 0.0)
-        norm = tl.sqrt(tl.sum(own * own, 0))
-        bound = tl.maximum(bound, norm, propagate_nan=tl.PropagateNan.ALL)
-    if bound_ptr is not None:
-        tl.store(bound_ptr + kv, bound)
 
 
 def appends(k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor) -> bool:
@@ -70,14 +61,14 @@ def appends(k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor) -> bool:
 
 def append(
     rooms: list[torch.Tensor], length: int | torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor,
-    bound: torch.Tensor | None, head_dim: int,
+    *_: object,
 ) -> None:  # fmt: skip
     """Write T tokens behind the first `length` of a cache's rooms, which must have space for them.
 
-    k (B, Hkv, T, KW), of which head_dim channels are a key; v (B, Hkv, T, VW); log_f (B, T, H) float32. rooms, all
-    contiguous: keys (B, Hkv, room, KW), values (B, Hkv, room, VW), sums (B, 2 H, room, 1) float32: c of every head,
-    rounded, and its rounding error. bound (B, Hkv) float32 is raised to the norms of the new keys, if given. length: an
-    int, or (1,) int32 on the device, which is read when the kernel runs: so a captured graph appends at any length.
+    k (B, Hkv, T, KW); v (B, Hkv, T, VW); log_f (B, T, H) float32. rooms, all contiguous: keys (B, Hkv, room, KW),
+    values (B, Hkv, room, VW), sums (B, 2 H, room, 1) float32: c of every head, rounded, and its rounding error. length:
+    an int, or (1,) int32 on the device, which is read when the kernel runs: so a captured graph appends at any length.
+    What code saved beside a checkpoint may give behind these (a bound on the keys' norms) is of no use any more.
     """
     (B, Hkv, T, KW), VW, H = k.shape, v.shape[-1], log_f.shape[-1]
     keys, values, sums = rooms
@@ -87,9 +78,9 @@ def append(
             append_kernel,
             (B * Hkv,),
             (
-                k, v, log_f, keys, values, sums, bound, at, *k.stride()[:3], *v.stride()[:3], *log_f.stride(),
+                k, v, log_f, keys, values, sums, at, *k.stride()[:3], *v.stride()[:3], *log_f.stride(),
                 length, keys.shape[2], T, H, LOG_F_MIN,
             ),
-            (H // Hkv, power_of_2(H // Hkv), head_dim, KW, power_of_2(KW), VW, power_of_2(VW)),
+            (H // Hkv, power_of_2(H // Hkv), KW, power_of_2(KW), VW, power_of_2(VW)),
             warps=1,
         )  # fmt: skip

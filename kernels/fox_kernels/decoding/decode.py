@@ -17,12 +17,12 @@ MIN_BLOCKS = tl.constexpr(4)  # to a program: fewer are not worth merging
 
 
 @triton.jit
-def lowest(pair, heads, low, start_ptr, first_ptr, known, STARTS: tl.constexpr, PRUNE: tl.constexpr):
+def lowest(pair, heads, low, start_ptr, first_ptr, known, STARTS: tl.constexpr, HORIZON: tl.constexpr):
     """The first key that (sequence, kv head) pairs read, sinks aside."""
     low = pair * 0 + low
     if STARTS:
         low = tl.maximum(low, tl.load(start_ptr + pair // heads, mask=known, other=0))
-    if PRUNE:
+    if HORIZON:
         low = tl.maximum(low, tl.load(first_ptr + pair, mask=known, other=0))
     return low
 
@@ -30,11 +30,11 @@ def lowest(pair, heads, low, start_ptr, first_ptr, known, STARTS: tl.constexpr, 
 @triton.jit
 def share(
     S, pairs, heads, low, slots, start_ptr, first_ptr,
-    BN: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, STARTS: tl.constexpr, PRUNE: tl.constexpr,
+    BN: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, STARTS: tl.constexpr, HORIZON: tl.constexpr,
 ):  # fmt: skip
     """How many programs each pair has, the first that is another's, and the blocks of keys to a program."""
     pair = tl.arange(0, PAIRS)
-    low = lowest(pair, heads, low, start_ptr, first_ptr, pair < pairs, STARTS, PRUNE)
+    low = lowest(pair, heads, low, start_ptr, first_ptr, pair < pairs, STARTS, HORIZON)
     blocks = tl.where(pair < pairs, tl.cdiv(tl.maximum(S - low, 0), BN), 0)
     chunk = tl.maximum(tl.cdiv(tl.sum(blocks, 0), slots), LEAST)
     programs = tl.cdiv(blocks, chunk)
@@ -47,7 +47,7 @@ def split_kernel(
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sc_b, sc_h,
     T, S, H, pairs, chunk, slots, window, sink, scale2, softcap2, inverse_cap, horizon2,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-    STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr, PRUNE: tl.constexpr,
+    STARTS: tl.constexpr, WINDOW: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
     HORIZON: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     heads = H // GROUP
@@ -63,7 +63,7 @@ def split_kernel(
         chunk = tl.cdiv(blocks, tl.minimum(tl.cdiv(blocks, MIN_BLOCKS), chunk))
     if PAIRS > 0:
         programs, ends, chunk = share(
-            S, pairs, heads, low, slots, start_ptr, first_ptr, BN, MIN_BLOCKS, PAIRS, STARTS, PRUNE
+            S, pairs, heads, low, slots, start_ptr, first_ptr, BN, MIN_BLOCKS, PAIRS, STARTS, HORIZON
         )
         out = split.to(tl.int64)
         mine = tl.sum((ends <= split).to(tl.int32), 0)
@@ -95,7 +95,7 @@ def split_kernel(
     least = split * 0
     if STARTS:
         least = tl.maximum(tl.load(start_ptr + b), 0)
-    low = lowest(kv.to(tl.int32), heads, low, start_ptr, first_ptr, True, STARTS, PRUNE)
+    low = lowest(kv.to(tl.int32), heads, low, start_ptr, first_ptr, True, STARTS, HORIZON)
     begin = low + split * chunk * BN
     end = tl.minimum(begin + chunk * BN, S)
     sinks_end = tl.minimum(least + sink, low)
@@ -162,7 +162,7 @@ def split_kernel(
 def merge_kernel(
     part_ptr, part_lse_ptr, o_ptr, lse_ptr, start_ptr, first_ptr, length_ptr, T, S, H, pairs, splits, slots, window,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr,
-    BN: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, PRUNE: tl.constexpr, PAIRS: tl.constexpr,
+    BN: tl.constexpr, STARTS: tl.constexpr, WINDOW: tl.constexpr, HORIZON: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     row, kv = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows, heads = T * GROUP, H // GROUP
@@ -174,7 +174,7 @@ def merge_kernel(
         if WINDOW:
             low = tl.maximum(S - T - window + 1, 0)
         programs, ends, _ = share(
-            S, pairs, heads, low, slots, start_ptr, first_ptr, BN, MIN_BLOCKS, PAIRS, STARTS, PRUNE
+            S, pairs, heads, low, slots, start_ptr, first_ptr, BN, MIN_BLOCKS, PAIRS, STARTS, HORIZON
         )
         mine = tl.arange(0, PAIRS) == kv
         splits = tl.sum(tl.where(mine, programs, 0), 0)

@@ -35,20 +35,16 @@ def decode_at(
     window: int | None = None,
     sink: int = 0,
     softcap: float | None = None,
-    prune: float | None = None,
     horizon: float | None = None,
-    k_bound: Tensor | None = None,
 ) -> Tensor:
     """Return o (B, T, H, D): `decode_attention` of the first `length` + T tokens of rooms for S.
 
     q           (B, T, H, D), the new tokens, which are in the rooms already
     k, v        (B, S, Hkv, D), views of the rooms; c_hi, c_lo (B, H, S) float32, last stride 1
     length      (1,) int32 on the device, at a multiple of 16 bytes: tokens before the new ones; the host never reads it
-    k_bound     (B, Hkv) float32, at least the norm of every key: needed with prune. What is pruned is found for a cache
-                of S tokens, which leaves out a little less than for one of `length`
 
-    Other options as in `forgetting_attention`. Raises ValueError where `decodes_at` is False, for a length of another
-    kind and for prune without k_bound.
+    Other options as in `forgetting_attention`. Raises ValueError where `decodes_at` is False and for a length of
+    another kind.
     """
     if not decodes_at(q, k):
         raise ValueError(
@@ -58,16 +54,10 @@ def decode_at(
     if length.shape != (1,) or length.dtype != torch.int32 or length.device != q.device or length.data_ptr() % 16:
         raise ValueError(f"length must be (1,) int32 on {q.device}, aligned to 16 bytes; got {tuple(length.shape)} "
                          f"{length.dtype} on {length.device}")  # fmt: skip
-    if prune is not None and k_bound is None:
-        raise ValueError("prune needs k_bound here: the pass over all keys that stands in for it reads the length")
     window, sink = within(window, sink, k.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    softcap, prune, horizon = (None if x is None else float(x) for x in (softcap, prune, horizon))
-    options = Options(scale, window, sink, softcap, prune, horizon)
-    searches = prune is not None or horizon is not None
-    decoder = planner.decoder_for(
-        q.shape, k.shape[2], q.dtype, q.device, options, padded=seq_start is not None, pruned=searches,
-        searches=searches,
-    )  # fmt: skip
+    softcap, horizon = (None if x is None else float(x) for x in (softcap, horizon))
+    options = Options(scale, window, sink, softcap, horizon)
+    decoder = planner.decoder_for(q.shape, k.shape[2], q.dtype, q.device, options, padded=seq_start is not None)
     with on_device(q):
-        return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, k_bound=k_bound, length=length)
+        return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, length=length)

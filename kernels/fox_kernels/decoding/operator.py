@@ -20,16 +20,14 @@ def decode_operator(
     v: Tensor,
     c_hi: Tensor,
     c_lo: Tensor,
-    k_bound: Tensor | None,
     seq_start: Tensor | None,
     scale: float,
     window: int | None,
     sink: int,
     softcap: float | None,
-    prune: float | None,
     horizon: float | None,
 ) -> Tensor:
-    return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, Options(scale, window, sink, softcap, prune, horizon))
+    return _decode(q, k, v, c_hi, c_lo, seq_start, Options(scale, window, sink, softcap, horizon))
 
 
 @decode_operator.register_fake
@@ -37,16 +35,16 @@ def _(q, *_):
     return q.new_empty(q.shape)
 
 
-def _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, options: Options) -> Tensor:
+def _decode(q, k, v, c_hi, c_lo, seq_start, options: Options) -> Tensor:
     with on_device(q):
-        return planner.launch_decode(q, k, v, c_hi, c_lo, options, seq_start, k_bound=k_bound)[0]
+        return planner.launch_decode(q, k, v, c_hi, c_lo, options, seq_start)[0]
 
 
-def decode_attention(q, k, v, c_hi, c_lo, options: Options, seq_start, k_bound) -> Tensor:
+def decode_attention(q, k, v, c_hi, c_lo, options: Options, seq_start) -> Tensor:
     """`fox_kernels.decode_attention`, which has checked the arguments."""
     window, sink = within(options.window, options.sink, k.shape[1])
-    softcap, prune, horizon = (None if x is None else float(x) for x in options[3:])
-    options = Options(options.scale, window, sink, softcap, prune, horizon)
+    softcap, horizon = (None if x is None else float(x) for x in options[3:])
+    options = Options(options.scale, window, sink, softcap, horizon)
     if traced(q, k, v, c_hi, c_lo):
-        return decode_operator(q, k, v, c_hi, c_lo, k_bound, seq_start, *options)
-    return _decode(q, k, v, c_hi, c_lo, k_bound, seq_start, options)
+        return decode_operator(q, k, v, c_hi, c_lo, seq_start, *options)
+    return _decode(q, k, v, c_hi, c_lo, seq_start, options)

@@ -1,9 +1,8 @@
 """Plans and launches decoding: into how many stretches the keys are split, what is searched, which kernels run.
 
-All that calls of a kind share is worked out once, in a `Decoder`. What padding and pruning leave differs from sequence
-to sequence and from head to head: then all stretches are of one length, as many to a head as it has keys left, and each
-program finds out which is its own (`decode.share`). Where pruning starts costs a pass over all keys (`skip_before`),
-unless a bound on their norms is cached like c (`key_bound`): then a small kernel finds it from a few values of c.
+All that calls of a kind share is worked out once, in a `Decoder`. What padding and a horizon leave differs between
+sequences and heads: then all stretches are of one length, as many to a head as it has keys left, and each program finds
+out which is its own (`decode.share`). A small kernel finds from a few values of c where a head's horizon lies.
 """
 
 import functools
@@ -19,7 +18,7 @@ from ..host.strides import aligned, unit_last
 from ..options import Options
 from ..plain.tiles import SMALL_SHARED, split_head_dim, table_for
 from .decode import MIN_BLOCKS, merge_kernel, split_kernel
-from .search import search_kernel, search_steps, skip_before
+from .search import search_kernel, search_steps
 
 MAX_ROWS = 64  # T * H / Hkv that share a tile
 MIN_KEYS = 256
@@ -73,15 +72,12 @@ def stages_for(rows: int, block: int, D: int, size: int, capability: tuple[int, 
 class Decoder:
     """Runs decoding calls that differ in S, strides and addresses only; everything else is worked out once, here.
 
-    padded: there is a seq_start. pruned: keys are left out; searches: which, is found from k_bound. out_dtype: of o,
-    None for that of q.
+    padded: there is a seq_start. out_dtype: of o, None for that of q.
     """
 
-    def __init__(
-        self, shape, Hkv, dtype, device, options: Options, *, padded: bool, pruned: bool, searches: bool, out_dtype=None
-    ):
+    def __init__(self, shape, Hkv, dtype, device, options: Options, *, padded: bool, out_dtype=None):
         B, T, H, D = shape
-        scale, window, sink, softcap, prune, horizon = options
+        scale, window, sink, softcap, horizon = options
         group, size = H // Hkv, dtype.itemsize
         if T * group > MAX_ROWS:
             raise ValueError(
@@ -90,28 +86,25 @@ class Decoder:
         D0, D1 = split_head_dim(D)
         cap, wide, tile_rows = cap_kind(softcap, dtype), power_of_2(D), max(16, power_of_2(T * group))
         self.T, self.H, self.D, self.rows, self.pairs, self.device = T, H, D, T * group, B * Hkv, device
-        self.window, self.sink, self.searches, self.out_dtype = window, sink, searches, out_dtype or dtype
+        self.window, self.sink, self.out_dtype = window, sink, out_dtype or dtype
         self.readable = aligned if D1 else unit_last
         self.factors = (scale * LOG2_E, *cap_factors(softcap))
-        self.horizon = math.inf if horizon is None else horizon * LOG2_E
-        self.floor = prune * LOG2_E if searches and prune is not None else 0.0
-        self.bounded = prune is not None
+        near, self.horizon = horizon is not None, math.inf if horizon is None else horizon * LOG2_E
         self.block = block_for(D, tile_rows, size)
         self.stages = stages_for(tile_rows, self.block, D, size, (0, 0) if device.type == "cpu" else capability(device))
-        shares = (padded or pruned) and self.pairs <= MAX_SHARED
+        shares = (padded or near) and self.pairs <= MAX_SHARED
         self.slots = slots_for(self.pairs, processors(device)) if shares else 0
         self.splits = splits_for(self.pairs, processors(device))
         self.most_parts = max(1, 16384 // wide)
         shared = power_of_2(self.pairs) if shares else 0
         bounded, precision = window is not None, "ieee" if size == 4 else "tf32"
         self.split = (
-            group, D0, D1, tile_rows, self.block, padded, bounded, sink > 0, cap, pruned,
-            horizon is not None, shared, precision
+            group, D0, D1, tile_rows, self.block, padded, bounded, sink > 0, cap, near, shared, precision,
         )  # fmt: skip
-        self.merge = (group, D, wide), (self.block, padded, bounded, pruned, shared)
-        self.search = (group, D, wide, power_of_2(T * group), cap > 0, cap == 2)
+        self.merge = (group, D, wide), (self.block, padded, bounded, near, shared)
+        self.search = (group, power_of_2(T * group)) if near else None
 
-    def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, first=None, k_bound=None, lse2=None, length=None):
+    def __call__(self, q, k, v, c_hi, c_lo, *, seq_start=None, lse2=None, length=None):
         """Return o (B, T, H, D), and leave the log-sum-exp in lse2 (B, H, T) float32 if given.
 
         length (1,) int32 on the device: tokens that are cached before the T new ones, whose sum is at most S.
@@ -140,11 +133,11 @@ class Decoder:
         lse2 = torch.empty(q.shape[0], H, T, dtype=torch.float32, device=self.device) if lse2 is None else lse2
         rows = grid[0] * grid[1] * self.rows
         part, part_lse = torch.empty(rows * (D + 1), dtype=torch.float32, device=self.device).split((rows * D, rows))
-        if self.searches:
+        first = None
+        if self.search is not None:
             first = torch.empty(pairs, dtype=torch.int32, device=self.device)
-            bounds = (k_bound if self.bounded else None, first, length, *strides[:6], c_b, c_h)
-            numbers = (T, S, H, *self.factors, self.floor - math.log2(S), self.horizon)
-            launch(search_kernel, (pairs, 1, 1), (q, k, c_hi, c_lo, *bounds, *numbers), (*self.search, search_steps(S)))
+            arguments = (c_hi, c_lo, first, length, c_b, c_h, T, S, H, self.horizon)
+            launch(search_kernel, (pairs, 1, 1), arguments, (*self.search, search_steps(S)))
         launch(
             split_kernel,
             grid,
@@ -167,32 +160,20 @@ class Decoder:
 decoder_for = functools.lru_cache(256)(Decoder)
 
 
-def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None, *, first=None, k_bound=None, out_dtype=None):
+def launch_decode(q, k, v, c_hi, c_lo, options: Options, seq_start=None, *, out_dtype=None):
     """Return o (B, T, H, D) and lse2 (B, H, T) of the last T positions of a cache of S; T * H / Hkv <= MAX_ROWS.
 
     q (B, T, H, D); k, v (B, S, Hkv, D), any strides: copied where `forward.unit_last` says so, at D = 80 and 96
     `forward.aligned`; c_hi, c_lo (B, H, S) float32, any strides with unit last, so that a longer buffer can be sliced.
-    With prune, keys before first (B, Hkv), sinks aside, are left out; if None, those that hold at most exp(prune) of
-    every query's weight given k_bound (B, Hkv) float32 >= |k_j|, or without that what `skip_before` gives, which reads
-    all keys. o has out_dtype, None: that of q. Raises ValueError when the group's rows do not fit a tile.
+    o has out_dtype, None: that of q. Raises ValueError when the group's rows do not fit a tile.
     """
     (B, T, H, _), Hkv = q.shape, k.shape[2]
     if B * Hkv > MAX_PAIRS:
-        given = (q, k, v, c_hi, c_lo, seq_start, first, k_bound)
+        given = (q, k, v, c_hi, c_lo, seq_start)
         cut = [itertools.repeat(None) if x is None else x.split(MAX_PAIRS // Hkv) for x in given]
-        parts = [
-            launch_decode(*x[:5], options, x[5], first=x[6], k_bound=x[7], out_dtype=out_dtype)
-            for x in zip(*cut, strict=False)
-        ]
+        parts = [launch_decode(*x[:5], options, x[5], out_dtype=out_dtype) for x in zip(*cut, strict=False)]
         return torch.cat([o for o, _ in parts]), torch.cat([lse2 for _, lse2 in parts])
-    by_pass = options.prune is not None and first is None and k_bound is None
-    if by_pass:
-        first = skip_before(q, k, c_hi.contiguous(), c_lo.contiguous(), options)
-    searches = first is None and (options.prune is not None or options.horizon is not None)
-    decoder = decoder_for(
-        q.shape, Hkv, q.dtype, q.device, options, padded=seq_start is not None, pruned=searches or first is not None,
-        searches=searches, out_dtype=out_dtype,
-    )  # fmt: skip
+    padded = seq_start is not None
+    decoder = decoder_for(q.shape, Hkv, q.dtype, q.device, options, padded=padded, out_dtype=out_dtype)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    o = decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, first=first, k_bound=k_bound, lse2=lse2)
-    return o, lse2
+    return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, lse2=lse2), lse2

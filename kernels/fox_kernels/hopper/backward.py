@@ -6,7 +6,6 @@ import torch
 
 from ..common.first_weights import begins_at_the_first_key, lost_to_rounding
 from ..common.horizon import found_edges
-from ..common.pruning import BLOCK_M, loop_bounds
 from ..host.device import processors
 from ..options import ONE_DOCUMENT, Documents, Options, Saved
 from ..plain.backward import launch_backward as plain_backward
@@ -39,6 +38,7 @@ class Cut(NamedTuple):
 
 KEYS = 128  # per tile
 SEARCHED = 8  # key tiles a program of the search for their last query tiles
+BOUND = 64  # queries per value of that search
 # 24 registers spill in these two, but 32 leave one consumer 232, which then spills in its loop: 412 against 372
 # TFLOP/s at 2 x 8192, D = 64, unordered; at D = 128, of half as many queries, 32 are better: 515 against 504, GQA
 # Walks of long rows begin in rounds, a tile for each multiprocessor, four heads at a time: else they drift apart, and
@@ -82,8 +82,7 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
     from .backward_steps import finish_kernel, prepare_kernel, query_ranges_kernel
 
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    sink, ranged = options.sink, not (options.prune is None and options.horizon is None)
-    num_n, tiles, found = -(-S // KEYS), -(-T // cut.queries), -(-T // BLOCK_M)
+    sink, num_n, tiles, found = options.sink, -(-S // KEYS), -(-T // cut.queries), -(-T // BOUND)
     rows = tiles * cut.queries
     given, (q, k, v, do) = (q, k, v, do), (copyable(q), copyable(k), copyable(v), copyable(do))
     blocks = [
@@ -92,20 +91,20 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
         blocks_of(k, 64, D, True), blocks_of(v, 64, D, True),
     ]  # fmt: skip
     heads = min(H // Hkv, cut.heads)
-    long = (LONG if B * Hkv > LONG_HEADS else 2 * LONG) <= S and not (started or ranged)
+    long = (LONG if B * Hkv > LONG_HEADS else 2 * LONG) <= S and not started
     bias_by_mma = (
         heads == 1 and cut.queries == 128 and sink == 0
     )  # more heads take the shared memory that its parts need
     first = begins_at_the_first_key(q, k, True, S - T, started > 0, None)
     constants = (
-        started, ranged, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
+        started, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
         cut.registers, cut.copier_registers, cut.generations, bias_by_mma, first,
         processors(q.device) if long else 0,
     )  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
     zero = not deterministic or started > 0
     steps = rows // 64 * B * H
-    ranges = (started, 1 << (found - 1).bit_length(), cut.queries // BLOCK_M, BLOCK_M, KEYS, SEARCHED)
+    ranges = (1 << (found - 1).bit_length(), cut.queries // BOUND, BOUND, KEYS, SEARCHED)
     return BackwardPlan(
         Launch(query_ranges_kernel, B * H * -(-num_n // SEARCHED), ranges),
         Launch(prepare_kernel, steps, (D, 64, zero)),
@@ -129,13 +128,13 @@ def launch_backward(
     backward. Raises ValueError for what `hopper.forward.unsupported` names.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    scale, window, sink, softcap, prune, horizon = options
-    o, lse2, c_hi, c_lo, residual, bounds = saved
+    scale, window, sink, softcap, horizon = options
+    o, lse2, c_hi, c_lo, residual = saved
     started = edge_kind(options, documents)
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), o.stride(), do.stride(), do.dtype,
         None if dlse2 is None else (dlse2.stride(), dlse2.dtype), residual is None, q.dtype, q.device,
-        alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, prune is None, usable(scale),
+        alignment(q, k, v, o, do, dlse2, residual, lse2, c_hi, c_lo), started, usable(scale),
         window is None, horizon is None, sink, softcap, deterministic,
     )  # fmt: skip
     plan = _plans.get(key)
@@ -158,13 +157,10 @@ def launch_backward(
     starts = found_edges(c_hi, c_lo, T, options, documents, per_head=True).edges
     start, end = (None, None) if starts is None else starts.unbind()
     tile_lo, tile_hi = ticket, ticket
-    if prune is not None and bounds is None:
-        bounds = loop_bounds(q, k, c_hi, c_lo, options)
-    if prune is not None or horizon is not None:
+    if start is not None and horizon is not None:
         tile_lo = torch.empty(B, H, tiles, dtype=torch.int32, device=device)
         tile_hi = torch.empty(B, H, num_n, dtype=torch.int32, device=device)
-        found = -(-T // BLOCK_M)
-        plan.ranges((), (bounds, ticket if start is None else start, tile_lo, tile_hi, T, S, H, found, tiles, num_n))
+        plan.ranges((), (start, tile_lo, tile_hi, T, S, H, -(-T // BOUND), tiles, num_n))
     plan.prepare((), (
         o, do, residual, dlse2, delta, sums, row_sum, ticket, *o.stride()[:3], *do.stride()[:3],
         *((0, 0, 0) if dlse2 is None else dlse2.stride()), T, H, rows, B * H * tiles,

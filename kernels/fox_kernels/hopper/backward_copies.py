@@ -59,8 +59,8 @@ def _begin_together(index, num_tiles, COPIED, PER_ROUND: gl.constexpr):
 
 
 @gluon.jit
-def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
-                 SINK: gl.constexpr, BM: gl.constexpr):  # fmt: skip
+def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.constexpr, SINK: gl.constexpr,
+                 BM: gl.constexpr):  # fmt: skip
     """Query tiles [lo, hi) that see key tile n, and the rows [clean_lo, clean_hi) that see it whole and no sink."""
     n0 = n * BN
     n_last = gl.minimum(n0 + BN, S) - 1
@@ -74,7 +74,7 @@ def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.const
         end = gl.load(END + b * S + n_last)
     clean_lo = n0 + BN - 1 - shift
     hi = (gl.minimum(end - shift, T) + BM - 1) // BM
-    if HAS_PRUNE:
+    if HAS_START == 2:
         hi = gl.minimum(hi, gl.load(TILE_HI + bh * num_n + n))
     if SINK > 0:
         # do the first SINK keys of the last document that starts here or before, or an earlier one's, lie in this tile?
@@ -85,8 +85,6 @@ def _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START: gl.const
             last_start = gl.load(START + b * S + n_last)
         if (first + SINK > n0) | (last_start > first):
             clean_hi = 0
-        if last_start + SINK > n0:  # a sink's tile is seen by the whole document
-            hi = (gl.minimum(end - shift, T) + BM - 1) // BM
     return lo, gl.maximum(hi, lo), clean_lo, clean_hi
 
 
@@ -127,9 +125,8 @@ def _store_parts(parts_s, x, delta, ROWS: gl.constexpr, QUERIES: gl.constexpr):
 @gluon.jit
 def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s, qdo_s,
              row_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n,
-             num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr,
-             NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
-             PER_ROUND: gl.constexpr):  # fmt: skip
+             num_bh, group, HAS_START: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr, NB: gl.constexpr,
+             NKV: gl.constexpr, HEADS: gl.constexpr, BIAS_BY_MMA: gl.constexpr, PER_ROUND: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     one = gl.full([1], 1, gl.int32, layout=VEC)
     index = gl.atomic_add(COUNTER, 1)  # the first too: only programs that run have tiles that others wait for
@@ -161,9 +158,7 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
             clean_hi = 0 * n + T + BM
             for g in range(heads):
                 bh = bh0 + g
-                lo, hi, clean_lo, clean = _query_tiles(
-                    n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, HAS_PRUNE, SINK, BM
-                )
+                lo, hi, clean_lo, clean = _query_tiles(n, b, bh, num_n, START, END, TILE_HI, T, S, HAS_START, SINK, BM)
                 clean_hi = gl.minimum(clean_hi, clean)
                 top = gl.maximum(top, hi)
                 steps += hi - lo
@@ -206,7 +201,7 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
                 for g in range(heads):
                     bh = bh0 + g
                     visited = 0 * m == 0
-                    if HAS_PRUNE and HEADS > 1:
+                    if HAS_START == 2 and HEADS > 1:
                         visited = m < gl.max(info_s.index(slot * INFO + I_HEADS + g).load(VEC), 0)
                     if visited:
                         s = it % NB
@@ -254,42 +249,23 @@ def producer(k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END
 
 
 @gluon.jit
-def _first(m, b, bh, num_m, START, TILE_LO, T, S, HAS_PRUNE: gl.constexpr, BM: gl.constexpr):
-    """The first key tile that adds to query tile m, sinks' left out; it never falls from one m to the next."""
-    if HAS_PRUNE:
+def _first(m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, BM: gl.constexpr):
+    """The first key tile that adds to query tile m; it never falls from one m to the next."""
+    if HAS_START == 2:
         return gl.load(TILE_LO + bh * num_m + m)
-    else:
+    elif HAS_START:
         return gl.load(START + b * S + S - T + m * BM) // BN
-
-
-@gluon.jit
-def _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
-          SINK: gl.constexpr, BM: gl.constexpr):  # fmt: skip
-    """How many key tiles add to query tile m before key tile n."""
-    first = 0
-    if HAS_START:
-        first = gl.load(edges_of(START, b, bh, S, HAS_START) + S - T + m * BM) // BN
-    if HAS_PRUNE:
-        sink_tile = first
-        first = gl.load(TILE_LO + bh * num_m + m)
-        if SINK > 0:  # the sink's tiles come before the interval's
-            sink_end = SINK - 1
-            if HAS_START:
-                sink_end += gl.load(START + b * S + S - T + m * BM)
-            extra = gl.maximum(gl.minimum(sink_end // BN + 1, first) - sink_tile, 0)
-            first = gl.where(n < first, sink_tile, first - extra)
-    return n - first
+    else:
+        return 0 * m
 
 
 @gluon.jit
 def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s, info_s,
-           bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr,
-           SINK: gl.constexpr, BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
-           DETERMINISTIC: gl.constexpr):  # fmt: skip
+           bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START: gl.constexpr, SINK: gl.constexpr,
+           BM: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr, DETERMINISTIC: gl.constexpr):  # fmt: skip
     VEC: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    BOUNDED: gl.constexpr = HAS_START or HAS_PRUNE
-    # heads that pruning or a horizon ends at different query tiles are not visited in turn: no looking ahead
-    EACH: gl.constexpr = HAS_PRUNE and HEADS > 1
+    # heads that a horizon ends at different query tiles are not visited in turn: no looking ahead
+    EACH: gl.constexpr = HAS_START == 2 and HEADS > 1
     num_m = T_PAD // BM
     it = 0
     step = 0
@@ -313,13 +289,13 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
             last = gl.maximum(hi - 1, 0)
             # all key tiles before this one add to all query tiles of this walk: the turn is n, nothing is read for it
             whole = 0 * n == 0
-            if BOUNDED:
+            if HAS_START:
                 for g in range(heads):
                     if EACH:
                         whole = whole & (scalar(info_s.index(slot * INFO + I_HEADS + g)) == hi)
-                    whole = whole & (_first(last, b, bh0 + g, num_m, START, TILE_LO, T, S, HAS_PRUNE, BM) == 0)
+                    whole = whole & (_first(last, b, bh0 + g, num_m, START, TILE_LO, T, S, HAS_START, BM) == 0)
             if DETERMINISTIC and not (EACH or whole):
-                turn = _turn(n, last, b, bh0, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM)
+                turn = n - _first(last, b, bh0, num_m, START, TILE_LO, T, S, HAS_START, BM)
             for i in range(lo, hi):
                 m = hi - 1 - (i - lo)
                 for g in range(heads):
@@ -336,14 +312,12 @@ def writer(dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s,
                         later = turn
                         if DETERMINISTIC:  # before the wait for dq: as a rule the turn has come by then
                             if EACH and not whole:
-                                turn = _turn(n, m, b, bh, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM)
+                                turn = n - _first(m, b, bh, num_m, START, TILE_LO, T, S, HAS_START, BM)
                                 now = -1 + 0 * n
                             while now < turn:
                                 now = _acquire(ticket)
                             if not (EACH or whole):  # the next tile's, from memory: where nobody waits for this one
-                                later = _turn(
-                                    n, ahead, b, after, num_m, START, TILE_LO, T, S, HAS_START, HAS_PRUNE, SINK, BM
-                                )
+                                later = n - _first(ahead, b, after, num_m, START, TILE_LO, T, S, HAS_START, BM)
                         mbarrier.wait(bars.index(DQ_FULL), it & 1)
                         down = 64 if BM == 128 else 0
                         across = 0 if BM == 128 else dq_desc.block_type.shape[1]

@@ -270,7 +270,7 @@ def _consumer(w: gl.constexpr, kv_s, qdo_s, ds_s, dq_s, row_s, sum_s, key_s, liv
 @gluon.jit(do_not_specialize=["T", "T_PAD", "S", "H", "KV_GROUP", "num_n", "num_bh", "group"])
 def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_HI, C_LO, LSE, DELTA, DC, ROW_SUM,
                  TICKET, COUNTER, START, END, TILE_HI, TILE_LO, LOST, sm_scale, T, T_PAD, S, H, KV_GROUP, num_n,
-                 num_bh, group, HAS_START: gl.constexpr, HAS_PRUNE: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr,
+                 num_bh, group, HAS_START: gl.constexpr, SINK: gl.constexpr, D: gl.constexpr,
                  BM: gl.constexpr, NB: gl.constexpr, NKV: gl.constexpr, HEADS: gl.constexpr,
                  DETERMINISTIC: gl.constexpr, REGISTERS: gl.constexpr, COPIER_REGISTERS: gl.constexpr,
                  GENERATIONS: gl.constexpr, BIAS_BY_MMA: gl.constexpr,
@@ -334,9 +334,9 @@ def fox_backward(q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, C_H
                      GENERATIONS, BIAS_BY_MMA, HAS_LOST)),
         (producer, (k_desc, v_desc, q_desc, do_desc, C_HI, C_LO, LSE, DELTA, START, END, TILE_HI, COUNTER, kv_s,
                     qdo_s, row_s, key_s, live_s, start_s, info_s, step_s, kb_s, qb_s, bars, sm_scale, T, T_PAD, S, H,
-                    KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NB, NKV, HEADS, BIAS_BY_MMA,
+                    KV_GROUP, num_n, num_bh, group, HAS_START, SINK, BM, NB, NKV, HEADS, BIAS_BY_MMA,
                     PER_ROUND)),
         (writer, (dq_desc, dk_desc, dv_desc, DC, ROW_SUM, TICKET, START, TILE_LO, kv_s, dq_s, sum_s, key_s, live_s,
-                  info_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START, HAS_PRUNE, SINK, BM, NKV,
+                  info_s, bars, T, T_PAD, S, H, KV_GROUP, num_n, num_bh, group, HAS_START, SINK, BM, NKV,
                   HEADS, DETERMINISTIC)),
     ], [4, 2, 2], [REGISTERS, COPIER_REGISTERS, COPIER_REGISTERS])  # fmt: skip

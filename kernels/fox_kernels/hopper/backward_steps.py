@@ -1,4 +1,4 @@
-"""The kernels before and after the Hopper backward: row products, zeros and pruned ranges; rounding and row sums."""
+"""The kernels before and after the Hopper backward: row products, zeros, ranges by a horizon; rounding, row sums."""
 
 import triton
 import triton.language as tl
@@ -76,22 +76,17 @@ def _smaller(a, b):
 
 @triton.jit(do_not_specialize=["T", "S", "H", "bounds", "tiles", "num_n"])
 def query_ranges_kernel(
-    first_ptr, start_ptr, lo_ptr, hi_ptr, T, S, H, bounds, tiles, num_n, HAS_START: tl.constexpr, SIZE: tl.constexpr,
-    PER: tl.constexpr, BOUND: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr,
+    start_ptr, lo_ptr, hi_ptr, T, S, H, bounds, tiles, num_n, SIZE: tl.constexpr, PER: tl.constexpr,
+    BOUND: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """From the first key that each BOUND queries keep (pruning) or see: each query tile's (PER bounds) first key tile,
-    never falling, and each key tile's last query tile: a program for PART key tiles. HAS_START as in `edges_of`."""
+    """From the first key that each head's queries see: each query tile's (PER times BOUND queries) first key tile,
+    never falling, and each key tile's last query tile: a program for PART key tiles."""
     parts = tl.cdiv(num_n, PART)
     bh = (tl.program_id(0) // parts).to(tl.int64)
     n0 = tl.program_id(0) % parts * PART
     m = tl.arange(0, SIZE)
     real = m < bounds
-    first = tl.where(real, 0, S)
-    if first_ptr is not None:
-        first = tl.load(first_ptr + bh * bounds + m, mask=real, other=S)
-    if HAS_START:
-        row = (bh if HAS_START == 2 else bh // H) * S
-        first = tl.maximum(first, tl.load(start_ptr + row + S - T + m * BOUND, mask=real, other=S))
+    first = tl.load(start_ptr + bh * S + S - T + m * BOUND, mask=real, other=S)
     lo = tl.associative_scan(first // BN, 0, _smaller, reverse=True)
     tile = real & (m % PER == 0)
     tl.store(lo_ptr + bh * tiles + m // PER, lo, mask=tile)

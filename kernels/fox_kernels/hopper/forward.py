@@ -64,7 +64,7 @@ def usable(scale: float) -> bool:
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Return why the Hopper kernels can't run this problem, or None if they can."""
-    scale, window, sink, softcap, _, horizon = options
+    scale, window, sink, softcap, horizon = options
     if GLUON_MISSING is not None:
         return GLUON_MISSING
     if q.device.type != "cuda" or capability(q.device) != (9, 0):
@@ -188,11 +188,11 @@ _plans: dict[tuple, ForwardPlan] = {}
 
 
 def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants: tuple) -> ForwardPlan:
-    """Return how to launch the forward; constants are (`edge_kind`, pruned, sink, residual)."""
+    """Return how to launch the forward; constants are (`edge_kind`, sink, residual)."""
     from .forward_kernel import fox_forward
 
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    started, pruned, sink, residual = constants
+    started, sink, residual = constants
     if shape is None:
         shape = SHORT[D] if D in SHORT and (started or S <= SHORT_KEYS) else SHAPES[D]
     given, (q, k, v) = (q, k, v), (copyable(q), copyable(k), copyable(v))
@@ -205,7 +205,7 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
     launch = Launch(
         fox_forward, min(tiles * B * H, processors(q.device)),
         (
-            started, pruned, sink, shape.consumers, shape.keys, shape.columns, shape.rest, shape.stages,
+            started, sink, shape.consumers, shape.keys, shape.columns, shape.rest, shape.stages,
             (S - T) % 64 > 0, halved(shape, T, S), residual, shape.registers,
         ),
         blocks,
@@ -222,17 +222,17 @@ def edge_kind(options: Options, documents: Documents) -> int:
 
 def launch_forward(
     q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, residual: Tensor | None = None,
-    bounds: Tensor | None = None, counter: Tensor | None = None, shape: Shape | None = None,
+    counter: Tensor | None = None, shape: Shape | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside, -inf for empty rows.
 
     q (B, T, H, D), k, v (B, S, Hkv, D) bf16 or fp16: read through TMA in place if their last stride is 1 and the others
     are multiples of 16 bytes, else copied. c_hi + c_lo (B, H, S) is c * log2(e) in two floats. residual, if given
-    (contiguous, like o), takes the rounding error of o; bounds is what `pruning.loop_bounds` returns, if known; counter
-    is one int32 0, if there is one. Raises ValueError for what `unsupported` names.
+    (contiguous, like o), takes the rounding error of o; counter is one int32 0, if there is
+    one. Raises ValueError for what `unsupported` names.
     """
-    scale, window, sink, softcap, prune, horizon = options
-    constants = (edge_kind(options, documents), prune is not None or bounds is not None, sink, residual is not None)
+    scale, window, sink, softcap, horizon = options
+    constants = (edge_kind(options, documents), sink, residual is not None)
     key = (
         q.shape, q.stride(), k.shape, k.stride(), v.stride(), q.dtype, q.device, alignment(q, k, v, c_hi, c_lo),
         constants, usable(scale), window is None, horizon is None, softcap, shape,
@@ -249,10 +249,6 @@ def launch_forward(
     starts = found_edges(c_hi, c_lo, T, options, documents, per_head=True).edges
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
-    if prune is not None and bounds is None:
-        from ..common.pruning import loop_bounds
-
-        bounds = loop_bounds(q, k, c_hi, c_lo, options)
     if counter is None:
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     by_tma = (q, k, v, o, o if residual is None else residual)
@@ -260,7 +256,7 @@ def launch_forward(
         by_tma * 2 if plan.rest else by_tma,
         (
             *(() if plan.rest else (counter,) * 5), c_hi, c_lo, lse2, counter if starts is None else starts[0],
-            counter if bounds is None else bounds, counter, scale * LOG2_E, *plan.numbers,
+            counter, scale * LOG2_E, *plan.numbers,
         ),
     )  # fmt: skip
     return o, lse2

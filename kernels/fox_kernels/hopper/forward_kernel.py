@@ -58,9 +58,9 @@ def _next(n_s, n_full, n_empty, tiles):
 
 
 @gluon.jit
-def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
+def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
               rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full,
-              n_empty, scale, T, S, H, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
+              n_empty, scale, T, S, H, HAS_START: gl.constexpr, SINK: gl.constexpr,
               NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr, NB: gl.constexpr,
               QB: gl.constexpr, ACROSS: gl.constexpr, HALF: gl.constexpr, HAS_RESIDUAL: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
@@ -85,7 +85,7 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
     while more > 0:
         bh = b * H + h
         row0, first_end, nb_hi, n_main, sb_hi, n_all, clean_lo = key_blocks(
-            m, b, bh, START, LO, T, S, HAS_START, HAS_LO, SINK, BM, BN
+            m, b, bh, START, T, S, HAS_START, SINK, BM, BN
         )
         rows = row0 + w * 64 + gl.arange(0, 64, layout=ROW)
         ends = rows + (S - T)
@@ -248,9 +248,7 @@ def _consumer(w, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, 
 
 @gluon.jit(do_not_specialize=["T", "S", "H", "KV_GROUP", "num_m", "num_bh", "group"])
 def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_desc, ox_desc, rx_desc, C_HI, C_LO, L,
-                START, LO, COUNTER,
-                scale,
-                T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
+                START, COUNTER, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr,
                 SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr,
                 NB: gl.constexpr, ACROSS: gl.constexpr, HALF: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
                 REGISTERS: gl.constexpr):  # fmt: skip
@@ -313,35 +311,35 @@ def fox_forward(q_desc, k_desc, v_desc, o_desc, r_desc, qx_desc, kx_desc, vx_des
         mbarrier.init(n_empty.index(i), count=NC)
     if NC == 2:
         gl.warp_specialize([
-        (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
+        (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, ACROSS,
+                     n_full, n_empty, scale, T, S, H, HAS_START, SINK, NC, BN, D, DX, NB, QB, ACROSS,
                      HALF, HAS_RESIDUAL)),
-        (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
+        (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, ACROSS,
+                     n_full, n_empty, scale, T, S, H, HAS_START, SINK, NC, BN, D, DX, NB, QB, ACROSS,
                      HALF, HAS_RESIDUAL)),
-        (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER, q_s, k_s, v_s,
+        (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, COUNTER, q_s, k_s, v_s,
                     qx_s, kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO,
-                    SINK, NC, BN, D, DX, NB, QB)),
+                    v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, SINK, NC, BN,
+                    D, DX, NB, QB)),
         ], [4, PRODUCER_WARPS], [REGISTERS, 32])  # fmt: skip
     else:
         gl.warp_specialize([
-        (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
+        (_consumer, (0, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, ACROSS,
+                     n_full, n_empty, scale, T, S, H, HAS_START, SINK, NC, BN, D, DX, NB, QB, ACROSS,
                      HALF, HAS_RESIDUAL)),
-        (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
+        (_consumer, (1, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, ACROSS,
+                     n_full, n_empty, scale, T, S, H, HAS_START, SINK, NC, BN, D, DX, NB, QB, ACROSS,
                      HALF, HAS_RESIDUAL)),
-        (_consumer, (2, o_desc, ox_desc, r_desc, rx_desc, L, START, LO, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
+        (_consumer, (2, o_desc, ox_desc, r_desc, rx_desc, L, START, q_s, k_s, v_s, o_s, r_s, qx_s, kx_s, vx_s, ox_s,
                      rx_s, d_s, dl_s, b_s, bl_s, kb_s, qb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                     n_full, n_empty, scale, T, S, H, HAS_START, HAS_LO, SINK, NC, BN, D, DX, NB, QB, ACROSS,
+                     n_full, n_empty, scale, T, S, H, HAS_START, SINK, NC, BN, D, DX, NB, QB, ACROSS,
                      HALF, HAS_RESIDUAL)),
-        (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER, q_s, k_s, v_s,
+        (producer, (q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, COUNTER, q_s, k_s, v_s,
                     qx_s, kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full,
-                    v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, HAS_LO,
-                    SINK, NC, BN, D, DX, NB, QB)),
+                    v_empty, n_full, n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START, SINK, NC, BN,
+                    D, DX, NB, QB)),
         ], [4, 4, PRODUCER_WARPS], [REGISTERS, REGISTERS, 32])  # fmt: skip

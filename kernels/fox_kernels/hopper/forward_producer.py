@@ -57,8 +57,8 @@ def edges_of(EDGES, b, bh, S, KIND: gl.constexpr):
 
 
 @gluon.jit
-def key_blocks(m, b, bh, START, LO, T, S, HAS_START: gl.constexpr, HAS_LO: gl.constexpr, SINK: gl.constexpr,
-                BM: gl.constexpr, BN: gl.constexpr):  # fmt: skip
+def key_blocks(m, b, bh, START, T, S, HAS_START: gl.constexpr, SINK: gl.constexpr, BM: gl.constexpr,
+               BN: gl.constexpr):  # fmt: skip
     """Which key blocks query tile m visits: main ones down from nb_hi - 1, then the sink's down from sb_hi - 1."""
     row0 = m * BM
     last = gl.minimum(row0 + BM, T) - 1
@@ -73,12 +73,6 @@ def key_blocks(m, b, bh, START, LO, T, S, HAS_START: gl.constexpr, HAS_LO: gl.co
     lo = start_first
     if HAS_START:  # padded rows start behind themselves: yet each warpgroup must have the block its rows lie in
         lo = gl.minimum(lo, first_end)
-    if HAS_LO:
-        bounds = (T + 63) // 64  # one per 64 queries
-        kept = gl.load(LO + bh * bounds + row0 // 64)
-        for w in gl.static_range(1, BM // 64):
-            kept = gl.minimum(kept, gl.load(LO + bh * bounds + gl.minimum(row0 // 64 + w, bounds - 1)))
-        lo = gl.maximum(lo, kept)
     nb_lo = gl.minimum(lo // BN, nb_hi - 1)
     n_main = nb_hi - nb_lo
     sb_hi = 0
@@ -106,9 +100,9 @@ def _hand_over(index, n_s, n_full, n_empty, tiles, one, num_m, num_bh, group, H)
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, LO, COUNTER, q_s, k_s, v_s, qx_s,
+def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, START, COUNTER, q_s, k_s, v_s, qx_s,
              kx_s, vx_s, d_s, dl_s, b_s, bl_s, kb_s, n_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, n_full,
-             n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr, HAS_LO: gl.constexpr,
+             n_empty, scale, T, S, H, KV_GROUP, num_m, num_bh, group, HAS_START: gl.constexpr,
              SINK: gl.constexpr, NC: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DX: gl.constexpr,
              NB: gl.constexpr, QB: gl.constexpr):  # fmt: skip
     BM: gl.constexpr = NC * 64
@@ -123,7 +117,7 @@ def producer(q_desc, k_desc, v_desc, qx_desc, kx_desc, vx_desc, C_HI, C_LO, STAR
         bh = b * H + h
         hk = h // KV_GROUP
         row0, first_end, nb_hi, n_main, sb_hi, n_all, _clean_lo = key_blocks(
-            m, b, bh, START, LO, T, S, HAS_START, HAS_LO, SINK, BM, BN
+            m, b, bh, START, T, S, HAS_START, SINK, BM, BN
         )
         c_hi = C_HI + bh.to(gl.int64) * S
         c_lo = C_LO + bh.to(gl.int64) * S

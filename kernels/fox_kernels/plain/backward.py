@@ -10,7 +10,6 @@ The row and column sums come from the same float32 ds: with either left out, or 
 
 import torch
 
-from ..common import pruning
 from ..common.blocks import LOG2_E, cap_factors, cap_kind
 from ..common.cumsum import block_relative
 from ..common.first_weights import BLOCK, begins_at_the_first_key, lost_to_rounding
@@ -20,7 +19,7 @@ from ..host.strides import aligned, describable, source
 from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Saved, Shard
 from .dkdv import dkdv_kernel
 from .dq import dq_kernel
-from .forward import first_position, lower_kind, no_bounds, walked_together
+from .forward import first_position, lower_kind, walked_together
 from .tiles import Copies, Tile, split_head_dim, tile_for
 
 
@@ -37,8 +36,8 @@ def launch_backward(
     order of every sum is fixed, so two runs give the same bits.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    scale, window, sink, softcap, prune, _ = options
-    (_, c_offset, causal), (o, lse2, c_hi, c_lo, residual, bounds) = shard, saved
+    scale, window, sink, softcap, _ = options
+    (_, c_offset, causal), (o, lse2, c_hi, c_lo, residual) = shard, saved
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     lse2, c_hi, c_lo = lse2.contiguous(), c_hi.contiguous(), c_lo.contiguous()
     q_offset = first_position(shard.q_offset, T, S)
@@ -52,18 +51,15 @@ def launch_backward(
     facts = torch.empty(B, H, 4, padded, dtype=torch.float32, device=q.device)
     documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False, shard=shard)
     starts, lower = documents.edges, documents.first_seen
-    if prune is not None and bounds is None:
-        bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, shard)
     unseen = None if lower is None else unseen_from(lower, S)
-    bounds_or_none = no_bounds(q.device) if bounds is None else bounds
     start, end = (None, None) if starts is None else starts.unbind()
     rows, columns = tiles or tuple(tile_for(kernel, D, q.dtype, q.device) for kernel in ("dq", "dkdv"))
     record = 2 * columns.block_m + 16
     records = torch.empty(B, H, cdiv(T, columns.block_m), record, dtype=torch.float32, device=q.device)
     D0, D1 = split_head_dim(D)
-    numbers = (q_offset, window or 0, sink, int(bounds is not None), scale, scale * LOG2_E, *cap_factors(softcap))
+    numbers = (q_offset, window or 0, sink, scale, scale * LOG2_E, *cap_factors(softcap))
     flags = (
-        causal, starts is not None, lower_kind(lower, window), sink > 0, cap_kind(softcap, q.dtype), pruning.BLOCK_M,
+        causal, starts is not None, lower_kind(lower, window), sink > 0, cap_kind(softcap, q.dtype),
         c_offset is not None,
     )  # fmt: skip
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
@@ -83,7 +79,7 @@ def launch_backward(
         (
             source(q, rows.block_m, own_rows), source(k, rows.block_n, row_tma), source(v, rows.block_n, row_tma),
             o, residual, source(do, rows.block_m, own_rows), None if dlse2 is None else dlse2.contiguous(), lse2,
-            c_hi, c_lo, relative, start, lower, bounds_or_none, c_offset, dq, facts, records, row_sum,
+            c_hi, c_lo, relative, start, lower, c_offset, dq, facts, records, row_sum,
             *strides, *o.stride()[:3], *do.stride()[:3], T, S, padded, relative.shape[-1], H,
             walked_together(2 * S * D * k.element_size(), B * H, H // Hkv), *numbers,
         ),
@@ -100,7 +96,7 @@ def launch_backward(
             source(q, columns.block_m, column_tma), source(k, columns.block_n, own_columns),
             source(v, columns.block_n, own_columns), v_block,
             source(do, columns.block_m, column_tma), facts, records, row_sum, c_hi, c_lo, start, end, lower, unseen,
-            bounds_or_none, c_offset, lost, dk, dv, dc,
+            c_offset, lost, dk, dv, dc,
             *strides, *do.stride()[:3], T, S, padded, H,
             walked_together(2 * T * D * q.element_size(), B * Hkv),  # the heads of a group one after another
             *numbers,

@@ -12,8 +12,8 @@ from ..common.blocks import decayed, load_rows, lowest, partial_sums, place, sof
 
 @triton.jit
 def query_range(
-    first_ptr, prune, start_ptr, end_ptr, unseen_ptr, n0, last_key, sinky, T, S, q_offset, window,
-    BM: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, PRUNE_M: tl.constexpr,
+    start_ptr, end_ptr, unseen_ptr, n0, last_key, sinky, T, S, q_offset, window,
+    BM: tl.constexpr, CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr,
 ):  # fmt: skip
     """Query tiles of a key block: [low, mid_low) masked, [mid_low, mid_high) interior, [mid_high, high) masked."""
     low, full_low = n0 * 0, n0 * 0
@@ -34,13 +34,6 @@ def query_range(
     if LOWER == 2:
         high = tl.where(sinky, high, tl.minimum(high, tl.load(unseen_ptr + last_key)))
         full_high = tl.minimum(full_high, tl.load(unseen_ptr + n0))
-    kept = n0 * 0
-    tiles = tl.cdiv(T, PRUNE_M)
-    for block in range(tl.cdiv(tiles * prune, 512)):
-        g = block * 512 + tl.arange(0, 512)
-        first = tl.load(first_ptr + g, mask=g < tiles, other=S)
-        kept = tl.maximum(kept, tl.max(tl.where(first <= last_key, (g + 1) * PRUNE_M, 0), 0))
-    high = tl.where(sinky | (prune == 0), high, tl.minimum(high, kept))
     full_high = tl.where(sinky, 0, full_high)
     low = low // BM
     high = tl.maximum(tl.cdiv(tl.maximum(high, 0), BM), low)
@@ -119,15 +112,15 @@ def _dkdv_block(
     return column_sum, dk0, dk1, dv0, dv1
 
 
-@triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
+@triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink"])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, v_block_ptr, do_ptr, facts_ptr, record_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr,
-    end_ptr, lower_ptr, unseen_ptr, first_ptr, c_offset_ptr, lost_ptr, dk_ptr, dv_ptr, dc_ptr,
+    end_ptr, lower_ptr, unseen_ptr, c_offset_ptr, lost_ptr, dk_ptr, dv_ptr, dc_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sdo_b, sdo_t, sdo_h,
-    T, S, TP, H, together, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
+    T, S, TP, H, together, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LOST: tl.constexpr,
+    SHIFT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, LOST: tl.constexpr,
 ):  # fmt: skip
     # The first key blocks have the most queries: they go first.
     blocks = tl.cdiv(S, BN)
@@ -182,14 +175,13 @@ def dkdv_kernel(
         facts_head = facts_ptr + bh * 4 * TP
         record_head = record_ptr + bh * tl.cdiv(T, BM) * (2 * BM + 16)
         c_hi_head, c_lo_head = c_hi_ptr + bh * S, c_lo_ptr + bh * S
-        first_head = first_ptr + bh * tl.cdiv(T, PRUNE_M)
         lower_head, unseen_head = lower_ptr, unseen_ptr
         if LOWER == 2:
             lower_head += bh * T
             unseen_head += bh * S
         low, mid_low, mid_high, high = query_range(
-            first_head, prune, start_ptr, end_ptr, unseen_head, n0, last_key, sinky, T, S, q_offset, window,
-            BM, CAUSAL, STARTS, LOWER, PRUNE_M)  # fmt: skip
+            start_ptr, end_ptr, unseen_head, n0, last_key, sinky, T, S, q_offset, window,
+            BM, CAUSAL, STARTS, LOWER)  # fmt: skip
         c_j_hi = tl.load(c_hi_head + j, mask=j < S, other=0.0)
         c_j_lo = tl.load(c_lo_head + j, mask=j < S, other=0.0)
         ref_hi = tl.load(c_hi_head + last_key)

@@ -65,15 +65,15 @@ def _dq_block(
     return row_sums, dq0, dq1
 
 
-@triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
+@triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink"])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr,
-    lower_ptr, first_ptr, c_offset_ptr, dq_ptr, facts_ptr, record_ptr, row_sum_ptr,
+    lower_ptr, c_offset_ptr, dq_ptr, facts_ptr, record_ptr, row_sum_ptr,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
-    T, S, TP, SP, H, together, q_offset, window, sink, prune, scale, scale2, softcap2, inverse_cap,
+    T, S, TP, SP, H, together, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, DLSE: tl.constexpr, RESIDUAL: tl.constexpr,
+    SHIFT: tl.constexpr, DLSE: tl.constexpr, RESIDUAL: tl.constexpr,
     NEXT_BM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(T, BM)
@@ -99,7 +99,6 @@ def dq_kernel(
         start_ptr += b * S
     if LOWER == 2:
         lower_ptr += bh * T
-    first_ptr += bh * tl.cdiv(T, PRUNE_M)
 
     offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
     offs_d0 = tl.arange(0, D0)
@@ -108,8 +107,7 @@ def dq_kernel(
     lower = lowest(lower_ptr, m0 + offs_m, T, S, q_offset, window, LOWER)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
     low, mid_low, mid_high, high, sink_low, sink_high = key_range(
-        first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, lower, sink,
-        BM, BN, CAUSAL, LOWER, PRUNE_M)  # fmt: skip
+        m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, CAUSAL, LOWER)  # fmt: skip
 
     rows = m0 + offs_m < T
     do0 = load_rows(do_ptr, row_b, row_h, m0, sdo_t, offs_m, offs_d0, T, True, TMA > 1)

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import pruning
 from ..common.blocks import (
     LOG2_E,
     block_scalars,
@@ -101,15 +100,14 @@ def store_rounded(ptr, residual_ptr, at, x, mask, RESIDUAL: tl.constexpr):
         tl.store(residual_ptr + at, (x - rounded.to(tl.float32)).to(residual_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink", "prune"])
+@triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, lower_ptr, first_ptr,
-    c_offset_ptr,
-    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h,
-    T, S, SP, H, together, q_offset, window, sink, prune, scale2, softcap2, inverse_cap,
+    q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, lower_ptr,
+    c_offset_ptr, sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h,
+    T, S, SP, H, together, q_offset, window, sink, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
-    PRUNE_M: tl.constexpr, SHIFT: tl.constexpr, RESIDUAL: tl.constexpr,
+    SHIFT: tl.constexpr, RESIDUAL: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     # The longest rows first; the query heads of a kv head are side by side.
@@ -131,7 +129,6 @@ def forward_kernel(
         start_ptr += b * S
     if LOWER == 2:
         lower_ptr += bh * T
-    first_ptr += bh * tl.cdiv(T, PRUNE_M)
 
     offs_m, offs_n = tl.arange(0, BM), tl.arange(0, BN)
     offs_d0 = tl.arange(0, D0)
@@ -140,8 +137,7 @@ def forward_kernel(
     lower = lowest(lower_ptr, m0 + offs_m, T, S, q_offset, window, LOWER)
     last_pos = q_offset + tl.minimum(m0 + BM, T) - 1
     low, mid_low, mid_high, high, sink_low, sink_high = key_range(
-        first_ptr, prune, m0, last_pos, T, S, q_offset, least, greatest, lower, sink,
-        BM, BN, CAUSAL, LOWER, PRUNE_M)  # fmt: skip
+        m0, last_pos, S, q_offset, least, greatest, lower, sink, BM, BN, CAUSAL, LOWER)  # fmt: skip
 
     q0 = load_rows(q_ptr, row_b, row_h, m0, sq_t, offs_m, offs_d0, T, True, TMA > 1)
     q1 = q0
@@ -216,11 +212,6 @@ def first_position(q_offset: int | None, T: int, S: int) -> int:
     return S - T if q_offset is None else q_offset
 
 
-def no_bounds(device: torch.device) -> torch.Tensor:
-    """Return a tensor in place of the pruning bounds when there are none; it is never read."""
-    return torch.empty(1, dtype=torch.int32, device=device)
-
-
 def lower_kind(lower: torch.Tensor | None, window: int | None) -> int:
     """Return the kernels' LOWER: 2 where a search found the first key of each query, 1 for a window alone, else 0."""
     return 2 if lower is not None else int(window is not None)
@@ -233,19 +224,17 @@ def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
 
 def launch_forward(
     q, k, v, c_hi, c_lo, options: Options, documents: Documents = ONE_DOCUMENT, *, shard: Shard = ALL_KEYS,
-    residual: torch.Tensor | None = None, bounds: torch.Tensor | None = None, tile: Tile | None = None,
-    out_dtype: torch.dtype | None = None,
+    residual: torch.Tensor | None = None, tile: Tile | None = None, out_dtype: torch.dtype | None = None,
 ):  # fmt: skip
     """Return o (B, T, H, D) and lse2 (B, H, T), the base-2 log-sum-exp with c_i - c_j inside (-inf if nothing is seen).
 
     q (B, T, H, D), k, v (B, S, Hkv, D); c_hi + c_lo (B, H, S) is c * log2(e) in two floats. With a shard, lse2 merges
     the parts: blocks of other devices' keys need no new kernel. residual, a tensor like o, is filled with the rounding
-    error of o; bounds is what `pruning.loop_bounds` returns, if known; out_dtype is o's, q's if None: float32 for parts
-    that are merged. Raises ValueError for prune where a query's own
-    key is not among the keys, and for a q_offset below 0.
+    error of o; out_dtype is o's, q's if None: float32 for parts that are merged. Raises ValueError for a q_offset
+    below 0.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    scale, window, sink, softcap, prune, _ = options
+    scale, window, sink, softcap, _ = options
     q, k, v, c_hi, c_lo = aligned(q), aligned(k), aligned(v), c_hi.contiguous(), c_lo.contiguous()
     q_offset = first_position(shard.q_offset, T, S)
     o = torch.empty(B, T, H, D, dtype=out_dtype or q.dtype, device=q.device)
@@ -254,8 +243,6 @@ def launch_forward(
         return o, lse2
     documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False, shard=shard)
     (_, c_offset, causal), starts, lower = shard, documents.edges, documents.first_seen
-    if prune is not None and bounds is None:
-        bounds = pruning.loop_bounds(q, k, c_hi, c_lo, options, shard)
     tile = tile or tile_for("forward", D, q.dtype, q.device)
     D0, D1 = split_head_dim(D)
     relative = block_relative(c_hi, c_lo, tile.block_n)
@@ -267,14 +254,14 @@ def launch_forward(
         (
             source(q, tile.block_m, tma >= Copies.OWN), source(k, tile.block_n, tma), source(v, tile.block_n, tma),
             o, residual, lse2, c_hi, c_lo, row_source(relative, tile.block_n, by_row),
-            None if starts is None else starts[0], lower, no_bounds(q.device) if bounds is None else bounds, c_offset,
+            None if starts is None else starts[0], lower, c_offset,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T, S, relative.shape[-1], H,
             walked_together(2 * S * D * q.element_size(), B * H, H // Hkv), q_offset, window or 0, sink,
-            int(bounds is not None), scale * LOG2_E, *cap_factors(softcap),
+            scale * LOG2_E, *cap_factors(softcap),
         ),
         (
             H // Hkv, D0, D1, tile.block_m, tile.block_n, causal, starts is not None, lower_kind(lower, window),
-            sink > 0, cap_kind(softcap, q.dtype), pruning.BLOCK_M, c_offset is not None, residual is not None,
+            sink > 0, cap_kind(softcap, q.dtype), c_offset is not None, residual is not None,
             "ieee" if q.dtype == torch.float32 else "tf32", tma, by_row,
         ),
         warps=tile.warps, stages=tile.stages,
