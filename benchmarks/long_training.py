@@ -27,14 +27,15 @@ from provenance import provenance
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofox
+from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, validate
-from retrofox.planning.hardware import Hardware
+from retrofox.planning.hardware import Hardware, here
+from retrofox.planning.hours import flops_per_token
 from retrofox.planning.memory import Setting, cpu_memory, memory
 from retrofox.planning.plan import changes_that_fit, named
 from retrofox.planning.shape import shape_of
 from retrofox.support.memory import reset_peak
 from retrofox.surgery import make_plan
-from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import set_trainable
 from retrofox.training.measure import measure_steps
 from retrofox.training.offload import pin_ahead
@@ -142,8 +143,8 @@ class Bench:
         set_trainable(self.model, stage, adapters=recipe.lora is not None)
         # a step before the timed one loads kernels and makes the optimizer's state; a whole one in the first row
         steps, warm_length = (1, None) if options.once else (2, None if first else WARM)
-        flops = flops_per_token(self.model, stage)
-        speed = self.flops_per_second or (GUESS * (peak_flops(device) or 1e11))
+        flops = flops_per_token(shape_of(causal_lm(self.model).config.to_dict()), recipe, stage)
+        speed = self.flops_per_second or (GUESS * (here().flops or 1e11))
         estimate = (steps if first else 1) * 1.15 * flops * stage.sequence_length / speed
         if estimate > self.left():
             return {"why_not": f"would take about {estimate:.0f} s, {self.left():.0f} s are left"}

@@ -6,10 +6,11 @@ import os
 from typing import Any
 
 from retrofox.anatomy import attentions, causal_lm, is_converted, sliding_window
-from retrofox.config import Recipe
+from retrofox.config import ParallelConfig
 from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.parallel.layout import Degrees, degrees
 from retrofox.parallel.shards import check_length
+from retrofox.support.launches import shards_weights
 
 PREFIX = "PARALLELISM_CONFIG_"
 """Of the environment variables by which accelerate launches processes with a ParallelismConfig."""
@@ -21,36 +22,13 @@ def _accelerate(size: str) -> int:
     return int(os.environ.get(f"{PREFIX}{size}_SIZE", "1"))
 
 
-def shards_weights() -> bool:
-    """Whether accelerate launched this process to split weights, gradients or optimizer: FSDP or DeepSpeed."""
-    return any(os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" for name in ("FSDP", "DEEPSPEED"))
-
-
-def refuse_dimensions(processes: int) -> None:
-    """Raises ValueError for a ParallelismConfig of accelerate that it would refuse itself, after the conversion."""
-    if _accelerate("TP") > 1:
-        raise ValueError(
-            f"tensor parallelism ({PREFIX}TP_SIZE={_accelerate('TP')}) does not split the forget gates: leave tp_size "
-            "out; FSDP2 splits weights, `parallel: {context: N}` rows"
-        )
-    replicated, context = _accelerate("DP_REPLICATE"), _accelerate("CP")
-    kept = os.environ.get(USED, "false").lower() == "true" and shards_weights()
-    kept = kept and (replicated > 1 or context == 1)  # the others `take_over` drops
-    product = replicated * _accelerate("DP_SHARD") * context
-    if kept and product != processes:
-        raise ValueError(
-            f"accelerate's dp_replicate_size x dp_shard_size x cp_size is {product}, and there are {processes} "
-            "processes: launch as many, or change the sizes"
-        )
-
-
-def context_of(recipe: Recipe) -> int:
+def context_of(parallel: ParallelConfig) -> int:
     """Processes that share a row: the recipe's `parallel.context`, or accelerate's cp_size where that is 1.
 
     Raises:
         ValueError: both say something, and not the same.
     """
-    ours, theirs = recipe.parallel.context, _accelerate("CP")
+    ours, theirs = parallel.context, _accelerate("CP")
     if ours > 1 and theirs > 1 and ours != theirs:
         raise ValueError(
             f"parallel.context is {ours} and accelerate's cp_size ({PREFIX}CP_SIZE) is {theirs}: give one of them"
@@ -58,35 +36,35 @@ def context_of(recipe: Recipe) -> int:
     return max(ours, theirs)
 
 
-def readers_of(recipe: Recipe, processes: int) -> int:
+def readers_of(parallel: ParallelConfig, processes: int) -> int:
     """How many different rows the processes read at a time: one for each context group."""
-    return max(1, processes // context_of(recipe))
+    return max(1, processes // context_of(parallel))
 
 
-def take_over(recipe: Recipe) -> None:
-    """Takes the context dimension out of accelerate's ParallelismConfig, so that only we act on it.
+def take_over(parallel: ParallelConfig) -> ParallelConfig:
+    """Takes the context dimension out of accelerate's ParallelismConfig into ours, so that only we act on it.
 
     Accelerate's own context parallelism replaces torch's attention and knows no gates. What shards weights sees
     dp_shard x cp processes, as in torch: the dimensions of data and context make one. DDP needs no dimensions.
 
     Raises:
-        ValueError: the recipe's `parallel.context` says otherwise.
+        ValueError: `parallel.context` says otherwise.
     """
-    context = context_of(recipe)
+    context = context_of(parallel)
     if USED in os.environ and not shards_weights():
         os.environ[USED] = "false"
     if _accelerate("CP") == 1:
-        return
+        return parallel
     os.environ[f"{PREFIX}DP_SHARD_SIZE"] = str(_accelerate("DP_SHARD") * context)
     os.environ[f"{PREFIX}CP_SIZE"] = "1"
-    recipe.parallel = recipe.parallel.model_copy(update={"context": context})
     if _accelerate("DP_REPLICATE") == 1:
         os.environ[USED] = "false"  # one dimension is what accelerate does without it
+    return parallel.model_copy(update={"context": context})
 
 
-def split_of(recipe: Recipe, config: Any) -> Degrees:
-    """How a context group of this recipe is split for a model's key/value heads."""
-    return degrees(context_of(recipe), key_value_heads(config), recipe.parallel.ulysses)
+def split_of(parallel: ParallelConfig, config: Any) -> Degrees:
+    """How a context group is split for a model's key/value heads."""
+    return degrees(context_of(parallel), key_value_heads(config), parallel.ulysses)
 
 
 def key_value_heads(config: Any) -> int:
@@ -94,16 +72,14 @@ def key_value_heads(config: Any) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-def refuse_processes(recipe: Recipe, processes: int) -> None:
+def refuse_processes(parallel: ParallelConfig, processes: int) -> None:
     """Raises ValueError where the processes don't make whole context groups."""
-    context = context_of(recipe)
+    context = context_of(parallel)
     if processes % context:
         raise ValueError(
             f"parallel.context: {context} processes share a row, and there are {processes}: launch a multiple of "
             f"{context} (accelerate launch --num_processes {context} -m retrofox train; WORLD_SIZE={context} for plan)"
         )
-    if context > 1 and recipe.log.heads_every is not None:
-        raise ValueError("log.heads_every reads whole rows, which parallel.context splits: leave it out")
 
 
 def refuse_sharing(model: Any, length: int, split: Degrees, name: str = "context") -> None:

@@ -42,7 +42,7 @@ class Hours(NamedTuple):
 
 
 def flops_per_token(shape: Shape, recipe: Recipe, stage: Stage) -> float:
-    """Operations per training token, without what recomputation adds.
+    """Operations per training token, without what recomputation adds: the log's MFU counts by it, too.
 
     A product with n parameters costs 2n forward, 2n for its input's gradient and 2n for its own where it is trained;
     attention over T tokens, of which a window w shows the last, costs 4 H D (w - w^2 / 2T) forward, w = T without one,

@@ -25,6 +25,7 @@ from retrofox.planning.shape import Shape, shape_of
 from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, save_steps, tokens_per_step
 from retrofox.support.counts import size
 from retrofox.support.files import nearest_existing
+from retrofox.support.launches import shards_weights
 
 SWITCHES: dict[str, Any] = {
     "micro_batch": 1,
@@ -45,10 +46,10 @@ LONGEST = 1 << 24
 
 def launched_sharding() -> str | None:
     """How accelerate, where it launched this process, splits weights; None where it didn't."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if shards_weights("FSDP"):
         return "fsdp2"
     zero3 = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
-    return "zero3" if zero3 and os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" else None
+    return "zero3" if zero3 and shards_weights("DEEPSPEED") else None
 
 
 def plan(

@@ -143,6 +143,12 @@ def shape_of(config: dict[str, Any], fox: FoxSpec | None = None) -> Shape:
         raise ValueError(f"this model's config.json lacks {error}: download it again") from None
 
 
+def known_shape(config: Any) -> Shape | None:
+    """The shape of a config of transformers, converted or not; None for a family whose parameters aren't known here."""
+    known = config.model_type.removeprefix("fox_") in FAMILIES
+    return shape_of(config.to_dict()) if known else None
+
+
 def _shape(name: str, family: Family, config: dict[str, Any], spec: FoxSpec | None) -> Shape:
     layers, hidden, heads = (config[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     kv_heads = config.get("num_key_value_heads") or heads

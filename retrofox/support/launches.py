@@ -24,6 +24,16 @@ def processes() -> int:
     return int(given)
 
 
+def shards_weights(*by: str) -> bool:
+    """Whether accelerate launched this process to split weights, gradients or optimizer.
+
+    Args:
+        by: "FSDP", "DEEPSPEED"; any of the two if none is named.
+    """
+    names = by or ("FSDP", "DEEPSPEED")
+    return any(os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" for name in names)
+
+
 def folder() -> Path | None:
     """The folder that torchrun, and so `accelerate launch`, makes on each machine for one launch; else None."""
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -11,7 +11,12 @@ from transformers import TrainingArguments
 
 from retrofox.config import Recipe, Stage
 from retrofox.planning.steps import save_steps
-from retrofox.training.refusals import own_autocast
+from retrofox.support.launches import shards_weights
+
+
+def own_autocast(recipe: Recipe) -> bool:
+    """Whether bfloat16 products are ours to ask for: DeepSpeed's bfloat16 engine would round the forget gates, too."""
+    return recipe.precision == "bf16" and shards_weights("DEEPSPEED")
 
 
 def arguments(recipe: Recipe, stage: Stage, root: Path, steps: int, accumulated: int) -> TrainingArguments:

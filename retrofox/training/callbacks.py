@@ -19,6 +19,7 @@ from retrofox.anatomy import decoder_layers, set_annealed_tokens
 from retrofox.half_lives import DEAD_DECAY, half_life_tokens
 from retrofox.model.modeling_fox import ForgetGate
 from retrofox.parallel.mesh import Mesh
+from retrofox.planning.hardware import peak_of
 from retrofox.planning.live_share import LENGTHS, live_shares
 from retrofox.support.files import write_whole
 from retrofox.support.interruptions import Interruptions
@@ -188,9 +189,9 @@ class KeepGathered(TrainerCallback):
 class Clock:
     """Tokens per second, MFU, memory and time left, between log lines."""
 
-    def __init__(self, batch_tokens: int, flops_per_token: float, peak_flops: float | None, device: torch.device):
-        self.batch_tokens, self.flops_per_token, self.peak = batch_tokens, flops_per_token, peak_flops
-        self.device = device
+    def __init__(self, batch_tokens: int, flops_per_token: float | None, device: torch.device):
+        self.batch_tokens, self.flops_per_token, self.device = batch_tokens, flops_per_token, device
+        self.peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -202,16 +203,22 @@ class Clock:
         return peak_bytes(self.device) if self.device.type == "cuda" else bytes_in_use(self.device)
 
     def read(self, step: int, max_steps: int, world_size: int) -> dict[str, float]:
-        """Speed since the last reading; MFU only where the device's peak is known."""
+        """Speed, memory and time left since the last reading, and MFU where it is known."""
         elapsed = max(1e-9, time.perf_counter() - self.time)
         speed = (step - self.step) * self.batch_tokens / elapsed
         found = {"tokens_per_second": speed, "memory_gb": self.memory() / 1e9}
         if speed > 0:
             found["eta_seconds"] = (max_steps - step) * self.batch_tokens / speed
-        if self.peak is not None:
-            found["mfu"] = speed * self.flops_per_token / (self.peak * world_size)
+        if (mfu := self.mfu(speed, world_size)) is not None:
+            found["mfu"] = mfu
         self.restart(step)
         return found
+
+    def mfu(self, speed: float, world_size: int) -> float | None:
+        """The share of the devices' peak at so many tokens per second; None where it or the operations are unknown."""
+        if self.peak is None or self.flops_per_token is None:
+            return None
+        return speed * self.flops_per_token / (self.peak * world_size)
 
 
 class Progress(ProgressCallback):

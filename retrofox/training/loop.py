@@ -22,6 +22,7 @@ from retrofox.anatomy import causal_lm
 from retrofox.config import BudgetedStage
 from retrofox.parallel.shards import Shards
 from retrofox.training import checkpoint
+from retrofox.training.arguments import own_autocast
 from retrofox.training.budget import GatePressure
 from retrofox.training.callbacks import (
     Anneal,
@@ -38,7 +39,6 @@ from retrofox.training.guard import Diverged, Guard, way_back
 from retrofox.training.heads import HeadRecorder
 from retrofox.training.lora import assert_gates_saved, trained_in_full
 from retrofox.training.optimizer_state import offloaded
-from retrofox.training.refusals import own_autocast
 from retrofox.training.sharding import (
     clip_gradients,
     refuse_other_sharding,

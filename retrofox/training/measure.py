@@ -16,19 +16,20 @@ from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe, Stage
 from retrofox.data.packed import IGNORE
 from retrofox.loading.device import PRECISIONS
+from retrofox.planning.hours import flops_per_token
+from retrofox.planning.shape import known_shape
 from retrofox.planning.steps import accumulation, tokens_per_step
 from retrofox.support.launches import processes
 from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.training.arguments import arguments
 from retrofox.training.callbacks import Clock
-from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import set_trainable
 from retrofox.training.loop import FoxTrainer, StageRun
-from retrofox.training.model import lower_frozen
+from retrofox.training.model import built, lower_frozen, starts_from, trained_config
 from retrofox.training.objectives import stage_objective, trained_form
-from retrofox.training.preflight import built, preflight, starts_from, trained_config
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.teacher import needs_teacher
+from retrofox.training.validate import preflight
 
 
 def check_here(recipe: Recipe) -> list[str]:
@@ -118,7 +119,8 @@ def measure_steps(
             yield from itertools.islice(random_batches(short, vocabulary, documents), micro_batches)
         yield from random_batches(stage, vocabulary, documents)
 
-    clock = Clock(batch_tokens, flops_per_token(model, stage), peak_flops(device), device)
+    shape = known_shape(causal_lm(model).config)
+    clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe, stage), device)
     with tempfile.TemporaryDirectory() as folder:
         settings = arguments(recipe, stage, Path(folder), steps, micro_batches)
         settings.save_strategy = type(settings.save_strategy)("no")
@@ -143,7 +145,7 @@ def measure_steps(
         "tokens_per_second": speed,
         "seconds_per_step": batch_tokens / speed,
         "peak_memory_gb": (peak_bytes(device) - (before if device.type == "cpu" else 0.0)) / 1e9,
-        "mfu": None if clock.peak is None else speed * clock.flops_per_token / (clock.peak * world),
+        "mfu": clock.mfu(speed, world),
     }
     trainer.release()
     trainer.accelerator.free_memory()

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from transformers import AutoModelForCausalLM
 
-from retrofox.anatomy import is_converted, is_new_tensor
+from retrofox.anatomy import is_converted, is_new_tensor, lm_class
 from retrofox.config import ExtendStage, Recipe
 from retrofox.conversion.convert import convert
 from retrofox.loading.base import load_base
@@ -16,27 +17,61 @@ from retrofox.loading.configs import any_config
 from retrofox.loading.converted import load
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.rope_scaling import set_rope, set_rope_config
-from retrofox.loading.source import read_config, refuse_adapter
+from retrofox.loading.source import holds_converted, read_config, refuse_adapter
+from retrofox.surgery import make_plan
 from retrofox.training.document_attention import set_document_attention
-from retrofox.training.lora import adapted
+from retrofox.training.lora import adapted, add_adapters
 
 
-def resolve_source(recipe: Recipe, out: Path, state: PartialState) -> Path:
-    """The checkpoint training starts from: the recipe's model, or OUTPUT/converted, made now if it is not there.
+def trained_config(recipe: Recipe) -> Any:
+    """The config of the model to train, as the conversion makes it.
 
     Raises:
-        ValueError: `fox:` with a model that is already converted; an adapter.
+        ValueError: an adapter; a converted model, and a key for unconverted ones; LoRA on an unconverted one.
         FileNotFoundError: no such model.
     """
     refuse_adapter(recipe.model)
-    is_gguf = recipe.model.endswith(".gguf")
-    model_type = "" if is_gguf else read_config(recipe.model).get("model_type", "")
+    if holds_converted(recipe.model):
+        for key in ("fox", "rope_scaling", "rope_theta", "attention"):
+            if getattr(recipe, key) is not None:
+                raise ValueError(f"{key} is for unconverted models, and {recipe.model} is converted: remove it")
+        model_type = read_config(recipe.model)["model_type"].removeprefix("fox_")
+        return lm_class(model_type).config_class.from_pretrained(recipe.model)
+    config = any_config(recipe.model)
+    if recipe.fox is not None:
+        return make_plan(config, recipe.fox, base=recipe.model).config
+    if recipe.lora is not None:
+        raise ValueError("LoRA here adapts converted models: give the recipe a `fox:` section")
+    if changes_rope(recipe):
+        set_rope_config(config, rope_scaling(recipe), recipe.rope_theta)
+    return config
+
+
+def empty(config: Any, recipe: Recipe) -> Any:
+    """The model without memory: parameters on the meta device."""
+    with torch.device("meta"):
+        return built(config, recipe)
+
+
+def built(config: Any, recipe: Recipe) -> Any:
+    """The model of a config with random weights in float32, adapters added where the recipe has them."""
+    if not config.model_type.startswith("fox_"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    model = lm_class(config.model_type.removeprefix("fox_"))(config)
+    if recipe.lora is None:
+        return model
+    return add_adapters(model, recipe.lora, recipe.model)
+
+
+def starts_from(recipe: Recipe) -> Path | None:
+    """The checkpoint that training starts from; None: a conversion that is yet to be made."""
+    return Path(recipe.model) if recipe.fox is None else None
+
+
+def resolve_source(recipe: Recipe, out: Path, state: PartialState) -> Path:
+    """The checkpoint training starts from: the recipe's model, or OUTPUT/converted, made now if it is not there."""
     if recipe.fox is None:
         return Path(recipe.model)
-    if model_type.startswith("fox_"):
-        raise ValueError(
-            f"{recipe.model} is already converted ({model_type}): remove `fox:` from the recipe, or give its base model"
-        )
     converted = out / "converted"
     if state.is_main_process and not (converted / "config.json").is_file():
         print(f"converting {recipe.model} into {converted}", flush=True)
@@ -59,9 +94,7 @@ def build_model(recipe: Recipe, source: Path, state: PartialState) -> Any:
 
 def load_any(recipe: Recipe, source: Path, dtype: torch.dtype) -> Any:
     """A converted model through `retrofox.load`, a plain one with the recipe's `attention`."""
-    if not str(source).endswith(".gguf") and read_config(str(source)).get("model_type", "").startswith("fox_"):
-        if recipe.attention is not None:
-            raise ValueError(f"{source} is converted and always runs Forgetting Attention: remove `attention`")
+    if holds_converted(str(source)):
         return load(str(source), dtype=dtype)
     model, _ = load_base(str(source), dtype=dtype)
     if changes_rope(recipe):
@@ -78,17 +111,6 @@ def changes_rope(recipe: Recipe) -> bool:
 def rope_scaling(recipe: Recipe) -> dict[str, Any] | None:
     """The recipe's `rope_scaling` as transformers has it."""
     return None if recipe.rope_scaling is None else recipe.rope_scaling.model_dump(exclude_none=True)
-
-
-def refuse_rope(recipe: Recipe, source: str | Path) -> None:
-    """Raises ValueError for a recipe that would change the RoPE of a converted model, or one scaled already."""
-    if not changes_rope(recipe):
-        return
-    is_gguf = str(source).endswith(".gguf")
-    if not is_gguf and read_config(str(source)).get("model_type", "").startswith("fox_"):
-        key = "rope_theta" if recipe.rope_scaling is None else "rope_scaling"
-        raise ValueError(f"{key} is for unconverted models, and {source} is converted: remove it")
-    set_rope_config(any_config(source), rope_scaling(recipe), recipe.rope_theta)
 
 
 def set_attention(model: Any, recipe: Recipe) -> None:

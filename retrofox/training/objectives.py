@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from retrofox.anatomy import attention_mode, attentions, causal_lm, inner_model, is_converted
 from retrofox.config import DistillStage, Stage
 from retrofox.data.packed import IGNORE
+from retrofox.support.launches import shards_weights
 from retrofox.training.chunked_loss import (
     AnyRows,
     Head,
@@ -29,9 +29,6 @@ from retrofox.training.chunked_loss import (
 from retrofox.training.document_attention import attends_by_document
 from retrofox.training.teacher import require_own_original
 
-SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-"""Set to true by accelerate where it shards weights."""
-
 
 def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tuple[str, str]:
     """(name, reason) of the cross-entropy to run: "chunked" (ours), "torch" (linear_cross_entropy) or "liger".
@@ -40,7 +37,7 @@ def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tu
         ValueError: the requested one can't run here; the text names the missing part.
     """
     installed = importlib.util.find_spec("liger_kernel") is not None
-    sharded = [name for name in SHARDING if os.environ.get(name, "false").lower() == "true"]
+    sharded = shards_weights()
     if requested == "auto":
         # 65536 tokens x 128256 words x 2048, bfloat16 on an H200 (commit 87b801e): liger 179 ms, 2.9 GB;
         # chunked 248 ms, 5.0 GB. 512 x 49152 x 576, float32 on a CPU core: chunked 1.3 s, torch's (2.13) 5.9 s.
@@ -59,7 +56,7 @@ def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tu
         if device.type != "cuda":
             raise ValueError(f"cross_entropy=liger needs a GPU, this is {device.type}: use chunked")
         if sharded:
-            raise ValueError(f"cross_entropy=liger needs the head's whole weight, {sharded[0]} shards it: use chunked")
+            raise ValueError("cross_entropy=liger needs the head's whole weight, which sharding splits: use chunked")
     return requested, "requested"
 
 

@@ -37,7 +37,7 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
     Raises:
         ValueError: OUTPUT holds another run or can't be written to; batch_tokens don't divide among the devices.
     """
-    file, readers = out / "recipe.yaml", readers_of(recipe, state.num_processes)
+    file, readers = out / "recipe.yaml", readers_of(recipe.parallel, state.num_processes)
     begun, batches = batches_of(out, recipe) is not None, step_tokens(out, recipe, state)
     if not begun:
         checkpoint.check_writable(out, 0)
@@ -61,7 +61,7 @@ def claim_output(out: Path, recipe: Recipe, state: Any) -> list[int]:
 
 def step_tokens(out: Path, recipe: Recipe, state: Any) -> list[int]:
     """Tokens per optimizer step of each stage: as the run in OUTPUT began, else as it would begin now."""
-    readers = readers_of(recipe, state.num_processes)
+    readers = readers_of(recipe.parallel, state.num_processes)
     return batches_of(out, recipe) or [tokens_per_step(stage, readers) for stage in recipe.stages]
 
 

@@ -21,6 +21,8 @@ from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.mesh import build_mesh
 from retrofox.parallel.settings import readers_of, split_of, take_over
+from retrofox.planning.hours import flops_per_token
+from retrofox.planning.shape import known_shape
 from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, stage_rows
 from retrofox.support.files import write_json
 from retrofox.support.interruptions import Interruptions
@@ -31,7 +33,6 @@ from retrofox.training.callbacks import Clock
 from retrofox.training.data import PreparedTokens, StageData, prepare_tokens
 from retrofox.training.document_attention import attends_by_document
 from retrofox.training.export import export, export_original
-from retrofox.training.flops import flops_per_token, peak_flops
 from retrofox.training.groups import role_of, set_trainable
 from retrofox.training.lock import output_lock
 from retrofox.training.loop import FoxTrainer, StageRun
@@ -45,10 +46,9 @@ from retrofox.training.output import (
     stage_folder,
     unmark_damaged,
 )
-from retrofox.training.preflight import preflight
-from retrofox.training.refusals import refuse_stage, refuse_tokenizer, refuse_tokens
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.teacher import teacher_for
+from retrofox.training.validate import preflight, refuse_stage, refuse_tokens
 from retrofox.version import __version__
 
 PATIENCE = timedelta(hours=2)
@@ -71,7 +71,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, the state saved.
     """
     transformers.utils.logging.disable_progress_bar()
-    take_over(recipe)
+    recipe.parallel = take_over(recipe.parallel)
     state: Any = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     out = Path(recipe.output)
     interruptions = Interruptions("nothing was trained yet", quiet=not state.is_main_process)
@@ -193,7 +193,6 @@ def _model(run: Run, number: int) -> Any:
     recipe = run.recipe
     model = build_model(recipe, run.before(number), run.state)
     vocabulary = causal_lm(model).config.vocab_size
-    refuse_tokenizer(run.tokenizer, vocabulary)
     for manifest in filter(None, (run.tokens.train, run.tokens.eval)):
         refuse_tokens(manifest, run.tokenizer, vocabulary)
     for later in range(number, len(recipe.stages)):
@@ -232,7 +231,7 @@ def say(state: Any, text: str) -> None:
 def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     recipe, state = run.recipe, run.state
     stage, batch_tokens, steps = recipe.stages[number], run.batch_tokens[number], run.steps(number)
-    split = split_of(recipe, causal_lm(model).config)
+    split = split_of(recipe.parallel, causal_lm(model).config)
     mesh = build_mesh(split) if split.context > 1 else None
     data = StageData(run.tokens, recipe, stage, state, mesh)
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
@@ -247,7 +246,7 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
         + ("; attention: SDPA, one causal call a document" if attends_by_document(model) else "")
         + ("" if mesh is None else f"; rows shared by {split.context}: heads x {split.ulysses}, ring of {split.ring}"),
     )
-    lm = causal_lm(model)
+    shape = known_shape(causal_lm(model).config)
     stage_run = StageRun(
         recipe=recipe,
         stage=stage,
@@ -257,14 +256,14 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
         data_state=data.state,
         first_row=run.rows(number).start,
         batch_tokens=batch_tokens,
-        clock=Clock(batch_tokens, flops_per_token(lm, stage), peak_flops(state.device), state.device),
+        clock=Clock(batch_tokens, shape and flops_per_token(shape, recipe, stage), state.device),
         log_file=run.out / "log.jsonl",
         evaluator=OBJECTIVES["extend"](model, Stage.model_construct(cross_entropy="chunked"), state.device),
         eval_batches=None if data.held_out is None else data.eval_batches,
         interruptions=run.interruptions,
         mesh=mesh,
     )
-    accumulated = accumulation(stage, batch_tokens, readers_of(recipe, state.num_processes))
+    accumulated = accumulation(stage, batch_tokens, readers_of(recipe.parallel, state.num_processes))
     return FoxTrainer(model, arguments(recipe, stage, run.folder(number), steps, accumulated), stage_run)
 
 

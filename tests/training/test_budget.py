@@ -215,7 +215,7 @@ def test_a_budget_that_can_not_be_meant_is_refused(recipe, change, said):
 
 
 def test_without_trained_gates_it_is_refused(recipe):
-    with pytest.raises(ValueError, match="budget presses on the gates, and this stage trains none"):
+    with pytest.raises(ValueError, match="budget is for gates, and this stage trains none"):
         train(load_recipe(recipe, ["stages.0.rates={gate_bias: 0, gate_weight: 0}"]))
 
 

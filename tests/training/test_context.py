@@ -10,8 +10,8 @@ import torch
 import yaml
 
 from retrofox.config import load_recipe
-from retrofox.training.preflight import preflight
 from retrofox.training.train import train
+from retrofox.training.validate import preflight
 
 CP_OF_ACCELERATE = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
 
@@ -151,7 +151,7 @@ def test_tiles_and_offloads_beside_data_parallelism_and_sharded_weights(recipe_f
         ({"parallel": {"context": 2}}, 3, "launch a multiple of 2"),
         ({"parallel": {"context": 3, "ulysses": 3}}, 3, "parallel.ulysses: 3 must divide both"),
         ({"parallel": {"context": 3}}, 3, "rows of 64 tokens don't divide among 3 processes in a zigzag"),
-        ({"parallel": {"context": 2}, "log": {"heads_every": 10}}, 2, "log.heads_every reads whole rows"),
+        ({"parallel": {"context": 2}, "log": {"heads_every": 10}}, 2, "log.heads_every reads whole weights and rows"),
     ],
 )
 def test_what_can_not_be_shared_is_refused_beforehand(recipe_for, values, processes, reason):
@@ -206,13 +206,3 @@ def test_accelerates_replicas_beside_its_context_are_data_parallelism(recipe_for
     assert done.returncode == 0, done.stderr
     for left, right in zip(log(file), log(whole), strict=True):
         assert left[:3] == pytest.approx(right[:3], rel=1e-4)
-
-
-def test_sizes_that_make_another_number_of_processes_are_refused_beforehand(recipe_for, monkeypatch):
-    sizes = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    for name, value in {**CP_OF_ACCELERATE, **sizes}.items():
-        monkeypatch.setenv(name, value)
-    recipe = load_recipe(recipe_for("sizes"))
-    found = {n: [str(e) for e in preflight(recipe, n, torch.device("cpu"))] for n in (4, 8)}
-    assert found[4] == []
-    assert any("dp_shard_size x cp_size is 4, and there are 8 processes" in text for text in found[8]), found

@@ -67,11 +67,11 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         (["optim=sgd", "stages.0.betas=[0.5, 0.9]"], "betas [0.5, 0.9] have no effect with optim sgd: remove them"),
         (
             ["fox={gate: bias}", "stages.0.gate_weight_decay=0.1"],
-            "gate_weight_decay decays the gates' weights, and this stage trains none",
+            "gate_weight_decay is for gates, and this stage trains none",
         ),
         (
             ["fox={gate: fixed}", "stages.0.gate_delay_tokens=64"],
-            "gate_delay_tokens holds gates back, and this stage trains none",
+            "gate_delay_tokens is for gates, and this stage trains none",
         ),
     ],
 )
@@ -100,12 +100,38 @@ def test_skips_that_would_change_other_documents_are_refused(
     assert [("would change all documents read beside one that skips" in text) for text in refusals] == [True] * refused
 
 
-@pytest.mark.parametrize("sharding", ["FSDP", "DEEPSPEED"])
-def test_heads_of_split_weights_are_refused_beforehand(recipe, monkeypatch, sharding):
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    monkeypatch.setenv(f"ACCELERATE_USE_{sharding}", "true")
-    refusals = check_here(load_recipe(recipe, ["log.heads_every=10"]))
-    assert refusals == ["log.heads_every reads whole weights, which FSDP and DeepSpeed split: leave it out"]
+FSDP1, FSDP2 = {"ACCELERATE_USE_FSDP": "true"}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+OFFLOAD = "stages.0.offload_optimizer=true"
+
+
+@pytest.mark.parametrize(
+    ("launch", "changes", "reason"),
+    [
+        ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, [], "sequence parallelism (PARALLELISM_CONFIG_SP_SIZE=2)"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, [], "tensor parallelism"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, [], "accelerate's dynamo_backend"),
+        (FSDP1, [], "FSDP version 1 can't keep the forget gates"),
+        ({**FSDP2, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, [], "set fsdp_cpu_ram_efficient_loading: false"),
+        ({**DEEPSPEED, "ACCELERATE_MIXED_PRECISION": "bf16"}, [], "DeepSpeed's 16-bit engines round the forget gates"),
+        (DEEPSPEED, ["precision=fp16"], "DeepSpeed's 16-bit engines round the forget gates"),
+        (DEEPSPEED, ["stages.0.tiled_mlp=auto"], "tiled_mlp runs with DDP and FSDP2, not with DeepSpeed"),
+        ({**DEEPSPEED, "WORLD_SIZE": "2"}, ["parallel.context=2"], "parallel.context runs with DDP and FSDP2"),
+        (FSDP2, [OFFLOAD], "offload_optimizer is for whole weights"),
+        (
+            {},
+            [OFFLOAD, "optim=adafactor"],
+            "offload_optimizer moves the state of torch's own optimizers, and Adafactor",
+        ),
+        (FSDP2, ["log.heads_every=10"], "log.heads_every reads whole weights"),
+        (DEEPSPEED, ["log.heads_every=10"], "log.heads_every reads whole weights"),
+    ],
+)
+def test_a_launch_that_would_lose_gates_or_fail_later_is_refused(recipe, monkeypatch, launch, changes, reason):
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    (refusal,) = check_here(load_recipe(recipe, changes))
+    assert refusal.startswith(reason)
 
 
 @pytest.mark.parametrize(

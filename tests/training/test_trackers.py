@@ -90,6 +90,6 @@ def test_a_tracker_that_is_not_installed_is_refused(pico_fox_checkpoint, tmp_pat
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest)
     )
-    with pytest.raises(ValueError, match=r"wandb needs wandb installed: pip install '\.\[track\]' in a clone"):
+    with pytest.raises(ValueError, match=r"wandb needs the package wandb: pip install '\.\[track\]' in a clone"):
         train(recipe)
-    assert any("wandb needs wandb" in text for text in check_here(recipe))
+    assert any("needs the package wandb" in text for text in check_here(recipe))
