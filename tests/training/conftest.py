@@ -1,4 +1,4 @@
-"""Recipes run in processes of their own, which may be killed at a step."""
+"""A recipe of a few steps on a pico model, and recipes run in processes of their own, which may be killed at a step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+
+from retrofox.config import Recipe, validate
 
 RUNNER = """
 import os, signal, sys
@@ -74,3 +77,52 @@ def run_recipe(launch) -> Callable[..., subprocess.CompletedProcess[str]]:
         return launch(RUNNER, recipe, event, when, rank, mode, processes=processes, **variables)
 
     return run
+
+
+STAGE = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
+
+
+@pytest.fixture
+def recipe_values(tmp_path, pico_checkpoint, pico_fox_checkpoint) -> Callable[..., dict]:
+    """recipe_values(*stages, converted=True, data={}, output="run", **keys) -> a recipe of 4 steps in float32.
+
+    Each of `stages` changes that stage, `data` adds to its data (text.txt), `output` lies in tmp_path. A model that is
+    not `converted` is converted first.
+    """
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(400)))
+
+    def values(*stages: dict, converted: bool = True, data: dict | None = None, output: str = "run", **keys) -> dict:
+        fox = {} if converted else {"fox": {"half_life": [2, 200]}}
+        return {
+            "model": str(pico_fox_checkpoint if converted else pico_checkpoint),
+            **fox,
+            "output": str(tmp_path / output),
+            "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1, **(data or {})},
+            "stages": [{**STAGE, **stage} for stage in stages or ({},)],
+            "precision": "fp32",
+            "log": {"every": 1},
+            "dataloader_workers": 0,
+            **keys,
+        }
+
+    return values
+
+
+@pytest.fixture
+def make_recipe(recipe_values) -> Callable[..., Recipe]:
+    """make_recipe(*stages, **keys) -> the recipe of `recipe_values`."""
+    return lambda *stages, **keys: validate(recipe_values(*stages, **keys))
+
+
+@pytest.fixture
+def write_recipe(recipe_values) -> Callable[..., Path]:
+    """write_recipe(*stages, **keys) -> the file of such a recipe, beside its output and named like it."""
+
+    def write(*stages: dict, **keys) -> Path:
+        values = recipe_values(*stages, **keys)
+        file = Path(values["output"] + ".yaml")
+        file.write_text(yaml.safe_dump(values))
+        return file
+
+    return write

@@ -22,19 +22,9 @@ LATER = [{**STAGE, "objective": "align", "rates": {"attention": 1e-3}}, {**STAGE
 
 
 @pytest.fixture
-def values(tmp_path, pico_checkpoint):
-    text = "".join(f"the fox forgets gate {i * i % 97} and so on, " for i in range(300))
-    (tmp_path / "text.txt").write_text(text)
-    return {
-        "model": str(pico_checkpoint),
-        "fox": {"rope": "drop", "half_life": [2, 200], "pro": ["output-gate", "k-shift"]},
-        "output": str(tmp_path / "run"),
-        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
-        "stages": [ADAPT, *LATER],
-        "precision": "fp32",
-        "log": {"every": 1},
-        "dataloader_workers": 0,
-    }
+def values(recipe_values) -> dict:
+    fox = {"rope": "drop", "half_life": [2, 200], "pro": ["output-gate", "k-shift"]}
+    return recipe_values(converted=False, fox=fox, stages=[ADAPT, *LATER])
 
 
 def logits(folder: Path, mode: str | None = None) -> torch.Tensor:

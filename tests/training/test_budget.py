@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from retrofox.acceleration.fused_projections import untouched
 from retrofox.config import Budget, ExtendStage, load_recipe, validate
@@ -138,24 +137,11 @@ def test_the_target_falls_over_the_first_part_of_the_stage(pico_fox):
 
 
 @pytest.fixture
-def recipe(tmp_path, pico_fox, pico_tokenizer) -> Path:
-    (tmp_path / "text.txt").write_text("the fox forgets the gate, " * 400)
+def recipe(tmp_path, pico_fox, pico_tokenizer, write_recipe) -> Path:
     pico_fox(half_life=(50.0, 5000.0)).save_pretrained(tmp_path / "model")
     pico_tokenizer.save_pretrained(tmp_path / "model")
-    stage = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
-    values = {
-        "model": str(tmp_path / "model"),
-        "output": str(tmp_path / "run"),
-        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
-        "stages": [{**stage, "budget": {"share": 0.1, "length": "1Ki", "weight": 1.0}}],
-        "precision": "fp32",
-        "log": {"every": 1},
-        "checkpoint": {"every_steps": 1, "keep": 9},
-        "dataloader_workers": 0,
-    }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(values))
-    return file
+    budget = {"share": 0.1, "length": "1Ki", "weight": 1.0}
+    return write_recipe({"budget": budget}, model=str(tmp_path / "model"), checkpoint={"every_steps": 1, "keep": 9})
 
 
 def test_heads_that_start_open_are_spared(pico_fox):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from retrofox.config import dump, load_recipe, validate
+from retrofox.config import load_recipe
 from retrofox.training.measure import check_here, measure_here
 from retrofox.training.model import load_any
 from retrofox.training.output import claim_output
@@ -17,37 +17,15 @@ from retrofox.training.train import train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 NO_WAIT = {"wait_for_everyone": lambda: None}
-
-
-@pytest.fixture
-def make_recipe(pico_checkpoint, tmp_path):
-    (tmp_path / "books.txt").write_text("the fox forgets the gate")
-
-    def build(**values):
-        stage = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 128, "micro_batch": 2}
-        return validate(
-            {
-                "model": str(pico_checkpoint),
-                "fox": {"half_life": [2, 200], "max_wavelength": 40},
-                "output": str(tmp_path / "out"),
-                "data": {"train": [str(tmp_path / "books.txt")]},
-                "stages": [stage],
-                "precision": "fp32",
-                **values,
-            }
-        )
-
-    return build
+PLAIN = {"converted": False, "fox": None}
 
 
 def test_refusals_are_collected(make_recipe):
-    stage = {"objective": "extend", "tokens": 1000, "sequence_length": 64, "batch_tokens": 192, "micro_batch": 2}
-    found = check_here(make_recipe(stages=[stage], optim="adamw_nope"))
+    found = check_here(make_recipe({"batch_tokens": 192, "micro_batch": 2}, optim="adamw_nope"))
     assert any("multiple of sequence_length x micro_batch" in text for text in found)
     assert any("adamw_nope" in text for text in found)
-    assert any("give the recipe a `fox:`" in text for text in check_here(make_recipe(fox=None, lora={"rank": 2})))
-    align = [{"objective": "align", "tokens": 100, "sequence_length": 64}]
-    assert any("give `fox:`" in text for text in check_here(make_recipe(fox=None, stages=align)))
+    assert any("give the recipe a `fox:`" in text for text in check_here(make_recipe(**PLAIN, lora={"rank": 2})))
+    assert any("give `fox:`" in text for text in check_here(make_recipe({"objective": "align"}, **PLAIN)))
 
 
 def test_what_a_machine_lacks_is_refused(make_recipe, tmp_path):
@@ -57,10 +35,10 @@ def test_what_a_machine_lacks_is_refused(make_recipe, tmp_path):
 
     assert "lora.targets: ['nope'] are no linear layers" in refusal(lora={"targets": ["nope"]})
     assert "can't be loaded" in refusal(data={"train": [f"hf:{tmp_path / 'nowhere'}"]})
-    absent = {"fox": None, "attention": "flash_attention_3"}
+    absent = {**PLAIN, "attention": "flash_attention_3"}
     assert "stages.0: attention: flash_attention_3 can't run here" in refusal(**absent)
     with pytest.raises(ValueError, match="attention: flash_attention_3 can't run here"):
-        load_any(make_recipe(**absent), Path(make_recipe().model), torch.float32)
+        load_any(make_recipe(**absent), Path(make_recipe(**PLAIN).model), torch.float32)
 
 
 def test_what_training_would_find_missing_is_refused(make_recipe, tmp_path):
@@ -76,16 +54,16 @@ def test_what_training_would_find_missing_is_refused(make_recipe, tmp_path):
     assert len(found) == 3
     assert "tokenizer" in found[2]
     with pytest.raises(ValueError, match="can't write to"):
-        train(make_recipe(output=str(tmp_path / "books.txt" / "run")))
+        train(make_recipe(output=str(tmp_path / "text.txt" / "run")))
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "empty.jsonl").touch()
     for empty in ("empty.txt", "folder"):
-        (found,) = refusals(data={"train": [str(tmp_path / "books.txt"), str(tmp_path / empty)]})
+        (found,) = refusals(data={"train": [str(tmp_path / "text.txt"), str(tmp_path / empty)]})
         assert found == f"{tmp_path / empty}: no text in it, it is empty: give texts"
-    claim_output(tmp_path / "out", make_recipe(), SimpleNamespace(num_processes=1, is_main_process=True, **NO_WAIT))
+    claim_output(tmp_path / "run", make_recipe(), SimpleNamespace(num_processes=1, is_main_process=True, **NO_WAIT))
     assert refusals(seed=1) == []
-    (tmp_path / "out" / "stage-0-extend" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "run" / "stage-0-extend" / "checkpoint-1").mkdir(parents=True)
     assert refusals() == []
     (found,) = refusals(seed=1)
     assert "holds another run: seed differ" in found
@@ -98,19 +76,18 @@ def test_shipped_recipes_are_not_refused(pico_checkpoint, tmp_path, monkeypatch,
     assert check_here(load_recipe(RECIPES / f"{name}.yaml", [f"model={pico_checkpoint}"])) == []
 
 
-def test_measured_steps_are_real(make_recipe, run, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(dump(make_recipe()))
-    code, shown, _ = run("plan", tmp_path / "recipe.yaml", "--measure", "--json")
+def test_measured_steps_are_real(write_recipe, run):
+    code, shown, _ = run("plan", write_recipe(), "--measure", "--json")
     assert code == 0
     stage = json.loads(shown)["stages"][0]
     assert stage["measured"]["tokens_per_second"] > 0
-    assert stage["hours"][0] == pytest.approx(1024 / stage["measured"]["tokens_per_second"] / 3600)
+    assert stage["hours"][0] == pytest.approx(512 / stage["measured"]["tokens_per_second"] / 3600)
 
 
-def test_the_command_shows_what_is_checked_here(make_recipe, run, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(dump(make_recipe()))
-    assert run("plan", tmp_path / "recipe.yaml", "data.train=[nowhere/]")[0] == 0
-    code, shown, _ = run("plan", tmp_path / "recipe.yaml", "data.train=[nowhere/]", "--check")
+def test_the_command_shows_what_is_checked_here(write_recipe, run):
+    recipe = write_recipe()
+    assert run("plan", recipe, "data.train=[nowhere/]")[0] == 0
+    code, shown, _ = run("plan", recipe, "data.train=[nowhere/]", "--check")
     assert code == 2
     assert "nowhere" in shown
 

@@ -17,38 +17,21 @@ CP_OF_ACCELERATE = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CO
 
 
 @pytest.fixture
-def recipe_for(tmp_path, pico_fox, pico_tokenizer):
+def recipe_for(tmp_path, pico_fox, pico_tokenizer, write_recipe):
     """recipe_for(output, **keys) -> path of a recipe of 6 steps over packed documents, a checkpoint every 2."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(40):
         text = "".join(f"the fox forgets gate {number * i % 17} and so on, " for i in range(1 + number % 7))
         (folder / f"{number}.txt").write_text(text)
-    model = pico_fox(pro="all", config={"tie_word_embeddings": True})  # as SmolLM2's
-    model.save_pretrained(tmp_path / "model")
+    pico_fox(pro="all", config={"tie_word_embeddings": True}).save_pretrained(tmp_path / "model")  # as SmolLM2's
     pico_tokenizer.save_pretrained(tmp_path / "model")
+    common = {"model": str(tmp_path / "model"), "log": {"every": 1, "eval_tokens": 512}}
+    common |= {"checkpoint": {"every_steps": 2}, "data": {"train": [str(folder)], "eval": [str(folder)]}}
 
     def build(output: str, **values) -> Path:
-        stage = {"objective": "extend", "tokens": 1536, "sequence_length": 64, "batch_tokens": 256}
-        recipe = {
-            "model": str(tmp_path / "model"),
-            "output": str(tmp_path / output),
-            "data": {
-                "train": [str(folder)],
-                "eval": [str(folder)],
-                "cache": str(tmp_path / "cache"),
-                "workers": 1,
-            },
-            "stages": [{**stage, "learning_rate": 3e-3, "schedule": "linear"}],
-            "precision": "fp32",
-            "log": {"every": 1, "eval_tokens": 512},
-            "checkpoint": {"every_steps": 2},
-            "dataloader_workers": 0,
-            **values,
-        }
-        file = tmp_path / f"{output}.yaml"
-        file.write_text(yaml.safe_dump(recipe))
-        return file
+        stage = {"tokens": 1536, "batch_tokens": 256, "schedule": "linear"}
+        return write_recipe(stage, output=output, **{**common, **values})
 
     return build
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from retrofox.config import Recipe, validate
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.training.document_attention import set_document_attention
 from retrofox.training.measure import check_here
@@ -75,25 +74,11 @@ def test_one_document_a_row_gives_what_plain_sdpa_gives(pico_llama):
 
 
 @pytest.fixture
-def control(tmp_path, pico_checkpoint):
-    text = tmp_path / "text.txt"
-    text.write_text("the fox forgets a gate and so on far away " * 60)
-
-    def build(**values) -> Recipe:
-        stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128, "max_position": 512}
-        defaults = {
-            "model": str(pico_checkpoint),
-            "output": str(tmp_path / "out"),
-            "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
-            "fox": None,
-            "rope_scaling": {"rope_type": "yarn", "factor": 8.0},
-            "stages": [stage],
-            "precision": "fp32",
-            "dataloader_workers": 0,
-        }
-        return validate({**defaults, **values})
-
-    return build
+def control(make_recipe):
+    """control(**keys) -> a recipe with skips for an unconverted model with YaRN."""
+    yarn = {"rope_type": "yarn", "factor": 8.0}
+    common = {"converted": False, "fox": None, "rope_scaling": yarn}
+    return lambda **keys: make_recipe({"tokens": 256, "max_position": 512}, **{**common, **keys})
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_scaling": None, "rope_theta": 5e5}, {"rope_scaling": None}])

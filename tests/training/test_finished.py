@@ -6,25 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from retrofox.config import load_recipe, validate
+from retrofox.config import load_recipe
 from retrofox.training import checkpoint
 from retrofox.training.train import train
 
 
 @pytest.fixture
-def recipe(tmp_path, pico_fox_checkpoint):
-    (tmp_path / "text.txt").write_text("the fox forgets the gate, and so on and on, " * 60)
-    stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 1e-3}
-    return validate(
-        {
-            "model": str(pico_fox_checkpoint),
-            "output": str(tmp_path / "run"),
-            "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
-            "stages": [stage, stage],
-            "precision": "fp32",
-            "dataloader_workers": 0,
-        }
-    )
+def recipe(make_recipe):
+    return make_recipe({"tokens": 256}, {"tokens": 256})
 
 
 def test_a_model_that_was_deleted_or_damaged_is_written_anew(recipe, capsys):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from retrofox.anatomy import attentions
-from retrofox.config import validate
 from retrofox.heads.statistics import copy_scores
 from retrofox.loading.converted import load
 from retrofox.training.heads import HeadRecorder
@@ -17,24 +16,13 @@ from retrofox.training.train import train
 
 
 @pytest.fixture
-def run(tmp_path, pico_fox_checkpoint, pico_checkpoint):
+def run(tmp_path, make_recipe):
     """run(name, base=False, **log) trains four steps and returns the log's lines and the model's directory."""
-    text = tmp_path / "text.txt"
-    text.write_text("the fox forgets the gate, and so on and on, " * 60, encoding="utf-8")
 
     def start(name: str, base: bool = False, **log) -> tuple[list[dict], Path]:
-        recipe = validate(
-            {
-                "model": str(pico_checkpoint if base else pico_fox_checkpoint),
-                "output": str(tmp_path / name),
-                "data": {"train": [str(text)], "eval": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
-                "stages": [{"objective": "extend", "tokens": 512, "sequence_length": 128, "batch_tokens": 128}],
-                "precision": "fp32",
-                "log": {"every": 1, **log},
-                "dataloader_workers": 0,
-            }
-        )
-        train(recipe)
+        keys = {"converted": False, "fox": None} if base else {}
+        data = {"eval": [str(tmp_path / "text.txt")]}
+        train(make_recipe({"sequence_length": 128}, output=name, data=data, log={"every": 1, **log}, **keys))
         lines = (tmp_path / name / "log.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines], tmp_path / name / "model"
 
@@ -73,8 +61,6 @@ def test_measuring_restores_training_mode_and_leaves_no_gates_behind(pico_fox):
     assert all(attention.forget_gate.last_log_f is None for _, attention in attentions(model))
 
 
-def test_it_comes_with_log_lines_only(pico_fox_checkpoint, tmp_path):
-    values = {"model": "m", "output": str(tmp_path), "data": {"train": ["t"]}, "log": {"every": 10, "heads_every": 15}}
-    stage = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128}
+def test_it_comes_with_log_lines_only(make_recipe):
     with pytest.raises(ValueError, match="heads_every must be a multiple of every, 10; got 15"):
-        validate({**values, "stages": [stage]})
+        make_recipe(log={"every": 10, "heads_every": 15})

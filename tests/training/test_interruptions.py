@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from retrofox.config import load_recipe
@@ -22,38 +21,16 @@ from retrofox.training.train import train
 
 
 @pytest.fixture
-def recipe_for(tmp_path, pico_fox, pico_tokenizer):
+def recipe_for(tmp_path, pico_fox, pico_tokenizer, write_recipe):
     """recipe_for(output) -> path of a recipe of 8 steps, a checkpoint every 2, with annealing rotary pairs."""
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(400)))
     # 6 heads: of their gates the last of 4 processes holds nothing
     config = {"num_attention_heads": 6, "hidden_size": 48, "tie_word_embeddings": True}
-    model = pico_fox(rope="anneal", anneal_tokens=700, config=config)
-    model.save_pretrained(tmp_path / "model")
+    pico_fox(rope="anneal", anneal_tokens=700, config=config).save_pretrained(tmp_path / "model")
     pico_tokenizer.save_pretrained(tmp_path / "model")
+    common = {"model": str(tmp_path / "model"), "checkpoint": {"every_steps": 2}}
 
     def build(output: str, **values) -> Path:
-        stage = {
-            "objective": "extend",
-            "tokens": 1024,
-            "sequence_length": 64,
-            "batch_tokens": 128,
-            "learning_rate": 3e-3,
-        }
-        recipe = {
-            "model": str(tmp_path / "model"),
-            "output": str(tmp_path / output),
-            "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
-            "stages": [{**stage, "schedule": "linear"}],
-            "precision": "fp32",
-            "log": {"every": 1},
-            "checkpoint": {"every_steps": 2},
-            "dataloader_workers": 0,
-            **values,
-        }
-        file = tmp_path / f"{output}.yaml"
-        file.write_text(yaml.safe_dump(recipe))
-        return file
+        return write_recipe({"tokens": 1024, "schedule": "linear"}, output=output, **{**common, **values})
 
     return build
 

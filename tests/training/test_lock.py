@@ -10,9 +10,7 @@ from pathlib import Path
 
 import filelock
 import pytest
-import yaml
 
-from retrofox.config import load_recipe
 from retrofox.training.lock import NAME, output_lock
 from retrofox.training.train import train
 
@@ -70,23 +68,12 @@ def test_a_refused_run_leaves_no_folder(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_training_holds_its_output(tmp_path, holder, pico_fox_checkpoint):
-    (tmp_path / "text.txt").write_text("the fox forgets the gate, " * 40)
-    stage = {"objective": "extend", "tokens": 64, "sequence_length": 32}
-    values = {
-        "model": str(pico_fox_checkpoint),
-        "output": str(tmp_path),
-        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
-        "stages": [stage],
-        "precision": "fp32",
-        "dataloader_workers": 0,
-    }
-    file = tmp_path / "recipe.yaml.in"
-    file.write_text(yaml.safe_dump(values))
+def test_training_holds_its_output(tmp_path, holder, make_recipe):
+    recipe = make_recipe({"tokens": 128}, output="")
     with pytest.raises(ValueError, match="in use by another run"):
-        train(load_recipe(file))
+        train(recipe)
     assert not (tmp_path / "recipe.yaml").exists()
     holder.kill()
     holder.wait()
-    assert Path(train(load_recipe(file))["model"]).is_dir()
+    assert Path(train(recipe)["model"]).is_dir()
     assert not (tmp_path / NAME).exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import retrofox
 from retrofox.anatomy import is_new_tensor
-from retrofox.config import LoraConfig, validate
+from retrofox.config import LoraConfig
 from retrofox.conversion.merge import merge
 from retrofox.loading.adapter import with_adapter
 from retrofox.support.files import new_file_mode
 from retrofox.training.lora import adapted, add_adapters, assert_gates_saved, target_modules, trained_in_full
-from retrofox.training.measure import check_here
 from retrofox.training.train import train
 
 # peft 0.21 asks transformers 5.23 by a name that it deprecates
@@ -27,27 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:Fu
 
 
 @pytest.fixture
-def make_recipe(tmp_path, pico_fox_checkpoint):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(300)))
-
-    def build(**values):
-        common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-2}
-        return validate(
-            {
-                "model": str(pico_fox_checkpoint),
-                "output": str(tmp_path / "out"),
-                "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
-                "stages": [{"objective": "extend", **common}],
-                "lora": {"rank": 2},
-                "precision": "fp32",
-                "log": {"every": 1},
-                "dataloader_workers": 0,
-                **values,
-            }
-        )
-
-    return build
+def make_recipe(make_recipe):
+    """With adapters, and a rate at which two steps move them."""
+    stage = {"tokens": 256, "learning_rate": 3e-2}
+    return lambda *stages, **keys: make_recipe(*stages or [stage], **{"lora": {"rank": 2}, **keys})
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -141,9 +122,7 @@ def test_a_merge_that_cannot_be_written_leaves_nothing(make_recipe, tmp_path, mo
 
 
 def test_adapters_distil_from_the_weights_they_sit_on_and_resume(make_recipe):
-    common = {"tokens": 256, "sequence_length": 64, "batch_tokens": 128}
-    stages = [{"objective": "distill", **common}, {"objective": "extend", **common}]
-    recipe = make_recipe(stages=stages, checkpoint={"every_steps": 1})
+    recipe = make_recipe({"objective": "distill", "tokens": 256}, {"tokens": 256}, checkpoint={"every_steps": 1})
     whole = train(recipe)
     out = Path(recipe.output)
     (out / "model" / "COMPLETE").unlink()
@@ -234,16 +213,6 @@ def test_a_file_without_its_gates_is_caught(make_recipe, pico_fox):
     save_file({key: value for key, value in tensors.items() if key != name}, file)
     with pytest.raises(RuntimeError, match="lacks"):
         assert_gates_saved(adapter, live)
-
-
-def test_four_bits_need_bitsandbytes(make_recipe, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
-    recipe = make_recipe(lora={"rank": 2, "quantize": "nf4"})
-    with pytest.raises(ValueError, match="nf4 needs bitsandbytes"):
-        train(recipe)
-    assert any("nf4 needs bitsandbytes" in text for text in check_here(recipe))
-    assert not Path(recipe.output).exists()
 
 
 def test_four_bit_bases_learn_as_their_rounded_weights_would(make_recipe, pico_fox, pico_tokenizer, tmp_path):

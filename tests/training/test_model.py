@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import retrofox
-from retrofox.config import validate
 from retrofox.training.groups import set_trainable
 from retrofox.training.measure import check_here
 from retrofox.training.objectives import original_form
@@ -43,20 +42,11 @@ def refitted(converted):
     return converted
 
 
-def recipe_of(model, tmp_path, **stage):
-    values = {"objective": "distill", "tokens": 128, "sequence_length": 64, "rates": GATES_ONLY, **stage}
-    text = tmp_path / "text.txt"
-    text.write_text("the fox forgets the gate, and so on and on, " * 60)
-    return validate(
-        {
-            "model": str(model),
-            "output": str(tmp_path / "out"),
-            "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
-            "stages": [values],
-            "precision": "fp32",
-            "dataloader_workers": 0,
-        }
-    )
+@pytest.fixture
+def recipe_of(make_recipe):
+    """recipe_of(model, **stage) -> a recipe of one stage, which distils gates alone unless it says otherwise."""
+    distill = {"objective": "distill", "tokens": 128, "rates": GATES_ONLY}
+    return lambda model, **stage: make_recipe({**distill, **stage}, model=str(model))
 
 
 def teacher_of(recipe, source):
@@ -70,16 +60,16 @@ def logits(model):
         return model(input_ids=torch.arange(2, 60)[None]).logits
 
 
-def test_frozen_weights_of_a_conversion_teach_themselves(converted, tmp_path):
-    assert teacher_of(recipe_of(converted, tmp_path), converted) is None
-    copied = teacher_of(recipe_of(converted, tmp_path, teacher="copy"), converted)
+def test_frozen_weights_of_a_conversion_teach_themselves(converted, recipe_of):
+    assert teacher_of(recipe_of(converted), converted) is None
+    copied = teacher_of(recipe_of(converted, teacher="copy"), converted)
     assert copied is not None
 
 
-def test_after_a_refit_the_base_itself_teaches(refitted, pico_checkpoint, tmp_path):
+def test_after_a_refit_the_base_itself_teaches(refitted, pico_checkpoint, recipe_of):
     with pytest.raises(ValueError, match=r"teacher: shared .* calibration rewrote 2 query projections.* teacher: copy"):
-        teacher_of(recipe_of(refitted, tmp_path, teacher="shared"), refitted)
-    teacher = teacher_of(recipe_of(refitted, tmp_path), refitted)
+        teacher_of(recipe_of(refitted, teacher="shared"), refitted)
+    teacher = teacher_of(recipe_of(refitted), refitted)
     base = logits(AutoModelForCausalLM.from_pretrained(pico_checkpoint))
     with original_form(teacher):
         torch.testing.assert_close(logits(teacher), base, rtol=1e-4, atol=1e-4)
@@ -88,21 +78,23 @@ def test_after_a_refit_the_base_itself_teaches(refitted, pico_checkpoint, tmp_pa
         assert (logits(student) - base).abs().max() > 1e-2
     shutil.rmtree(pico_checkpoint)
     with pytest.raises(ValueError, match=r"must teach it: .*pico-llama"):
-        teacher_of(recipe_of(refitted, tmp_path), refitted)
+        teacher_of(recipe_of(refitted), refitted)
 
 
-def test_a_trained_model_does_not_pass_for_its_original(converted, tmp_path):
-    recipe = recipe_of(converted, tmp_path, objective="extend", rates={}, learning_rate=1e-2)
+def test_a_trained_model_does_not_pass_for_its_original(converted, recipe_of):
+    recipe = recipe_of(converted, objective="extend", rates={}, learning_rate=1e-2)
     trained = train(recipe)["model"]
     assert "training moved" in str(changed_since_conversion(Path(trained)))
-    again = recipe_of(trained, tmp_path, teacher="shared")
+    again = recipe_of(trained, teacher="shared")
     with pytest.raises(ValueError, match="training moved the pretrained tensors"):
         teacher_of(again, trained)
 
 
-def test_a_base_that_is_another_model_by_now_or_gone_teaches_nobody(converted, tmp_path, pico_checkpoint, pico_llama):
-    trained = train(recipe_of(converted, tmp_path, objective="extend", rates={}))["model"]
-    again = recipe_of(trained, tmp_path).model_copy(update={"output": str(tmp_path / "again")})
+def test_a_base_that_is_another_model_by_now_or_gone_teaches_nobody(
+    converted, tmp_path, pico_checkpoint, pico_llama, recipe_of
+):
+    trained = train(recipe_of(converted, objective="extend", rates={}))["model"]
+    again = recipe_of(trained).model_copy(update={"output": str(tmp_path / "again")})
     assert check_here(again) == []
     for change in ({"vocab_size": 320}, {"num_hidden_layers": 3}, {"num_key_value_heads": 4}):
         shutil.rmtree(pico_checkpoint)
@@ -116,11 +108,11 @@ def test_a_base_that_is_another_model_by_now_or_gone_teaches_nobody(converted, t
         train(again)
 
 
-def test_trained_tensors_and_a_shared_teacher_exclude_each_other(converted, tmp_path):
+def test_trained_tensors_and_a_shared_teacher_exclude_each_other(converted, recipe_of):
     for rates in ({"attention": 1e-4, "rest": 0}, {"attention": 0, "rest": 1e-4}):
         with pytest.raises(ValueError, match=r"this stage trains .*: set rates.attention and rates.rest to 0"):
-            teacher_of(recipe_of(converted, tmp_path, teacher="shared", rates=rates), converted)
-    recipe = recipe_of(converted, tmp_path, rates={})
+            teacher_of(recipe_of(converted, teacher="shared", rates=rates), converted)
+    recipe = recipe_of(converted, rates={})
     model = retrofox.load(converted)
     set_trainable(model, recipe.stages[0])
     assert needs_teacher(recipe, recipe.stages[0], model, converted)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from retrofox.config import load_recipe
 from retrofox.data.prepare import prepare
@@ -16,24 +16,12 @@ from retrofox.planning.shape import shape_of
 from retrofox.training.measure import check_here
 from retrofox.training.train import train
 
-STAGE = {"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128}
-
 
 @pytest.fixture
-def recipe(tmp_path, pico_checkpoint) -> Path:
-    (tmp_path / "text.txt").write_text("the fox forgets the gate, and so on and on, " * 60)
-    values = {
-        "model": str(pico_checkpoint),
-        "fox": {"half_life": [2, 200]},
-        "output": str(tmp_path / "runs" / "run"),
-        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "a" / "cache"), "workers": 1},
-        "stages": [STAGE],
-        "precision": "fp32",
-        "dataloader_workers": 0,
-    }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(values))
-    return file
+def recipe(write_recipe, tmp_path) -> Path:
+    (tmp_path / "runs").mkdir()
+    data = {"cache": str(tmp_path / "a" / "cache")}
+    return write_recipe({"tokens": 256}, converted=False, output="runs/run", data=data)
 
 
 def everything(folder: Path) -> list[Path]:
@@ -132,6 +120,21 @@ def test_a_launch_that_would_lose_gates_or_fail_later_is_refused(recipe, monkeyp
         monkeypatch.setenv(name, value)
     (refusal,) = check_here(load_recipe(recipe, changes))
     assert refusal.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "package"),
+    [
+        ("log.report_to=[wandb]", "wandb"),
+        ("lora={quantize: nf4}", "bitsandbytes"),
+        ("data.eval=['hf:emozilla/pg19']", "datasets"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named(recipe, monkeypatch, change, package):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *name: None if name[0] == package else found(*name))
+    (refusal,) = check_here(load_recipe(recipe, [change]))
+    assert f"needs the package {package}: pip install" in refusal
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,8 @@ STAGE = {"objective": "extend", "tokens": 128, "sequence_length": 64, "batch_tok
 
 
 @pytest.fixture
-def recipe(tmp_path, pico_fox_checkpoint) -> Path:
-    (tmp_path / "text.txt").write_text("the fox forgets the gate, and so on and on, " * 60)
-    values = {
-        "model": str(pico_fox_checkpoint),
-        "output": str(tmp_path / "run"),
-        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
-        "stages": [STAGE, STAGE],
-        "precision": "fp32",
-        "dataloader_workers": 0,
-    }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(values))
-    return file
+def recipe(write_recipe) -> Path:
+    return write_recipe({"tokens": 128}, {"tokens": 128})
 
 
 def refusal(recipe: Path, *changes: str) -> str:

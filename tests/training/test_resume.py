@@ -24,25 +24,12 @@ from retrofox.training.train import train
 
 
 @pytest.fixture
-def recipe(tmp_path, pico_fox, pico_tokenizer) -> Path:
+def recipe(tmp_path, pico_fox, pico_tokenizer, write_recipe) -> Path:
     """Two stages of 4 steps with a checkpoint each, the first annealing rotary pairs half way."""
-    (tmp_path / "text.txt").write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(200)))
     pico_fox(rope="anneal", anneal_tokens=700).save_pretrained(tmp_path / "model")
     pico_tokenizer.save_pretrained(tmp_path / "model")
-    stage = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128, "learning_rate": 3e-3}
-    values = {
-        "model": str(tmp_path / "model"),
-        "output": str(tmp_path / "run"),
-        "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
-        "stages": [stage, {**stage, "anneal": False}],
-        "precision": "fp32",
-        "log": {"every": 1},
-        "checkpoint": {"every_steps": 1, "keep": 9},
-        "dataloader_workers": 0,
-    }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(values))
-    return file
+    checkpoint = {"every_steps": 1, "keep": 9}
+    return write_recipe({}, {"anneal": False}, model=str(tmp_path / "model"), checkpoint=checkpoint)
 
 
 REPORTED = ("loss_first", "loss_last", "eval_before", "eval_after")

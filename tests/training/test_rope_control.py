@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from retrofox.config import Recipe, dump, load_recipe, validate
+from retrofox.config import dump, load_recipe
 from retrofox.loading.base import load_base
 from retrofox.loading.rope_scaling import set_rope
 from retrofox.training.measure import check_here
@@ -19,22 +20,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 @pytest.fixture
-def control(tmp_path, pico_checkpoint):
-    text = tmp_path / "text.txt"
-    text.write_text("the fox forgets a gate and so on far away " * 60)
-
-    def build(**values) -> Recipe:
-        defaults = {
-            "model": str(pico_checkpoint),
-            "output": str(tmp_path / "out"),
-            "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
-            "stages": [{"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128}],
-            "precision": "fp32",
-            "dataloader_workers": 0,
-        }
-        return validate({**defaults, **values})
-
-    return build
+def control(make_recipe):
+    return functools.partial(make_recipe, {"tokens": 256}, converted=False, fox=None)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +32,7 @@ def control(tmp_path, pico_checkpoint):
     ],
 )
 def test_a_trained_control_loads_with_its_rope_in_plain_transformers(control, pico_llama, keys, config):
-    stages = [{"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128}] * 2
-    result = train(control(**keys, stages=stages))
+    result = train(control({"tokens": 256}, **keys))
     written = json.loads((Path(result["model"]) / "config.json").read_text())["rope_parameters"]
     assert written == {"rope_theta": 10_000.0, **config["rope_parameters"]}
     model = AutoModelForCausalLM.from_pretrained(result["model"]).eval()
@@ -64,9 +50,9 @@ def test_a_trained_control_loads_with_its_rope_in_plain_transformers(control, pi
 def test_the_first_loss_is_that_of_the_base_with_the_new_rope(control, pico_checkpoint):
     scaled, _ = load_base(pico_checkpoint)
     set_rope(scaled, YARN)
-    recipe = control(rope_scaling=YARN, log={"every": 1})
+    recipe = control(rope_scaling=YARN)
     first = train(recipe)["stages"][0]["loss_first"]
-    plain = train(control(output=recipe.output + "-plain", log={"every": 1}))["stages"][0]["loss_first"]
+    plain = train(control(output=recipe.output + "-plain"))["stages"][0]["loss_first"]
     assert abs(first - plain) > 1e-3
     before = scaled.model.rotary_emb.inv_freq.clone()
     set_rope(scaled, YARN)  # a later stage starts from a model that is scaled already

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from retrofox.config import validate
 from retrofox.training.loop import FoxTrainer
 from retrofox.training.offload import Offload
 from retrofox.training.train import train
@@ -20,34 +19,15 @@ OFFLOAD = {"gradient_checkpointing": "full", "offload_activations": True, "offlo
 
 
 @pytest.fixture
-def recipe_for(tmp_path, pico_fox_checkpoint):
+def recipe_for(tmp_path, make_recipe):
     """recipe_for(output, lora=None, **stage) -> a recipe of 4 steps over packed documents, a checkpoint at step 2."""
     for number in range(6):
         (tmp_path / f"{number}.txt").write_text(f"the fox forgets gate {number} and so on, " * 5)
 
     def build(output, lora=None, **stage):
-        return validate(
-            {
-                "model": str(pico_fox_checkpoint),
-                "output": str(tmp_path / output),
-                "data": {"train": [str(tmp_path / "*.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
-                "stages": [
-                    {
-                        "objective": "extend",
-                        "tokens": 256,
-                        "sequence_length": 32,
-                        "batch_tokens": 64,
-                        "learning_rate": 3e-3,
-                        **stage,
-                    }
-                ],
-                "lora": lora,
-                "precision": "fp32",
-                "log": {"every": 1},
-                "checkpoint": {"every_steps": 2},
-                "dataloader_workers": 0,
-            }
-        )
+        stage = {"tokens": 256, "sequence_length": 32, "batch_tokens": 64, **stage}
+        data = {"train": [str(tmp_path / "[0-9].txt")]}
+        return make_recipe(stage, output=output, data=data, lora=lora, checkpoint={"every_steps": 2})
 
     return build
 

@@ -25,7 +25,7 @@ STAGE = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tok
 
 
 @pytest.fixture
-def recipe(tmp_path, pico_fox, pico_tokenizer) -> Path:
+def recipe(tmp_path, pico_fox, pico_tokenizer, write_recipe) -> Path:
     """One stage of 4 steps, each with skips and a checkpoint; documents are short, so every window has several."""
     (tmp_path / "texts").mkdir()
     for number in range(60):
@@ -33,24 +33,9 @@ def recipe(tmp_path, pico_fox, pico_tokenizer) -> Path:
         (tmp_path / "texts" / f"{number}.txt").write_text(text)
     pico_fox(rope="interpolate").save_pretrained(tmp_path / "model")
     pico_tokenizer.save_pretrained(tmp_path / "model")
-    values = {
-        "model": str(tmp_path / "model"),
-        "output": str(tmp_path / "run"),
-        "data": {
-            "train": [str(tmp_path / "texts")],
-            "eval": [str(tmp_path / "texts")],
-            "cache": str(tmp_path / "cache"),
-            "workers": 1,
-        },
-        "stages": [{**STAGE, "max_position": 4096}],
-        "precision": "fp32",
-        "log": {"every": 1},
-        "checkpoint": {"every_steps": 1, "keep": 9},
-        "dataloader_workers": 0,
-    }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(values))
-    return file
+    data = {part: [str(tmp_path / "texts")] for part in ("train", "eval")}
+    checkpoint = {"every_steps": 1, "keep": 9}
+    return write_recipe({"max_position": 4096}, model=str(tmp_path / "model"), data=data, checkpoint=checkpoint)
 
 
 def run(recipe: Path, *changes: str) -> dict:

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 import retrofox
 from retrofox.anatomy import is_new_tensor
-from retrofox.config import validate
 from retrofox.data.packed import PackedDataset
 from retrofox.data.shards import Manifest
 from retrofox.training import checkpoint
@@ -23,26 +22,9 @@ ONE_RATE = dict.fromkeys(("gate_bias", "gate_weight", "pro", "attention", "rest"
 
 
 @pytest.fixture
-def make_recipe(tmp_path, pico_checkpoint):
-    text = "".join(f"the fox forgets gate {i * i % 97} and so on, " for i in range(150))
-    (tmp_path / "text.txt").write_text(text)
-
-    def build(**values):
-        return validate(
-            {
-                "model": str(pico_checkpoint),
-                "fox": {"half_life": [2, 200]},
-                "output": str(tmp_path / "run"),
-                "data": {"train": [str(tmp_path / "text.txt")], "cache": str(tmp_path / "cache"), "workers": 1},
-                "stages": [STAGE],
-                "precision": "fp32",
-                "log": {"every": 1},
-                "dataloader_workers": 0,
-                **values,
-            }
-        )
-
-    return build
+def make_recipe(make_recipe):
+    """Of an unconverted model; a stage has two steps."""
+    return lambda **keys: make_recipe(**{"converted": False, "stages": [STAGE], **keys})
 
 
 def test_a_second_stage_goes_on_annealing_where_the_first_ended(make_recipe, tmp_path):

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from retrofox.config import validate
-from retrofox.training.measure import check_here
 from retrofox.training.train import train
 
 WANTED = ("loss", "grad_norm", "tokens_per_second", "half_life_mean", "half_life_p90", "gates_saturated", "gates_dead")
@@ -17,26 +15,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the trackers, not ours
 
 
 @pytest.fixture
-def run(tmp_path, pico_fox_checkpoint, monkeypatch):
+def run(tmp_path, make_recipe, monkeypatch):
     """run(tracker) trains two steps with a tracker in the test's own directory."""
     monkeypatch.chdir(tmp_path)
-    text = tmp_path / "text.txt"
-    text.write_text("the fox forgets the gate, and so on and on, " * 60)
 
     def start(tracker: str) -> Path:
         if importlib.util.find_spec(tracker) is None:
             pytest.skip(f"{tracker} is not installed (pip install '.[track]' in a clone)")
-        recipe = validate(
-            {
-                "model": str(pico_fox_checkpoint),
-                "output": str(tmp_path / "out"),
-                "data": {"train": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
-                "stages": [{"objective": "extend", "tokens": 256, "sequence_length": 64, "batch_tokens": 128}],
-                "precision": "fp32",
-                "log": {"every": 1, "report_to": [tracker]},
-                "dataloader_workers": 0,
-            }
-        )
+        recipe = make_recipe({"tokens": 256}, log={"every": 1, "report_to": [tracker]})
         train(recipe)
         return Path(recipe.output)
 
@@ -74,22 +60,3 @@ def test_trackio(run, tmp_path, monkeypatch):
     stored = b"".join(path.read_bytes() for path in (tmp_path / "trackio").rglob("*.db*"))
     for name in WANTED:
         assert f"train/{name}".encode() in stored or name.encode() in stored
-
-
-def test_a_tracker_that_is_not_installed_is_refused(pico_fox_checkpoint, tmp_path, monkeypatch):
-    recipe = validate(
-        {
-            "model": str(pico_fox_checkpoint),
-            "output": str(tmp_path / "out"),
-            "data": {"train": ["text.txt"]},
-            "stages": [{"objective": "extend", "tokens": 256, "sequence_length": 64}],
-            "log": {"report_to": ["wandb"]},
-        }
-    )
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else found(name, *rest)
-    )
-    with pytest.raises(ValueError, match=r"wandb needs the package wandb: pip install '\.\[track\]' in a clone"):
-        train(recipe)
-    assert any("needs the package wandb" in text for text in check_here(recipe))

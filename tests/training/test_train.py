@@ -14,7 +14,7 @@ from accelerate import PartialState
 from safetensors import SafetensorError
 
 import retrofox
-from retrofox.config import Recipe, stage_of, validate
+from retrofox.config import stage_of
 from retrofox.model.modeling_fox import CACHE
 from retrofox.planning.steps import accumulation, count_steps
 from retrofox.training import checkpoint
@@ -50,27 +50,10 @@ def texts(tmp_path):
 
 
 @pytest.fixture
-def make_recipe(tmp_path, texts, pico_fox_checkpoint):
-    def build(**values) -> Recipe:
-        stage = {
-            "objective": "extend",
-            "tokens": 512,
-            "sequence_length": 64,
-            "batch_tokens": 128,
-            "learning_rate": 3e-3,
-        }
-        defaults = {
-            "model": str(pico_fox_checkpoint),
-            "output": str(tmp_path / "out"),
-            "data": {"train": [str(texts)], "eval": [str(texts)], "cache": str(tmp_path / "cache"), "workers": 1},
-            "stages": [stage],
-            "precision": "fp32",
-            "log": {"every": 1},
-            "dataloader_workers": 0,
-        }
-        return validate({**defaults, **values})
-
-    return build
+def make_recipe(make_recipe, texts):
+    """With held-out text, over short documents."""
+    data = {"train": [str(texts)], "eval": [str(texts)]}
+    return lambda *stages, **keys: make_recipe(*stages, **{"data": data, **keys})
 
 
 def lines(recipe):
@@ -134,10 +117,10 @@ def test_unconverted_models_are_converted_first_and_annealed(make_recipe, pico_c
     result = train(recipe)
     model = retrofox.load(result["model"])
     assert model.config.fox["annealed_tokens"] == 256
-    halfway = tmp_path / "out" / "stage-0-extend" / "checkpoint-3" / "config.json"
-    assert (tmp_path / "out" / "converted" / "config.json").is_file()
+    halfway = tmp_path / "run" / "stage-0-extend" / "checkpoint-3" / "config.json"
+    assert (tmp_path / "run" / "converted" / "config.json").is_file()
     assert json.loads(halfway.read_text())["fox"]["annealed_tokens"] == 256
-    converted = make_recipe(model=str(tmp_path / "out" / "converted"), fox=fox, output=str(tmp_path / "other"))
+    converted = make_recipe(model=str(tmp_path / "run" / "converted"), fox=fox, output=str(tmp_path / "other"))
     with pytest.raises(ValueError, match=r"fox is for unconverted models, and .* is converted: remove it"):
         train(converted)
 
