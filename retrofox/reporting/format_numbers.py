@@ -1,4 +1,4 @@
-"""Numbers as a report prints them, each with its interval."""
+"""Numbers as a report prints them: each as (value, note), the note its interval, error or test."""
 
 from __future__ import annotations
 
@@ -6,40 +6,35 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def cell(value: Mapping[str, Any] | None, unit: str) -> str:
+def cell(value: Mapping[str, Any] | None, unit: str) -> tuple[str, str]:
     """A value with its 95 % interval, or with its standard error where it has only that."""
     if value is None or value["value"] is None:
-        return "-"
-    text = number(value["value"], unit)
+        return "-", ""
+    text = _number(value["value"], unit) + (" %" if unit == "share" else "")
     if value.get("interval") is not None:
-        low, high = value["interval"]
-        return f"{text} ({_end(low, unit)} to {_end(high, unit)})"
-    return text if value.get("standard_error") is None else f"{text} ±{value['standard_error']:.3f}"
+        return text, "({} to {})".format(*(_number(end, unit) for end in value["interval"]))
+    return text, "" if value.get("standard_error") is None else f"±{value['standard_error']:.3f}"
 
 
-def number(value: float, unit: str) -> str:
-    """A share in per cent, a loss with three digits after the point, a score with four digits."""
-    return f"{100 * value:.0f} %" if unit == "share" else f"{value:.3f}" if unit == "nats" else f"{value:.4g}"
-
-
-def difference(row: Mapping[str, Any]) -> str:
+def difference(row: Mapping[str, Any]) -> tuple[str, str]:
     """A row's difference to the base: percentage points, nats or the score's own unit."""
-    change = row["difference"]
+    change, unit = row["difference"], row["unit"]
     if change is None:
-        return "-"
-    value, unit = change["value"], row["unit"]
-    text = _signed(value, unit) + (" pp" if unit == "share" else "")
+        return "-", ""
+    text = _signed(change["value"], unit) + (" pp" if unit == "share" else "")
     if change.get("interval") is not None:
-        low, high = (_signed(end, unit) for end in change["interval"])
-        return f"{text} ({low} to {high})"
-    error = change.get("standard_error")
+        return text, "({} to {})".format(*(_signed(end, unit) for end in change["interval"]))
+    error, notes = change.get("standard_error"), []
     if error is not None:
-        text += f" ±{100 * error:.0f}" if unit == "share" else f" ±{error:.4f}"
-    return text if change.get("p") is None else f"{text}, p {change['p']:.2g}"
+        notes.append(f"±{100 * error:.0f}" if unit == "share" else f"±{error:.4f}")
+    if change.get("p") is not None:
+        notes.append(f"p {change['p']:.2g}")
+    return text, ", ".join(notes)
 
 
-def _end(value: float, unit: str) -> str:
-    return f"{100 * value:.0f}" if unit == "share" else f"{value:.3f}"
+def _number(value: float, unit: str) -> str:
+    """A share in per cent, a loss with three digits after the point, a score with four digits."""
+    return f"{100 * value:.0f}" if unit == "share" else f"{value:.3f}" if unit == "nats" else f"{value:.4g}"
 
 
 def _signed(value: float, unit: str) -> str:

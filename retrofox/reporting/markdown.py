@@ -24,8 +24,8 @@ def card_section(result: dict[str, Any]) -> str:
     ]
     for row in summary["rows"]:
         name = row["what"] if row["topic"] == "tasks" else f"{row['topic']} at {row['what']}"
-        cells = [name, *(cell(row["values"].get(key), row["unit"]) for key in labels)]
-        lines.append(_row([*cells, *([difference(row), row["state"] or ""] if with_base else [])]))
+        cells = [name, *(_joined(cell(row["values"].get(key), row["unit"])) for key in labels)]
+        lines.append(_row([*cells, *([_joined(difference(row)), row["state"] or ""] if with_base else [])]))
     lines.append("")
     told = [text for topic in ("memory", "loss", "tasks") for text in summary["sentences"][topic]]
     lines += [f"* {_plain(text)}" for text in told]
@@ -38,6 +38,10 @@ def card_section(result: dict[str, Any]) -> str:
     lines += ["intervals, other intervals over documents, all 95 %."]
     lines += [f"Plots, commands and all tables: [{FOLDER}/{PAGE}]({FOLDER}/{PAGE})."]
     return "\n".join(lines) + "\n"
+
+
+def _joined(pair: tuple[str, str]) -> str:
+    return " ".join(pair).strip()
 
 
 def _row(cells: list[str]) -> str:

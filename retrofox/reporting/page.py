@@ -1,60 +1,92 @@
-"""The page of a report: self-contained HTML, figures as data, nothing fetched from a network."""
+"""The page of a report: self-contained HTML from `report.html.j2`, its figures drawn from the report's own numbers."""
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from retrofox.evaluation.gates_report import decoding_note
-from retrofox.reporting.details import gates_table, live_share_table, slopes_table
-from retrofox.reporting.format_numbers import number
-from retrofox.reporting.style import CSS
-from retrofox.reporting.tables import chip, summary_table, table
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+from matplotlib.figure import Figure
 
-WIDTH = re.compile(rb'<svg[^>]* width="([0-9.]+)pt"')
-POINT = 4 / 3
-"""Pixels of CSS in a point."""
-MEMORY = "A loss that does not rise is no memory. So memory comes first: facts asked for at the end of a long text."
+from retrofox.evaluation import gates_report, loss_report
+from retrofox.evaluation.needles.report import depth_figure, length_figure
+from retrofox.reporting.format_numbers import cell, difference
+from retrofox.support.plots import svg, tokens_label
+
+SECTIONS = {
+    "memory": "Memory",
+    "needles": "Needles in a haystack",
+    "loss": "Loss by position",
+    "panel": "Unlike texts and instructions",
+    "heads": "Gates",
+    "tasks": "Tasks",
+    "missing": "Not measured",
+    "method": "How it was measured",
+}
+"""Anchor -> title, in the page's order."""
 
 
-def render(result: dict[str, Any], folder: Path) -> str:
-    """report.html of a report's result, its figures read from the parts' folders in `folder`."""
-    sections = [*_sections(result, folder)]
-    links = "".join(f'<a href="#{name}">{escape(title)}</a>' for name, title, _ in sections)
-    bodies = "".join(f'<section id="{name}"><h2>{escape(title)}</h2>{body}</section>' for name, title, body in sections)
-    title = escape(result["summary"]["labels"]["model"])
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}: retrofox report</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{CSS}</style></head>\n<body><header><div>{_head(result)}<nav>{links}</nav></div></header>\n"
-        f"<main>{_banner(result['summary']['few'])}{_tiles(result)}{bodies}{_foot(result)}</main></body></html>\n"
+def render(result: dict[str, Any]) -> str:
+    """report.html of a report's result."""
+    summary, parts = result["summary"], {name: entry["result"] for name, entry in result["parts"].items()}
+    needles = [part for name, part in parts.items() if name.startswith("needle-")]
+    there = {"memory", "method", *parts, *(["needles"] if needles else []), *(["missing"] if result["missing"] else [])}
+    there |= {"tasks"} if "tasks-long" in parts else set()
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
+    )
+    environment.filters["breakable"] = breakable
+    return environment.get_template("report.html.j2").render(
+        result=result,
+        summary=summary,
+        parts=parts,
+        needles=needles,
+        modes=[f"needle {mode}" for part in needles for mode in part["modes"]],
+        sections={anchor: title for anchor, title in SECTIONS.items() if anchor in there},
+        facts=_facts(result),
+        tiles=_tiles(summary["rows"]),
+        method=_method(result),
+        part_rows=[_part_row(name, entry) for name, entry in result["parts"].items()],
+        cell=cell,
+        difference=difference,
+        image=_image,
+        length_figure=length_figure,
+        depth_figure=depth_figure,
+        loss_figure=loss_report.figure,
+        gates_figure=gates_report.figure,
+        decoding_note=gates_report.decoding_note,
+        slopes=_slopes,
+        live_rows=_live_rows,
+        layer_rows=_layer_rows,
     )
 
 
-def _head(result: dict[str, Any]) -> str:
-    labels = list(result["summary"]["labels"].values())
+def breakable(text: str) -> Markup:
+    """Escaped text whose long names may break behind a mark, such as the slashes of a path."""
+
+    def parts(name: re.Match[str]) -> str:
+        return re.sub(r"(?<=/)(?=\w)|(?<=[^\W\d][-_.:=])(?=\w)", "<wbr>", name[0])
+
+    return Markup(re.sub(r"\S{20,}", parts, str(escape(text))))
+
+
+def _image(figure: Figure) -> tuple[str, int]:
+    """(a figure as base64, its width in pixels of CSS)."""
+    return base64.b64encode(svg(figure)).decode(), round(96 * figure.get_figwidth())
+
+
+def _facts(result: dict[str, Any]) -> str:
+    labels, environment = [*result["summary"]["labels"].values()], result["environment"]
     beside = f"beside {', '.join(labels[1:])}" if len(labels) > 1 else "measured alone"
-    environment = result["environment"]
     where = environment["gpu"]["name"] if environment["gpu"] else f"CPU, {environment['cpu']['name']}"
-    facts = f"{beside} · suite {result['suite']} · {environment['time'][:10]} · {where}"
-    said = f'<p class="headline">{escape(result["summary"]["headline"])}</p>'
-    return f'<p class="eyebrow">retrofox report</p><h1>{escape(labels[0])}</h1>{said}<p>{escape(facts)}</p>'
+    return f"{beside} · suite {result['suite']} · {environment['time'][:10]} · {where}"
 
 
-def _banner(few: list[str]) -> str:
-    """A warning above everything else where the sample is small."""
-    if not few:
-        return ""
-    return f'<p class="banner">Too little to show much: {escape(", ".join(few))}. Intervals are wide.</p>'
-
-
-def _tiles(result: dict[str, Any]) -> str:
+def _tiles(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """The farthest thing measured of each kind: easy needles, standard needles, loss."""
-    rows = result["summary"]["rows"]
     tiles = []
     for topic, what in (
         ("needle easy", "easy needles found at {}"),
@@ -62,125 +94,53 @@ def _tiles(result: dict[str, Any]) -> str:
         ("loss", "loss at positions {}, nats per token"),
     ):
         own = [row for row in rows if row["topic"] == topic and row["values"]["model"]["interval"] is not None]
-        if own:
-            tiles.append(_tile(own[-1], what.format(own[-1]["what"])))
-    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
+        tiles += [(what.format(row["what"]), row) for row in own[-1:]]
+    return tiles
 
 
-def _tile(row: dict[str, Any], what: str) -> str:
-    value, unit = row["values"]["model"], row["unit"]
-    low, high = (number(end, unit).removesuffix(" %") for end in value["interval"])
-    beside = f"95 %: {low} to {high}"
-    base = row["values"].get("base")
-    if base is not None and base["value"] is not None:
-        beside += f" · base {number(base['value'], unit)}"
-    return (
-        f'<div class="tile"><div class="what">{escape(what)}</div><div class="big">{number(value["value"], unit)}</div>'
-        f'<div class="beside">{escape(beside)}</div>{chip(row["state"])}</div>'
-    )
+def _slopes(loss: dict[str, Any]) -> list[list[str]]:
+    """Slope of L(i) of every line, with its interval and the word that the interval allows."""
+
+    def told(slope: dict[str, Any]) -> str:
+        if slope["slope"] is None:
+            return "-"
+        if slope["interval"] is None:
+            return f"{slope['slope']:+.4f}"
+        return "{}: {:+.4f} ({:+.4f} to {:+.4f})".format(slope["trend"], slope["slope"], *slope["interval"])
+
+    names = ("slope_per_doubling", "late_slope_per_1k")
+    return [[line["label"], *(told(line[name]) for name in names)] for line in loss["lines"]]
 
 
-def _sections(result: dict[str, Any], folder: Path) -> Iterator[tuple[str, str, str]]:
-    """(anchor, title, HTML) of each section, those of parts that were not measured left out."""
-    summary, parts = result["summary"], {name: entry["result"] for name, entry in result["parts"].items()}
-    needles = {name: part for name, part in parts.items() if name.startswith("needle-")}
-    memory = _list(summary["sentences"]["memory"])
-    if not needles:
-        memory += _lead("Needles were not measured: this page says nothing about memory.")
-    yield "memory", "Memory", f'<p class="lead">{MEMORY}</p>{memory}'
-    if needles:
-        rows = summary_table(result, "needle")
-        figures = "".join(_needle_figure(name, part, folder) for name, part in needles.items())
-        grids = "".join(_needle_grids(name, part, folder) for name, part in needles.items())
-        figures = f'<div class="pair">{figures}</div>' + _details("By depth", f'<div class="pair">{grids}</div>')
-        yield "needles", "Needles in a haystack", _needle_lead(needles) + rows + figures
-    if "loss" in parts:
-        yield "loss", "Loss by position", _loss(result, parts["loss"], folder)
-    if "panel" in parts:
-        yield "panel", "Unlike texts and instructions", _panel(result, parts["panel"])
-    if "heads" in parts:
-        yield "heads", "Gates", _heads(summary, parts["heads"], folder)
-    if any(name in parts for name in ("tasks", "tasks-long")):
-        lead = "lm-eval's scores; differences paired by document, with their standard error and a two-sided test."
-        yield "tasks", "Tasks", _lead(lead) + _list(summary["sentences"]["tasks"]) + summary_table(result, "tasks")
-    if result["missing"]:
-        items = [f"{name}: {why}" for name, why in result["missing"].items()]
-        yield "missing", "Not measured", _list(items)
-    yield "method", "How it was measured", _method(result)
+def _live_rows(live: dict[str, Any]) -> list[list[object]]:
+    """Per length: shares of attention and cache alive, bytes of cache per token, decoding, open heads."""
+    return [
+        [
+            tokens_label(row["length"]),
+            *(f"{100 * row[name]:.0f} %" for name in ("ops", "cache")),
+            f"{row['cache_bytes_per_token']:,.0f} of {row['base_bytes_per_token']:,.0f}",
+            f"{row['decode_ms']:.3g} of {row['base_decode_ms']:.3g}",
+            len(row["open_heads"]),
+        ]
+        for row in live["lengths"]
+    ]
 
 
-def _needle_lead(needles: dict[str, dict[str, Any]]) -> str:
-    counts = ", ".join(
-        f"{_prompts(len(part['depths']) * part['trials'])} a length in {' and '.join(part['modes'])}"
-        for part in needles.values()
-    )
-    return _lead(f"Share of needles found, with 95 % Wilson intervals: {counts}. All models read the same.")
+def _layer_rows(gates: dict[str, Any]) -> list[list[object]]:
+    """Per layer: rotary pairs kept, kinds of heads."""
+    rows: list[list[object]] = []
+    for layer in gates["layers"]:
+        own = [head for head in gates["heads"] if head["layer"] == layer["layer"]]
+        kinds = [sum(head["kind"] == kind for head in own) for kind in ("local", "medium", "global")]
+        kept = f"{layer['rotary_pairs_kept']}/{layer['rotary_pairs']}"
+        rows.append([layer["layer"], kept, *kinds, sum(head["dead"] for head in own)])
+    return rows
 
 
-def _prompts(count: int) -> str:
-    return f"{count} prompt{'s' * (count > 1)}"
-
-
-def _needle_figure(name: str, part: dict[str, Any], folder: Path) -> str:
-    return _figure(folder, name, part, "svg", f"{', '.join(part['modes'])}: share found at each length")
-
-
-def _needle_grids(name: str, part: dict[str, Any], folder: Path) -> str:
-    """A heat-map for each model and mode."""
-    grids = []
-    for label, values in part["models"].items():
-        for mode in part["modes"]:
-            key = values["role"] if len(part["modes"]) == 1 else f"{values['role']}_{mode}"
-            grids.append(_figure(folder, name, part, f"{key}_svg", f"{mode}: {label}"))
-    return "".join(grids)
-
-
-def _loss(result: dict[str, Any], part: dict[str, Any], folder: Path) -> str:
-    sentences = _list(result["summary"]["sentences"]["loss"])
-    documents = f"{part['documents']} document{'s' * (part['documents'] > 1)}, {part['tokens']:,} tokens"
-    lead = f"L(i), nats per token at each position of a text; {documents}. Intervals are over documents."
-    figure = _figure(folder, "loss", part, "svg", "Above L(i); below, paired differences at the same tokens.")
-    slopes = _details("Slopes", slopes_table(part))
-    return _lead(lead) + sentences + summary_table(result, "loss") + figure + slopes
-
-
-def _panel(result: dict[str, Any], part: dict[str, Any]) -> str:
-    lead = (
-        f"Kinds of text that no recipe was tuned to, up to {part['tokens']:,} tokens each, in rows of "
-        f"{part['length']:,} tokens; greedy answers to the same prompts. Losses in nats per token."
-    )
-    return _lead(lead) + _list(result["summary"]["sentences"]["panel"]) + summary_table(result, "panel")
-
-
-def _heads(summary: dict[str, Any], part: dict[str, Any], folder: Path) -> str:
-    counts = part["summary"]
-    measured = f"measured over {part['tokens']:,} tokens" if part["tokens"] else "from the gates' biases alone"
-    lead = (
-        f"{counts['heads']} gates: {counts['local']} local, {counts['medium']} between, {counts['global']} global, "
-        f"{counts['dead']} dead, {counts['saturated']} saturated; {measured}."
-    )
-    figure = _figure(folder, "heads", part, "svg", "One mark per head: its half-life in tokens.")
-    live = ""
-    if "live_share" in part:
-        live = live_share_table(part["live_share"]) + _lead(decoding_note(part["live_share"]))
-    return _lead(lead) + _list(summary["sentences"]["heads"]) + live + figure + gates_table(part)
-
-
-def _method(result: dict[str, Any]) -> str:
-    """Commands, versions, hardware: each part may have been measured on another day."""
-    environment = result["environment"]
-    report = f"<h3>The report</h3><pre>{escape(environment['command'])}</pre>"
-    rows, commands = [], []
-    for name, entry in result["parts"].items():
-        own = entry["result"]["environment"]
-        where = own["gpu"]["name"] if own["gpu"] else own["cpu"]["name"]
-        line = next(iter(entry["result"].get("lines", [{}])), {})
-        rows.append(
-            [name, entry["measures"], f"{entry['seconds']:.0f}", own["time"][:16], where, line.get("dtype", "")]
-        )
-        commands.append(f"<h3>{escape(name)}</h3><pre>{escape(entry['command'])}</pre>")
-    header = ["part", "measured", "seconds", "begun", "on", "dtype"]
-    facts = {
+def _method(result: dict[str, Any]) -> dict[str, str]:
+    """Models, texts, versions and hardware."""
+    environment, gpu = result["environment"], result["environment"]["gpu"]
+    return {
         "model": result["model"],
         "fingerprint": result["model_fingerprint"],
         "against": ", ".join(result["against"]) or "nothing",
@@ -188,47 +148,13 @@ def _method(result: dict[str, Any]) -> str:
         "versions": ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version),
         "Python": f"{environment['python']}, {environment['platform']}",
         "processor": f"{environment['cpu']['name']}, {environment['cpu']['cores']} cores",
-        "GPU": _gpu(environment["gpu"]),
+        "GPU": "none" if gpu is None else f"{gpu['count']} x {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB",
     }
-    listed = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
-    said = "Intervals are 95 %, each for itself: of twenty differences that are none, one is called clear on average."
-    return (
-        _lead(said)
-        + f"<dl>{listed}</dl>"
-        + table(header, rows)
-        + report
-        + _details("The same parts alone", "".join(commands))
-    )
 
 
-def _gpu(gpu: dict[str, Any] | None) -> str:
-    return "none" if gpu is None else f"{gpu['count']} x {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB"
-
-
-def _figure(folder: Path, name: str, part: dict[str, Any], key: str, caption: str) -> str:
-    """A figure that an evaluation wrote, as data inside the page."""
-    file = folder / name / Path(part["files"][key]).name  # the folder may have moved since
-    drawn = file.read_bytes()
-    width = float(WIDTH.search(drawn).group(1)) * POINT  # type: ignore[union-attr]
-    data = base64.b64encode(drawn).decode()
-    under = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    alt = escape(caption or f"{name}, {key.removesuffix('_svg')}", quote=True)
-    style = f'style="max-width:{width:.0f}px"'
-    return f'<figure><img alt="{alt}" {style} src="data:image/svg+xml;base64,{data}">{under}</figure>'
-
-
-def _foot(result: dict[str, Any]) -> str:
-    version = result["environment"]["versions"]["retrofox"]
-    return f"<footer>Made by retrofox {escape(str(version))}. All numbers of this page are in report.json.</footer>"
-
-
-def _lead(text: str) -> str:
-    return f'<p class="lead">{escape(text)}</p>'
-
-
-def _list(items: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>" if items else ""
-
-
-def _details(title: str, body: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+def _part_row(name: str, entry: dict[str, Any]) -> list[str]:
+    """Each part may have been measured on another day, and elsewhere."""
+    own = entry["result"]["environment"]
+    where = own["gpu"]["name"] if own["gpu"] else own["cpu"]["name"]
+    dtype = next(iter(entry["result"].get("lines", [{}])), {}).get("dtype", "")
+    return [name, entry["measures"], f"{entry['seconds']:.0f}", own["time"][:16], where, dtype]

@@ -29,7 +29,7 @@ from retrofox.reporting.page import render
 from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE
 from retrofox.reporting.sections import Asked, Part, plan_parts
 from retrofox.reporting.suites import Suite, choose_suite
-from retrofox.reporting.summary import summarise
+from retrofox.reporting.summary import call_model, summarise
 from retrofox.support.files import write_result
 from retrofox.support.interruptions import Interruptions
 from retrofox.support.report import check_folder, environment
@@ -72,7 +72,7 @@ def report(
         length, max_documents, trials: other sizes than the suite's: longest text in tokens, documents of the
             loss, needle prompts for each length and depth.
         baselines: columns beside the base, such as "yarn:4", for needles and loss.
-        name: what the page calls the model; None = its directory's name.
+        name: what page and figures call the model; None = its directory's name.
         tasks: lm-eval tasks or presets beside the suite's own; `include_path`, `limit` and `task_cache_folder` as
             in `evaluate`.
 
@@ -116,6 +116,8 @@ def report(
         done = _run_all(parts, kept, missing, {"dtype": dtype, "device": device, "progress": progress})
     if not done:
         raise ValueError("no part could be measured: " + "; ".join(f"{n}: {why}" for n, why in missing.items()))
+    if name is not None:
+        call_model({part: entry["result"] for part, entry in done.items()}, name)
     result: dict[str, Any] = {
         "format": FORMAT,
         "suite": suite,
@@ -129,10 +131,8 @@ def report(
         "seconds": time.time() - started,
         "environment": environment(),
     }
-    if name is not None:
-        result["summary"]["labels"]["model"] = name
     result["markdown"] = card_section(result)
-    write_result(folder / PAGE, render(result, folder / "parts").encode())
+    write_result(folder / PAGE, render(result).encode())
     write_result(folder / DATA, (json.dumps(_without_answers(result), indent=1, allow_nan=False) + "\n").encode())
     _console().print(f"wrote {folder / PAGE} and {folder / DATA}", soft_wrap=True)
     return result

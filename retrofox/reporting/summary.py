@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from retrofox.evaluation.loss_report import CONTROLS, trends
@@ -79,7 +78,33 @@ def _labels(results: Mapping[str, dict[str, Any]]) -> dict[str, str]:
         if "kinds" in result:
             return {key: result[key]["label"] for key in ("model", "base")}
     gates = next(result for result in results.values() if "heads" in result)
-    return {"model": Path(gates["model"]).name}
+    return {"model": gates["model"].rstrip("/").rsplit("/", 1)[-1]}
+
+
+def call_model(results: Mapping[str, dict[str, Any]], name: str) -> None:
+    """Gives the model another name in all results, and so in the figures drawn of them.
+
+    Raises:
+        ValueError: another column has that name.
+    """
+    if name in [label for key, label in _labels(results).items() if key != "model"]:
+        raise ValueError(f"name {name!r} is that of another column, too: choose another (--name)")
+    for result in results.values():
+        for line in (*result.get("lines", ()), *result.get("curves", ()), *result.get("difference_curves", ())):
+            if line["key"] == "model":
+                line["label"] = name
+        if result.get("names"):
+            result["names"]["model"] = name
+        if "kinds" in result:
+            result["model"]["label"] = name
+        elif "heads" in result:
+            result["model"] = name
+        elif "answers" in result:
+            models = result["models"].items()
+            old = next(label for label, values in models if values["role"] == "model")
+            result["models"] = {name if label == old else label: values for label, values in models}
+            for answer in result["answers"]:
+                answer["model"] = name if answer["model"] == old else answer["model"]
 
 
 def _row(topic: str, what: str, unit: str, values: Any, difference: Any, state: str | None) -> dict[str, Any]:

@@ -209,13 +209,18 @@ def half_life_figure(
 
 def save_figure(figure: Figure, stem: str | os.PathLike) -> list[str]:
     """Writes <stem>.png (160 dpi) and <stem>.svg, each whole or not at all; returns their paths."""
-    paths = []
-    for kind in ("png", "svg"):
-        buffer = io.BytesIO()
-        with matplotlib.rc_context(STYLE):
-            figure.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
-        paths.append(write_result(f"{os.fspath(stem)}.{kind}", buffer.getvalue()))
-    return paths
+    drawn, png = svg(figure), io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(png, format="png", dpi=160)
+    return [write_result(f"{stem}.png", png.getvalue()), write_result(f"{stem}.svg", drawn)]
+
+
+def svg(figure: Figure) -> bytes:
+    """A figure as SVG: the same numbers give the same bytes."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def save_csv(path: str | os.PathLike, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
