@@ -214,15 +214,6 @@ class LogConfig(Section):
     every: int = Field(default=10, ge=1, description="optimizer steps between log lines")
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default=[])
     eval_tokens: Positive = Field(default=262_144, description="held-out tokens scored before and after each stage")
-    heads_every: int | None = Field(
-        default=None, ge=1, description="steps between log lines with copy scores and attention mass; None = never"
-    )
-
-    @model_validator(mode="after")
-    def _heads_with_lines(self) -> LogConfig:
-        if self.heads_every is not None and self.heads_every % self.every:
-            raise ValueError(f"heads_every must be a multiple of every, {self.every}; got {self.heads_every}")
-        return self
 
 
 class ParallelConfig(Section):

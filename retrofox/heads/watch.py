@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from retrofox.anatomy import attention_mode, inner_model, is_converted
-from retrofox.fox_spec import FoxSpec
+from retrofox.anatomy import attention_mode, inner_model
 from retrofox.model import modeling_fox as fox
 from retrofox.model.modeling_fox import scale_by_position
-from retrofox.surgery import apply, make_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,15 +63,6 @@ class Attention:
 
 
 Visit = Callable[[int, Attention], None]
-
-
-def watchable(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself if it is converted, else its converted form, which shares its weights.
-
-    Raises:
-        ValueError: a family that can't be converted.
-    """
-    return model if is_converted(model) else apply(model, make_plan(model.config, FoxSpec(gate="none")))
 
 
 @torch.no_grad()

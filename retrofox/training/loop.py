@@ -36,7 +36,6 @@ from retrofox.training.callbacks import (
 )
 from retrofox.training.groups import group_schedules, parameter_groups, set_rates
 from retrofox.training.guard import Diverged, Guard, way_back
-from retrofox.training.heads import HeadRecorder
 from retrofox.training.lora import assert_gates_saved, trained_in_full
 from retrofox.training.optimizer_state import offloaded
 from retrofox.training.sharding import (
@@ -77,7 +76,6 @@ class FoxTrainer(Trainer):
             self.remove_callback(builtin)
         lm = causal_lm(model)
         self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps), run.mesh)
-        self.heads = HeadRecorder(lm, recipe.log.heads_every, stage.sequence_length)
         self.window = LossWindow(len(getattr(objective, "metrics", ())), args.device)
         signals = Signals(args.world_size, self.interruptions)
         for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
@@ -235,10 +233,6 @@ class FoxTrainer(Trainer):
             logs.update(self.clock.read(step, self.state.max_steps, args.world_size))
             logs.update(self.gates.statistics())
             self.live_share = {key: value for key, value in logs.items() if key.startswith("live_")}
-            if self.heads.is_due(step, self.state.max_steps):
-                held_out = None if self.eval_batches is None else next(iter(self.eval_batches()), None)
-                with self.accelerator.autocast():
-                    logs.update(self.heads.statistics(None if held_out is None else held_out["input_ids"][:1]))
             names = ("loss", *getattr(self.objective, "metrics", ()))
             logs.update(zip(names, self.window.means(self.accelerator, step), strict=True))
             due = self.gates.is_due(step, self.state.max_steps)

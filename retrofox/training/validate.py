@@ -114,8 +114,6 @@ def _launch(recipe: Recipe) -> Iterator[str]:
             "offload_optimizer is for whole weights (one GPU, DDP); FSDP2 and DeepSpeed split the optimizer over the "
             "processes instead: set offload_optimizer: false"
         )
-    if recipe.log.heads_every is not None and (shards_weights() or context_of(recipe.parallel) > 1):
-        yield "log.heads_every reads whole weights and rows, and this launch splits them: leave it out"
 
 
 def _packages(recipe: Recipe) -> Iterator[str]:

@@ -111,8 +111,6 @@ OFFLOAD = "stages.0.offload_optimizer=true"
             [OFFLOAD, "optim=adafactor"],
             "offload_optimizer moves the state of torch's own optimizers",
         ),
-        (FSDP2, ["log.heads_every=10"], "log.heads_every reads whole weights"),
-        (DEEPSPEED, ["log.heads_every=10"], "log.heads_every reads whole weights"),
     ],
 )
 def test_a_launch_that_would_lose_gates_or_fail_later_is_refused(recipe, monkeypatch, told, changes, reason):
