@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -144,16 +145,22 @@ def fresh_processes(forked_proofs, monkeypatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def pico_llama() -> Callable[..., Any]:
-    """pico_llama(**config) -> a fresh LlamaForCausalLM in eval mode, the same weights every time."""
+def pico_base() -> Callable[..., Any]:
+    """pico_base(family, **config) -> a fresh causal LM in eval mode, the same weights every time."""
 
-    def build(**config: Any) -> Any:
-        from transformers import LlamaConfig, LlamaForCausalLM
+    def build(family: str, **config: Any) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**{**PICO, **config})).eval()
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**PICO, **config})).eval()
 
     return build
+
+
+@pytest.fixture(scope="session")
+def pico_llama(pico_base) -> Callable[..., Any]:
+    """pico_llama(**config) -> a fresh LlamaForCausalLM."""
+    return functools.partial(pico_base, "llama")
 
 
 @pytest.fixture(scope="session")
@@ -174,20 +181,20 @@ def stir() -> Callable[[Any], Any]:
 
 
 @pytest.fixture(scope="session")
-def pico_fox(pico_llama, stir) -> Callable[..., Any]:
-    """pico_fox(stirred=True, config={}, **spec) -> a converted pico Llama in eval mode.
+def pico_fox(pico_base, stir) -> Callable[..., Any]:
+    """pico_fox(stirred=True, family="llama", config={}, **spec) -> a converted pico model in eval mode.
 
     The default spec: short half-lives, a partial rotary dial, one sink token; stirred gates depend on the data.
     """
 
-    def build(*, stirred: bool = True, config: dict[str, Any] | None = None, **spec: Any) -> Any:
+    def build(*, stirred: bool = True, family: str = "llama", config: Any = None, **spec: Any) -> Any:
         import retrofox
         from retrofox.fox_spec import FoxSpec, idle_fields
 
         values = {"half_life": (2.0, 200.0), "max_wavelength": 40.0}
         idle = idle_fields(*(spec.get(name, getattr(FoxSpec, name)) for name in ("rope", "anneal_to", "gate", "init")))
         values = {name: value for name, value in values.items() if name not in idle} | spec
-        model = retrofox.convert(pico_llama(**(config or {})), fox=retrofox.FoxSpec(**values))
+        model = retrofox.convert(pico_base(family, **(config or {})), fox=retrofox.FoxSpec(**values))
         return (stir(model) if stirred else model).eval()
 
     return build

@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from fox_kernels import forgetting_attention
+from transformers import DynamicCache
 
 from retrofox.acceleration import attention_dispatch, fused_attention, fused_parts, growing_cache
 from retrofox.acceleration.cuda_graph_decoding import decode
+from retrofox.acceleration.forgetting_cache import ForgettingCache, forgets
 
 INTERFACE = 1
 """The `ACCELERATION` of a modeling_fox.py whose names and arguments are those that `attach` replaces."""
@@ -41,4 +43,14 @@ def attach(code: Any) -> None:
         """Greedy decoding and sampling of `generate`, replayed from a CUDA graph where it can be."""
         return decode(self, super(sample, self)._sample, *args, **kwargs)
 
+    def _prepare_cache_for_generation(self: Any, config: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """A new plain cache becomes one that frees what the model's horizon hides, where that is the better one."""
+        given = inputs.get(code.CACHE)
+        result = super(sample, self)._prepare_cache_for_generation(config, inputs, *args, **kwargs)
+        plain = given is None and config.cache_implementation is None and type(inputs.get(code.CACHE)) is DynamicCache
+        if plain and forgets(self):
+            inputs[code.CACHE] = ForgettingCache()
+        return result
+
     sample._sample = _sample
+    sample._prepare_cache_for_generation = _prepare_cache_for_generation

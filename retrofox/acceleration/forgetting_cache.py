@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from retrofox.acceleration import cuda_graph_decoding
 from retrofox.acceleration.growing_cache import GrowingLayer
 
 PAGE = 256
 """Tokens between two looks for what is lost; the newest PAGE tokens may be cropped."""
-SPLIT = 1024  # keys of padding that another group must save: about what its launches cost on a CPU
+SPLIT = 2048  # keys of padding that another group must save: on a CPU its calls take as long as to read so many
 MARGIN = 2e-3  # beyond the horizon, in base 2, that a key must have decayed by: more than c loses by rounding
 LOG2_E = 1.4426950408889634
 NEVER = 2.0**30
+KEEP_ALL = 'start with a cache that keeps all keys (`generate` with cache_implementation="dynamic")'
 Tensor = torch.Tensor
 
 
@@ -108,10 +110,10 @@ class ForgettingLayer(DynamicLayer):
         if self.pairs is None:
             return attend(call._replace(gates=self._gates(call, self.groups[0])))
         if call.mask is not None or call.cu_seqlens is not None:
-            raise ValueError("a cache that has forgotten keys takes left padding, no other mask: start a new one")
+            raise ValueError(f"a cache that has forgotten keys takes left padding and no other mask: {KEEP_ALL}")
         if call.options["horizon"] != self.horizon:
             raise ValueError(
-                f"this cache forgot by a horizon of {self.horizon} nats, not {call.options['horizon']}: start a new one"
+                f"this cache forgot by a horizon of {self.horizon} nats, not {call.options['horizon']}: {KEEP_ALL}"
             )
         batch, _, length, dim = call.query.shape
         [queries] = zip(*self._split([call.query.reshape(len(self), -1, length, dim)]), strict=True)
@@ -133,7 +135,7 @@ class ForgettingLayer(DynamicLayer):
     def forget(self, call: Any) -> None:
         """Drops what the options of this call hide from the newest PAGE tokens and from all that follow.
 
-        Looks every PAGE tokens; never where gradients are recorded or documents and masks say what is visible.
+        Looks every PAGE tokens; never where gradients are recorded, or where more is hidden than left padding.
         """
         horizon, sink, window = (call.options[x] for x in ("horizon", "sink", "window"))
         self.whole = self.whole or call.mask is not None or call.cu_seqlens is not None
@@ -204,7 +206,7 @@ class ForgettingLayer(DynamicLayer):
         elif left < self.begin:
             raise ValueError(
                 f"the cache has forgotten keys that a text of {left} tokens needs: crop it by at most "
-                f"{self.seen - self.begin}, or start a new one"
+                f"{self.seen - self.begin}, or {KEEP_ALL}"
             )
         else:
             self.seen = left
@@ -277,9 +279,9 @@ def packed(rows: list[list[Tensor]], lengths: list[int], firsts: list[int], sink
 
 
 class ForgettingCache(DynamicCache):
-    """The cache to give a converted model with a horizon as `past_key_values`: it holds live keys only.
+    """The cache of a converted model with a horizon: it holds live keys only.
 
-    On a GPU the captured step reads live keys alone, too, from a full cache; it is faster and frees nothing.
+    `generate` makes one where `forgets` says so; others are given to it as its cache.
     """
 
     def __init__(self) -> None:
@@ -304,6 +306,15 @@ class ForgettingCache(DynamicCache):
             raise ValueError("a call that was interrupted left some layers of this cache empty: start a new one")
         layer.seen = held
         return layer.update(key_states, value_states, *args, **kwargs)
+
+
+def forgets(model: Any) -> bool:
+    """Whether `generate` should make a ForgettingCache: the model has a horizon, and runs where no step is captured.
+
+    A captured step, too, reads live keys alone, from a full cache: it is faster and frees nothing.
+    """
+    fox = getattr(model.config, "fox", None) or {}
+    return fox.get("horizon") is not None and model.device.type not in cuda_graph_decoding.DEVICES
 
 
 def by_live_keys(call: Any, attend: Callable[[Any], Tensor]) -> Tensor:

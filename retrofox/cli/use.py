@@ -26,8 +26,13 @@ def generate(
     num_beams: Annotated[int, typer.Option(min=1, metavar="N", help="Beam search width.")] = 1,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling; needs a temperature.")] = None,
     cache: Annotated[
-        bool, typer.Option("--cache/--no-cache", help="Keep keys, values and gates of past tokens.")
-    ] = True,
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="full keeps all keys; forgetting frees those beyond the model's horizon; auto is forgetting where the "
+            "model has a horizon and runs on a CPU; none computes every token anew.",
+        ),
+    ] = "auto",
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Print tokens as they come (one prompt).")
     ] = True,
@@ -57,7 +62,7 @@ def generate(
             seed=seed,
             device=device,
             dtype=dtype,
-            use_cache=cache,
+            cache=cache,
             chat_template=template,
         )
     if not stream:

@@ -9,20 +9,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from retrofox.generation.generate import render
+from retrofox.generation.caches import new_cache
+from retrofox.generation.generate import _check, complete, end_tokens, render
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.loaded_model import LoadedModel, open_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-from retrofox.generation.generate import (
-    _check,
-    complete,
-    end_tokens,
-)
 
 
 class ChatSession:
@@ -52,7 +47,7 @@ class ChatSession:
         self.drop_cache()
 
     def drop_cache(self) -> None:
-        self.cache = DynamicCache(config=self.opened.model.config)
+        self.cache = new_cache(self.opened.model)
         self.cached_ids: list[int] = []
         self.reused_tokens = 0
 
@@ -76,7 +71,7 @@ class ChatSession:
         if shared < len(self.cached_ids):
             try:
                 self.cache.crop(shared - len(self.cached_ids))
-            except (RuntimeError, ValueError):  # a sliding window has dropped tokens that would be needed again
+            except (RuntimeError, ValueError):  # it has dropped tokens that would be needed again
                 self.drop_cache()
                 shared = 0
         self.reused_tokens = shared

@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from retrofox.acceleration.cuda_graph_decoding import rope_kinds
 from retrofox.anatomy import require_known_tokens, vocabulary_size
 from retrofox.config.fields import MOST
+from retrofox.generation.caches import cache_bytes, check_kind, new_cache
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.errors import NO_MODEL, first_line
 from retrofox.loading.loaded_model import LoadedModel, open_model
@@ -43,7 +44,7 @@ def generate(
     seed: int | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    use_cache: bool = True,
+    cache: str = "auto",
     *,
     chat_template: bool = False,
     ignore_eos: bool = False,
@@ -64,7 +65,8 @@ def generate(
             a beam search knows its text only at the end. False writes nothing.
         seed: of the draw, with a temperature above 0; the same seed gives the same text. None = the global random
             state.
-        use_cache: False computes every token from scratch, which is slow and exists to check the cache.
+        cache: "auto", "full", "forgetting" or "none", see `caches.new_cache`; "none" computes every token from scratch,
+            which is slow and exists to check the cache.
         chat_template: treat each prompt as a user's message and apply the tokenizer's chat template.
         ignore_eos: continue to max_new_tokens past the end-of-text token.
         echo: write each prompt before its continuation.
@@ -72,7 +74,8 @@ def generate(
 
     Returns:
         {"texts", "token_ids" (new ones), "prompt_tokens", "new_tokens", "seconds", "first_token_seconds" (None for
-        beams), "tokens_per_second", "decoded_by" (a captured step, or why not; None for beams and base models)}.
+        beams), "tokens_per_second", "cache_bytes" (what it keeps allocated), "decoded_by" (a captured step, or why not;
+        None for beams and base models)}.
 
     Raises:
         FileNotFoundError: no such model.
@@ -80,12 +83,14 @@ def generate(
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
+    check_kind(cache)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
     writer = Writer(opened.tokenizer, output or sys.stdout) if stream else None
     if writer is not None:
         writer.begin(prompts if echo else None, len(prompts))
     meter = Meter(end_tokens(opened), writer)
+    kept = new_cache(opened.model, cache)
     started = time.perf_counter()
     generated = complete(
         opened,
@@ -95,7 +100,7 @@ def generate(
         top_p=top_p,
         num_beams=num_beams,
         seed=seed,
-        use_cache=use_cache,
+        cache=kept,
         ignore_eos=ignore_eos,
         streamer=meter if num_beams == 1 else None,
     )
@@ -112,6 +117,7 @@ def generate(
         "seconds": seconds,
         "first_token_seconds": meter.first_token_seconds(started),
         "tokens_per_second": new_tokens / seconds,
+        "cache_bytes": 0 if kept is None else cache_bytes(kept),
         "decoded_by": getattr(opened.model, "decoded_by", None) if num_beams == 1 else None,
     }
     if stream:
@@ -129,16 +135,17 @@ def complete(
     top_p: float = 1.0,
     num_beams: int = 1,
     seed: int | None = None,
-    use_cache: bool = True,
+    cache: Any = "auto",
     ignore_eos: bool = False,
     streamer: BaseStreamer | None = None,
-    cache: Any = None,
 ) -> list[list[int]]:
     """Continues token ids as one left-padded batch; returns the new ids of each, without what follows its end token.
 
     Args:
-        cache: a cache that already holds a prefix of the one sequence given, or an empty one; it grows in place.
+        cache: a kind, see `new_cache`; an empty cache, or one that holds a prefix of the one sequence given, which
+            grows in place; None computes every token from scratch.
     """
+    cache = new_cache(opened.model, cache) if isinstance(cache, str) else cache
     ends = [] if ignore_eos else end_tokens(opened)
     pad = opened.tokenizer.pad_token_id
     if pad is None or not 0 <= pad < vocabulary_size(opened.model):  # added to the tokenizer alone: no row has its id
@@ -161,11 +168,13 @@ def complete(
         top_k=0 if sampled else 50,
         repetition_penalty=1.0,
         num_beams=num_beams,
-        use_cache=use_cache,
+        use_cache=cache is not None,
         eos_token_id=ends or None,
         pad_token_id=pad,
         bos_token_id=opened.tokenizer.bos_token_id,
-        prefill_chunk_size=PREFILL if use_cache and whole and longest > PREFILL and _in_parts(opened.model) else None,
+        prefill_chunk_size=PREFILL
+        if cache is not None and whole and longest > PREFILL and _in_parts(opened.model)
+        else None,
     )
     options: dict[str, Any] = {} if cache is None else {CACHE: cache}
     with _without_defaults(opened.model) as model, _seeded(seed, opened.device):

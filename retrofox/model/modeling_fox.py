@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,7 +98,6 @@ class ForgetGate(AddedModule):
 
     def __init__(self, hidden_size: int, num_heads: int, spec: FoxFields):
         super().__init__()
-        self.kind = spec.gate
         self.weight = zeros(num_heads, hidden_size) if spec.gate == "data" else None
         if spec.gate == "fixed":
             self.register_buffer("bias", torch.zeros(num_heads, dtype=torch.float32))
@@ -388,7 +387,10 @@ class GatedLayer:
     incoming: tuple[Tensor, list[Tensor]] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
-        log_f, carried = taken(self)
+        incoming, self.incoming = self.incoming, None
+        if incoming is None:
+            raise ValueError("this cache holds the forget gates of a converted model: give another model a new cache")
+        log_f, carried = incoming
         carried = [x.flatten(2) for x in carried] or [log_f[..., :0]]
         values = torch.cat(carried, -1)[:, None].to(key_states.dtype)
         gates, _ = self.twin.update(log_f[:, None], values, *args, **kwargs)
@@ -432,14 +434,6 @@ GATED: dict[type, type] = {
     layer: type(f"Gated{layer.__name__}", (GatedLayer, layer), {})
     for layer in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 }
-
-
-def taken(layer: Any) -> tuple[Tensor, list[Tensor]]:
-    """What `incoming` of a gated layer holds; it is None afterwards."""
-    incoming, layer.incoming = layer.incoming, None
-    if incoming is None:
-        raise ValueError("this cache holds the forget gates of a converted model: give another model a new cache")
-    return incoming
 
 
 def gated_layer(cache: Any, layer_idx: int) -> Any:
@@ -547,8 +541,7 @@ def fox_mask(
     # Trailing padding is out of sight of every real query (causality); a gap in between is not.
     seen = mask.cumsum(1)
     gap = ~mask & (seen > 0) & (seen < seen[:, -1:])
-    trailing = ~mask[:, -q_length:].any(1) if q_length < length else mask.new_zeros(len(mask))
-    return full() if bool(gap.any() | trailing.any()) else mask
+    return full() if bool(gap.any()) else mask
 
 
 def first_visible(mask: Tensor) -> Tensor:
@@ -682,7 +675,7 @@ class FoxMixin(nn.Module):
         past_key_values: Any = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         cache = kwargs.pop("cache", past_key_values)
-        refuse_other_attention(self.config, cache, kwargs)
+        refuse_other_attention(self.config, kwargs)
         hidden_tokens = kwargs.pop("hidden_tokens", None)
         return self.run(hidden_states, position_embeddings, attention_mask, cache, hidden_tokens, kwargs)
 
@@ -707,17 +700,17 @@ class FoxMixin(nn.Module):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
         dropout: float = 0.0, *, gates: GateCache, cu_seqlens: Tensor | None = None, shards: Any = None,
-        sliding_window: int | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+        sliding_window: int | None = None, softcap: float | None = None, trailing: bool = False, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """The attention function that the native forward calls: (B, T, H, D), and no attention weights.
 
         attention_mask: None; (B, S) bool, False on left padding (a mask shorter than the keys cuts a static cache to
-        its filled part); or (B, 1, T, S) bool, anything. shards: see `FoxModelMixin.forward`. The rest is as in `Call`.
+        its filled part); or (B, 1, T, S) bool, anything. shards: see `FoxModelMixin.forward`. trailing: the (B, S) mask
+        may hide the newest token, whose logits matter. The rest is as in `Call`.
         """
-        if dropout or s_aux is not None:
+        if dropout:
             raise ValueError(
-                "Forgetting Attention has no attention dropout and no sinks as parameters (s_aux): set "
-                f"attention_dropout to 0 (got {dropout}), use fox.sink_tokens"
+                f"Forgetting Attention has no attention dropout: set attention_dropout to 0, got {dropout}"
             )
         # Under autocast the rotary's float32 (cos, sin) widen q and k but not v.
         query, key = query.to(value.dtype), key.to(value.dtype)
@@ -734,14 +727,19 @@ class FoxMixin(nn.Module):
             "softcap": softcap,
             "horizon": self.horizon if self.mode in ("fox", "shuffled") else None,
         }
-        seq_start = mask = None
+        seq_start = mask = last = None
         if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.numel():
             mask = attention_mask
         elif attention_mask is not None and attention_mask.dim() == 2:
             length, seq_start = min(key.shape[2], attention_mask.shape[1]), first_visible(attention_mask)
             key, value = key[:, :, :length], value[:, :, :length]
+            if trailing:
+                seen = visible_keys(torch.tensor([length - 1], device=key.device), length, None, sliding_window)
+                seen = seen & attention_mask[:, None, None, :length]
+                last = attend(Call(query[:, :, -1:], key, value, gates, None, seen, None, options))
         if shards is None:
             output = attend(Call(query, key, value, gates, seq_start, mask, cu_seqlens, options))
+            output = output if last is None else torch.cat([output[:, :-1], last], 1)
         else:
             output = shards.attend(query, key, value, gates.log_f, options, attend_locally)
         return (output if self.mode == "original" else self.finish(output, gates.hidden_states)), None
@@ -772,16 +770,10 @@ def fox_attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]
     return module.attend(*args, **kwargs)
 
 
-def refuse_paged(cache: Any) -> None:
-    if cache is not None and not hasattr(cache, "get_seq_length"):
-        raise ValueError(PAGED)
-
-
-def refuse_other_attention(config: Any, cache: Any, kwargs: dict[str, Any]) -> None:
+def refuse_other_attention(config: Any, kwargs: dict[str, Any]) -> None:
     """Raises ValueError for everything that would run a layer with an attention that has no gates."""
     if config._attn_implementation != "fox":
         raise ValueError(ignores_gates(config._attn_implementation))
-    refuse_paged(cache)
     if "is_causal" in kwargs:
         raise ValueError(
             "accelerate's own context parallelism splits the sequence without the forget gates: `retrofox train` has "
@@ -828,7 +820,12 @@ class FoxPreTrained:
             )
         told = kwargs.pop("output_loading_info", False)
         model, loaded = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
-        _check_complete(loaded["missing_keys"])
+        lost = sorted(loaded["missing_keys"], key=lambda name: (not set(name.split(".")) & set(NEW_MODULES), name))
+        if lost:
+            raise ValueError(
+                f"the checkpoint lacks {len(lost)} of its model's tensors, such as {lost[0]}: it is incomplete and "
+                "would run with others in their place; download it, convert its base, or save the whole model, again"
+            )
         return (model, loaded) if told else model
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
@@ -853,15 +850,6 @@ class FoxPreTrained:
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
             write_remote_code(Path(save_directory))
-
-
-def _check_complete(missing: Iterable[str]) -> None:
-    lost = sorted(missing, key=lambda name: (not set(name.split(".")) & set(NEW_MODULES), name))
-    if lost:
-        raise ValueError(
-            f"the checkpoint lacks {len(lost)} of its model's tensors, such as {lost[0]}: it is incomplete and would "
-            "run with others in their place; download it, convert its base, or save the whole model, again"
-        )
 
 
 def write_remote_code(directory: Path) -> None:
@@ -919,15 +907,17 @@ class FoxModelMixin(FoxPreTrained):
             past_key_values: the cache; `cache`, as transformers calls it from 5.24 on, says the same.
             position_ids: (B, T); where they restart, p[t + 1] <= p[t], a new document starts, unless there is a cache.
                 Positions that skip forward stay in their document. None = counted from each document's start.
-            cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included; or
-                `cu_seq_lens_q` and `cu_seq_lens_k`, as TRL calls them.
+            cu_seqlens: (N + 1,) int32, document starts over the flattened B * T tokens, row boundaries included; or as
+                transformers' collators tell it, `cu_seq_lens_q`, `cu_seq_lens_k` or `seq_idx` (B, T), which changes
+                where a document starts.
             shards: what this process holds of rows that several processes share, and how attention finds the rest
                 (`retrofox.parallel.shards.Shards`); it knows the documents, position_ids count from their starts.
         """
         if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
             raise ValueError("Forgetting Attention never forms attention weights: output_attentions must be False")
         cache = kwargs.pop("cache", past_key_values)
-        refuse_paged(cache)
+        if cache is not None and not hasattr(cache, "get_seq_length"):
+            raise ValueError(PAGED)
         past = 0 if cache is None else int(cache.get_seq_length())
         cu_seqlens = _told_documents(cu_seqlens, kwargs)
         source: Any = input_ids if input_ids is not None else inputs_embeds
@@ -959,18 +949,29 @@ class FoxModelMixin(FoxPreTrained):
             attention_mask, kwargs["cu_seqlens"] = no_mask, cu_seqlens.to(torch.int32)
         if hidden is not None:
             kwargs["hidden_tokens"] = hidden
+            kwargs["trailing"] = cache is not None and bool(hidden[:, -1].any())  # the next token is a hidden one's
         given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "use_cache": use_cache, CACHE: cache}
         return super().forward(attention_mask=attention_mask, position_ids=position_ids, **given, **kwargs)  # type: ignore[misc]
 
 
 def _told_documents(cu_seqlens: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
     """`cu_seqlens`, or what transformers' names for it say; these leave `kwargs`."""
-    for of in "qk":
-        kwargs.pop(f"max_length_{of}", None)
-    told = [x for x in (cu_seqlens, *(kwargs.pop(f"cu_seq_lens_{of}", None) for of in "qk")) if x is not None]
+    told = [cu_seqlens, *(kwargs.pop(f"cu_seq_lens{of}", None) for of in ("", "_q", "_k"))]
+    seq_idx = kwargs.pop("seq_idx", None)
+    if seq_idx is not None:
+        told.append(_bounds(seq_idx[:, 1:] != seq_idx[:, :-1]))
+    told = [x for x in told if x is not None]
     if any(not torch.equal(told[0], x.to(told[0])) for x in told[1:]):
-        raise ValueError("cu_seqlens, cu_seq_lens_q and cu_seq_lens_k must name the same documents: give one of them")
+        raise ValueError(
+            "cu_seqlens, cu_seq_lens_q, cu_seq_lens_k and seq_idx must name the same documents: give one of them"
+        )
     return told[0] if told else None
+
+
+def _bounds(starts: Tensor) -> Tensor:
+    """cu_seqlens (N + 1,) int32 from (B, T - 1), whether a document starts at each token but a row's first."""
+    starts = F.pad(starts, (1, 0), value=True).flatten()
+    return F.pad(starts.nonzero()[:, 0], (0, 1), value=starts.numel()).to(torch.int32)
 
 
 def _hidden_tokens(attention_mask: Any, past: int, length: int) -> Tensor | None:
@@ -1002,15 +1003,13 @@ def _document_starts(position_ids: Tensor, batch: int, hidden: Tensor | None) ->
                 "attention_mask hides tokens within a packed document: leave them out, or give a 4D attention mask"
             )
         restart = restart | ends
-    starts = F.pad(restart, (1, 0), value=True).flatten().nonzero()[:, 0]
-    return F.pad(starts, (0, 1), value=position_ids.numel()).to(torch.int32)
+    return _bounds(restart)
 
 
 def _positions_in_documents(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
     """(B, T) int64: each token's place in its document."""
-    token = torch.arange(batch * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    document = torch.searchsorted(cu_seqlens, token, right=True) - 1
-    return (token - cu_seqlens[document]).long().view(batch, length)
+    starts = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff().long())
+    return (torch.arange(batch * length, device=starts.device) - starts).view(batch, length)
 
 
 def make_classes(model_type: str) -> tuple[type, type]:

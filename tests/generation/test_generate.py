@@ -48,7 +48,7 @@ def test_greedy_with_cache_equals_greedy_without_and_by_hand(opened):
     for prompt in PROMPTS:
         expected = by_hand(opened, prompt, 16)
         assert run(opened, [prompt])["token_ids"] == [expected]
-        assert run(opened, [prompt], use_cache=False)["token_ids"] == [expected]
+        assert run(opened, [prompt], cache="none")["token_ids"] == [expected]
 
 
 def test_a_left_padded_batch_equals_one_by_one(opened):
@@ -60,7 +60,7 @@ def test_a_left_padded_batch_equals_one_by_one(opened):
 
 def test_beam_search_with_cache_equals_beam_search_without(opened):
     cached = run(opened, PROMPTS, num_beams=4)["token_ids"]
-    assert cached == run(opened, PROMPTS, num_beams=4, use_cache=False)["token_ids"]
+    assert cached == run(opened, PROMPTS, num_beams=4, cache="none")["token_ids"]
     assert cached != run(opened, PROMPTS)["token_ids"]  # else the beams never crossed and nothing was reordered
 
 

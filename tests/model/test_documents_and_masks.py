@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import retrofox
+from retrofox.acceleration.forgetting_cache import ForgettingCache
 from retrofox.model.modeling_fox import CACHE
 
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 0, 1]])
@@ -27,6 +29,7 @@ def alone(model, ids, bounds=BOUNDS) -> torch.Tensor:
     return torch.cat(pieces, 1)
 
 
+SEQ_IDX = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 3, 3]], dtype=torch.int32)
 CU = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 6, "max_length_k": 6}
 
 
@@ -40,8 +43,12 @@ CU = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 6, "max_
         {**CU, "position_ids": PACKED},
         {**CU, "position_ids": PACKED, "attention_mask": torch.ones(1, 12, dtype=torch.long)},
         {"cu_seqlens": BOUNDS},
+        {"cu_seq_lens_k": BOUNDS},
+        {"cu_seq_lens": BOUNDS},
+        {"seq_idx": SEQ_IDX},
+        {"seq_idx": SEQ_IDX, "position_ids": PACKED, **CU},
     ],
-    ids=["positions", "ones", "true", "cu_seq_lens", "both", "all", "cu_seqlens"],
+    ids=str,
 )
 def test_packed_documents_do_not_see_each_other(pico_fox, path, inputs):
     model, ids = pico_fox(), ids_of(1, 12)
@@ -64,8 +71,9 @@ def test_a_hole_inside_a_packed_document_is_refused(pico_fox):
 
 
 def test_documents_of_queries_and_keys_that_differ_are_refused(pico_fox):
-    with pytest.raises(ValueError, match="must name the same documents"):
-        logits(pico_fox(), ids_of(1, 12), cu_seq_lens_q=BOUNDS, cu_seq_lens_k=BOUNDS - 1)
+    for other in ({"cu_seq_lens_k": BOUNDS - 1}, {"seq_idx": SEQ_IDX.clamp_max(2)}):
+        with pytest.raises(ValueError, match="must name the same documents"):
+            logits(pico_fox(), ids_of(1, 12), cu_seq_lens_q=BOUNDS, **other)
 
 
 def test_positions_that_skip_forward_stay_in_their_document(pico_llama, path):
@@ -100,3 +108,49 @@ def test_masked_tokens_leave_nothing_behind(pico_fox, path, hidden, cached):
     torch.testing.assert_close(found[0][seen], found[1][seen], atol=1e-5, rtol=1e-5)
     text = ids[1:, seen[1]]
     torch.testing.assert_close(found[0][1:, seen[1]], logits(model, text), atol=2e-5, rtol=2e-5)
+
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+HIDDEN = {"right": [11, 12, 13, 14, 15], "left": [0, 1, 2], "hole": [5, 6], "left and right": [0, 14, 15]}
+
+
+def masked(hidden: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids (2, 16), their mask, which hides these tokens of the second row)."""
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, hidden] = 0
+    return ids_of(2, 16), mask
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("horizon", [None, 3.0], ids=["full", "forgetting"])
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_with_open_gates_a_masked_prompt_goes_on_as_the_bases(pico_base, pico_fox, hidden, horizon, family):
+    """Also where the first new token comes from the logits of a hidden one, as for a right-padded row."""
+    config = {"sliding_window": 9} if family == "mistral" else {}
+    ids, mask = masked(HIDDEN[hidden])
+    model = pico_fox(stirred=False, family=family, config=config, rope="keep", half_life=(1e9, 1e9), horizon=horizon)
+    wanted = pico_base(family, **config).generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), wanted)
+    assert torch.equal(model.generate(ids, attention_mask=mask, prefill_chunk_size=6, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("cache", [None, DynamicCache, ForgettingCache])
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_new_tokens_after_a_masked_prompt_see_its_text_alone(pico_fox, monkeypatch, hidden, cache):
+    monkeypatch.setattr("retrofox.acceleration.forgetting_cache.PAGE", 4)
+    model = pico_fox(half_life=(1.0, 3.0), horizon=6.0, sink_tokens=2)
+    ids, mask = masked(HIDDEN[hidden])
+    new = ids_of(2, 40, seed=6)
+    row, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    if cache is None:
+        found = logits(model, row, attention_mask=mask, position_ids=positions)[:, 16:]
+    else:
+        kept, parts = {CACHE: cache()}, []
+        with torch.no_grad():
+            for a, b in ((0, 16), (16, 20), *((n, n + 1) for n in range(20, 56))):
+                given = {"attention_mask": mask[:, :b], "position_ids": positions[:, a:b], **kept}
+                parts.append(model(row[:, a:b], **given).logits)
+        found = torch.cat(parts, 1)[:, 16:]
+    wanted = [logits(model, x[None, m.bool()])[:, -40:] for x, m in zip(row, mask, strict=True)]
+    torch.testing.assert_close(found, torch.cat(wanted), atol=2e-5, rtol=2e-5)

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import retrofox
 from retrofox.anatomy import attentions
 from retrofox.fox_spec import FoxSpec
-from retrofox.model.modeling_fox import CACHE, GateCache, fox_attention
+from retrofox.model.modeling_fox import CACHE, fox_attention
 
 TOKENS = torch.arange(2, 14)[None]
 
@@ -132,14 +132,6 @@ def test_a_quantised_cache(fox):
 def test_attention_weights(fox):
     with pytest.raises(ValueError, match="output_attentions"):
         fox(TOKENS, output_attentions=True)
-
-
-def test_attention_sinks_as_parameters(fox):
-    gates = GateCache(None, torch.zeros(1, 3, 4))
-    query = torch.randn(1, 4, 3, 8)
-    module = fox.model.layers[0].self_attn
-    with pytest.raises(ValueError, match="s_aux"):
-        fox_attention(module, query, query, query, None, gates=gates, s_aux=torch.zeros(4))
 
 
 def test_bidirectional_attention(fox):

@@ -1,0 +1,52 @@
+"""Which cache a text is generated with, and what it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from retrofox.acceleration.forgetting_cache import ForgettingCache, forgets
+
+CACHES = ("auto", "full", "forgetting", "none")
+
+
+def check_kind(kind: str) -> None:
+    if kind not in CACHES:
+        raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {kind!r}")
+
+
+def new_cache(model: Any, kind: str = "auto") -> Any:
+    """An empty cache for a model.
+
+    "full" keeps all keys; "forgetting" frees those that the model's horizon hides for good; "auto" is the latter for a
+    model with a horizon that is on no GPU, where decoding reads live keys alone anyhow; "none" is None.
+
+    Raises:
+        ValueError: another kind, or "forgetting" for a model without a horizon.
+    """
+    check_kind(kind)
+    if kind == "none":
+        return None
+    if kind == "forgetting" and (getattr(model.config, "fox", None) or {}).get("horizon") is None:
+        raise ValueError("a cache that forgets needs a model with a horizon (fox.horizon), which this one has not")
+    forgetting = kind == "forgetting" or (kind == "auto" and forgets(model))
+    return ForgettingCache() if forgetting else DynamicCache(config=model.config)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that the tensors of a cache keep allocated."""
+    found: dict[int, int] = {}
+
+    def look(held: Any) -> None:
+        if isinstance(held, torch.Tensor):
+            found[held.untyped_storage().data_ptr()] = held.untyped_storage().nbytes()
+        elif isinstance(held, (list, tuple)):
+            for each in held:
+                look(each)
+        elif hasattr(held, "is_initialized"):  # a layer, or one in a layer
+            look(list(vars(held).values()))
+
+    look(cache.layers)
+    return sum(found.values())
