@@ -65,13 +65,14 @@ def answer(
     opened: LoadedModel,
     prompts: Sequence[ChatPrompt],
     max_new_tokens: int,
-    fingerprint: str,
     cache: Path | None,
     progress: bool = True,
 ) -> list[list[int]]:
     """Greedy answers to each prompt, kept in the folder `cache` under the model's fingerprint."""
     asked = [prompt.token_ids for prompt in prompts]
-    identity = {"model": fingerprint, "prompts": asked, "tokens": max_new_tokens, "retrofox": __version__}
+    identity = {"prompts": asked, "tokens": max_new_tokens, "retrofox": __version__}
+    if cache is not None:
+        identity["model"] = task_cache.model_fingerprint(opened)
     entry = task_cache.read(cache, "chat", identity)
     if entry is not None:
         return entry["answers"]

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from retrofox.data.windows import Window
-from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, mean_losses, slope
+from retrofox.evaluation.per_token_loss import PositionSums, bucket_edges, curve_edges, slope
 from retrofox.evaluation.statistics import side
 from retrofox.support.plots import loss_figure, save_csv, save_figure, tokens_label
 
@@ -224,10 +224,7 @@ def write_files(result: dict[str, Any], losses: Losses, windows: Sequence[Window
     reference = "base" if "base" in keys else "model"
     result["curves"] = curves(result["lines"], losses, windows, result["length"])
     result["difference_curves"] = curves(result["lines"], losses, windows, result["length"], less=reference)
-    files = {
-        "buckets": save_csv(out / "buckets.csv", *_bucket_rows(result, keys)),
-        "per_token_loss": save_csv(out / "per_token_loss.csv", *_position_rows(losses, windows, keys)),
-    }
+    files = {"per_token_loss": save_csv(out / "per_token_loss.csv", *_position_rows(losses, windows, keys))}
     files["png"], files["svg"] = save_figure(figure(result), out / "per_token_loss")
     return files
 
@@ -248,25 +245,16 @@ def _documents(count: int) -> str:
     return "1 document" if count == 1 else f"{count} documents, band: standard error over documents"
 
 
-def _bucket_rows(result: dict[str, Any], keys: list[str]) -> tuple[list[str], list[list[object]]]:
-    labels = {line["key"]: line["label"] for line in result["lines"]}
-    differences = list(result["buckets"][0]["difference"])
-    header = ["from", "to", "tokens", "documents"]
-    header += [f"{labels[key]}{part}" for key in keys for part in ("", " standard error")]
-    header += [f"{name}{part}" for name in differences for part in ("", " standard error")]
-    rows = []
-    for row in result["buckets"]:
-        cells: list[object] = [row["from"], row["to"], row["tokens"], row["documents"]]
-        values = [*(row["loss"][key] for key in keys), *(row["difference"][name] for name in differences)]
-        rows.append([*cells, *(value[part] for value in values for part in ("mean", "standard_error"))])
-    return header, rows
-
-
 def _position_rows(losses: Losses, windows: Sequence[Window], keys: list[str]) -> tuple[list[str], list[list[object]]]:
     """Mean L(i) at every single position i, with the number of windows behind it."""
-    count, means = mean_losses(losses, windows)
-    columns = [means[key].tolist() for key in keys]
-    rows = [[i + 1, int(n), *(f"{values[i]:.6f}" for values in columns)] for i, n in enumerate(count)]
+    longest = reach(windows)
+    count, sums = np.zeros(longest - 1, np.int64), np.zeros((longest - 1, len(keys)))
+    for w, window in enumerate(windows):
+        count[: len(window.token_ids) - 1] += 1
+        for column, key in enumerate(keys):
+            sums[: len(losses[key][w]), column] += losses[key][w]
+    means = sums / count[:, None]
+    rows = [[i + 1, int(n), *(f"{value:.6f}" for value in means[i])] for i, n in enumerate(count)]
     return ["position", "windows", *keys], rows
 
 

@@ -55,7 +55,7 @@ def needle(
     """Share of needles found over context lengths and depths, and the mean log-probability of their answers.
 
     All models read the same prompts. Prints a table for each mode with Wilson intervals; into `out` go needle.json,
-    needle.csv (answers), needle_lengths.csv, and as .png and .svg needle (share by length) and a heat-map over depths
+    needle.csv (answers), and as .png and .svg needle (share by length) and a heat-map over depths
     for each model and mode. Harder tasks are RULER's: `retrofox eval --tasks ruler`.
 
     Args:

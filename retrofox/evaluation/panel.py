@@ -16,7 +16,7 @@ from retrofox.evaluation import task_cache
 from retrofox.evaluation.compared_models import check_comparison
 from retrofox.evaluation.instructions import answer, chat_prompts, compare_answers
 from retrofox.evaluation.model_difference import summarise_rows, token_differences
-from retrofox.evaluation.panel_report import print_panel, worst_row, write_table
+from retrofox.evaluation.panel_report import print_panel, worst_row
 from retrofox.evaluation.panel_texts import Row, choose_kinds, read_rows, rows_of
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.support.report import environment, output_console, progress_bar, write_results
@@ -59,7 +59,7 @@ def panel(
         against: the base.
         data: KIND=PATH words, or {kind: paths}: such a kind replaces the shipped texts of its name. A directory
             instead: each file or folder in it is a kind, and the shipped texts are left out.
-        out: directory for panel.json and panel.csv, and finished kinds in kinds/: an interrupted panel goes on.
+        out: directory for panel.json, and finished kinds in kinds/: an interrupted panel goes on.
         quick: shorter rows and fewer tokens, for a CPU; `length` and `tokens` (of each kind) override either form.
         chat: also compare greedy answers to so many prompts, and read the base's answers as one more kind, "chat". The
             base answers once; its answers are kept in the cache folder.
@@ -88,21 +88,18 @@ def panel(
         raise ValueError(f"no text of kind {', '.join(empty)}: give more, or leave it out")
     place: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype, "device": device}
     mine, its = (open_model(source, **place) for source in (model, against))
-    marks = [task_cache.model_fingerprint(opened) for opened in (mine, its)]
     instructions = None
     if prompts:
         answer_tokens = QUICK_ANSWER if quick else ANSWER
         cache = task_cache.default_folder().with_name("chat")
-        answers = [
-            answer(opened, prompts, answer_tokens, mark, cache if opened is its else None, progress)
-            for opened, mark in zip((mine, its), marks, strict=True)
-        ]
-        instructions = compare_answers(mine, its, prompts, *answers)
-        said = [np.array([*prompt.token_ids, *reply]) for prompt, reply in zip(prompts, answers[1], strict=True)]
+        own = answer(mine, prompts, answer_tokens, None, progress)
+        theirs = answer(its, prompts, answer_tokens, cache, progress)
+        instructions = compare_answers(mine, its, prompts, own, theirs)
+        said = [np.array([*prompt.token_ids, *reply]) for prompt, reply in zip(prompts, theirs, strict=True)]
         if not only or "chat" in only:
             rows["chat"] = rows_of(said, length, tokens)
     kept = None if out is None else Path(out) / "kinds"
-    found = _measure(mine, its, rows, marks, kept, length, progress)
+    found = _measure(mine, its, rows, kept, length, progress)
     result: dict[str, Any] = {
         "model": {"label": mine.name, "source": mine.source},
         "base": {"label": its.name, "source": its.source},
@@ -118,42 +115,31 @@ def panel(
     console = output_console()
     print_panel(result, console)
     if out is not None:
-        result["files"]["csv"] = write_table(result, Path(out))
         write_results(result, Path(out) / "panel.json", console)
     return result
 
 
 def _measure(
-    mine: LoadedModel,
-    its: LoadedModel,
-    rows: dict[str, list[Row]],
-    marks: list[str],
-    kept: Path | None,
-    length: int,
-    progress: bool,
+    mine: LoadedModel, its: LoadedModel, rows: dict[str, list[Row]], kept: Path | None, length: int, progress: bool
 ) -> dict[str, Any]:
     """By kind the summary of its rows; a kind that `kept` holds of the same models and texts is not run again."""
     trained = getattr(its.model.config, "max_position_embeddings", None)
     spans = [(0, length // 16), (length // 2, length)]
+    models = [] if kept is None else [task_cache.model_fingerprint(opened) for opened in (mine, its)]
+    versions = [__version__, torch.__version__, transformers.__version__]
     found: dict[str, Any] = {}
-    total = sum(len(row.token_ids) for own in rows.values() for row in own)
     with progress_bar("tokens", progress) as bar:
-        task = bar.add_task("panel", total=total)
+        task = bar.add_task("panel", total=sum(len(row.token_ids) for own in rows.values() for row in own))
         for kind, own in rows.items():
             bar.update(task, description=kind)
-            identity = {"models": marks, "rows": [row.token_ids.tolist() for row in own], "spans": spans}
-            identity |= {"documents": [row.document.tolist() for row in own], "retrofox": __version__}
-            identity |= {"torch": torch.__version__, "transformers": transformers.__version__}
+            texts = [[row.token_ids.tolist(), row.document.tolist()] for row in own]
+            identity = {"models": models, "versions": versions, "spans": spans, "texts": task_cache.digest(texts)}
             identity = {"sha256": task_cache.digest(identity)}
             entry = task_cache.read(kept, kind, identity)
             if entry is None:
-                differences = []
-                for row in own:
-                    differences.append(token_differences(mine.model, its.model, row.token_ids))
-                    bar.advance(task, len(row.token_ids))
+                differences = [token_differences(mine.model, its.model, row.token_ids) for row in own]
                 entry = {"summary": summarise_rows(own, differences, spans, trained)}
                 task_cache.write(kept, kind, identity, entry)
-            else:
-                bar.advance(task, sum(len(row.token_ids) for row in own))
+            bar.advance(task, sum(len(row.token_ids) for row in own))
             found[kind] = entry["summary"]
     return found

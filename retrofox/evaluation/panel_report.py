@@ -1,17 +1,14 @@
-"""What `retrofox panel` prints and writes: a row for each kind of text, and the worst row as headline."""
+"""What `retrofox panel` prints: a row for each kind of text, and the worst row as headline."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from retrofox.support.plots import save_csv, tokens_label
-
-COLUMNS = ("kind", "sample", "units", "from", "to", "tokens", "loss", "base", "difference", "low", "high", "kl")
+from retrofox.support.plots import tokens_label
 
 
 def worst_row(kinds: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,18 +89,3 @@ def signed(value: Mapping[str, Any]) -> str:
     if value["interval"] is None:
         return f"{value['mean']:+.3f}"
     return "{:+.3f} ({:+.3f} to {:+.3f})".format(value["mean"], *value["interval"])
-
-
-def write_table(result: dict[str, Any], out: Path) -> str:
-    """Writes panel.csv; returns its path."""
-    rows = [
-        [
-            *(kind, found["sample"], found["units"], span["from"], span["to"], span["tokens"]),
-            *(span[name]["mean"] for name in ("loss", "base", "difference")),
-            *(span["difference"]["interval"] or (None, None)),
-            found["kl"]["mean"],
-        ]
-        for kind, found in result["kinds"].items()
-        for span in found["spans"]
-    ]
-    return save_csv(out / "panel.csv", COLUMNS, rows)

@@ -7,7 +7,7 @@ ICLR 2025, section 4): a model that does keeps falling; one that breaks beyond i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,20 +29,6 @@ def window_losses(
     """L(i) of every window, in the order given; each (T_w - 1,) float32. Errors are those of `score_tokens`."""
     texts = [Scored(w.token_ids, np.arange(1, len(w.token_ids)), w.name or "a document") for w in windows]
     return [loss for loss, _ in score_tokens(model, texts, batch, advance)]
-
-
-def mean_losses(
-    losses: Mapping[str, Sequence[np.ndarray]], windows: Sequence[Window]
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """(windows behind each position 1 .. T - 1, by line the mean L(i) at each of them)."""
-    longest = max(len(window.token_ids) for window in windows)
-    count = np.zeros(longest - 1, np.int64)
-    sums = {key: np.zeros(longest - 1) for key in losses}
-    for w, window in enumerate(windows):
-        count[: len(window.token_ids) - 1] += 1
-        for key in losses:
-            sums[key][: len(losses[key][w])] += losses[key][w]
-    return count, {key: values / count for key, values in sums.items()}
 
 
 def bucket_edges(length: int, reach: int | None = None) -> list[int]:

@@ -41,46 +41,36 @@ class Suite:
     tasks: tuple[str, ...] = ()
 
 
-SUITES = {
-    "quick": Suite(
-        length=32768,
-        lengths=(1024, 4096, 8192, 16384, 32768),
-        needles=(Needles("easy", 5, 10), Needles("standard", 5, 4)),
-        documents=8,
-        heads_length=32768,
-        heads_documents=2,
-        panel_tokens=131072,
-        chat=64,
-    ),
-    "long": Suite(
-        length=65536,
-        lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
-        needles=(
-            Needles("easy", 5, 20),
-            Needles("standard", 5, 10),
-        ),
-        documents=16,
-        heads_length=65536,
-        heads_documents=4,
-        panel_tokens=131072,
-        chat=208,
-        tasks=("ruler",),
-    ),
-    "full": Suite(
-        length=65536,
-        lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
-        needles=(
-            Needles("easy", 5, 40),
-            Needles("standard", 5, 40),
-        ),
-        documents=64,
-        heads_length=131072,
-        heads_documents=8,
-        panel_tokens=131072,
-        chat=208,
-        tasks=("short", "ruler"),
-    ),
-}
+_QUICK = Suite(
+    length=32768,
+    lengths=(1024, 4096, 8192, 16384, 32768),
+    needles=(Needles("easy", 5, 10), Needles("standard", 5, 4)),
+    documents=8,
+    heads_length=32768,
+    heads_documents=2,
+    panel_tokens=131072,
+    chat=64,
+)
+_LONG = Suite(
+    length=65536,
+    lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    needles=(Needles("easy", 5, 20), Needles("standard", 5, 10)),
+    documents=16,
+    heads_length=65536,
+    heads_documents=4,
+    panel_tokens=131072,
+    chat=208,
+    tasks=("ruler",),
+)
+_FULL = replace(
+    _LONG,
+    needles=(Needles("easy", 5, 40), Needles("standard", 5, 40)),
+    documents=64,
+    heads_length=131072,
+    heads_documents=8,
+    tasks=("short", "ruler"),
+)
+SUITES = {"quick": _QUICK, "long": _LONG, "full": _FULL}
 QUICK_ON_CPU = Suite(
     length=2048,
     lengths=(512, 1024, 2048),

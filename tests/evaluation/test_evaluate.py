@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
-import random
 import shutil
 import sys
 from pathlib import Path
@@ -19,8 +17,8 @@ from rich.console import Console
 from tokenizers import Tokenizer, trainers
 from transformers import PreTrainedTokenizerFast
 
-import retrofox
-from retrofox.data.windows import Window, choose_windows
+from retrofox.anatomy import attention_mode
+from retrofox.data.windows import Window
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.gates import inspect
 from retrofox.evaluation.loss_report import print_table, verdicts
@@ -34,29 +32,6 @@ def tokenizer(pico_tokenizer):
     return pico_tokenizer
 
 
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory) -> list[str]:
-    folder, draw = tmp_path_factory.mktemp("documents"), random.Random(0)
-    paths = []
-    for number, words in enumerate((60, 90, 25)):
-        text = " ".join(draw.choice(["the", "fox", "forgets", "a", "gate", "often"]) for _ in range(words))
-        path = folder / f"{number}.txt"
-        path.write_text(text, encoding="utf-8")
-        paths.append(str(path))
-    return paths
-
-
-@pytest.fixture(scope="module")
-def on_disk(pico_llama, pico_fox, tokenizer, tmp_path_factory) -> tuple[str, str]:
-    """(base, converted) directories; the conversion is exact: RoPE kept, gates open."""
-    folder = tmp_path_factory.mktemp("models")
-    exact = pico_fox(stirred=False, rope="keep", init="open", sink_tokens=0)
-    for name, model in (("base", pico_llama()), ("fox", exact)):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    return str(folder / "base"), str(folder / "fox")
-
-
 def tokens_of(tokenizer, path: str) -> list[int]:
     """A document's tokens as training sees them."""
     return [*tokenizer(Path(path).read_text())["input_ids"], tokenizer.eos_token_id]
@@ -66,6 +41,12 @@ def whole_losses(model, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits.float()
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+def printed(result, width: int) -> str:
+    console = Console(width=width, file=io.StringIO())
+    print_table(result, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_bucket_edges_are_standard_from_4k_and_scaled_below():
@@ -80,28 +61,25 @@ def test_bucket_edges_are_standard_from_4k_and_scaled_below():
     assert bucket_edges(4096, reach=1000) == [0, 512, 1000]
 
 
-def test_documents_shorter_than_the_length_give_the_positions_they_have(pico_llama, tokenizer, documents, capsys):
-    result = evaluate(pico_llama(), None, documents, 4096, tokenizer=tokenizer, progress=False)
+def test_documents_shorter_than_the_length_give_the_positions_they_have(pico_llama, measure, capsys):
+    result = measure(pico_llama(), length=4096)
     assert result["buckets"][-1]["to"] == result["longest"] < 4096
-    assert result["buckets"][-1]["documents"] < result["buckets"][0]["documents"] + 1
+    assert result["buckets"][0]["documents"] == 3
     assert sum(row["tokens"] for row in result["buckets"]) == result["tokens"] - 3
     assert "no document reaches 4096 tokens" in capsys.readouterr().out
 
 
-def test_a_length_that_no_document_has_is_said_before_anything_is_read(pico_llama, tokenizer, documents, capsys):
-    found = evaluate(pico_llama(), None, documents, 99_999_999, tokenizer=tokenizer, controls=False)
+def test_a_length_that_no_document_has_is_said_before_anything_is_read(pico_llama, measure, capsys):
+    found = measure(pico_llama(), length=99_999_999, controls=False, progress=True)
     assert f"3 windows of up to {found['longest']} tokens: none has 99,999,999\n" in capsys.readouterr().err
 
 
-def test_bucket_statistics_take_documents_as_the_sample():
+def test_losses_are_summed_by_document_and_bucket():
     windows = [Window(0, np.arange(5)), Window(0, np.arange(3)), Window(1, np.arange(5))]
     losses = [np.array([1.0, 2, 3, 4]), np.array([3.0, 5]), np.array([5.0, 5, 5, 5])]
     sums = PositionSums(losses, windows, [0, 3, 5])
-    low, high = sums.statistics()
     assert sums.counts.tolist() == [[4, 2], [2, 2]]
-    assert (low["mean"], high["mean"]) == (pytest.approx(21 / 6), pytest.approx(17 / 4))
-    residual = [11 - 4 * 21 / 6, 10 - 2 * 21 / 6]
-    assert low["standard_error"] == pytest.approx(math.sqrt(2 / 1 * sum(r * r for r in residual)) / 6)
+    assert sums.sums.tolist() == [[11, 7], [10, 10]]
 
 
 def test_a_paired_difference_has_no_error_where_the_models_differ_by_a_constant():
@@ -122,10 +100,10 @@ def test_slope_is_within_documents():
 
 
 def test_evaluate_reports_every_line_and_writes_every_file(
-    pico_llama, pico_fox, tokenizer, documents, tmp_path, capsys
+    pico_llama, pico_fox, tokenizer, measure, documents, tmp_path, capsys
 ):
     fox, base = pico_fox(), pico_llama()
-    result = evaluate(fox, base, documents, 128, tmp_path / "out", tokenizer=tokenizer, batch=2, progress=False)
+    result = measure(fox, base, length=128, out=tmp_path / "out", batch=2)
     assert [line["key"] for line in result["lines"]] == ["model", "open", "shuffled", "base"]
     assert result["documents"] == 3
     losses = {key: [] for key in ("model", "base")}
@@ -151,91 +129,70 @@ def test_evaluate_reports_every_line_and_writes_every_file(
     assert Path(result["files"]["png"]).read_bytes().startswith(b"\x89PNG")
     assert "<svg" in Path(result["files"]["svg"]).read_text()
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        "eval.json", "buckets.csv", "per_token_loss.csv", "per_token_loss.png", "per_token_loss.svg",
+        "eval.json", "per_token_loss.csv", "per_token_loss.png", "per_token_loss.svg",
     }  # fmt: skip
     printed = capsys.readouterr().out
     assert "gates forced open" in printed
     assert "forcing the gates open changes the loss by" in printed
 
 
-def test_controls_are_the_surgery_modes(pico_fox, tokenizer, documents):
+def test_controls_are_the_surgery_modes(pico_fox, tokenizer, measure, documents):
     fox = pico_fox()
-    result = evaluate(fox, None, documents[:1], 128, tokenizer=tokenizer, progress=False)
-    means = {line["key"]: line["mean"] for line in result["lines"]}
-    assert abs(means["open"] - means["model"]) > 1e-4
+    means = {line["key"]: line["mean"] for line in measure(fox, data=documents[0], length=128)["lines"]}
     assert abs(means["shuffled"] - means["model"]) > 1e-4
     ids = torch.tensor([tokens_of(tokenizer, documents[0])[:128]])
-    with retrofox.anatomy.attention_mode(fox, "open"):
+    with attention_mode(fox, "open"):
         assert means["open"] == pytest.approx(whole_losses(fox, ids).mean().item(), abs=1e-5)
-    without = evaluate(fox, None, documents[:1], 128, tokenizer=tokenizer, controls=False, progress=False)
-    assert [line["key"] for line in without["lines"]] == ["model"]
+    assert abs(means["open"] - means["model"]) > 1e-4
+    assert [line["key"] for line in measure(fox, controls=False)["lines"]] == ["model"]
 
 
-def test_gates_that_do_nothing_are_said_to_do_nothing(pico_fox, tokenizer, documents):
-    idle = evaluate(pico_fox(stirred=False, init="open"), None, documents, 128, tokenizer=tokenizer, progress=False)
+def test_gates_that_do_nothing_are_said_to_do_nothing(pico_fox, measure):
+    idle = measure(pico_fox(stirred=False, init="open"))
     assert all("no clear difference" in sentence for sentence in verdicts(idle))
-    for change, interval, word in (
+
+
+@pytest.mark.parametrize(
+    ("change", "interval", "word"),
+    [
         (0.3, [0.2, 0.4], "gating helps"),
         (-0.3, [-0.4, -0.2], "gating hurts"),
         (0.3, [-0.1, 0.7], "no clear"),
         (5e-5, [4e-5, 6e-5], "no clear"),  # less than anybody would call a change
         (0.3, None, "gating makes no clear difference, since one document gives no interval, on this text"),
-    ):
-        difference = {"mean": change, "standard_error": None, "interval": interval}
-        row = {"from": 0, "to": 128, "tokens": 5, "difference": {"open-model": difference}}
-        [sentence] = verdicts({"lines": [{"key": "open", "difference": difference}], "buckets": [row]})
-        assert word in sentence
+    ],
+)
+def test_a_change_is_named_as_its_interval_allows(change, interval, word):
+    difference = {"mean": change, "standard_error": None, "interval": interval}
+    row = {"from": 0, "to": 128, "tokens": 5, "difference": {"open-model": difference}}
+    [sentence] = verdicts({"lines": [{"key": "open", "difference": difference}], "buckets": [row]})
+    assert word in sentence
 
 
-def test_several_bases_share_one_table(pico_llama, tokenizer, documents, capsys):
-    result = evaluate(
-        pico_llama(),
-        [pico_llama(initializer_range=0.2), pico_llama(initializer_range=0.1)],
-        documents,
-        64,
-        tokenizer=tokenizer,
-        progress=False,
-    )
+def test_several_bases_share_one_table(pico_llama, measure):
+    result = measure(pico_llama(), [pico_llama(initializer_range=0.2), pico_llama(initializer_range=0.1)])
     assert [line["key"] for line in result["lines"]] == ["model", "base", "base2"]
     assert len({line["label"] for line in result["lines"]}) == 3
     assert set(result["buckets"][0]["difference"]) == {"model-base", "base2-base"}
 
 
-def test_a_difference_is_named_after_both_models(on_disk, documents, tmp_path):
+def test_a_difference_is_named_after_both_models(on_disk, measure, tmp_path):
     for name in ("original", "base"):  # where an adapt stage leaves the original, and what it was
         (tmp_path / name).symlink_to(on_disk[0])
-    others = [str(tmp_path / "original"), str(tmp_path / "base")]
-    result = evaluate(on_disk[1], others, documents, 64, controls=False, progress=False)
-    console = Console(width=200, file=io.StringIO())
-    print_table(result, console)
-    assert "base - original" in console.file.getvalue()  # type: ignore[attr-defined]
+    result = measure(on_disk[1], [str(tmp_path / "original"), str(tmp_path / "base")], controls=False)
+    assert "base - original" in printed(result, 200)
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_no_number_is_cut_off_on_a_narrow_terminal(pico_fox, pico_llama, tokenizer, documents, width):
-    bases = [pico_llama(), pico_llama(initializer_range=0.2)]
-    result = evaluate(pico_fox(), bases, documents, 128, tokenizer=tokenizer, progress=False)
-    console = Console(width=width, file=io.StringIO())
-    print_table(result, console)
-    printed = console.file.getvalue()  # type: ignore[attr-defined]
-    lines = [line for line in printed.splitlines() if line.startswith(("│", "├"))]
+def test_no_number_is_cut_off_on_a_narrow_terminal(pico_fox, pico_llama, measure, width):
+    result = measure(pico_fox(), [pico_llama(), pico_llama(initializer_range=0.2)], length=128)
+    shown = printed(result, width)
+    lines = [line for line in shown.splitlines() if line.startswith(("│", "├"))]
     assert all("…" not in line and len(line) <= width for line in lines)
     for row in result["buckets"]:
-        assert all(f"{loss['mean']:.4f}" in printed for loss in row["loss"].values())
-        assert all(f"{row['difference'][name]['mean']:+.4f}" in printed for name in ("model-base", "base2-base"))
-    assert sum("├" in line for line in lines) == printed.count("tokens ┃")  # tables
-
-
-def test_windows_and_lengths_are_chosen_as_asked(tokenizer, documents):
-    sizes = [len(tokens_of(tokenizer, path)) for path in documents]
-    first = choose_windows(documents, tokenizer, 50)
-    assert [len(w.token_ids) for w in first] == [min(50, n) for n in sizes]
-    every = choose_windows(documents, tokenizer, 50, windows=None)
-    assert sum(len(w.token_ids) for w in every) >= sum(sizes) - 3  # less windows of a single token
-    assert [w.document for w in every] == sorted(w.document for w in every)
-    longest = max(sizes)
-    assert len(choose_windows(documents, tokenizer, 10_000, min_tokens=longest)) == 1
-    assert len(choose_windows(documents, tokenizer, 50, max_documents=2)) == 2
+        assert all(f"{loss['mean']:.4f}" in shown for loss in row["loss"].values())
+        assert all(f"{row['difference'][name]['mean']:+.4f}" in shown for name in ("model-base", "base2-base"))
+    assert sum("├" in line for line in lines) == shown.count("tokens ┃")  # tables
 
 
 def test_windows_of_the_command_line_are_the_windows_read(run, on_disk, tokenizer, documents, tmp_path):
@@ -253,16 +210,18 @@ def test_windows_of_the_command_line_are_the_windows_read(run, on_disk, tokenize
     assert min(sizes) > 40  # else every number of windows would give the same
 
 
-def test_documents_under_min_tokens_are_left_out_by_the_command_line(run, on_disk, tokenizer, documents, tmp_path):
-    sizes, base = {path: len(tokens_of(tokenizer, path)) for path in documents}, on_disk[0]
-    shortest, *others = sorted(sizes.values())
-    for least, expected in ((shortest, [shortest, *others]), (shortest + 1, others)):
-        out = tmp_path / str(least)
-        words = ["--length", 1000, "--min-tokens", least, "--out", out]
-        assert run("eval", base, "--data", *documents, *words)[0] == 0
+def test_documents_are_chosen_by_number_and_length(run, on_disk, tokenizer, documents, tmp_path):
+    sizes, base = [len(tokens_of(tokenizer, path)) for path in documents], on_disk[0]
+    shortest, *others = sorted(sizes)
+    for name, value, expected in (
+        ("--min-tokens", shortest, sizes),
+        ("--min-tokens", shortest + 1, others),
+        ("--max-documents", 2, sizes[:2]),
+    ):
+        out = tmp_path / f"{name}{value}"
+        assert run("eval", base, "--data", *documents, "--length", 1000, name, value, "--out", out)[0] == 0
         written = json.loads((out / "eval.json").read_text())
         assert (written["documents"], written["tokens"]) == (len(expected), sum(expected))
-        assert written["buckets"][0]["documents"] == len(expected)
     code, _, err = run("eval", base, "--data", *documents, "--length", 5000, "--min-tokens", 4999)
     assert (code, "tokens or more in" in err) == (2, True)
 
@@ -277,98 +236,80 @@ def test_one_file_may_be_given_by_itself(pico_fox, tokenizer, documents):
         assert needle(model, data=data, lengths=[256], depths=1, trials=1, **options)["data"] == documents[:1]
 
 
-def test_models_on_disk_open_through_their_own_loaders(on_disk, documents):
+def test_models_on_disk_open_through_their_own_loaders(on_disk, measure):
     base, fox = on_disk
-    result = evaluate(fox, base, documents, 64, progress=False)
+    result = measure(fox, base)
     assert [line["label"] for line in result["lines"]] == ["fox", "gates forced open", "gates shuffled", "base"]
     assert result["lines"][0]["difference"]["mean"] == pytest.approx(0, abs=1e-6)
 
 
-def test_models_of_training_runs_are_called_after_their_runs(on_disk, documents, tmp_path):
-    for run, source in zip(("partial", "control"), on_disk[::-1], strict=True):
-        (tmp_path / run).mkdir()
-        (tmp_path / run / "model").symlink_to(source)
-    result = evaluate(
-        str(tmp_path / "partial/model/"),
-        str(tmp_path / "control/model"),
-        documents[:1],
-        64,
-        controls=False,
-        progress=False,
-    )
-    assert [line["label"] for line in result["lines"]] == ["partial", "control"]
+def test_models_of_training_runs_are_called_after_their_runs(on_disk, tokenizer, tmp_path, monkeypatch):
+    shutil.copytree(on_disk[1], tmp_path / "run7" / "model")
+    for folder, source in ((tmp_path, "run7/model/"), (tmp_path / "run7", "model"), (tmp_path / "run7/model", ".")):
+        monkeypatch.chdir(folder)
+        assert open_model(source, tokenizer=tokenizer).name == "run7"
 
 
 def test_names_with_brackets_and_colons_are_printed_whole(on_disk, documents, tmp_path, run):
     model, out, name = tmp_path / "run[lora]:x:", tmp_path / "of[" / "b]", "run[lora]:x:"
     model.symlink_to(on_disk[1])
     short = ["--lengths", 320, "--depths", 1, "--trials", 1]
-    for command, options, files in (("eval", ["--no-controls"], 5), ("inspect", [], 4), ("needle", short, 7)):
-        code, printed, _ = run(command, model, "--data", documents[0], "--out", out, *options)
-        assert (code, printed.count(name), printed.count("of[/b]/")) == (0, 1, files)
+    for command, options, files in (("eval", ["--no-controls"], 4), ("inspect", [], 4), ("needle", short, 6)):
+        code, shown, _ = run(command, model, "--data", documents[0], "--out", out, *options)
+        assert (code, shown.count(name), shown.count("of[/b]/")) == (0, 1, files)
     code, _, err = run("eval", "no[red]:x:", "--data", documents[0])
     assert code == 2
     assert "no[red]:x:" in err
 
 
-def test_refusals_say_what_was_given_and_what_to_do(pico_llama, tokenizer, documents, tmp_path, monkeypatch):
-    model = pico_llama()
-    empty = tmp_path / "empty.txt"
+def test_refusals_say_what_was_given_and_what_to_do(pico_llama, measure, tmp_path, monkeypatch):
+    model, empty = pico_llama(), tmp_path / "empty.txt"
     empty.write_text("\n")
+    for options, message in (
+        ({"data": []}, "nothing to evaluate on"),
+        ({"data": [str(empty)]}, "no text of"),
+        ({"length": 4096, "min_tokens": 4096}, r"tokens or more in .*the longest document has"),
+        ({"length": 1}, "length must be at least 2"),
+        ({"length": 10**30}, "length must be at least 2"),
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"limit": 3}, "name tasks, or drop them"),
+        ({"task_batch": 4}, "name tasks, or drop them"),
+        ({"task_cache_folder": "tasks"}, "name tasks, or drop them"),
+        ({"out": empty / "results"}, r"empty\.txt is a file; name a directory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure(model, **options)
     with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
-        evaluate(model, None, ["nowhere.txt"], tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="nothing to evaluate on"):
-        evaluate(model, None, [], tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="no text of"):
-        evaluate(model, None, [str(empty)], tokenizer=tokenizer, progress=False)
-    with pytest.raises(ValueError, match=r"tokens or more in .*the longest document has"):
-        evaluate(model, None, documents, 4096, min_tokens=4096, tokenizer=tokenizer, progress=False)
-    for length in (1, 10**30):
-        with pytest.raises(ValueError, match="length must be at least 2"):
-            evaluate(model, None, documents, length, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="vocabulary of 100"):
-        evaluate(pico_llama(vocab_size=100), None, documents, 64, tokenizer=tokenizer, progress=False)
-    given: list[dict] = [{"limit": 3}, {"task_batch": 4}, {"task_cache_folder": "tasks"}]
-    for options in given:
-        with pytest.raises(ValueError, match="name tasks, or drop them"):
-            evaluate(model, None, documents, tokenizer=tokenizer, **options)
-    with pytest.raises(ValueError, match=r"empty\.txt is a file; name a directory"):
-        evaluate(model, None, documents, out=empty / "results", tokenizer=tokenizer)
+        measure(model, data=["nowhere.txt"])
+    with pytest.raises(FileNotFoundError, match="/no/such/model"):
+        measure("/no/such/model")
     # the superuser may write anywhere
     monkeypatch.setattr("retrofox.support.report.why_unwritable", lambda place: "no" if place == tmp_path else None)
     with pytest.raises(ValueError, match=r"results can't go to .*sub/out: .* can't be written to"):
-        evaluate(model, None, documents, out=tmp_path / "sub" / "out", tokenizer=tokenizer)
-    with pytest.raises(FileNotFoundError, match="/no/such/model"):
-        evaluate("/no/such/model", None, documents)
+        measure(model, out=tmp_path / "sub" / "out")
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_base_with_another_tokenizer_is_refused(pico_llama, tokenizer, documents, tmp_path):
-    for name in ("model", "base"):
-        pico_llama().save_pretrained(tmp_path / name)
-    tokenizer.save_pretrained(tmp_path / "model")
+def test_a_base_with_another_tokenizer_is_refused(pico_llama, tokenizer, measure, tmp_path):
+    pico_llama().save_pretrained(tmp_path)
     other = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     other.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 3, trainers.BpeTrainer(vocab_size=270))
-    PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path / "base")
+    PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="tokenizer mismatch"):
-        evaluate(str(tmp_path / "model"), str(tmp_path / "base"), documents, 64, progress=False)
+        measure(pico_llama(), str(tmp_path))
 
 
-def test_a_loss_that_is_no_number_is_told_before_anything_is_written(pico_llama, tokenizer, documents, tmp_path):
-    model = pico_llama()
+def test_a_failed_run_leaves_earlier_results_alone(pico_llama, measure, tmp_path):
+    out, broken = tmp_path / "out", pico_llama()
     with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = float("nan")
+        broken.model.embed_tokens.weight[:, 0] = float("nan")
     with pytest.raises(ValueError, match=r"the loss at position 1 of .* is nan in float32: the weights are damaged"):
-        evaluate(model, None, documents, 64, tmp_path / "out", tokenizer=tokenizer, progress=False)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_failed_run_leaves_earlier_results_alone(pico_llama, tokenizer, documents, tmp_path):
-    out = tmp_path / "out"
-    evaluate(pico_llama(), None, documents, 64, out, tokenizer=tokenizer, progress=False)
+        measure(broken, out=out)
+    assert not out.exists()
+    measure(pico_llama(), out=out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(ValueError, match="vocabulary"):
-        evaluate(pico_llama(), pico_llama(vocab_size=60), documents, 64, out, tokenizer=tokenizer, progress=False)
+    with pytest.raises(ValueError, match="vocabulary of 60"):
+        measure(pico_llama(), pico_llama(vocab_size=60), out=out)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
@@ -376,13 +317,6 @@ def test_tasks_without_lm_eval_name_the_remedy(pico_llama, tokenizer, monkeypatc
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ValueError, match=r"\.\[eval\]"):
         evaluate(pico_llama(), tasks=["lambada"], tokenizer=tokenizer)
-
-
-def test_models_are_named_after_their_run_from_within_it_too(on_disk, tokenizer, tmp_path, monkeypatch):
-    shutil.copytree(on_disk[1], tmp_path / "run7" / "model")
-    for folder, source in ((tmp_path, "run7/model/"), (tmp_path / "run7", "model"), (tmp_path / "run7/model", ".")):
-        monkeypatch.chdir(folder)
-        assert open_model(source, tokenizer=tokenizer).name == "run7"
 
 
 def test_opening_a_converted_directory_asks_no_question(tokenizer, on_disk, monkeypatch):

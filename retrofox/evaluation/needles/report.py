@@ -19,7 +19,6 @@ from retrofox.evaluation.statistics import wilson_interval
 from retrofox.support.plots import COLOURS, LINES, STYLE, needle_figure, save_csv, save_figure, tokens_label
 
 ANSWER_COLUMNS = (*("model", "mode", "length", "depth", "city", "needle", "found", "log_probability", "answer"),)
-LENGTH_COLUMNS = ("model", "mode", "length", "prompts", "found", "low", "high", "log_probability", "error")
 
 
 def by_length(answers: Sequence[dict[str, Any]], lengths: Sequence[int]) -> list[dict[str, Any]]:
@@ -74,10 +73,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
 def write_files(result: dict[str, Any], folder: Path) -> dict[str, str]:
     """Writes the tables and figures, each whole or not at all; returns their paths."""
     rows = [[answer[column] for column in ANSWER_COLUMNS] for answer in result["answers"]]
-    files = {
-        "csv": save_csv(folder / "needle.csv", ANSWER_COLUMNS, rows),
-        "lengths_csv": save_csv(folder / "needle_lengths.csv", LENGTH_COLUMNS, _length_rows(result)),
-    }
+    files = {"csv": save_csv(folder / "needle.csv", ANSWER_COLUMNS, rows)}
     files["png"], files["svg"] = save_figure(length_figure(result), folder / "needle")
     for name, values in result["models"].items():
         for mode in result["modes"]:
@@ -135,15 +131,3 @@ def length_figure(result: dict[str, Any]) -> Figure:
         title = "Needles found; bars: 95 % Wilson intervals"
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     return figure
-
-
-def _length_rows(result: dict[str, Any]) -> list[list[Any]]:
-    return [
-        [
-            *(name, mode, row["length"], row["prompts"], row["found"], *row["interval"]),
-            *(row["log_probability"], row["log_probability_error"]),
-        ]
-        for name, values in result["models"].items()
-        for mode, own in values["modes"].items()
-        for row in own["by_length"]
-    ]
