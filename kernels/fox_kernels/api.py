@@ -6,16 +6,15 @@ import sys
 import torch
 
 from . import chunked, chunked_operator, reference
+from .arguments import check, check_cache, check_gates, under_autocast
 from .host.device import capability, triton_unsupported
-from .host.tracing import TENSORS, under_transform
-from .options import Documents, Options
+from .host.tracing import under_transform
+from .options import Documents, Options, given
 from .saved_checkpoints import without_pruning
 
 Tensor = torch.Tensor
 
 BACKENDS = ("auto", "reference", "chunked", "triton", "gluon")
-
-POSITIVE_LOG_F = 1e-3  # allowed: finite differences around an open gate
 
 NUMBER = re.compile(r"(?<!\w)-?\d[\d.e+-]*")  # not the 16 of float16
 _announced: set[tuple[str, str]] = set()
@@ -30,30 +29,17 @@ def gluon_unsupported(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str 
     return unsupported(q, k, v, options)
 
 
-def choose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_f: Tensor,
-    *,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    seq_start: Tensor | None = None,
-    window: int | None = None,
-    sink: int = 0,
-    softcap: float | None = None,
-    horizon: float | None = None,
-    backend: str = "auto",
-) -> tuple[str, str]:
+def choose(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, backend: str = "auto", **options) -> tuple[str, str]:
     """Return (backend, reason): which implementation `forgetting_attention` runs for these arguments, and why.
 
     Backends: "reference" (whole matrix), "chunked" (plain torch, any device that has float64), "triton" (Ampere on),
-    "gluon" (Hopper).
+    "gluon" (Hopper). Options as in `forgetting_attention`.
     Raises ValueError when a backend asked for by name can't run the problem, or is unknown.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-    q, k, v = chunked.under_autocast(q, k, v)  # as the operator does
+    wanted, _ = given(**options)
+    q, k, v = under_autocast(q, k, v)  # as the operator does
     if backend in ("reference", "chunked"):
         return backend, "asked for"
     no_triton = triton_unsupported(q)
@@ -63,25 +49,14 @@ def choose(
         return backend, "asked for"
     if no_triton is not None and backend == "auto":
         return "chunked", no_triton
-    options = Options(1.0 if scale is None else scale, window, sink, softcap, horizon)
-    no_gluon = no_triton or gluon_unsupported(q, k, v, options)
+    wanted = wanted._replace(scale=1.0) if wanted.scale is None else wanted
+    no_gluon = no_triton or gluon_unsupported(q, k, v, wanted)
     if backend == "gluon":
         if no_gluon is not None:
             other = "triton" if no_triton is None else "chunked"
             raise ValueError(f'backend="gluon" can\'t run: {no_gluon}; use backend="auto" or "{other}"')
         return backend, "asked for"
     return ("gluon", "Hopper GPU") if no_gluon is None else ("triton", f"CUDA tensors; not gluon: {no_gluon}")
-
-
-def check_gates(log_f: Tensor) -> None:
-    """Raise ValueError for positive log_f, where its values can be read without a stall: eager mode on a CPU."""
-    if log_f.device.type != "cpu" or type(log_f) not in TENSORS or not log_f.numel():
-        return
-    if torch.compiler.is_compiling() or under_transform():
-        return
-    top = log_f.detach().amax().item()
-    if top > POSITIVE_LOG_F:
-        raise ValueError(f"log_f must be <= 0, the log of a gate in [0, 1], got up to {top:.3g}: apply logsigmoid")
 
 
 def announce(backend: str, reason: str) -> None:
@@ -137,33 +112,26 @@ def forgetting_attention(
     and seq_start are checked on a CPU only: reading them would stall a GPU.
     Source: Lin et al., "Forgetting Transformer", ICLR 2025, arXiv 2503.02130.
     """
-    q, k, v = chunked.under_autocast(q, k, v)
-    given: dict = {
-        "scale": scale, "cu_seqlens": cu_seqlens, "seq_start": seq_start, "window": window, "sink": sink,
-        "softcap": softcap, "horizon": horizon,
-    }  # fmt: skip
-    given["scale"] = chunked.check_arguments(q, k, v, log_f, **given)
+    q, k, v = under_autocast(q, k, v)
+    documents = Documents(cu_seqlens, seq_start)
+    options, _ = given(scale=scale, window=window, sink=sink, softcap=softcap, horizon=horizon)
+    options = check(q, k, v, log_f, options, documents)
     check_gates(log_f)
-    chosen, reason = choose(q, k, v, log_f, backend=backend, **given)
+    chosen, reason = choose(q, k, v, log_f, backend=backend, **options._asdict())
     if not torch.compiler.is_compiling():
         announce(chosen, reason)
         if chosen != "reference" and under_transform():
             raise ValueError(
                 f'backend "{chosen}" can\'t run under torch.func or forward-mode AD; use backend="reference"'
             )
-    if chosen == "reference":
-        return reference.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **given)
-    if chosen == "chunked" and not torch.compiler.is_compiling():
-        return chunked.forgetting_attention(q, k, v, log_f, return_lse=return_lse, **given)
-    options, documents = (
-        Options(given["scale"], window, sink, softcap, horizon),
-        Documents(cu_seqlens, seq_start),
-    )
-    if chosen == "chunked":
-        return chunked_operator.forgetting_attention(q, k, v, log_f, options, documents, return_lse)
-    from . import autograd
+    if chosen in ("triton", "gluon"):
+        from . import autograd
 
-    return autograd.forgetting_attention(q, k, v, log_f, options, documents, chosen, return_lse)
+        return autograd.forgetting_attention(q, k, v, log_f, options, documents, chosen, return_lse)
+    attend = reference.attend
+    if chosen == "chunked":
+        attend = chunked_operator.attend if torch.compiler.is_compiling() else chunked.attend
+    return attend(q, k, v, log_f, options, documents, return_lse)
 
 
 def decodes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -203,27 +171,8 @@ def decode_attention(
     Returns o (B, T, H, D) in q's dtype. Raises ValueError for arguments out of range, where Triton can't run, and where
     a gradient is asked for: there is none.
     """
-    options = Options(scale, window, sink, softcap, horizon)  # pyright: ignore[reportArgumentType]
-    for name, x in (("q", q), ("k", k), ("v", v), ("c_hi", c_hi), ("c_lo", c_lo)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if q.dim() != 4 or k.dim() != 4:
-        raise ValueError(f"q and k must be (batch, tokens, heads, head_dim), got {tuple(q.shape)} and {tuple(k.shape)}")
-    wanted = (q.shape[0], q.shape[2], k.shape[1])
-    if c_hi.shape != wanted or c_lo.shape != wanted:
-        raise ValueError(f"c_hi and c_lo must be (B, H, S) = {wanted}, got {tuple(c_hi.shape)}, {tuple(c_lo.shape)}")
-    if c_lo.device != c_hi.device:
-        raise ValueError(f"c_hi and c_lo must be on one device, got {c_hi.device} and {c_lo.device}")
-    alike = c_hi.dtype == c_lo.dtype == torch.float32 and c_hi.stride() == c_lo.stride()
-    if not alike or (c_hi.stride(2) != 1 and c_hi.shape[2] > 1):
-        raise ValueError(
-            f"c_hi and c_lo must be float32 with the same strides, the last 1; got {c_hi.dtype} {c_hi.stride()}, "
-            f"{c_lo.dtype} {c_lo.stride()}"
-        )
-    scale = chunked.check_arguments(
-        q, k, v, c_hi.transpose(1, 2), cu_seqlens=None, seq_start=seq_start, **options._asdict()
-    )  # fmt: skip
-    options = options._replace(scale=scale)
+    options, _ = given(scale=scale, window=window, sink=sink, softcap=softcap, horizon=horizon)
+    options = check_cache(q, k, v, c_hi, c_lo, options, seq_start)
     reason = triton_unsupported(q)
     if reason is not None:
         raise ValueError(f"decode_attention can't run: {reason}; use forgetting_attention")

@@ -1,7 +1,6 @@
 """Forgetting Attention in plain PyTorch, a chunk of queries at a time.
 
 Memory grows with T, not with T * S: the backward recomputes the probabilities of one chunk from the stored log-sum-exp.
-The file imports only torch and the standard library, so that it can travel beside a model's code as its slow path.
 
 How the decay costs nothing: the queries of a kv head's group are stacked; queries and keys get a few extra channels,
 
@@ -15,141 +14,29 @@ Sink keys have zeros in the decay channels.
 """
 
 import math
-import numbers
-import sys
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-LOG_F_MIN = -1e4  # exp underflows long before; keeps f = 0 (log f = -inf) and its cumulative sum finite
+from .arguments import check, check_backward, has_values, under_autocast, without_autocast
+from .options import LOG_F_MIN, Documents, Options, given
+
 SCORES_PER_CHUNK = 1 << 20  # floats alive per score matrix: 4 MB, so that the passes over it stay in the cache
 
-Tensor = torch.Tensor
 
-
-def check_arguments(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, scale: float | None = None, cu_seqlens: Tensor | None = None,
-    seq_start: Tensor | None = None, window: int | None = None, sink: int = 0, softcap: float | None = None,
-    horizon: float | None = None,
-) -> float:  # fmt: skip
-    """Return the scale to use, or raise ValueError naming the wrong argument, what is allowed and what to do."""
-    given = {"q": q, "k": k, "v": v, "log_f": log_f, "cu_seqlens": cu_seqlens, "seq_start": seq_start}
-    for name, x in given.items():
-        if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v", "log_f")):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x is not None and (x.layout != torch.strided or x.is_nested):
-            kind = "nested" if x.is_nested else x.layout
-            raise ValueError(f"{name} must be a dense tensor, got a {kind} one: pad rows or pack them (cu_seqlens)")
-        if x is not None and name in ("q", "k", "v") and x.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions (batch, tokens, heads, head_dim), got {tuple(x.shape)}")
-    B, T, H, D = q.shape
-    S, Hkv = k.shape[1], k.shape[2]
-    if D == 0:
-        raise ValueError(f"head_dim must be at least 1, got q of {tuple(q.shape)}")
-    if tuple(k.shape) != tuple(v.shape):
-        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
-    if k.shape[0] != B or k.shape[3] != D:
-        raise ValueError(f"k must be (B, S, Hkv, D) with B = {B}, D = {D} as in q, got {tuple(k.shape)}")
-    if Hkv == 0 or H % Hkv:
-        raise ValueError(f"the query heads ({H}) must be a multiple of the key/value heads ({Hkv})")
-    if T > S:
-        raise ValueError(f"queries are the last T of S positions, so T <= S; got T = {T}, S = {S}")
-    if tuple(log_f.shape) != (B, S, H):
-        raise ValueError(
-            f"log_f must be (B, S, H) = {(B, S, H)}, one gate per key position and query head, got {tuple(log_f.shape)}"
-        )
-    if not q.dtype.is_floating_point or q.dtype.itemsize < 2 or k.dtype != q.dtype or v.dtype != q.dtype:
-        dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
-        raise ValueError(f"q, k and v must share one floating dtype of 16 bits or more, got {dtypes}: cast them")
-    if log_f.dtype not in (torch.float32, torch.float64):
-        name = str(log_f.dtype).removeprefix("torch.")
-        raise ValueError(f"log_f must be float32, got {name}: cast the gate logit to float32 before logsigmoid")
-    if not q.device == k.device == v.device == log_f.device:
-        devices = f"{q.device}, {k.device}, {v.device}, {log_f.device}"
-        raise ValueError(f"q, k, v and log_f must be on one device, got {devices}")
-    if q.device.type == "meta":
-        raise ValueError("tensors on the meta device have no values to attend to: FakeTensorMode propagates shapes")
-    if cu_seqlens is not None:
-        _check_cu_seqlens(cu_seqlens, B, S, q.device)
-    if seq_start is not None:
-        _check_seq_start(seq_start, B, S, q.device)
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be an int >= 1 (keys seen, the query's own included) or None, got {window!r}")
-    if isinstance(sink, bool) or not isinstance(sink, int) or sink < 0:
-        raise ValueError(f"sink must be an int >= 0, the number of decay-free first positions, got {sink!r}")
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32  # of the scores
-    held = torch.finfo(dtype)
-    if softcap is not None and not (_is_finite(softcap) and held.tiny <= softcap <= held.max):
-        raise ValueError(f"softcap must be a finite float > 0 that {dtype} holds, or None; got {softcap!r}")
-    if horizon is not None and not (_is_finite(horizon) and horizon > 0):
-        raise ValueError(f"horizon must be a finite float > 0, the nats a key may decay by, or None; got {horizon!r}")
-    if scale is not None and not (_is_finite(scale) and abs(scale) <= held.max):
-        raise ValueError(
-            f"scale must be a finite float that {dtype} holds, or None for head_dim ** -0.5; got {scale!r}"
-        )
-    return D**-0.5 if scale is None else float(scale)
-
-
-def _is_finite(x) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool) and abs(x) <= sys.float_info.max  # pyright: ignore[reportOperatorIssue]
-
-
-def _check_seq_start(seq_start: Tensor, B: int, S: int, device: torch.device) -> None:
-    wanted = f"({B},) int32, the first visible position of each row"
-    readable = _check_positions("seq_start", seq_start, tuple(seq_start.shape) == (B,), wanted, device)
-    if readable and bool(((seq_start < 0) | (seq_start > S)).any()):
-        raise ValueError(f"seq_start must lie between 0 and S = {S}, got {seq_start.tolist()}")
-
-
-def _check_cu_seqlens(cu_seqlens: Tensor, B: int, S: int, device: torch.device) -> None:
-    if B != 1:
-        raise ValueError(f"cu_seqlens packs documents into one row, so the batch must be 1, got {B}: flatten it first")
-    fits = cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 2
-    if not _check_positions("cu_seqlens", cu_seqlens, fits, "(N + 1,) int32 with N >= 1 documents", device):
-        return
-    if cu_seqlens[0] != 0 or cu_seqlens[-1] != S or bool((cu_seqlens.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens must rise from 0 to S = {S}, got {cu_seqlens.tolist()}")
-
-
-def _check_positions(name: str, x: Tensor, fits: bool, wanted: str, device: torch.device) -> bool:
-    """Return whether the values may be read: on a GPU that would stall it, in a compiled graph break it, a FakeTensor
-    has none."""
-    if not fits or x.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)} {x.dtype}")
-    if x.device != device:
-        raise ValueError(f"{name} must be on {device} as q is, got {x.device}")
-    return device.type == "cpu" and has_values(x)
-
-
-def has_values(x: Tensor) -> bool:
-    """Return whether x holds values, so that control flow may depend on them: False for a traced tensor."""
-    return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
-
-
-def within(window: int | None, sink: int, S: int) -> tuple[int | None, int]:
-    """Return window and sink as ints of 32 bits that say the same of S keys."""
-    return None if window is None else min(window, S), min(sink, S)
-
-
-def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v in autocast's dtype where it is on (float64 stays), as torch's own attention would see them."""
-    device = q.device.type if all(isinstance(x, Tensor) for x in (q, k, v)) else "meta"
-    if device == "meta":
-        return q, k, v  # to be refused
-    if not torch.is_autocast_enabled(device) or torch.float64 in (q.dtype, k.dtype, v.dtype):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+def packed_edges(cu_seqlens: Tensor, S: int) -> tuple[Tensor, Tensor]:
+    """Return (S,) int64, twice: where each position's document begins and ends."""
+    bounds = torch.nn.functional.pad(cu_seqlens.to(torch.int64), (0, 1), value=S)
+    document = torch.searchsorted(bounds[1:-1].contiguous(), torch.arange(S, device=bounds.device), right=True)
+    return bounds[document], bounds[document + 1]
 
 
 def document_starts(B: int, S: int, cu_seqlens: Tensor | None, seq_start: Tensor | None, device) -> Tensor:
     """Return (B, S) int64: the first position that a query at each position may see."""
     start = torch.zeros(B, S, dtype=torch.int64, device=device)
     if cu_seqlens is not None:
-        positions = torch.arange(S, device=device)
-        boundaries = cu_seqlens.to(torch.int64)
-        document = torch.searchsorted(boundaries[1:].contiguous(), positions, right=True)
-        start = boundaries[document].expand(B, S)
+        start = packed_edges(cu_seqlens, S)[0].expand(B, S)
     if seq_start is not None:
         start = torch.maximum(start, seq_start.to(torch.int64)[:, None])
     return start
@@ -176,7 +63,8 @@ class _Problem(NamedTuple):
     sink: int
 
 
-def _prepare(q, k, v, log_f, scale, cu_seqlens, seq_start, window, sink, softcap, horizon) -> _Problem:
+def _prepare(q, k, v, log_f, options: Options, documents: Documents) -> _Problem:
+    (scale, window, sink, softcap, horizon), (cu_seqlens, seq_start, *_) = options, documents
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
     G = H // Hkv
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -248,7 +136,6 @@ def _scores(p: _Problem, chunk, lse: Tensor | None) -> tuple[Tensor, Tensor, Ten
     if lse is not None:
         rows[..., D + G + 1] = -lse.view(B, Hkv, G, M)
     rows = rows.flatten(2, 3).flatten(0, 1)
-
     keys = p.keys.view(B, Hkv, S, D + G + 2)
     for a, b in ranges:
         before = slice(a, min(b, i0))
@@ -257,7 +144,6 @@ def _scores(p: _Problem, chunk, lse: Tensor | None) -> tuple[Tensor, Tensor, Ten
         keys[:, :, before, D + G] = p.decays[:, None, before].to(dtype)
     keys[:, :, i0:i1, D : D + G + 1] = 0
     columns = _select(p.keys, ranges)
-
     capped = None
     if p.softcap is None:
         scores = torch.bmm(rows, columns.transpose(1, 2))
@@ -278,8 +164,10 @@ def _scores(p: _Problem, chunk, lse: Tensor | None) -> tuple[Tensor, Tensor, Ten
     return scores, rows, columns, capped
 
 
-def _forward(p: _Problem) -> tuple[Tensor, Tensor]:
-    """Return o (B, Hkv, G, T, D) and lse (B, H, T), both in the computing dtype."""
+@without_autocast
+def forward(q, k, v, log_f, options: Options, documents: Documents) -> tuple[Tensor, Tensor]:
+    """Return o (B, Hkv, G, T, D) and lse (B, H, T), both in the computing dtype; options are checked."""
+    p = _prepare(q, k, v, log_f, options, documents)
     B, Hkv, G, T, D = p.q.shape
     o = torch.empty(B, Hkv, G, T, D, dtype=p.keys.dtype, device=p.q.device)
     lse = torch.empty(B, Hkv, G, T, dtype=p.keys.dtype, device=p.q.device)
@@ -345,53 +233,34 @@ def _add_rows(total: Tensor, ranges: list, left: Tensor, right: Tensor) -> None:
         n += b - a
 
 
-def check_backward(*gradients: Tensor | None) -> None:
-    """Raise ValueError in a backward that is to be differentiated itself, rather than give zero, or that is batched."""
-    if torch.compiler.is_compiling():
-        return
-    if torch.is_grad_enabled():
-        raise ValueError("no second derivative: leave create_graph=True out, or use fox_kernels.reference")
-    batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
-    if any(x is not None and batched(x) for x in gradients):
-        raise ValueError("gradients come one at a time: leave is_grads_batched=True out, or use fox_kernels.reference")
-
-
 class _ForgettingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, log_f, *options):
-        o, lse = _attend(q, k, v, log_f, options)
-        ctx.options = options
+    def forward(ctx, q, k, v, log_f, options, documents):
+        o, lse = forward(q, k, v, log_f, options, documents)
+        ctx.given = options, documents
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, log_f, o, lse)
-        return _outward(o, q), lse.transpose(1, 2).contiguous()
+        return outward(o, q), lse.transpose(1, 2).contiguous()
 
     @staticmethod
     def backward(ctx, do, dlse):
         check_backward(do, dlse)
         q, k, v, log_f, o, lse = ctx.saved_tensors
-        if do is None:
-            do = torch.zeros_like(q)
+        do = torch.zeros_like(q) if do is None else do
         do = do.to(o.dtype).unflatten(2, o.shape[1:3]).permute(0, 2, 3, 1, 4)
         dlse = None if dlse is None else dlse.transpose(1, 2)
-        return *_gradients(do, dlse, q, k, v, log_f, o, lse, ctx.options), *[None] * len(ctx.options)
+        return *backward(do, dlse, q, k, v, log_f, o, lse, *ctx.given), None, None
 
 
-def _attend(q, k, v, log_f, options: tuple) -> tuple[Tensor, Tensor]:
-    """Return what `_forward` does."""
-    with torch.autocast(q.device.type, enabled=False):  # it would take the products from float32
-        return _forward(_prepare(q, k, v, log_f, *options))
+@without_autocast
+def backward(do, dlse, q, k, v, log_f, o, lse, options: Options, documents: Documents):
+    """Return dq, dk, dv, dlog_f in the inputs' shapes and dtypes; do, dlse, o, lse are in those of `forward`."""
+    dq, dk, dv, dc = _backward(_prepare(q, k, v, log_f, options, documents), o, lse, do, dlse)
+    d_log_f = suffix_sum(dc, documents.cu_seqlens).transpose(1, 2).masked_fill(log_f < LOG_F_MIN, 0).to(log_f.dtype)
+    return outward(dq, q), dk.transpose(1, 2).to(q.dtype), dv.transpose(1, 2).to(q.dtype), d_log_f
 
 
-def _gradients(do, dlse, q, k, v, log_f, o, lse, options: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, dlog_f in the inputs' shapes and dtypes; do, dlse, o, lse are in those of `_forward`."""
-    with torch.autocast(q.device.type, enabled=False):
-        dq, dk, dv, dc = _backward(_prepare(q, k, v, log_f, *options), o, lse, do, dlse)
-    d_log_f = suffix_sum(dc, options[1]).transpose(1, 2).masked_fill(log_f < LOG_F_MIN, 0).to(log_f.dtype)
-    dk, dv = (x.transpose(1, 2).to(q.dtype) for x in (dk, dv))
-    return _outward(dq, q), dk, dv, d_log_f
-
-
-def _outward(x: Tensor, like: Tensor) -> Tensor:
+def outward(x: Tensor, like: Tensor) -> Tensor:
     """Return x (B, Hkv, G, T, D) as (B, T, H, D), contiguous, in the dtype of `like`."""
     return x.flatten(1, 2).transpose(1, 2).to(like.dtype).contiguous()
 
@@ -401,41 +270,30 @@ def suffix_sum(dc: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     total = dc.flip(-1).cumsum(-1).flip(-1)
     if cu_seqlens is None:
         return total
-    S = dc.shape[-1]
-    boundaries = cu_seqlens.to(torch.int64)
-    document = torch.searchsorted(boundaries[1:].contiguous(), torch.arange(S, device=dc.device), right=True)
-    ends = torch.cat((boundaries[1:], boundaries.new_full((1,), S)))[document]
+    _, ends = packed_edges(cu_seqlens, dc.shape[-1])
     return total - torch.nn.functional.pad(total, (0, 1))[..., ends]
 
 
 def forgetting_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, scale: float | None = None, cu_seqlens: Tensor | None = None,
-    seq_start: Tensor | None = None, window: int | None = None, sink: int = 0, softcap: float | None = None,
-    horizon: float | None = None, return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Forgetting Attention with memory linear in the tokens, on any device.
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, return_lse: bool = False, **options
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fox_kernels.forgetting_attention` with memory linear in the tokens, on any device; options as there.
 
-        o_i = sum_j softmax_j(scale * q_i.k_j + c_i - c_j) v_j,   c_t = sum_{l <= t} log f_l,   j <= i
-
-    q (B, T, H, D); k, v (B, S, Hkv, D) of one floating dtype; log_f (B, S, H) float32 or float64, natural log, <= 0.
-    Options as in `fox_kernels.forgetting_attention`. Scores, sums and gradients are kept in float32 (float64 for
-    float64). Returns o (B, T, H, D) in q's dtype (autocast's where that is on), and with return_lse also lse (B, T, H),
-    natural log, -inf where a query sees nothing. Raises ValueError for arguments out of range.
-    Source: Lin et al., ICLR 2025, arXiv 2503.02130.
+    Scores, sums and gradients are kept in float32 (float64 for float64).
     """
     q, k, v = under_autocast(q, k, v)
-    scale = check_arguments(
-        q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
-        softcap=softcap, horizon=horizon,
-    )  # fmt: skip
-    window, sink = within(window, sink, k.shape[1])
-    options = (scale, cu_seqlens, seq_start, window, sink, softcap, horizon)
+    wanted, documents = given(**options)
+    return attend(q, k, v, log_f, check(q, k, v, log_f, wanted, documents), documents, return_lse)
+
+
+def attend(q, k, v, log_f, options: Options, documents: Documents, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """`forgetting_attention` for arguments that have been checked."""
     if q.numel() == 0:  # no query: nothing to compute, but every input keeps its (zero) gradient
         o = q + (0 * (k.sum() + v.sum() + log_f.sum())).to(q.dtype)
         lse = log_f[:, : q.shape[1]].to(torch.float64 if q.dtype == torch.float64 else torch.float32)
     elif torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, log_f)):
-        o, lse = _ForgettingAttention.apply(q, k, v, log_f, *options)
+        o, lse = _ForgettingAttention.apply(q, k, v, log_f, options, documents)  # pyright: ignore[reportGeneralTypeIssues]
     else:
-        o, lse = _attend(q, k, v, log_f, options)
-        o, lse = _outward(o, q), lse.transpose(1, 2).contiguous()
+        o, lse = forward(q, k, v, log_f, options, documents)
+        o, lse = outward(o, q), lse.transpose(1, 2).contiguous()
     return (o, lse) if return_lse else o

@@ -10,26 +10,16 @@ import torch
 from torch import Tensor
 
 from . import chunked
-from .options import Documents, Options
+from .options import SCHEMA, Documents, Options
+
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor log_f"
 
 
-@torch.library.custom_op("fox_kernels::chunked", mutates_args=())
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_f: Tensor,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    seq_start: Tensor | None,
-    window: int | None,
-    sink: int,
-    softcap: float | None,
-    horizon: float | None,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("fox_kernels::chunked", mutates_args=(), schema=f"({INPUTS}, {SCHEMA}) -> (Tensor, Tensor)")
+def attention(q, k, v, log_f, cu_seqlens, seq_start, *options):
     if q.numel() == 0:
         return _like_outputs(q, k)
-    return chunked._attend(q, k, v, log_f, (scale, cu_seqlens, seq_start, window, sink, softcap, horizon))
+    return chunked.forward(q, k, v, log_f, Options(*options), Documents(cu_seqlens, seq_start))
 
 
 def _like_outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,61 +34,40 @@ def _(q, k, *_):
     return _like_outputs(q, k)
 
 
-@torch.library.custom_op("fox_kernels::chunked_backward", mutates_args=())
-def attention_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_f: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    seq_start: Tensor | None,
-    window: int | None,
-    sink: int,
-    softcap: float | None,
-    horizon: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "fox_kernels::chunked_backward", mutates_args=(),
+    schema=f"(Tensor do, Tensor? dlse, {INPUTS}, Tensor o, Tensor lse, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def attention_backward(do, dlse, q, k, v, log_f, o, lse, cu_seqlens, seq_start, *options):
     if q.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), log_f.new_zeros(log_f.shape)
-    options = (scale, cu_seqlens, seq_start, window, sink, softcap, horizon)
-    dq, dk, dv, d_log_f = chunked._gradients(do, dlse, q, k, v, log_f, o, lse, options)
+    given = Options(*options), Documents(cu_seqlens, seq_start)
+    dq, dk, dv, d_log_f = chunked.backward(do, dlse, q, k, v, log_f, o, lse, *given)
     return dq, dk.contiguous(), dv.contiguous(), d_log_f.contiguous()
 
 
 @attention_backward.register_fake
 def _(do, dlse, q, k, v, log_f, *_):
-    dq, dk, dv, d_log_f = (x.new_empty(x.shape) for x in (q, k, v, log_f))
-    return dq, dk, dv, d_log_f
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, log_f))
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, log_f, scale, cu_seqlens, seq_start, *options = inputs
+    q, k, v, log_f, cu_seqlens, seq_start, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, log_f, *output, cu_seqlens, seq_start)
-    ctx.scale, ctx.options = scale, options
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, do, dlse):
-    q, k, v, log_f, o, lse, cu_seqlens, seq_start = ctx.saved_tensors
-    do = torch.zeros_like(o) if do is None else do
-    grads = attention_backward(do, dlse, q, k, v, log_f, o, lse, ctx.scale, cu_seqlens, seq_start, *ctx.options)
-    return *grads, *[None] * 7
+    do = torch.zeros_like(ctx.saved_tensors[4]) if do is None else do
+    grads = attention_backward(do, dlse, *ctx.saved_tensors, *ctx.options)
+    return *grads, *[None] * (2 + len(ctx.options))
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def forgetting_attention(
-    q, k, v, log_f, options: Options, documents: Documents, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`chunked.forgetting_attention` for arguments that have been checked, as one operator."""
-    softcap, horizon = (None if x is None else float(x) for x in options[3:])
-    window, sink = chunked.within(options.window, options.sink, k.shape[1])
-    cu_seqlens, seq_start, *_ = documents
-    o, lse = attention(q, k, v, log_f, options.scale, cu_seqlens, seq_start, window, sink, softcap, horizon)
-    o = chunked._outward(o, q)
+def attend(q, k, v, log_f, options: Options, documents: Documents, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """`chunked.attend` as one operator."""
+    o, lse = attention(q, k, v, log_f, *documents[:2], *options)
+    o = chunked.outward(o, q)
     return (o, lse.transpose(1, 2).contiguous()) if return_lse else o

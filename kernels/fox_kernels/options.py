@@ -1,15 +1,14 @@
-"""NamedTuples that the package passes on beside tensors: options, documents, shards, the tensors saved by a forward.
+"""NamedTuples that the package passes on beside tensors: options, documents, shards, the tensors saved by a forward."""
 
-The public functions and the torch operators take the same as single arguments.
-"""
-
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+LOG_F_MIN = -1e4  # exp underflows long before; keeps f = 0 (log f = -inf) and its cumulative sum finite
+
 
 class Options(NamedTuple):
-    """Options of `forgetting_attention`, checked; horizon is in nats."""
+    """Options of `forgetting_attention`, as given or as `arguments.check` returns them; horizon is in nats."""
 
     scale: float
     window: int | None = None
@@ -32,6 +31,11 @@ class Documents(NamedTuple):
     first_seen: Tensor | None = None
 
 
+SCHEMA = (
+    "Tensor? cu_seqlens, Tensor? seq_start, float scale, SymInt? window, SymInt sink, float? softcap, float? horizon"
+)
+"""Documents' first two fields and all of Options, as torch's operators take them."""
+
 ONE_DOCUMENT = Documents()  # from position 0 on, in every sequence
 
 
@@ -48,6 +52,11 @@ class Shard(NamedTuple):
 
 
 ALL_KEYS = Shard()
+
+
+def given(*, scale: Any = None, cu_seqlens: Any = None, seq_start: Any = None, **options) -> tuple[Options, Documents]:
+    """Return the options of `forgetting_attention`, unchecked; raises TypeError for one that it doesn't take."""
+    return Options(scale, **options), Documents(cu_seqlens, seq_start)
 
 
 class Saved(NamedTuple):

@@ -26,25 +26,15 @@ import math
 
 import torch
 
-from .chunked import check_arguments, cumulative, document_starts, under_autocast, within
+from .arguments import check, under_autocast
+from .chunked import cumulative, document_starts
+from .options import Documents, Options, given
 
 Tensor = torch.Tensor
 
 
 def forgetting_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_f: Tensor,
-    *,
-    scale: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    seq_start: Tensor | None = None,
-    window: int | None = None,
-    sink: int = 0,
-    softcap: float | None = None,
-    horizon: float | None = None,
-    return_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, *, return_lse: bool = False, **options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Forgetting Attention by its definition, the whole score matrix at once; differentiable twice, any floating dtype.
 
@@ -53,19 +43,23 @@ def forgetting_attention(
     float32 (float64 for float64). Raises ValueError for shapes, dtypes or options out of range.
     """
     q, k, v = under_autocast(q, k, v)
-    scale = check_arguments(
-        q, k, v, log_f, scale=scale, cu_seqlens=cu_seqlens, seq_start=seq_start, window=window, sink=sink,
-        softcap=softcap, horizon=horizon,
-    )  # fmt: skip
+    wanted, documents = given(**options)
+    return attend(q, k, v, log_f, check(q, k, v, log_f, wanted, documents), documents, return_lse)
+
+
+def attend(q, k, v, log_f, options: Options, documents: Documents, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """`forgetting_attention` for arguments that have been checked."""
+    scale, window, sink, softcap, horizon = options
     (B, T, H, _), (S, Hkv) = q.shape, k.shape[1:3]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    window, sink = within(window, sink, S)
 
     c = cumulative(log_f)
     decay = c[:, :, S - T :, None] - c[:, :, None, :]  # (B, H, T, S)
     i = torch.arange(S - T, S, device=q.device)[:, None]
     j = torch.arange(S, device=q.device)
-    start = document_starts(B, S, cu_seqlens, seq_start, q.device)[:, None, S - T :, None]  # (B, 1, T, 1)
+    start = document_starts(B, S, documents.cu_seqlens, documents.seq_start, q.device)[
+        :, None, S - T :, None
+    ]  # (B, 1, T, 1)
     is_sink = j < start + sink
     hidden = torch.zeros_like(is_sink) if window is None else i - j >= window
     if horizon is not None:

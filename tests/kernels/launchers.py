@@ -160,7 +160,7 @@ def check_operator(device: str, backend: str = "triton") -> None:
     torch.manual_seed(0)
     options = {"window": 9, "sink": 1, "softcap": 5.0}
     inputs, gradients, options = draw(Case(T=40, D=16, starts=[3, 40], options=options), device)
-    arguments = (*inputs, 0.25, None, options["seq_start"], 9, 1, 5.0, None, backend, True, True)
+    arguments = (*inputs, None, options["seq_start"], 0.25, 9, 1, 5.0, None, backend, True, True)
     torch.library.opcheck(autograd.attention, arguments)
 
     def operator(*args, **kwargs):

@@ -71,4 +71,4 @@ def test_under_autocast():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_the_operator_passes_torchs_own_check(dtype):
     inputs, _, options = draw(Case(T=20, S=33, H=4, Hkv=2, D=8, dtype=dtype, starts=[3, 33]))
-    torch.library.opcheck(chunked_operator.attention, (*inputs, 0.25, None, options["seq_start"], 9, 1, 5.0, 2.0))
+    torch.library.opcheck(chunked_operator.attention, (*inputs, None, options["seq_start"], 0.25, 9, 1, 5.0, 2.0))

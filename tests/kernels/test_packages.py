@@ -4,16 +4,20 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fox_kernels
 import pytest
+import torch
 
 ROOT = Path(fox_kernels.__file__).parent
 # a package or flat module imports only from levels above its own line
 LEVELS = [
-    {"chunked", "determinism", "options", "saved_checkpoints"},
-    {"reference", "chunked_operator"},
+    {"determinism", "options", "saved_checkpoints"},
     {"host"},
+    {"arguments"},
+    {"chunked"},
+    {"reference", "chunked_operator"},
     {"common"},
     {"plain", "layer"},
     {"hopper", "decoding"},
@@ -88,6 +92,17 @@ def run(program: str) -> None:
 def test_a_saved_checkpoint_finds_what_it_imports():
     pytest.importorskip("triton", reason="Triton is not installed here")
     run("\n".join(f"from fox_kernels.{name} import {', '.join(x)}" for name, x in SAVED.items()))
+
+
+def test_a_saved_checkpoint_may_name_what_to_prune(capsys):
+    q, k, log_f = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 1, 8), -torch.rand(1, 5, 2)
+    attend: Any = fox_kernels.forgetting_attention
+    wanted = attend(q, k, k, log_f)
+    capsys.readouterr()
+    assert torch.equal(attend(q, k, k, log_f, prune=None), wanted)
+    assert "prune is gone" not in capsys.readouterr().err
+    assert torch.equal(attend(q, k, k, log_f, prune=-10.0), wanted)
+    assert "prune is gone" in capsys.readouterr().err
 
 
 def test_without_triton_a_saved_checkpoint_gets_the_import_error_that_it_expects():

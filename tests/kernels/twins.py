@@ -1,8 +1,9 @@
 """What some kernels compute, in plain torch: their tests compare the two."""
 
 import torch
-from fox_kernels.chunked import LOG_F_MIN, document_starts
+from fox_kernels.chunked import document_starts
 from fox_kernels.common.blocks import LOG2_E
+from fox_kernels.options import LOG_F_MIN
 
 
 def cumulative_torch(log_f: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chunked import LOG_F_MIN
 from ..host.launch import cdiv, launch
+from ..options import LOG_F_MIN
 from .blocks import LOG2E
 
 SMALLEST, LARGEST = 1024, 4096  # positions of a block: eight blocks to a row between these

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..chunked import LOG_F_MIN
 from ..common.blocks import LOG2E
 from ..common.cumsum import clamped
 from ..host.launch import launch, power_of_2
 from ..layer.support import available
+from ..options import LOG_F_MIN
 
 MOST_TOKENS = 16  # the kernel takes them one by one: torch copies more
 

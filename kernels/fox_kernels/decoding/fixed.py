@@ -8,9 +8,9 @@ one graph serves every length up to S. Which stretches of keys the programs take
 import torch
 from torch import Tensor
 
-from ..chunked import within
+from ..arguments import resolved
 from ..host.device import on_device, triton_unsupported
-from ..options import Options
+from ..options import given
 from . import planner
 
 
@@ -30,12 +30,8 @@ def decode_at(
     c_lo: Tensor,
     length: Tensor,
     *,
-    scale: float | None = None,
     seq_start: Tensor | None = None,
-    window: int | None = None,
-    sink: int = 0,
-    softcap: float | None = None,
-    horizon: float | None = None,
+    **options,
 ) -> Tensor:
     """Return o (B, T, H, D): `decode_attention` of the first `length` + T tokens of rooms for S.
 
@@ -43,8 +39,8 @@ def decode_at(
     k, v        (B, S, Hkv, D), views of the rooms; c_hi, c_lo (B, H, S) float32, last stride 1
     length      (1,) int32 on the device, at a multiple of 16 bytes: tokens before the new ones; the host never reads it
 
-    Other options as in `forgetting_attention`. Raises ValueError where `decodes_at` is False and for a length of
-    another kind.
+    seq_start and options (scale, window, sink, softcap, horizon) are as in `forgetting_attention`. Raises ValueError
+    where `decodes_at` is False and for a length of another kind.
     """
     if not decodes_at(q, k):
         raise ValueError(
@@ -54,10 +50,7 @@ def decode_at(
     if length.shape != (1,) or length.dtype != torch.int32 or length.device != q.device or length.data_ptr() % 16:
         raise ValueError(f"length must be (1,) int32 on {q.device}, aligned to 16 bytes; got {tuple(length.shape)} "
                          f"{length.dtype} on {length.device}")  # fmt: skip
-    window, sink = within(window, sink, k.shape[1])
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    softcap, horizon = (None if x is None else float(x) for x in (softcap, horizon))
-    options = Options(scale, window, sink, softcap, horizon)
-    decoder = planner.decoder_for(q.shape, k.shape[2], q.dtype, q.device, options, padded=seq_start is not None)
+    wanted = resolved(given(**options)[0], q.shape[-1], k.shape[1])
+    decoder = planner.decoder_for(q.shape, k.shape[2], q.dtype, q.device, wanted, padded=seq_start is not None)
     with on_device(q):
         return decoder(q, k, v, c_hi, c_lo, seq_start=seq_start, length=length)

@@ -1,0 +1,187 @@
+"""What the operators take: arguments, checked once for every implementation, and options as these read them."""
+
+import functools
+import numbers
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .host.tracing import TENSORS, under_transform
+from .options import Documents, Options
+
+POSITIVE_LOG_F = 1e-3  # allowed: finite differences around an open gate
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v in autocast's dtype where it is on (float64 stays), as torch's own attention would see them."""
+    device = q.device.type if all(isinstance(x, Tensor) for x in (q, k, v)) else "meta"
+    if device == "meta":
+        return q, k, v  # to be refused
+    if not torch.is_autocast_enabled(device) or torch.float64 in (q.dtype, k.dtype, v.dtype):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def without_autocast(function: Callable) -> Callable:
+    """`function`, whose first argument is a tensor, with autocast off: it would take products from float32."""
+
+    @functools.wraps(function)
+    def call(x: Tensor, *arguments):
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *arguments)
+
+    return call
+
+
+def resolved(options: Options, head_dim: int, S: int) -> Options:
+    """Return checked options with a scale, floats as such, and ints of 32 bits that say the same of S keys."""
+    scale, window, sink, softcap, horizon = options
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    window = None if window is None else min(window, S)
+    softcap, horizon = (None if x is None else float(x) for x in (softcap, horizon))
+    return Options(scale, window, min(sink, S), softcap, horizon)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, options: Options, documents: Documents) -> Options:
+    """Return the options `resolved`, or raise ValueError naming the wrong argument, what is allowed and what to do."""
+    given = {"q": q, "k": k, "v": v, "log_f": log_f}
+    given |= {name: x for name, x in documents._asdict().items() if x is not None}
+    for name, x in given.items():
+        _check_dense(name, x)
+        if name in ("q", "k", "v") and x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, tokens, heads, head_dim), got {tuple(x.shape)}")
+    B, T, H, D = q.shape
+    S, Hkv = k.shape[1], k.shape[2]
+    if D == 0:
+        raise ValueError(f"head_dim must be at least 1, got q of {tuple(q.shape)}")
+    if tuple(k.shape) != tuple(v.shape):
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[0] != B or k.shape[3] != D:
+        raise ValueError(f"k must be (B, S, Hkv, D) with B = {B}, D = {D} as in q, got {tuple(k.shape)}")
+    if Hkv == 0 or H % Hkv:
+        raise ValueError(f"the query heads ({H}) must be a multiple of the key/value heads ({Hkv})")
+    if T > S:
+        raise ValueError(f"queries are the last T of S positions, so T <= S; got T = {T}, S = {S}")
+    if tuple(log_f.shape) != (B, S, H):
+        raise ValueError(
+            f"log_f must be (B, S, H) = {(B, S, H)}, one gate per key position and query head, got {tuple(log_f.shape)}"
+        )
+    if not q.dtype.is_floating_point or q.dtype.itemsize < 2 or k.dtype != q.dtype or v.dtype != q.dtype:
+        dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
+        raise ValueError(f"q, k and v must share one floating dtype of 16 bits or more, got {dtypes}: cast them")
+    if log_f.dtype not in (torch.float32, torch.float64):
+        name = str(log_f.dtype).removeprefix("torch.")
+        raise ValueError(f"log_f must be float32, got {name}: cast the gate logit to float32 before logsigmoid")
+    if not q.device == k.device == v.device == log_f.device:
+        devices = f"{q.device}, {k.device}, {v.device}, {log_f.device}"
+        raise ValueError(f"q, k, v and log_f must be on one device, got {devices}")
+    if q.device.type == "meta":
+        raise ValueError("tensors on the meta device have no values to attend to: FakeTensorMode propagates shapes")
+    _check_documents(documents, B, S, q.device)
+    _check_options(options, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return resolved(options, D, S)
+
+
+def _check_dense(name: str, x) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else x.layout
+        raise ValueError(f"{name} must be a dense tensor, got a {kind} one: pad rows or pack them (cu_seqlens)")
+
+
+def _check_documents(documents: Documents, B: int, S: int, device: torch.device) -> None:
+    cu_seqlens, seq_start, *_ = documents
+    if cu_seqlens is not None:
+        if B != 1:
+            raise ValueError(
+                f"cu_seqlens packs documents into one row, so the batch must be 1, got {B}: flatten it first"
+            )
+        fits = cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 2
+        readable = _check_positions("cu_seqlens", cu_seqlens, fits, "(N + 1,) int32 with N >= 1 documents", device)
+        if readable and (cu_seqlens[0] != 0 or cu_seqlens[-1] != S or bool((cu_seqlens.diff() < 0).any())):
+            raise ValueError(f"cu_seqlens must rise from 0 to S = {S}, got {cu_seqlens.tolist()}")
+    if seq_start is not None:
+        wanted = f"({B},) int32, the first visible position of each row"
+        readable = _check_positions("seq_start", seq_start, tuple(seq_start.shape) == (B,), wanted, device)
+        if readable and bool(((seq_start < 0) | (seq_start > S)).any()):
+            raise ValueError(f"seq_start must lie between 0 and S = {S}, got {seq_start.tolist()}")
+
+
+def _check_positions(name: str, x: Tensor, fits: bool, wanted: str, device: torch.device) -> bool:
+    """Return whether the values may be read: on a GPU that would stall it, in a compiled graph break it."""
+    if not fits or x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)} {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on {device} as q is, got {x.device}")
+    return device.type == "cpu" and has_values(x)
+
+
+def has_values(x: Tensor) -> bool:
+    """Return whether x holds values, so that control flow may depend on them: False for a traced tensor."""
+    return not torch.compiler.is_compiling() and type(x) in TENSORS
+
+
+def _check_options(options: Options, dtype: torch.dtype) -> None:
+    """dtype: of the scores."""
+    scale, window, sink, softcap, horizon = options
+    held = torch.finfo(dtype)
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"window must be an int >= 1 (keys seen, the query's own included) or None, got {window!r}")
+    if isinstance(sink, bool) or not isinstance(sink, int) or sink < 0:
+        raise ValueError(f"sink must be an int >= 0, the number of decay-free first positions, got {sink!r}")
+    if softcap is not None and not (_is_finite(softcap) and held.tiny <= softcap <= held.max):
+        raise ValueError(f"softcap must be a finite float > 0 that {dtype} holds, or None; got {softcap!r}")
+    if horizon is not None and not (_is_finite(horizon) and horizon > 0):
+        raise ValueError(f"horizon must be a finite float > 0, the nats a key may decay by, or None; got {horizon!r}")
+    if scale is not None and not (_is_finite(scale) and abs(scale) <= held.max):
+        raise ValueError(
+            f"scale must be a finite float that {dtype} holds, or None for head_dim ** -0.5; got {scale!r}"
+        )
+
+
+def _is_finite(x) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and abs(x) <= sys.float_info.max  # pyright: ignore[reportOperatorIssue]
+
+
+def check_gates(log_f: Tensor) -> None:
+    """Raise ValueError for positive log_f, where its values can be read without a stall: eager mode on a CPU."""
+    if log_f.device.type != "cpu" or not has_values(log_f) or not log_f.numel() or under_transform():
+        return
+    top = log_f.detach().amax().item()
+    if top > POSITIVE_LOG_F:
+        raise ValueError(f"log_f must be <= 0, the log of a gate in [0, 1], got up to {top:.3g}: apply logsigmoid")
+
+
+def check_cache(q: Tensor, k: Tensor, v: Tensor, c_hi: Tensor, c_lo: Tensor, options: Options, seq_start) -> Options:
+    """`check` for `decode_attention`."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("c_hi", c_hi), ("c_lo", c_lo)):
+        _check_dense(name, x)
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"q and k must be (batch, tokens, heads, head_dim), got {tuple(q.shape)} and {tuple(k.shape)}")
+    wanted = (q.shape[0], q.shape[2], k.shape[1])
+    if c_hi.shape != wanted or c_lo.shape != wanted:
+        raise ValueError(f"c_hi and c_lo must be (B, H, S) = {wanted}, got {tuple(c_hi.shape)}, {tuple(c_lo.shape)}")
+    if c_lo.device != c_hi.device:
+        raise ValueError(f"c_hi and c_lo must be on one device, got {c_hi.device} and {c_lo.device}")
+    alike = c_hi.dtype == c_lo.dtype == torch.float32 and c_hi.stride() == c_lo.stride()
+    if not alike or (c_hi.stride(2) != 1 and c_hi.shape[2] > 1):
+        raise ValueError(
+            f"c_hi and c_lo must be float32 with the same strides, the last 1; got {c_hi.dtype} {c_hi.stride()}, "
+            f"{c_lo.dtype} {c_lo.stride()}"
+        )
+    return check(q, k, v, c_hi.transpose(1, 2), options, Documents(seq_start=seq_start))
+
+
+def check_backward(*gradients: Tensor | None) -> None:
+    """Raise ValueError in a backward that is to be differentiated itself, rather than give zero, or that is batched."""
+    if torch.compiler.is_compiling():
+        return
+    if torch.is_grad_enabled():
+        raise ValueError("no second derivative: leave create_graph=True out, or use fox_kernels.reference")
+    batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+    if any(x is not None and batched(x) for x in gradients):
+        raise ValueError("gradients come one at a time: leave is_grads_batched=True out, or use fox_kernels.reference")
