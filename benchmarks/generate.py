@@ -44,8 +44,7 @@ from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausa
 
 import retrofox
 from retrofox.acceleration import cuda_graph_decoding as captured
-from retrofox.anatomy import inner_model
-from retrofox.evaluation.live_share import listening
+from retrofox.anatomy import attentions, inner_model
 from retrofox.evaluation.needles.haystack import read_haystack
 from retrofox.generation.generate import PREFILL
 from retrofox.loading.loaded_model import open_model
@@ -123,10 +122,17 @@ def gates_on_text(model: Any, tokenizer: Any, files: list[str], length: int) -> 
     """Layer -> log_f (1, T, heads) float32 of the text's first tokens, at most `length`."""
     text = read_haystack(tokenizer, files, length, "text").token_ids[:length]
     ids = torch.from_numpy(text.astype("int64"))[None].to(model.device)
-    with listening(model) as heard:
-        inner_model(model)(input_ids=ids, use_cache=False)
-    steps = {layer: torch.diff(c, dim=-1, prepend=torch.zeros_like(c[..., :1])) for layer, c in heard.items()}
-    return {layer: step.transpose(1, 2).float() for layer, step in steps.items()}
+    heard: dict[int, torch.Tensor] = {}
+    gates = [attention.forget_gate for _, attention in attentions(model)]
+    hooks = [
+        gate.register_forward_hook(lambda module, given, log_f, layer=layer: heard.update({layer: log_f.detach()}))
+        for layer, gate in enumerate(gates)
+        if gate is not None
+    ]
+    inner_model(model)(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return heard
 
 
 def filled(model: Any, contender: str, batch: int, context: int, new: int, gates: dict[int, torch.Tensor]) -> Any:
@@ -218,7 +224,7 @@ def replaying(spans: list[float]) -> Any:
         torch.cuda.synchronize()
         for _ in range(20):
             choice.at.fill_(choice.column - 1)
-            decoding.bank.lengths.sub_(1)
+            decoding.lengths.lengths.sub_(1)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             decoding.graph.replay()
