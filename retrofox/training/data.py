@@ -58,7 +58,7 @@ class StageData:
     """Batches of one stage for this process: whole rows, or its part of them where a mesh shares rows."""
 
     def __init__(self, tokens: PreparedTokens, recipe: Recipe, stage: Stage, state: Any, mesh: Mesh | None = None):
-        self.recipe, self.stage = recipe, stage
+        self.recipe, self.stage, self.mesh = recipe, stage, mesh
         # Processes that share rows read the same ones.
         self.reader, self.readers = (mesh.reader, mesh.readers) if mesh else (state.process_index, state.num_processes)
         self.collate: Any = collate_with_targets

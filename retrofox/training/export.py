@@ -17,6 +17,7 @@ from retrofox.loading.device import PRECISIONS
 from retrofox.support.files import new_file_mode, write_json
 from retrofox.surgery import unconverted
 from retrofox.training import checkpoint
+from retrofox.training.lora import check_adapter
 from retrofox.version import __version__
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, not
 def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, note: dict[str, Any], last: bool) -> None:
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     weights: Any = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None  # type: ignore[arg-type]
-    dtype = PRECISIONS[trainer.recipe.precision] if last and trainer.recipe.lora is None else None
+    dtype = PRECISIONS[trainer.run.recipe.precision] if last and trainer.run.recipe.lora is None else None
     if trainer.args.should_save:
         if directory.exists():
             shutil.rmtree(directory)
@@ -52,7 +53,8 @@ def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, no
                 if not is_new_tensor(name):
                     parameter.data = parameter.data.to(dtype)
         model.save_pretrained(str(directory), state_dict=weights)
-    trainer.check_adapter(directory)
+    if trainer.run.recipe.lora is not None:
+        check_adapter(trainer.model, directory, trainer.args.should_save)
     if trainer.args.should_save:
         if (directory / "config.json").is_file():
             config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -64,7 +66,7 @@ def _export(trainer: FoxTrainer, model: Any, directory: Path, tokenizer: Any, no
             tokenizer.save_pretrained(str(directory))
         for path in directory.rglob("*.safetensors"):
             path.chmod(new_file_mode())
-        if trainer.recipe.lora is not None and last:
+        if trainer.run.recipe.lora is not None and last:
             say_where_the_base_is(directory)
         checkpoint.commit(directory, {**note, "step": trainer.state.global_step, "version": __version__})
     trainer.accelerator.wait_for_everyone()

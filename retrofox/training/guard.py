@@ -17,20 +17,31 @@ class Guard:
     """Stops a run whose loss turned NaN or jumped: loss > factor * running mean + 1 nat.
 
     State: the running mean of logged losses (decay 0.9), saved with every checkpoint.
+
+    Args:
+        root: where the stage's checkpoints lie, for the way back.
     """
 
-    def __init__(self, factor: float, fp16: bool):
-        self.factor, self.fp16 = factor, fp16
+    def __init__(self, factor: float, fp16: bool, root: Path):
+        self.factor, self.fp16, self.root = factor, fp16, root
         self.mean: float | None = None
 
-    def check(self, loss: float, grad_norm: float | None, step: int, keep: bool = True) -> None:
-        """Raises Diverged, or takes the loss into the running mean, if it is to `keep`."""
+    def check(
+        self, loss: float, grad_norm: float | None, step: int, keep: bool = True, logged: Sequence[float] = ()
+    ) -> None:
+        """Raises Diverged, or takes the loss into the running mean, if it is to `keep`.
+
+        Args:
+            logged: earlier steps whose loss was seen and was good.
+        """
         # fp16's loss scaler starts with overflowing gradients on purpose and skips those steps.
         gradient_broken = grad_norm is not None and not math.isfinite(grad_norm) and not self.fp16
         if not math.isfinite(loss) or gradient_broken:
-            raise Diverged(f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite")
+            found = f"loss {loss}, gradient norm {grad_norm}: not finite"
+            raise Diverged(f"step {step}: {found}. {way_back(self.root, logged)}")
         if self.factor and self.mean is not None and loss > self.factor * self.mean + 1.0:
-            raise Diverged(f"step {step}: loss {loss:.3f} jumped from a running mean of {self.mean:.3f}")
+            found = f"loss {loss:.3f} jumped from a running mean of {self.mean:.3f}"
+            raise Diverged(f"step {step}: {found}. {way_back(self.root, logged)}")
         if keep:
             self.mean = loss if self.mean is None else 0.9 * self.mean + 0.1 * loss
 

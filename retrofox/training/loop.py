@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -24,81 +22,75 @@ from retrofox.parallel.shards import Shards
 from retrofox.training import checkpoint
 from retrofox.training.arguments import own_autocast
 from retrofox.training.budget import GatePressure
-from retrofox.training.callbacks import (
-    Anneal,
-    GateRecorder,
-    JsonLog,
-    KeepGathered,
-    LogWithSaves,
-    LossWindow,
-    Progress,
-    Signals,
-)
+from retrofox.training.callbacks import Anneal, GateRecorder, KeepGathered, LogWithSaves, LossWindow, Signals
 from retrofox.training.groups import group_schedules, parameter_groups, set_rates
-from retrofox.training.guard import Diverged, Guard, way_back
-from retrofox.training.lora import assert_gates_saved, trained_in_full
+from retrofox.training.guard import Guard
+from retrofox.training.log import Clock, JsonLog, Progress
+from retrofox.training.lora import check_adapter
 from retrofox.training.optimizer_state import offloaded
+from retrofox.training.run import Run
 from retrofox.training.sharding import (
     clip_gradients,
     refuse_other_sharding,
-    shard,
-    shard_new_modules,
+    shard_stage,
     sharded_gradients,
     sharding_of,
-    shards_layers,
     step_locally,
+    take_sharded,
 )
-from retrofox.training.stage_run import StageRun
 
 
 class FoxTrainer(Trainer):
-    """Trains one stage."""
+    """Trains one stage.
 
-    def __init__(self, model: Any, args: TrainingArguments, run: StageRun):
-        recipe, stage, objective = run.recipe, run.stage, run.objective
-        self.recipe, self.stage, self.number = recipe, stage, run.number
-        self.objective, self.batches, self.data_state = objective, run.batches, run.data_state
-        self.first_row, self.batch_tokens, self.clock = run.first_row, run.batch_tokens, run.clock
-        self.log_file, self.evaluator, self.eval_batches = run.log_file, run.evaluator, run.eval_batches
-        self.interruptions, self.mesh = run.interruptions, run.mesh
+    Args:
+        number: of the stage in the recipe, from 0.
+        objective: called as objective(model, batch) inside the model's own forward, so that DDP and FSDP see one
+            forward; returns (loss summed over targets, metrics summed over targets).
+        data: a `StageData`, or what has its `batches`, `state`, `eval_batches`, `held_out` and `mesh`.
+    """
+
+    def __init__(
+        self, model: Any, args: TrainingArguments, run: Run, number: int, objective: Any, data: Any, clock: Clock
+    ):
+        recipe, stage = run.recipe, run.recipe.stages[number]
+        self.run, self.number, self.stage, self.batch_tokens = run, number, stage, run.batch_tokens[number]
+        self.objective = objective
+        self.data, self.clock = data, clock
         self.json_log: JsonLog | None = None
         self.resumed_step = 0
-        self.own_autocast = own_autocast(recipe)
-        self.guard = Guard(stage.spike_factor, fp16=recipe.precision == "fp16")
+        self.guard = Guard(stage.spike_factor, recipe.precision == "fp16", Path(str(args.output_dir)))
         self.history: list[dict[str, float]] = []
         self.live_share: dict[str, float] = {}
         self.eval_before: float | None = None
         self.wrap_policy: Any = None
         super().__init__(model=model, args=args)
-        self.loss_is_scaled_for_ga = True
-        self.model_accepts_loss_kwargs = True  # the same, for transformers before loss_is_scaled_for_ga
+        self.model_accepts_loss_kwargs = True  # the loss is scaled for accumulation: `compute_loss`
         for builtin in (PrinterCallback, ProgressCallback):
             self.remove_callback(builtin)
         lm = causal_lm(model)
-        self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps), run.mesh)
+        self.gates = GateRecorder(lm, recipe.log.every, int(args.save_steps), data.mesh)
         self.window = LossWindow(len(getattr(objective, "metrics", ())), args.device)
-        signals = Signals(args.world_size, self.interruptions)
+        signals = Signals(args.world_size, run.interruptions)
         for callback in (self.gates, signals, LogWithSaves(), Progress(show_bar=not args.disable_tqdm)):
             self.add_callback(callback)
         if isinstance(stage, BudgetedStage) and stage.budget is not None:
-            self.add_callback(GatePressure(lm, stage, run.batch_tokens, args.world_size, args.device))
+            self.add_callback(GatePressure(lm, stage, self.batch_tokens, args.world_size, args.device))
         fox = getattr(lm.config, "fox", None)
         anneals = stage.anneal and stage.objective != "adapt"
         if anneals and fox is not None and fox["rope"] == "anneal":  # last: it asks whether others want a save
-            self.add_callback(Anneal(lm, fox["annealed_tokens"], run.batch_tokens))
+            self.add_callback(Anneal(lm, fox["annealed_tokens"], self.batch_tokens))
         if self.is_fsdp_enabled and stage.objective == "align":
             self.add_callback(KeepGathered())
         model.forward = types.MethodType(self._forward, model)
 
-    # data ------------------------------------------------------------------------------------------------------------
-
     def get_train_dataloader(self) -> Any:
         """Endless batches of this process from where the checkpoint stopped."""
-        return _Endless(self.batches(self.first_row + self.resumed_step * self.rows_per_step))
+        return self.data.batches(self.row(self.resumed_step))
 
-    @property
-    def rows_per_step(self) -> int:
-        return self.batch_tokens // self.stage.sequence_length
+    def row(self, step: int) -> int:
+        """The global row that the stage reads next after `step` steps."""
+        return self.run.rows(self.number).start + step * (self.batch_tokens // self.stage.sequence_length)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The micro-batches of one step and the number of targets in it over all processes, at least 1."""
@@ -117,8 +109,8 @@ class FoxTrainer(Trainer):
             for key, value in inputs.items()
             if isinstance(value, torch.Tensor)
         }
-        if self.mesh is not None:
-            ready["shards"] = Shards(self.mesh, inputs["rows"], self.args.device)
+        if self.data.mesh is not None:
+            ready["shards"] = Shards(self.data.mesh, inputs["rows"], self.args.device)
         return ready
 
     def _forward(self, model: Any, **batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,31 +121,10 @@ class FoxTrainer(Trainer):
                     f"the forget gates were cast to {gate.bias.dtype}: they must stay float32. Set mixed_precision: "
                     "'no' in the accelerate config; the recipe's `precision` says what products run in"
                 )
-        own = torch.autocast(self.args.device.type, torch.bfloat16) if self.own_autocast else contextlib.nullcontext()
+        ours = own_autocast(self.run.recipe)
+        own = torch.autocast(self.args.device.type, torch.bfloat16) if ours else contextlib.nullcontext()
         with own:
             return self.objective(model, batch)
-
-    def evaluate_loss(self) -> float | None:
-        """Cross-entropy in nats per token over the held-out rows; None without them, or before FSDP has sharded."""
-        sharded_later = (self.is_fsdp_enabled or self.is_deepspeed_enabled) and self.model_wrapped is self.model
-        if self.eval_batches is None or (sharded_later and not isinstance(self.model, FSDPModule)):
-            return None
-        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        training, self.objective = self.objective, self.evaluator
-        model: Any = self.model_wrapped
-        model.eval()
-        try:
-            for batch in self.eval_batches():
-                with torch.no_grad(), self.accelerator.autocast():
-                    loss, _ = model(**self._prepare_inputs(batch))
-                sums += torch.stack((loss.double(), torch.full_like(loss, batch["num_targets"]).double()))
-        finally:
-            self.objective = training
-            model.train()
-        total = self.accelerator.reduce(sums, "sum")
-        return float(total[0] / total[1])  # type: ignore[index]
-
-    # loss, groups, schedule ------------------------------------------------------------------------------------------
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -169,25 +140,13 @@ class FoxTrainer(Trainer):
         if self.optimizer is None:
             target: Any = self.model if model is None else model
             if self.is_fsdp_enabled:
-                self._shard(target)
+                self.wrap_policy = shard_stage(target, self.accelerator)
             groups = parameter_groups(target, self.stage)
             cls, options = self.get_optimizer_cls_and_kwargs(self.args, target)
             self.optimizer = (offloaded(cls) if self.stage.offload_optimizer else cls)(groups, **options)
             if self.is_fsdp_enabled:
                 step_locally(self.optimizer)
         return self.optimizer
-
-    def _shard(self, model: Any) -> None:
-        """Cuts the model for FSDP2, all of it or what accelerate, which comes next, would cut wrongly."""
-        state = self.accelerator.state
-        plugin: Any = state.fsdp_plugin
-        if not shards_layers(plugin, model):
-            shard_new_modules(model)
-            return
-        mesh = getattr(self.accelerator, "torch_device_mesh", None)
-        split: Any = None if mesh is None else self.accelerator.parallelism_config
-        shard(model, plugin, None if mesh is None else mesh[tuple(split.fsdp_dim_names)])
-        self.wrap_policy, plugin.auto_wrap_policy = plugin.auto_wrap_policy, None  # accelerate has nothing left to cut
 
     def _clip_grad_norm(self, model: Any) -> Any:
         gradients = sharded_gradients(model.parameters()) if self.is_fsdp_enabled else None
@@ -199,14 +158,7 @@ class FoxTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The stage's schedule in tokens, one factor per group."""
         if self.is_fsdp_enabled:
-            # accelerate finds a sharded parameter again by its address, and all empty shards have the address 0: a
-            # rank that holds none of several gates' rows would be left with one parameter many times over.
-            for group, sharded in zip(
-                self.optimizer.param_groups,  # type: ignore[union-attr]
-                parameter_groups(self.model, self.stage),  # type: ignore[arg-type]
-                strict=True,
-            ):
-                group["params"] = sharded["params"]
+            take_sharded(self.optimizer, parameter_groups(self.model, self.stage))  # type: ignore[arg-type]
             if self.wrap_policy is not None:
                 plugin: Any = self.accelerator.state.fsdp_plugin
                 plugin.auto_wrap_policy = self.wrap_policy  # for the next stage
@@ -222,8 +174,6 @@ class FoxTrainer(Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # counted in closed form by Clock; the Trainer's own walks all parameters at every micro-batch
-
-    # log -------------------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds tokens, speed, MFU, memory, time left and gate statistics; checks the loss; writes the JSON line."""
@@ -241,14 +191,9 @@ class FoxTrainer(Trainer):
             self.history.append({"step": step, "loss": logs["loss"], "tokens_per_second": logs["tokens_per_second"]})
             if self.json_log is not None:
                 self.json_log.write({"step": step, **logs})
-            try:
-                self.guard.check(logs["loss"], logs.get("grad_norm"), step, keep=due)
-            except Diverged as stop:
-                root = Path(str(self.args.output_dir))
-                raise Diverged(f"{stop}. {way_back(root, [e['step'] for e in self.history[:-1]])}") from None
+            logged = [entry["step"] for entry in self.history[:-1]]
+            self.guard.check(logs["loss"], logs.get("grad_norm"), step, keep=due, logged=logged)
         super().log(logs, start_time)
-
-    # checkpoints -----------------------------------------------------------------------------------------------------
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Both as saved, but with the recipe's present rates and schedule: they may have been lowered since."""
@@ -267,16 +212,16 @@ class FoxTrainer(Trainer):
             self.window.restart(self.resumed_step)
             if "loss_window" in note:  # older checkpoints do not say
                 self.window.restore(note["loss_window"], self.args.process_index, self.args.world_size)
-            wanted = self.data_state(self.first_row + self.resumed_step * self.rows_per_step)
+            wanted = self.data.state(self.row(self.resumed_step))
             if note["data"] != wanted:
                 raise ValueError(
                     f"the data under this run changed: {resume_from_checkpoint} was made with {note['data']}, now it "
                     f"is {wanted}. Restore the data, or choose another `output`"
                 )
         if self.args.should_save:
-            self.json_log = JsonLog(self.log_file, self.number, self.resumed_step)
+            self.json_log = JsonLog(self.run.out / "log.jsonl", self.number, self.resumed_step)
         self.clock.restart(self.resumed_step)
-        with self.interruptions.held():
+        with self.run.interruptions.held():
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _note_of(self, directory: Path) -> dict[str, Any]:
@@ -303,18 +248,18 @@ class FoxTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         with checkpoint.saving(directory, root):
             super()._save_checkpoint(model, trial)
-            self.check_adapter(directory)
+            if self.run.recipe.lora is not None:
+                check_adapter(self.model, directory, self.args.should_save)
             window = self.window.state(self.accelerator)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                consumed = self.first_row + self.state.global_step * self.rows_per_step
                 checkpoint.commit(
                     directory,
                     {
                         "step": self.state.global_step,
                         "stage": self.number,
                         "tokens": self.state.global_step * self.batch_tokens,
-                        "data": self.data_state(consumed),
+                        "data": self.data.state(self.row(self.state.global_step)),
                         "loss_mean": self.guard.mean,
                         "history": [*self.history[:1], *self.history[1:][-1:]],
                         "eval_before": self.eval_before,
@@ -323,7 +268,7 @@ class FoxTrainer(Trainer):
                         "sharding": sharding_of(self.accelerator),
                     },
                 )
-                checkpoint.rotate(root, self.recipe.checkpoint.keep)
+                checkpoint.rotate(root, self.run.recipe.checkpoint.keep)
         self.accelerator.wait_for_everyone()
         self.clock.restart(self.state.global_step)
 
@@ -338,27 +283,9 @@ class FoxTrainer(Trainer):
             if isinstance(callback, Anneal):
                 callback.move(self.state.global_step)  # the dial is no tensor of the checkpoint
 
-    def check_adapter(self, directory: Path) -> None:
-        """Asserts that the adapter just saved, if it is one, holds the gates; on every process, which gather them."""
-        if self.recipe.lora is None:
-            return
-        live = trained_in_full(causal_lm(self.model))
-        if self.args.should_save and (directory / "adapter_config.json").is_file():
-            assert_gates_saved(directory, live)
-
     def release(self) -> Any:
         """The model with its own forward again, for what comes after the stage."""
         model = self.accelerator.unwrap_model(self.model)
         for ours in ("forward", "_original_forward", "_is_accelerate_prepared"):
             model.__dict__.pop(ours, None)
         return model
-
-
-class _Endless:
-    """An iterable without length, as the Trainer wants it for training by steps."""
-
-    def __init__(self, batches: Iterable[dict[str, Any]]):
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)

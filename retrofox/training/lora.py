@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from retrofox.anatomy import is_new_tensor, lm_class
+from retrofox.anatomy import causal_lm, is_new_tensor, lm_class
 from retrofox.config import LoraConfig, Recipe
 from retrofox.loading.adapter import (
     WEIGHTS,
@@ -151,6 +151,17 @@ def _gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManag
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(parameters)
+
+
+def check_adapter(model: Any, directory: Path, wrote: bool) -> None:
+    """Asserts that the adapter just saved holds the gates; on every process, which gather them together.
+
+    Args:
+        wrote: whether it was this process that wrote it.
+    """
+    live = trained_in_full(causal_lm(model))
+    if wrote and (directory / "adapter_config.json").is_file():
+        assert_gates_saved(directory, live)
 
 
 def assert_gates_saved(directory: Path, live: dict[str, torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ import gc
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,16 @@ from retrofox.loading.device import PRECISIONS
 from retrofox.planning.hours import flops_per_token
 from retrofox.planning.shape import known_shape
 from retrofox.planning.steps import accumulation, tokens_per_step
+from retrofox.support.interruptions import Interruptions
 from retrofox.support.launches import processes
 from retrofox.support.memory import peak_bytes, reset_peak
 from retrofox.training.arguments import arguments
-from retrofox.training.callbacks import Clock
 from retrofox.training.groups import set_trainable
-from retrofox.training.loop import FoxTrainer, StageRun
+from retrofox.training.log import Clock
+from retrofox.training.loop import FoxTrainer
 from retrofox.training.model import built, lower_frozen, starts_from, trained_config
 from retrofox.training.objectives import stage_objective, trained_form
+from retrofox.training.run import Run
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.teacher import needs_teacher
 from retrofox.training.validate import preflight
@@ -99,7 +101,9 @@ def measure_steps(
         tokens_per_second (median, of all processes), seconds_per_step, peak_memory_gb, mfu (None where the device's
         peak is unknown).
     """
-    recipe = recipe.model_copy(update={"log": recipe.log.model_copy(update={"every": 1, "report_to": []})})
+    log = recipe.log.model_copy(update={"every": 1, "report_to": []})
+    stages = [stage.model_copy(update={"spike_factor": 0.0})]
+    recipe = recipe.model_copy(update={"log": log, "stages": stages})
     causal_lm(model).config.use_cache = False
     if recipe.precision != "fp32":
         lower_precision_stream(model, PRECISIONS[recipe.precision])
@@ -112,31 +116,17 @@ def measure_steps(
     batch_tokens = tokens_per_step(stage, world)
     micro_batches = accumulation(stage, batch_tokens, world)
 
-    def batches(_: int) -> Iterator[dict[str, Any]]:
-        vocabulary = causal_lm(model).config.vocab_size
-        if warm_length is not None:
-            short = stage.model_copy(update={"sequence_length": min(warm_length, stage.sequence_length)})
-            yield from itertools.islice(random_batches(short, vocabulary, documents), micro_batches)
-        yield from random_batches(stage, vocabulary, documents)
-
+    short = stage.model_copy(update={"sequence_length": min(warm_length or 2, stage.sequence_length)})
+    warm = () if warm_length is None else (short,) * micro_batches
     shape = known_shape(causal_lm(model).config)
     clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe, stage), device)
     with tempfile.TemporaryDirectory() as folder:
         settings = arguments(recipe, stage, Path(folder), steps, micro_batches)
         settings.save_strategy = type(settings.save_strategy)("no")
-        run = StageRun(
-            recipe=recipe,
-            stage=stage.model_copy(update={"spike_factor": 0.0}),
-            number=0,
-            objective=stage_objective(model, stage, device, teacher),
-            batches=batches,
-            data_state=lambda consumed: {},
-            first_row=0,
-            batch_tokens=batch_tokens,
-            clock=clock,
-            log_file=Path(folder) / "log.jsonl",
-        )
-        trainer = FoxTrainer(model, settings, run)
+        run = Run(recipe, Path(folder), [batch_tokens], Interruptions("nothing is saved"))
+        objective = stage_objective(model, stage, device, teacher)
+        data = RandomData(stage, causal_lm(model).config.vocab_size, documents, warm)
+        trainer = FoxTrainer(model, settings, run, 0, objective, data, clock)
         with repeatable(recipe.deterministic), trained_form(model, stage):
             trainer.train()
     speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:] or trainer.history)
@@ -157,18 +147,40 @@ def measure_steps(
     return found
 
 
-def random_batches(stage: Stage, vocabulary: int, documents: int) -> Iterator[dict[str, Any]]:
-    """Endless micro-batches of random tokens, `documents` of equal length in a row."""
-    rows, length = stage.micro_batch, stage.sequence_length
-    positions = torch.arange(length) % max(1, length // documents)
-    first = torch.arange(rows * length)[positions.repeat(rows) == 0]
-    cu_seqlens = torch.cat((first, torch.tensor([rows * length]))).to(torch.int32)
-    while True:
-        ids = torch.randint(0, vocabulary, (rows, length))
+class RandomData:
+    """A stage's data in place of `StageData`: micro-batches of random tokens, without end, and none held out.
+
+    Args:
+        documents: of equal length in each row.
+        first: stages whose micro-batches come first, one each.
+    """
+
+    held_out = mesh = None
+
+    def __init__(self, stage: Stage, vocabulary: int, documents: int, first: Sequence[Stage] = ()):
+        self.stage, self.vocabulary, self.documents, self.first = stage, vocabulary, documents, first
+
+    def state(self, consumed: int) -> dict[str, Any]:
+        """Nothing: no checkpoint is written."""
+        return {}
+
+    def eval_batches(self) -> Iterator[dict[str, Any]]:
+        """None."""
+        return iter(())
+
+    def batches(self, first_row: int) -> Iterator[dict[str, Any]]:
+        """Micro-batches, endless."""
+        for stage in itertools.chain(self.first, itertools.repeat(self.stage)):
+            yield self._batch(stage.micro_batch, stage.sequence_length)
+
+    def _batch(self, rows: int, length: int) -> dict[str, Any]:
+        positions = torch.arange(length) % max(1, length // self.documents)
+        ids = torch.randint(0, self.vocabulary, (rows, length))
         targets = torch.full_like(ids, IGNORE)
         targets[:, :-1] = ids[:, 1:]
         targets[:, :-1][:, positions[1:] == 0] = IGNORE
         batch = {"input_ids": ids, "position_ids": positions.expand(rows, -1), "targets": targets}
-        if documents > 1:
-            batch["cu_seqlens"] = cu_seqlens
-        yield {**batch, "num_targets": int((targets >= 0).sum())}
+        if self.documents > 1:
+            first = torch.arange(rows * length)[positions.repeat(rows) == 0]
+            batch["cu_seqlens"] = torch.cat((first, torch.tensor([rows * length]))).to(torch.int32)
+        return {**batch, "num_targets": int((targets >= 0).sum())}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,49 +14,19 @@ from torch.utils.checkpoint import checkpoint
 from retrofox.anatomy import attention_mode, attentions, causal_lm, inner_model, is_converted
 from retrofox.config import DistillStage, Stage
 from retrofox.data.packed import IGNORE
-from retrofox.support.launches import shards_weights
 from retrofox.training.chunked_loss import (
     AnyRows,
     Head,
     PlainCrossEntropy,
     PlainDistillation,
     RowLoss,
+    choose_cross_entropy,
     chunk_rows,
     is_plain_head,
     sum_over_rows,
 )
 from retrofox.training.document_attention import attends_by_document
 from retrofox.training.teacher import require_own_original
-
-
-def choose_cross_entropy(requested: str, model: Any, device: torch.device) -> tuple[str, str]:
-    """(name, reason) of the cross-entropy to run: "chunked" (ours), "torch" (linear_cross_entropy) or "liger".
-
-    Raises:
-        ValueError: the requested one can't run here; the text names the missing part.
-    """
-    installed = importlib.util.find_spec("liger_kernel") is not None
-    sharded = shards_weights()
-    if requested == "auto":
-        # 65536 tokens x 128256 words x 2048, bfloat16 on an H200 (commit 87b801e): liger 179 ms, 2.9 GB;
-        # chunked 248 ms, 5.0 GB. 512 x 49152 x 576, float32 on a CPU core: chunked 1.3 s, torch's (2.13) 5.9 s.
-        if device.type == "cuda" and installed and not sharded and is_plain_head(model):
-            return "liger", "auto: 1.4x as fast as chunked on a GPU"
-        return "chunked", "auto: 4x as fast as torch's on a CPU core, knows every family's logit rules, sharded or not"
-    if requested == "chunked":
-        return "chunked", "requested"
-    if not is_plain_head(model):
-        raise ValueError(f"cross_entropy={requested} can't apply this family's logit scale, cap or bias: use chunked")
-    if requested == "torch" and not hasattr(F, "linear_cross_entropy"):
-        raise ValueError(f"cross_entropy=torch needs torch >= 2.13, this is {torch.__version__}: use chunked")
-    if requested == "liger":
-        if not installed:
-            raise ValueError("cross_entropy=liger needs liger-kernel: pip install '.[liger]' in a clone; or chunked")
-        if device.type != "cuda":
-            raise ValueError(f"cross_entropy=liger needs a GPU, this is {device.type}: use chunked")
-        if sharded:
-            raise ValueError("cross_entropy=liger needs the head's whole weight, which sharding splits: use chunked")
-    return requested, "requested"
 
 
 def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -14,7 +14,8 @@ from retrofox.data.shards import Manifest
 from retrofox.data.sources import read_with
 from retrofox.parallel.settings import readers_of
 from retrofox.planning.steps import accumulation, tokens_per_step
-from retrofox.support.files import write_whole
+from retrofox.support.files import write_json, write_whole
+from retrofox.support.report import environment
 from retrofox.training import checkpoint
 from retrofox.version import __version__
 
@@ -214,3 +215,29 @@ def claim_data(file: Path, train: Manifest, held_out: Manifest | None = None) ->
             f"the data under this run changed: {', '.join(changed) or 'the list of sources'}. Restore it, or choose "
             "another `output`"
         )
+
+
+def complete_result(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:
+    """The result of a run that has nothing left to do."""
+    if (out / "result.json").is_file():
+        return json.loads((out / "result.json").read_text(encoding="utf-8"))
+    # killed between the two
+    folders = [*(stage_folder(out, recipe, number) for number in range(len(recipe.stages) - 1)), out]
+    reports = [checkpoint.note_of(folder / "model")["report"] for folder in folders]
+    return write_result(out, reports, sum(report["seconds"] for report in reports), state)
+
+
+def write_result(out: Path, reports: list[dict[str, Any]], seconds: float, state: Any) -> dict[str, Any]:
+    """Writes result.json: stages, losses, command, versions, hardware."""
+    result = {
+        "output": str(out),
+        "model": str(out / "model"),
+        "stages": reports,
+        "seconds": seconds,
+        "version": __version__,
+        "environment": environment(),
+    }
+    if state.is_main_process:
+        write_json(out / "result.json", result)
+    state.wait_for_everyone()
+    return result

@@ -119,6 +119,33 @@ def shard(model: nn.Module, plugin: Any, mesh: Any = None, least: int = UNIT) ->
         first.set_modules_to_forward_prefetch([following])
 
 
+def shard_stage(model: nn.Module, accelerator: Any) -> Any:
+    """Cuts a stage's model for FSDP2: all of it, or what accelerate, which comes next, would cut wrongly.
+
+    Returns:
+        accelerate's wrap policy, taken from it where nothing is left to cut; `accelerator.state` gets it back later.
+    """
+    plugin: Any = accelerator.state.fsdp_plugin
+    if not shards_layers(plugin, model):
+        shard_new_modules(model)
+        return None
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    split: Any = None if mesh is None else accelerator.parallelism_config
+    shard(model, plugin, None if mesh is None else mesh[tuple(split.fsdp_dim_names)])
+    policy, plugin.auto_wrap_policy = plugin.auto_wrap_policy, None
+    return policy
+
+
+def take_sharded(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Gives an optimizer the parameters of `groups`, group by group, in place of those it found itself.
+
+    accelerate finds a sharded parameter again by its address, and all empty shards have the address 0: a rank that
+    holds none of several gates' rows would be left with one parameter many times over.
+    """
+    for group, sharded in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = sharded["params"]
+
+
 def step_locally(optimizer: torch.optim.Optimizer) -> None:
     """Lets Adam and AdamW step each process's part of sharded tensors, without DTensor's dispatch in between."""
     if not isinstance(optimizer, torch.optim.Adam):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,40 +14,40 @@ import transformers
 from accelerate import PartialState
 
 from retrofox.anatomy import causal_lm
-from retrofox.config import Recipe, Stage
+from retrofox.config import Recipe
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.mesh import build_mesh
 from retrofox.parallel.settings import readers_of, split_of, take_over
 from retrofox.planning.hours import flops_per_token
 from retrofox.planning.shape import known_shape
-from retrofox.planning.steps import STATE_BYTES, accumulation, count_steps, stage_rows
-from retrofox.support.files import write_json
+from retrofox.planning.steps import STATE_BYTES, accumulation
 from retrofox.support.interruptions import Interruptions
-from retrofox.support.report import environment
 from retrofox.training import checkpoint
 from retrofox.training.arguments import arguments
-from retrofox.training.callbacks import Clock
-from retrofox.training.data import PreparedTokens, StageData, prepare_tokens
+from retrofox.training.data import StageData, prepare_tokens
 from retrofox.training.document_attention import attends_by_document
 from retrofox.training.export import export, export_original
 from retrofox.training.groups import role_of, set_trainable
+from retrofox.training.held_out import held_out_loss
 from retrofox.training.lock import output_lock
-from retrofox.training.loop import FoxTrainer, StageRun
+from retrofox.training.log import Clock
+from retrofox.training.loop import FoxTrainer
 from retrofox.training.model import build_model, resolve_source
-from retrofox.training.objectives import OBJECTIVES, stage_objective, trained_form
+from retrofox.training.objectives import stage_objective, trained_form
 from retrofox.training.output import (
     batches_of,
     claim_data,
     claim_output,
+    complete_result,
     refuse_mingling,
-    stage_folder,
     unmark_damaged,
+    write_result,
 )
+from retrofox.training.run import Run
 from retrofox.training.speed import compile_parts, fuse_norms, lower_precision_stream, repeatable, save_memory
 from retrofox.training.teacher import teacher_for
 from retrofox.training.validate import preflight, refuse_stage, refuse_tokens
-from retrofox.version import __version__
 
 PATIENCE = timedelta(hours=2)
 """How long processes wait for the main one, which converts, tokenises and saves: NCCL's own is ten minutes."""
@@ -81,63 +79,19 @@ def train(recipe: Recipe) -> dict[str, Any]:
         for line in unmark_damaged(out, recipe, state):
             say(state, line)
         if (out / "model" / checkpoint.MARKER).is_file():
-            return _complete(out, recipe, state)
+            claim_output(out, recipe, state)
+            say(state, f"{out / 'model'} is complete: nothing left to do")
+            return complete_result(out, recipe, state)
         for refusal in preflight(recipe, state.num_processes, state.device):
             raise refusal
         with output_lock(out) if state.is_main_process else contextlib.nullcontext():
             return _train(recipe, out, interruptions, state)
 
 
-def _complete(out: Path, recipe: Recipe, state: Any) -> dict[str, Any]:
-    """The result of a run that has nothing left to do."""
-    claim_output(out, recipe, state)
-    say(state, f"{out / 'model'} is complete: nothing left to do")
-    if (out / "result.json").is_file():
-        return json.loads((out / "result.json").read_text(encoding="utf-8"))
-    # killed between the two
-    folders = [*(stage_folder(out, recipe, number) for number in range(len(recipe.stages) - 1)), out]
-    reports = [checkpoint.note_of(folder / "model")["report"] for folder in folders]
-    return _finish(out, reports, sum(report["seconds"] for report in reports), state)
-
-
-@dataclass
-class Run:
-    """A run under way, with the parts that its stages share.
-
-    Attributes:
-        source: the checkpoint that training starts from.
-        batch_tokens: tokens per optimizer step, of each stage.
-    """
-
-    recipe: Recipe
-    out: Path
-    source: Path
-    tokens: PreparedTokens
-    tokenizer: Any
-    batch_tokens: list[int]
-    interruptions: Interruptions
-    state: Any
-
-    def steps(self, number: int) -> int:
-        """Optimizer steps of a stage."""
-        return count_steps(self.recipe.stages[number], self.batch_tokens[number])
-
-    def rows(self, number: int) -> range:
-        """Global rows that a stage reads, behind those that earlier stages of its length have read."""
-        return stage_rows(self.recipe, self.batch_tokens, number)
-
-    def folder(self, number: int) -> Path:
-        """Where a stage keeps its checkpoints."""
-        return stage_folder(self.out, self.recipe, number)
-
-    def original(self, number: int) -> Path:
-        """Where a stage finds the original: what the last adapt stage before it made, else the source."""
-        adapted = [n for n, stage in enumerate(self.recipe.stages[:number]) if stage.objective == "adapt"]
-        return self.folder(adapted[-1]) / "model" if adapted else self.source
-
-    def before(self, number: int) -> Path:
-        """The model a stage starts from."""
-        return self.folder(number - 1) / "model" if number else self.source
+def say(state: Any, text: str) -> None:
+    """Prints on the main process."""
+    if state.is_main_process:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) -> dict[str, Any]:
@@ -151,7 +105,7 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
     state.wait_for_everyone()
     with state.main_process_first():
         claim_data(out / "data.json", tokens.train, tokens.eval)
-    run = Run(recipe, out, source, tokens, tokenizer, batches, interruptions, state)
+    run = Run(recipe, out, batches, interruptions, source, tokens, tokenizer, state)
     model: Any = None
     reports = []
     for number, stage in enumerate(recipe.stages):
@@ -175,7 +129,7 @@ def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) 
             _leave_original(run, number)
             interruptions.stands = f"stage {number} is complete"
             if last:
-                result = _finish(out, reports, time.perf_counter() - started, state)
+                result = write_result(out, reports, time.perf_counter() - started, state)
                 say(state, f"{out / 'model'} is complete")
         interruptions.leave()
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -206,28 +160,6 @@ def _model(run: Run, number: int) -> Any:
     return model
 
 
-def _finish(out: Path, reports: list[dict[str, Any]], seconds: float, state: Any) -> dict[str, Any]:
-    """Writes result.json: stages, losses, command, versions, hardware."""
-    result = {
-        "output": str(out),
-        "model": str(out / "model"),
-        "stages": reports,
-        "seconds": seconds,
-        "version": __version__,
-        "environment": environment(),
-    }
-    if state.is_main_process:
-        write_json(out / "result.json", result)
-    state.wait_for_everyone()
-    return result
-
-
-def say(state: Any, text: str) -> None:
-    """Prints on the main process."""
-    if state.is_main_process:
-        print(text, file=sys.stderr, flush=True)
-
-
 def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     recipe, state = run.recipe, run.state
     stage, batch_tokens, steps = recipe.stages[number], run.batch_tokens[number], run.steps(number)
@@ -237,7 +169,8 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
     names = set_trainable(model, stage, adapters=recipe.lora is not None)
     save_memory(model, stage)
     compile_parts(model, stage.compile)
-    objective = _objective(recipe, stage, model, run.original(number), state)
+    teacher = teacher_for(recipe, stage, model, run.original(number), state)
+    objective = stage_objective(model, stage, state.device, teacher)
     roles = sorted({role_of(name) for name in names})
     say(
         state,
@@ -247,24 +180,10 @@ def _trainer(run: Run, number: int, model: Any) -> FoxTrainer:
         + ("" if mesh is None else f"; rows shared by {split.context}: heads x {split.ulysses}, ring of {split.ring}"),
     )
     shape = known_shape(causal_lm(model).config)
-    stage_run = StageRun(
-        recipe=recipe,
-        stage=stage,
-        number=number,
-        objective=objective,
-        batches=data.batches,
-        data_state=data.state,
-        first_row=run.rows(number).start,
-        batch_tokens=batch_tokens,
-        clock=Clock(batch_tokens, shape and flops_per_token(shape, recipe, stage), state.device),
-        log_file=run.out / "log.jsonl",
-        evaluator=OBJECTIVES["extend"](model, Stage.model_construct(cross_entropy="chunked"), state.device),
-        eval_batches=None if data.held_out is None else data.eval_batches,
-        interruptions=run.interruptions,
-        mesh=mesh,
-    )
+    clock = Clock(batch_tokens, shape and flops_per_token(shape, recipe, stage), state.device)
     accumulated = accumulation(stage, batch_tokens, readers_of(recipe.parallel, state.num_processes))
-    return FoxTrainer(model, arguments(recipe, stage, run.folder(number), steps, accumulated), stage_run)
+    settings = arguments(recipe, stage, run.folder(number), steps, accumulated)
+    return FoxTrainer(model, settings, run, number, objective, data, clock)
 
 
 def _leave_original(run: Run, number: int) -> None:
@@ -274,11 +193,6 @@ def _leave_original(run: Run, number: int) -> None:
             folder = run.folder(number)
             export_original(folder / "model", folder / "original", PRECISIONS[run.recipe.precision], run.tokenizer)
         run.state.wait_for_everyone()
-
-
-def _objective(recipe: Recipe, stage: Stage, model: Any, original: Path, state: Any) -> Any:
-    teacher = teacher_for(recipe, stage, model, original, state)
-    return stage_objective(model, stage, state.device, teacher)
 
 
 def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
@@ -292,29 +206,29 @@ def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
         note = checkpoint.note_of(good)
         say(
             state,
-            f"resumed stage {trainer.number} at step {note['step']} of {steps} ({note['tokens']:,} tokens) from {good}",
+            f"resumed stage {number} at step {note['step']} of {steps} ({note['tokens']:,} tokens) from {good}",
         )
-        trainer.interruptions.stands = f"{good.name} of stage {trainer.number} stands"
+        run.interruptions.stands = f"{good.name} of stage {number} stands"
     else:
         checkpoint.check_writable(root, _checkpoint_bytes(trainer))
     state.wait_for_everyone()
     started = time.perf_counter()
     if good is None:
-        trainer.eval_before = trainer.evaluate_loss()
+        trainer.eval_before = held_out_loss(trainer)
     if good is None or resumed_at != steps:
         trainer.train(resume_from_checkpoint=None if good is None else str(good))
     else:
         trainer.restore(good)
-    trainer.interruptions.stands = f"saved at step {trainer.state.global_step}"
-    trainer.interruptions.leave()
+    run.interruptions.stands = f"saved at step {trainer.state.global_step}"
+    run.interruptions.leave()
     speeds = sorted(entry["tokens_per_second"] for entry in trainer.history[1:])
-    before, after = trainer.eval_before, trainer.evaluate_loss()
+    before, after = trainer.eval_before, held_out_loss(trainer)
     if before is not None and after is not None:
-        say(state, f"stage {trainer.number}: held-out loss {before:.4f} -> {after:.4f}")
+        say(state, f"stage {number}: held-out loss {before:.4f} -> {after:.4f}")
     return {
-        "objective": trainer.stage.objective,
+        "objective": run.recipe.stages[number].objective,
         "steps": steps,
-        "tokens": steps * trainer.batch_tokens,
+        "tokens": steps * run.batch_tokens[number],
         "resumed_at": resumed_at,
         "loss_first": trainer.history[0]["loss"] if trainer.history else None,
         "loss_last": trainer.history[-1]["loss"] if trainer.history else None,
@@ -329,8 +243,8 @@ def _run_stage(trainer: FoxTrainer, run: Run, number: int) -> dict[str, Any]:
 def _checkpoint_bytes(trainer: FoxTrainer) -> int:
     """Size of one checkpoint: all weights (of an adapter, the trained ones), and two moments of each trained one."""
     parameters = list(trainer.model.parameters())  # type: ignore[union-attr]
-    saved = [p for p in parameters if p.requires_grad or trainer.recipe.lora is None]
-    moments = STATE_BYTES.get(trainer.recipe.optim, 8)
+    saved = [p for p in parameters if p.requires_grad or trainer.run.recipe.lora is None]
+    moments = STATE_BYTES.get(trainer.run.recipe.optim, 8)
     return sum(p.numel() * p.element_size() for p in saved) + sum(
         moments * p.numel() for p in parameters if p.requires_grad
     )

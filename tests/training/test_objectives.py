@@ -14,14 +14,13 @@ from retrofox.anatomy import attention_mode, attentions, inner_model
 from retrofox.config import LoraConfig, stage_of
 from retrofox.data.packed import IGNORE, next_token_targets
 from retrofox.training import checkpoint
-from retrofox.training.chunked_loss import chunk_rows, is_plain_head
+from retrofox.training.chunked_loss import choose_cross_entropy, chunk_rows, is_plain_head
 from retrofox.training.groups import set_trainable
 from retrofox.training.lora import add_adapters
 from retrofox.training.objectives import (
     Align,
     Distill,
     Extend,
-    choose_cross_entropy,
     original_form,
 )
 
@@ -128,10 +127,8 @@ def test_choice_says_why_and_refuses_what_is_missing(pico_llama):
 
 
 def test_the_fastest_is_chosen_where_it_is_there_and_weights_are_whole(pico_llama, monkeypatch):
-    from retrofox.training import objectives
-
     model, cuda = pico_llama(), torch.device("cuda")
-    monkeypatch.setattr(objectives.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert choose_cross_entropy("auto", model, cuda)[0] == "liger"
     assert choose_cross_entropy("auto", model, CPU)[0] == "chunked"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

@@ -61,10 +61,10 @@ PARTS = {
     # what is running when the signal comes, the how manieth call of it, what is said to stand
     "conversion": (retrofox.training.train, "resolve_source", 1, "nothing was trained yet"),
     "tokenising": (Encoder, "__call__", 2, "nothing was trained yet"),
-    "loss before": (FoxTrainer, "evaluate_loss", 1, "nothing was trained yet"),
+    "loss before": (retrofox.training.train, "held_out_loss", 1, "nothing was trained yet"),
     "last step": (FoxTrainer, "training_step", 3, "saved at step 2"),
     "last save": (FoxTrainer, "_save_checkpoint", 1, "saved at step 2"),
-    "loss after": (FoxTrainer, "evaluate_loss", 2, "saved at step 2"),
+    "loss after": (retrofox.training.train, "held_out_loss", 2, "saved at step 2"),
     "export between stages": (retrofox.training.train, "export", 1, "stage 0 is complete"),
     "last export": (retrofox.training.train, "export", 2, "stage 1 is complete"),
 }

@@ -18,7 +18,7 @@ from retrofox.config import stage_of
 from retrofox.model.modeling_fox import CACHE
 from retrofox.planning.steps import accumulation, count_steps
 from retrofox.training import checkpoint
-from retrofox.training.callbacks import JsonLog, half_life_statistics, log_line
+from retrofox.training.callbacks import half_life_statistics
 from retrofox.training.data import StageData, prepare_tokens
 from retrofox.training.groups import (
     group_schedules,
@@ -28,6 +28,7 @@ from retrofox.training.groups import (
     set_trainable,
 )
 from retrofox.training.guard import Diverged, Guard
+from retrofox.training.log import JsonLog, log_line
 from retrofox.training.loop import FoxTrainer
 from retrofox.training.measure import check_here
 from retrofox.training.speed import fuse_norms, recompute
@@ -214,8 +215,8 @@ def test_divergence_stops_and_the_run_goes_on_as_advised(make_recipe, tmp_path):
         train(make_recipe(stages=[{**tame, "learning_rate": 2e-3}]))
 
 
-def test_guard_lets_ordinary_losses_pass():
-    guard = Guard(3.0, fp16=False)
+def test_guard_lets_ordinary_losses_pass(tmp_path):
+    guard = Guard(3.0, False, tmp_path)
     for step, loss in enumerate((4.0, 3.8, 5.0, 3.7)):
         guard.check(loss, 1.0, step)
     assert guard.mean is not None
@@ -228,7 +229,7 @@ def test_guard_lets_ordinary_losses_pass():
         guard.check(math.nan, 1.0, 5)
     with pytest.raises(Diverged, match="not finite"):
         guard.check(3.0, math.inf, 5)
-    Guard(3.0, fp16=True).check(3.0, math.inf, 5)
+    Guard(3.0, True, tmp_path).check(3.0, math.inf, 5)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(make_recipe, monkeypatch):
