@@ -123,11 +123,15 @@ class Section(BaseModel):
     old_names: ClassVar[dict[str, str]] = {}
     """Former names of keys of this section -> their names, for recipes of then."""
 
+    gone: ClassVar[tuple[str, ...]] = ()
+    """Keys that are no more: runs of then wrote every default out, so null is read."""
+
     @model_validator(mode="before")
     @classmethod
-    def _renamed(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not values.keys() & cls.old_names.keys():
+    def _of_then(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
             return values
+        values = {key: value for key, value in values.items() if key not in cls.gone or value is not None}
         for old, new in cls.old_names.items():
             if old in values and new in values:
                 raise ValueError(f"{old} is the old name of {new}: remove it")

@@ -211,6 +211,8 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """How often a line is logged, and where else it goes."""
 
+    gone = ("heads_every",)
+
     every: int = Field(default=10, ge=1, description="optimizer steps between log lines")
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default=[])
     eval_tokens: Positive = Field(default=262_144, description="held-out tokens scored before and after each stage")

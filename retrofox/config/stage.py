@@ -59,6 +59,7 @@ class Budget(Section):
 class Stage(Section):
     """What the stages of all objectives take: tokens, rates, schedule, and switches that save memory."""
 
+    gone = ("teacher_logits",)
     told_by: ClassVar[str] = "objective"
     trains_new: ClassVar[bool] = True
     trains_pretrained: ClassVar[bool] = True
@@ -225,18 +226,10 @@ class ExtendStage(BudgetedStage):
         )
 
 
-def _older(values: Any) -> Any:
-    """Recipes of runs made before hold `teacher_logits: null`."""
-    if isinstance(values, dict) and values.get("teacher_logits", 0) is None:
-        return {key: value for key, value in values.items() if key != "teacher_logits"}
-    return values
-
-
 AnyStage = Annotated[
     AdaptStage | AlignStage | DistillStage | ExtendStage,
     Field(discriminator="objective"),
     BeforeValidator(without_idle_nulls(AdaptStage, AlignStage, DistillStage, ExtendStage)),
-    BeforeValidator(_older),
 ]
 _ADAPTER: TypeAdapter[Stage] = TypeAdapter(AnyStage)
 

@@ -411,6 +411,7 @@ def test_facts_are_read_by_their_old_name_which_says_so(recipe_file, caplog):
 def test_a_recipe_of_a_run_made_before_still_loads():
     stage = {"objective": "distill", "tokens": 9, "sequence_length": 3}
     values = {"model": "m", "output": "o", "data": {"train": ["t"]}, "stages": [{**stage, "teacher_logits": None}]}
+    values["log"] = {"heads_every": None}
     assert validate(values).stages[0].tokens == 9
     nulls = dict.fromkeys(("max_position", "budget", "teacher", "temperature", "ce_weight"))
     for objective in ("align", "distill", "extend"):
