@@ -122,22 +122,18 @@ def test_data_independent_and_absent_gates_are_inspected_too(make_fox, tokenizer
 
 
 def test_table_and_files(make_fox, tokenizer, text, tmp_path, capsys):
-    result = inspect(make_fox(), text, 64, tmp_path, tokenizer=tokenizer, progress=False)
-    assert "8 heads: 2 local" in capsys.readouterr().out
-    assert json.loads((tmp_path / "gates.json").read_text())["heads"] == result["heads"]
+    result = inspect(make_fox(), text, 64, tmp_path, horizon=1.0, tokenizer=tokenizer, progress=False)
+    out = capsys.readouterr().out
+    assert "8 heads: 2 local" in out
+    assert "Live share at a horizon of 1 nats" in out
+    [row] = result["live_share"]["lengths"]
+    assert (row["length"], result["live_share"]["horizon"]) == (64, 1.0)
+    assert 0 < row["ops"] < 1
+    assert json.loads((tmp_path / "gates.json").read_text()) == json.loads(json.dumps(result))
     rows = list(csv.DictReader((tmp_path / "gates.csv").read_text().splitlines()))
     assert [float(row["half_life"]) for row in rows] == [head["half_life"] for head in result["heads"]]
     assert {"half_life_p5", "half_life_p95"} <= set(rows[0])
     assert Path(result["files"]["png"]).read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_live_share_of_the_text_is_measured_and_written(make_fox, tokenizer, text, tmp_path, capsys):
-    result = inspect(make_fox(), text, 64, tmp_path, horizon=1.0, tokenizer=tokenizer, progress=False)
-    [row] = result["live_share"]["lengths"]
-    assert (row["length"], result["live_share"]["horizon"]) == (64, 1.0)
-    assert 0 < row["ops"] < 1
-    assert json.loads((tmp_path / "gates.json").read_text())["live_share"] == result["live_share"]
-    assert "Live share at a horizon of 1 nats" in capsys.readouterr().out
 
 
 def test_a_checkpoint_without_a_tokenizer_shows_its_parameters(make_fox, text, tmp_path):
@@ -147,11 +143,13 @@ def test_a_checkpoint_without_a_tokenizer_shows_its_parameters(make_fox, text, t
         inspect(tmp_path, text)
 
 
-def test_inspection_leaves_no_hook_behind(make_fox, tokenizer, text):
-    model = make_fox()
-    inspect(model, text, 64, tokenizer=tokenizer, progress=False)
-    gates: list[Any] = [attention.forget_gate for _, attention in attentions(model)]
-    assert not any(gate._forward_hooks for gate in gates)
+def test_each_text_is_read_once_and_no_hook_stays(make_fox, tokenizer, text):
+    model, runs = make_fox(), []
+    counter = model.model.register_forward_hook(lambda *_: runs.append(1))
+    inspect(model, text * 2, 64, tokenizer=tokenizer, progress=False)
+    counter.remove()
+    assert len(runs) == 2
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("where", ["self_attn.forget_gate.bias", "input_layernorm.weight"])
@@ -164,18 +162,23 @@ def test_gates_that_are_no_numbers_are_named(make_fox, tokenizer, text, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_refusals(pico_llama, make_fox, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("data", "options", "error", "message"),
+    [
+        (["nowhere.txt"], {}, FileNotFoundError, r"nowhere\.txt"),
+        (None, {"length": 1}, ValueError, "length must be at least 2"),
+        (["nowhere.txt"], {"max_documents": 0}, ValueError, "max_documents must be at least 1"),
+        (None, {"horizon": 8.0}, ValueError, "a horizon is measured on a text"),
+        (["nowhere.txt"], {"horizon": -1.0}, ValueError, "positive number of nats"),
+    ],
+)
+def test_refusals(make_fox, tokenizer, data, options, error, message):
+    with pytest.raises(error, match=message):
+        inspect(make_fox(), data, tokenizer=tokenizer, **options)
+
+
+def test_an_unconverted_model_is_refused_before_its_weights_are_read(pico_llama, tokenizer, tmp_path):
     pico_llama().config.save_pretrained(tmp_path)
-    for plain in (pico_llama(), tmp_path):  # the second without weights, for they are not looked at
+    for plain in (pico_llama(), tmp_path):
         with pytest.raises(ValueError, match="no forget gates to inspect: run `retrofox convert"):
             inspect(plain, tokenizer=tokenizer)
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
-        inspect(make_fox(), ["nowhere.txt"], tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="length must be at least 2"):
-        inspect(make_fox(), None, 1, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="max_documents must be at least 1"):
-        inspect(make_fox(), ["nowhere.txt"], tokenizer=tokenizer, max_documents=0)
-    with pytest.raises(ValueError, match="a horizon is measured on a text"):
-        inspect(make_fox(), tokenizer=tokenizer, horizon=8.0)
-    with pytest.raises(ValueError, match="positive number of nats"):
-        inspect(make_fox(), ["nowhere.txt"], tokenizer=tokenizer, horizon=-1.0)

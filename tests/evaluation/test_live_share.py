@@ -47,10 +47,6 @@ def test_a_decay_of_exactly_the_horizon_is_dead():
     assert live_share(np.array([[[0.0, -16.0]]]), 16.0, 1).cache == pytest.approx([0.5])
 
 
-def test_open_gates_keep_everything():
-    assert live_share(np.zeros((1, 2, 5)), 1.0, 1).ops == pytest.approx([1, 1])
-
-
 @pytest.fixture
 def opened(pico_fox, pico_tokenizer) -> LoadedModel:
     """A pico model whose heads have half-lives of 2 to 1000 tokens."""
@@ -71,20 +67,16 @@ def test_a_model_is_measured_at_each_length_from_its_own_gates(opened):
     assert row["open_heads"] == ["0.1", "0.2", "0.3", "1.1", "1.2", "1.3"]
 
 
-def test_cache_bytes_are_those_of_kept_keys_values_and_c(opened):
+def test_bytes_and_decoding_are_predicted_from_weights_and_live_cache(opened):
     row = measure_live_share(opened, [Window(0, np.arange(3, 67), "a")], 16.0, (64,), progress=False)["lengths"][0]
     entry = 2 * 8 * 4  # head_dim 8 in float32
     assert row["base_bytes_per_token"] == 2 * 2 * entry
     assert row["cache_bytes_per_token"] == pytest.approx(row["cache"] * 2 * 2 * (entry + 8 * 2))
-
-
-def test_decoding_is_predicted_from_weights_and_live_cache(opened):
-    row = measure_live_share(opened, [Window(0, np.arange(3, 67), "a")], 16.0, (64,), progress=False)["lengths"][0]
     weights = sum(parameter.numel() * 4 for parameter in opened.model.parameters())
     if not opened.model.config.tie_word_embeddings:
         weights -= 288 * 32 * 4  # one row of the embedding is read
-    assert row["decode_ms"] == pytest.approx(1e3 * (weights + 64 * row["cache_bytes_per_token"]) / BANDWIDTH)
-    assert row["base_decode_ms"] == pytest.approx(1e3 * (weights + 64 * row["base_bytes_per_token"]) / BANDWIDTH)
+    for time, size in (("decode_ms", "cache_bytes_per_token"), ("base_decode_ms", "base_bytes_per_token")):
+        assert row[time] == pytest.approx(1e3 * (weights + 64 * row[size]) / BANDWIDTH)
 
 
 def test_texts_shorter_than_every_length_are_refused(opened):

@@ -62,12 +62,6 @@ def test_losses_and_kl_are_those_of_the_whole_logits(models):
     assert found[2].max() > 0.01
 
 
-def test_a_model_is_no_different_from_itself(models):
-    found = token_differences(models[1], models[1], np.arange(2, 60))
-    assert np.array_equal(found[0], found[1])
-    assert not found[2].any()
-
-
 def test_vocabularies_of_two_sizes_have_no_kl(models, pico_llama):
     with pytest.raises(ValueError, match="the model scores 288 tokens and the base 300"):
         token_differences(models[0], pico_llama(vocab_size=300), np.arange(2, 60))
@@ -201,7 +195,7 @@ def test_the_users_texts_replace_shipped_ones_of_their_kind(tmp_path):
     assert "verse" in kinds
 
 
-def test_what_is_no_panel_is_refused(models, texts, options, tmp_path):
+def test_what_is_no_panel_is_refused(models, texts, options, tmp_path, monkeypatch):
     for change, message in (
         ({"data": ["poems/"]}, r"KIND=PATH, such as verse=poems/, or a directory .*; got 'poems/'"),
         ({"only": ["vers"]}, r"no kind 'vers' \(did you mean verse\?\)"),
@@ -212,6 +206,9 @@ def test_what_is_no_panel_is_refused(models, texts, options, tmp_path):
             panel(*models, **{"data": texts, "out": tmp_path / "out", **options, **change})
     with pytest.raises(FileNotFoundError, match="nowhere"):
         parse_kinds(["c=nowhere.c"])
+    monkeypatch.setattr(options["tokenizer"], "chat_template", None)
+    with pytest.raises(ValueError, match="no chat template"):
+        panel(*models, **options, chat=3)
     assert not (tmp_path / "out").exists()
 
 
@@ -238,12 +235,6 @@ def test_instructions_followed_are_counted_for_both_models(pico_tokenizer):
     assert (found["prompts"], found["model"], found["base"]) == (2, 0.5, 1.0)
     assert found["difference"]["difference"] == -0.5
     assert followed(pico_tokenizer, prompts[2:], own[2:], its[2:]) is None
-
-
-def test_prompts_need_a_chat_template(pico_tokenizer, monkeypatch):
-    monkeypatch.setattr(pico_tokenizer, "chat_template", None)
-    with pytest.raises(ValueError, match="no chat template"):
-        chat_prompts(pico_tokenizer, 3)
 
 
 def test_the_command_line_hands_every_option_on(run, monkeypatch):

@@ -174,13 +174,8 @@ def test_finished_tasks_are_kept_and_an_interrupted_run_goes_on(
         return run(lm, name, task, limit)
 
     monkeypatch.setattr(lm_eval, "_run", counted)
-    options: dict = {
-        "length": 128,
-        "tasks": ["pico_choice", "pico_last"],
-        "include_path": str(folder),
-        "progress": False,
-    }
-    options["tokenizer"] = pico_tokenizer
+    options: dict = {"length": 128, "tasks": ["pico_choice", "pico_last"], "include_path": str(folder)}
+    options |= {"tokenizer": pico_tokenizer, "progress": False}
     stop.append("pico_last")
     with pytest.raises(KeyboardInterrupt):
         evaluate(pico_llama(), **options)

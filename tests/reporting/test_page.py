@@ -137,40 +137,29 @@ def test_a_trend_is_named_only_as_its_interval_allows(made, trend):
 
 
 def needle_result(model: list[float], base: list[float]) -> dict[str, Any]:
-    rows = {
-        name: [{"found": sum(shares) / len(shares), "interval": [0.1, 0.9], "prompts": len(shares)}]
-        for name, shares in (("mine", model), ("theirs", base))
-    }
-    answers = [
-        {"model": name, "mode": "easy", "length": 64, "found": share}
-        for name, shares in (("mine", model), ("theirs", base))
-        for share in shares
-    ]
-    return {
-        "modes": ["easy"],
-        "lengths": [64],
-        "answers": answers,
-        "depths": [0.0],
-        "trials": len(model),
-        "models": {
-            name: {"role": role, "modes": {"easy": {"by_length": rows[name]}}}
-            for name, role in (("mine", "model"), ("theirs", "base"))
-        },
-    }
+    result: dict[str, Any] = {"modes": ["easy"], "lengths": [64], "depths": [0.0], "trials": len(model)}
+    result |= {"models": {}, "answers": []}
+    for name, role, shares in (("mine", "model", model), ("theirs", "base", base)):
+        row = {"found": sum(shares) / len(shares), "interval": [0.1, 0.9], "prompts": len(shares)}
+        result["models"][name] = {"role": role, "modes": {"easy": {"by_length": [row]}}}
+        result["answers"] += [{"model": name, "mode": "easy", "length": 64, "found": share} for share in shares]
+    return result
 
 
-def test_a_difference_is_called_clear_by_a_paired_test_alone():
-    for model, base, state in (
-        ([1.0] * 8, [0.0] * 8, BETTER),
-        ([0.0] * 8, [1.0] * 8, WORSE),
-        ([1.0] * 8, [1.0] * 4 + [0.0] * 4, UNCLEAR),  # four prompts that differ: p = 1/8
-        ([1.0, 0.0] * 8, [0.0, 1.0] * 8, UNCLEAR),
-    ):
-        summary = summarise({"needle-easy": needle_result(model, base)})
-        assert [row["state"] for row in summary["rows"]] == [state]
-        assert summary["labels"] == {"model": "mine", "base": "theirs"}
-        word = {BETTER: "more at 64", WORSE: "fewer at 64", UNCLEAR: "no clear difference at 64"}[state]
-        assert summary["sentences"]["memory"] == [f"Easy needles found, against the base: {word}"]
+@pytest.mark.parametrize(
+    ("model", "base", "state", "word"),
+    [
+        ([1.0] * 8, [0.0] * 8, BETTER, "more at 64"),
+        ([0.0] * 8, [1.0] * 8, WORSE, "fewer at 64"),
+        ([1.0] * 8, [1.0] * 4 + [0.0] * 4, UNCLEAR, "no clear difference at 64"),  # four that differ: p = 1/8
+        ([1.0, 0.0] * 8, [0.0, 1.0] * 8, UNCLEAR, "no clear difference at 64"),
+    ],
+)
+def test_a_difference_is_called_clear_by_a_paired_test_alone(model, base, state, word):
+    summary = summarise({"needle-easy": needle_result(model, base)})
+    assert [row["state"] for row in summary["rows"]] == [state]
+    assert summary["labels"] == {"model": "mine", "base": "theirs"}
+    assert summary["sentences"]["memory"] == [f"Easy needles found, against the base: {word}"]
 
 
 def test_tasks_are_judged_by_their_test_and_the_side_that_is_better():

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,28 +78,25 @@ def test_a_second_run_reuses_what_is_complete_wherever_the_files_lie(copy, ran, 
 def test_what_has_changed_runs_again(copy, ran, tmp_path):
     report(**{**copy, "trials": 3})
     assert ran == ["needle-easy", "needle-standard"]
-    parts, _ = plan_parts(Asked(copy["model"], copy["against"], copy["data"]), choose_suite("quick", True))
     shutil.copytree(copy["model"], tmp_path / "fox")
     weights = load_file(tmp_path / "fox" / "model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 1e-3
     save_file(weights, tmp_path / "fox" / "model.safetensors", {"format": "pt"})
-    kept = report_module._Kept(
-        tmp_path / "out", Asked(str(tmp_path / "fox"), copy["against"], copy["data"]), None, None
-    )
-    before = report_module._Kept(tmp_path / "out", Asked(copy["model"], copy["against"], copy["data"]), None, None)
-    assert all(kept.identity(part) != before.identity(part) for part in parts)
-    text = Path(copy["data"][0]) / "0.txt"
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "0.txt").write_text(text.read_text() + "More.")
-    other = report_module._Kept(
-        tmp_path / "out", Asked(copy["model"], copy["against"], [str(tmp_path / "texts")]), None, None
-    )
-    read = [part for part in parts if "data" in part.options]
-    assert all(other.identity(part) != before.identity(part) for part in read)
-    assert all(
-        report_module._Kept(tmp_path / "out", before.asked, "bfloat16", None).identity(part) != before.identity(part)
-        for part in parts
-    )
+    (tmp_path / "texts" / "0.txt").write_text((Path(copy["data"][0]) / "0.txt").read_text() + "More.")
+    parts, _ = plan_parts(Asked(copy["model"], copy["against"], copy["data"]), choose_suite("quick", True))
+
+    def identities(model=copy["model"], data=copy["data"], dtype=None) -> dict[str, Any]:
+        kept = report_module._Kept(tmp_path / "out", Asked(model, copy["against"], data), dtype, None)
+        return {part.name: kept.identity(part) for part in parts}
+
+    before, reads = identities(), {part.name for part in parts if "data" in part.options}
+    for changed, names in (
+        (identities(model=str(tmp_path / "fox")), {part.name for part in parts}),
+        (identities(data=[str(tmp_path / "texts")]), reads),
+        (identities(dtype="bfloat16"), {part.name for part in parts}),
+    ):
+        assert {name for name in before if changed[name] != before[name]} == names
 
 
 def test_a_damaged_part_runs_again(copy, ran):
@@ -130,28 +128,21 @@ def test_an_interruption_loses_the_part_under_way_alone(copy, ran, monkeypatch, 
     assert list(result["parts"]) == ["needle-easy", "needle-standard", "loss", "panel", "heads"]
 
 
-def test_progress_names_the_part_its_size_and_the_time_left(made, tmp_path, monkeypatch, capsys):
+def test_progress_names_the_part_its_size_and_the_time_left(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report_module.time, "perf_counter", iter(range(0, 10_000, 30)).__next__)
     calls = []
+    sizes = (("a", "two prompts", 1000), ("b", "three texts", 4000), ("c", "tasks", 0))
     parts = [
-        report_module.Part("a", "two prompts", lambda **_: calls.append("a"), "x", {}, 1000),
-        report_module.Part("b", "three texts", lambda **_: calls.append("b"), "x", {}, 4000),
-        report_module.Part("c", "tasks", lambda **_: calls.append("c"), "x", {}, 0),
+        report_module.Part(name, measures, lambda name=name, **_: calls.append(name), "x", {}, tokens)
+        for name, measures, tokens in sizes
     ]
-
-    class Kept:
-        def read(self, part):
-            return None
-
-        def place(self, part):
-            return tmp_path
-
-        def write(self, part, seconds):
-            return {"seconds": seconds, "tokens": part.tokens}
-
-    report_module._run_all(parts, Kept(), {}, {})  # type: ignore[arg-type]
-    lines = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert lines == [
+    kept: Any = SimpleNamespace(
+        read=lambda part: None,
+        place=lambda part: tmp_path,
+        write=lambda part, seconds: {"seconds": seconds, "tokens": part.tokens},
+    )
+    report_module._run_all(parts, kept, {}, {})
+    assert [line for line in capsys.readouterr().err.splitlines() if line] == [
         "[1/3] a: two prompts",
         "[2/3] b: three texts; about 2 min 0 s, 2 min 0 s and the tasks left",
         "[3/3] c: tasks",
@@ -184,12 +175,14 @@ def test_a_task_that_nobody_knows_is_refused_before_anything_runs(made, tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_without_texts_there_are_gates_alone_and_the_page_says_so(made, tmp_path):
-    result = report(made["given"]["model"], out=tmp_path / "out", progress=False)
+def test_without_texts_there_are_gates_alone_in_the_models_directory_and_the_page_says_so(made, tmp_path):
+    shutil.copytree(made["given"]["model"], tmp_path / "fox")
+    result = report(tmp_path / "fox", progress=False)
     assert list(result["parts"]) == ["heads"]
     assert set(result["missing"]) == {"needle-easy", "needle-standard", "loss", "panel", "tasks"}
     assert result["summary"]["labels"] == {"model": "fox"}
-    assert "says nothing about memory" in (tmp_path / "out" / "report.html").read_text()
+    assert "says nothing about memory" in (tmp_path / "fox" / "report" / "report.html").read_text()
+    assert model_fingerprint(str(tmp_path / "fox")) == made["result"]["model_fingerprint"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -219,41 +212,32 @@ def test_tasks_are_a_part_of_their_own(made, tmp_path, monkeypatch, ran):
     assert ran == ["tasks"]
 
 
-def test_commands_of_the_parts_measure_the_same(run, made, monkeypatch):
+@pytest.mark.parametrize("suite", ["quick", "long", "full"])
+def test_commands_of_the_parts_measure_the_same(run, made, monkeypatch, suite):
     """Each command, given to the command line, calls the same evaluation with the same options."""
-    asked = Asked(made["given"]["model"], made["given"]["against"], made["given"]["data"])
-    asked.include_path, asked.limit = "folder", 7
-    given: dict[str, Any] = {}
+    monkeypatch.undo()  # the small suites
+    asked = Asked(
+        made["given"]["model"], made["given"]["against"], made["given"]["data"], include_path="folder", limit=7
+    )
+    chosen = choose_suite(suite, tasks=["short", "ruler"])
+    asked.min_tokens = chosen.length
+    parts, missing = plan_parts(asked, chosen)
+    assert missing == {}
+    assert {COMMANDS[part.run] for part in parts} == {"needle", "eval", "panel", "inspect"}
+    names = {"needle": ("against", "data", "lengths"), "inspect": ("data",), "panel": ("against", "data", "out")}
+    for part in parts:
+        given: dict[str, Any] = {}
 
-    def record(model, *arguments, **options):
-        names = {
-            "needle": ("against", "data", "lengths"),
-            "inspect": ("data",),
-            "panel": ("against", "data", "out"),
-            "evaluate": (),
-        }[name]
-        given.update(options, model=model, **dict(zip(names, arguments, strict=True)))
+        def record(model, *arguments, name=part.run.__name__, given=given, **options):
+            given.update(options, model=model, **dict(zip(names.get(name, ()), arguments, strict=True)))
 
-    for suite in ("quick", "long", "full"):
-        monkeypatch.undo()
-        chosen = choose_suite(suite, tasks=["short", "ruler"])
-        asked.min_tokens = chosen.length
-        parts, missing = plan_parts(asked, chosen)
-        assert missing == {}
-        for part in parts:
-            name = part.run.__name__
-            monkeypatch.setattr(f"{part.run.__module__}.{name}", record)
-            given.clear()
-            words = part.command("bfloat16", "cpu").split()
-            assert run(*words[1:])[0] == 0
-            for key, value in part.options.items():
-                told = given[key]
-                assert (list(told) if isinstance(told, (list, tuple)) else told) in (
-                    list(value) if isinstance(value, (list, tuple)) else value,
-                    None if value in ([], ()) else value,
-                ), (part.name, key)
-            assert (given["dtype"], given["device"]) == ("bfloat16", "cpu")
-    assert set(COMMANDS.values()) == {"needle", "eval", "panel", "inspect"}
+        monkeypatch.setattr(f"{part.run.__module__}.{part.run.__name__}", record)
+        assert run(*part.command("bfloat16", "cpu").split()[1:])[0] == 0
+        for key, value in part.options.items():
+            told = given[key]
+            told, value = (list(x) if isinstance(x, tuple) else x for x in (told, value))
+            assert told == value or (not told and not value), (part.name, key)
+        assert (given["dtype"], given["device"]) == ("bfloat16", "cpu")
 
 
 def test_suites_grow_and_sizes_can_be_changed(monkeypatch):
@@ -314,14 +298,6 @@ def test_refusals(made, tmp_path, run):
     code, _, err = run("report", made["given"]["model"], "--suite", "all")
     assert code == 2
     assert len(err.strip().splitlines()) == 1
-
-
-def test_by_default_it_goes_into_the_models_directory(made, tmp_path):
-    shutil.copytree(made["given"]["model"], tmp_path / "fox")
-    before = model_fingerprint(str(tmp_path / "fox"))
-    report(str(tmp_path / "fox"), progress=False)
-    assert (tmp_path / "fox" / "report" / "report.html").is_file()
-    assert model_fingerprint(str(tmp_path / "fox")) == before
 
 
 def test_the_documented_sizes_are_those_of_the_suites(monkeypatch):
