@@ -76,7 +76,7 @@ MOST = 10**15
 Count = Annotated[int, whole, Field(ge=0, le=MOST)]
 Positive = Annotated[int, whole, Field(gt=0, le=MOST)]
 Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
-Rate = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fox = Annotated[FoxSpec, BeforeValidator(read_fox), PlainSerializer(lambda spec: spec.to_dict())]
 
 

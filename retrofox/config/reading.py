@@ -80,11 +80,8 @@ _UNION_MEMBERS = ("constrained-int", "int", "str", "function-before", "FoxSpec")
 
 
 def _shown(given: object) -> str:
-    """A value in at most 80 characters; Python writes out no integer of more than 4300 digits."""
-    try:
-        text = repr(given)
-    except ValueError:
-        return "a number of thousands of digits"
+    """A value in at most 80 characters."""
+    text = repr(given)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

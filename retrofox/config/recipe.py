@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from retrofox.config.fields import Fox, Place, Positive, Section, without_idle_nulls
+from retrofox.config.fields import Fox, Place, Positive, Section
 from retrofox.config.stage import AnyStage
 
 
@@ -145,53 +145,32 @@ class LoraConfig(Section):
     quantize: Literal["nf4"] | None = Field(default=None, description="QLoRA: 4-bit base (needs bitsandbytes)")
 
 
-class _Scaling(Section):
+class RopeScaling(Section):
     """transformers' `rope_scaling` of an unconverted model."""
 
-    told_by = "rope_type"
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"]
     factor: float = Field(gt=1, description="by how much the trained length is stretched")
-
-
-class PlainScaling(_Scaling):
-    """RoPE scaling by the factor alone."""
-
-    rope_type: Literal["linear", "dynamic"]
-
-
-class YarnScaling(_Scaling):
-    """YaRN."""
-
-    rope_type: Literal["yarn"]
     original_max_position_embeddings: Positive | None = Field(
-        default=None, description="the length to count from; None = what the model was trained to"
+        default=None, description="yarn, llama3: the length to count from; None = what the model was trained to"
     )
-    attention_factor: float | None = Field(default=None, gt=0)
-    beta_fast: float | None = Field(default=None, gt=0)
-    beta_slow: float | None = Field(default=None, gt=0)
-
-
-class Llama3Scaling(_Scaling):
-    """Llama 3's: wavelengths above low_freq_factor are divided by the factor, those below high_freq_factor stay."""
-
-    rope_type: Literal["llama3"]
-    original_max_position_embeddings: Positive | None = Field(
-        default=None, description="the length to count from; None = what the model was trained to"
-    )
-    low_freq_factor: float = Field(gt=0)
-    high_freq_factor: float = Field(gt=0, description="above low_freq_factor")
+    attention_factor: float | None = Field(default=None, gt=0, description="yarn")
+    beta_fast: float | None = Field(default=None, gt=0, description="yarn")
+    beta_slow: float | None = Field(default=None, gt=0, description="yarn")
+    low_freq_factor: float | None = Field(default=None, gt=0, description="llama3: longer wavelengths are divided")
+    high_freq_factor: float | None = Field(default=None, gt=0, description="llama3: shorter wavelengths stay")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Llama3Scaling:
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError("low_freq_factor must be below high_freq_factor")
+    def _of_its_type(self) -> RopeScaling:
+        own = {
+            "yarn": {"original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"},
+            "llama3": {"original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+        }
+        given = self.model_dump(exclude={"rope_type", "factor"}, exclude_none=True)
+        for key in given.keys() - own.get(self.rope_type, set()):
+            raise ValueError(f"{key} is not for rope_type {self.rope_type}: remove it")
+        if self.rope_type == "llama3" and not (self.low_freq_factor or 0) < (self.high_freq_factor or 0):
+            raise ValueError("rope_type llama3 takes low_freq_factor and high_freq_factor, the first below the second")
         return self
-
-
-RopeScaling = Annotated[
-    PlainScaling | YarnScaling | Llama3Scaling,
-    Field(discriminator="rope_type"),
-    BeforeValidator(without_idle_nulls(PlainScaling, YarnScaling, Llama3Scaling)),
-]
 
 
 class CheckpointConfig(Section):

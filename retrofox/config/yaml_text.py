@@ -76,23 +76,10 @@ def write_yaml(values: Any) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-MOST_NODES = 100_000
-"""Values that a document may have once its aliases are written out: a few lines of them can stand for billions."""
-
-
 def read_yaml(text: str, origin: str) -> Any:
     """Parses YAML; raises ValueError naming `origin` and the line."""
-    loader = None
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if _written_out(node, {}) > MOST_NODES:
-            raise ValueError(
-                f"{origin}: its YAML aliases stand for more than {MOST_NODES} values: write out what is meant"
-            )
-        return loader.construct_document(node)
+        return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -102,19 +89,4 @@ def read_yaml(text: str, origin: str) -> Any:
     except RecursionError:
         raise ValueError(f"{origin}: not valid YAML: thousands of nested brackets") from None
     except ValueError as error:
-        if str(error).startswith(origin):
-            raise
         raise ValueError(f"{origin}: not valid YAML: {error}") from None  # dates, numbers of thousands of digits
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-def _written_out(node: yaml.Node, known: dict[int, float]) -> float:
-    """How many values a node stands for, an alias counting as all that it names; infinity where it names itself."""
-    if id(node) not in known:
-        known[id(node)] = float("inf")
-        parts = node.value if isinstance(node, yaml.CollectionNode) else []
-        children = [child for part in parts for child in (part if isinstance(part, tuple) else (part,))]
-        known[id(node)] = 1 + sum(_written_out(child, known) for child in children)
-    return known[id(node)]

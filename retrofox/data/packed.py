@@ -1,6 +1,6 @@
 """Packed windows of prepared tokens, in an order that resumes exactly.
 
-    manifest = prepare_sources([DataSource("books/")], tokenizer, "cache")
+    manifest = prepare_sources([Source(path="books/")], tokenizer, "cache")
     dataset = PackedDataset(manifest, sequence_length=4096, seed=0)
     sampler = StepSampler(dataset.order, batch_size=2, consumed=0)
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
@@ -162,20 +162,6 @@ class PackedDataset(torch.utils.data.Dataset):
     def state(self, consumed: int) -> dict[str, Any]:
         """All that a checkpoint needs to go on with the data: {consumed, seed, fingerprint}."""
         return {"consumed": consumed, "seed": self.seed, "fingerprint": self.fingerprint}
-
-    def check(self, state: dict[str, Any]) -> int:
-        """The `consumed` of a state made by `state`.
-
-        Raises:
-            ValueError: it was made with other data, another packing or another seed.
-        """
-        for key, now in (("fingerprint", self.fingerprint), ("seed", self.seed)):
-            if state[key] != now:
-                raise ValueError(
-                    f"the data under this run changed: its {key} was {state[key]}, now it is {now}. Restore the "
-                    "sources, weights, tokenizer, sequence_length and seed of the run, or start a new one"
-                )
-        return int(state["consumed"])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):

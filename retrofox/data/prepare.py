@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from retrofox.data.shards import prepare_sources
+from retrofox.config import DataConfig, Recipe, Source
+from retrofox.data.packed import PackedDataset
+from retrofox.data.shards import Manifest, prepare_sources
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.support.interruptions import Interruptions
-
-if TYPE_CHECKING:
-    from retrofox.config import Recipe
-from retrofox.data.packed import PackedDataset
 
 
 def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
@@ -30,29 +29,44 @@ def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
 
 
 def _prepare(recipe: Recipe, progress: bool) -> dict[str, Any]:
-    name = recipe.data.tokenizer or recipe.model
-    tokenizer = recipe_tokenizer(recipe)
-    report: dict[str, Any] = {"cache": str(recipe.data.cache_dir), "tokenizer": name}
-    for part, sources in (("train", recipe.data.read_as()), ("eval", recipe.data.eval)):
-        report[part] = None
-        if sources:
-            manifest = prepare_sources(
-                sources,
-                tokenizer,
-                recipe.data.cache_dir,
-                workers=recipe.data.workers,
-                progress=progress,
-                text_field=recipe.data.text_field,
-                split_special_tokens=recipe.data.split_special_tokens,
-            )
-            report[part] = manifest.summary()
-            if part == "train":
-                packed = [PackedDataset(manifest, length) for length in sorted(_lengths(recipe))]
-                report[part]["windows"] = {
-                    str(data.sequence_length): {"windows": len(data), "fill": round(data.fill, 6)} for data in packed
-                }
-    return report
+    tokens = prepare_data(recipe.data, recipe_tokenizer(recipe), progress)
+    train = tokens.train.summary()
+    packed = [PackedDataset(tokens.train, length) for length in sorted({s.sequence_length for s in recipe.stages})]
+    train["windows"] = {
+        str(data.sequence_length): {"windows": len(data), "fill": round(data.fill, 6)} for data in packed
+    }
+    return {
+        "cache": str(recipe.data.cache_dir),
+        "tokenizer": recipe.data.tokenizer or recipe.model,
+        "train": train,
+        "eval": None if tokens.eval is None else tokens.eval.summary(),
+    }
 
 
-def _lengths(recipe: Recipe) -> set[int]:
-    return {stage.sequence_length for stage in recipe.stages}
+@dataclass
+class PreparedTokens:
+    """The manifests of a recipe's training and held-out tokens."""
+
+    train: Manifest
+    eval: Manifest | None
+
+
+def prepare_data(data: DataConfig, tokenizer: Any, progress: bool) -> PreparedTokens:
+    """Tokenises what the cache lacks of a recipe's data.
+
+    Raises:
+        FileNotFoundError, ValueError: see `prepare_sources`.
+    """
+
+    def prepared(sources: list[Source]) -> Manifest:
+        return prepare_sources(
+            sources,
+            tokenizer,
+            data.cache_dir,
+            workers=data.workers,
+            progress=progress,
+            text_field=data.text_field,
+            split_special_tokens=data.split_special_tokens,
+        )
+
+    return PreparedTokens(prepared(data.read_as()), prepared(data.eval) if data.eval else None)

@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
+from retrofox.config import Source
 from retrofox.data.backend import fingerprint
 from retrofox.data.chat import VERSION as CHAT_VERSION
 from retrofox.data.encode import Reading
@@ -34,7 +35,7 @@ from retrofox.data.files import (
     sweep,
 )
 from retrofox.data.source_shards import Unit
-from retrofox.data.sources import MESSAGES, SourceLike, resolve
+from retrofox.data.sources import MESSAGES, resolve
 from retrofox.data.synthetic_facts import FEWEST_WORDS
 from retrofox.data.tokenise import tokenise
 from retrofox.support.files import write_whole
@@ -144,7 +145,7 @@ class Manifest:
 
 
 def prepare_sources(
-    sources: Sequence[SourceLike],
+    sources: Sequence[Source],
     tokenizer: Any,
     out_dir: str | os.PathLike[str],
     *,

@@ -11,10 +11,10 @@ import importlib
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from retrofox.config import Source
 from retrofox.data import read as data_read
 from retrofox.data.augment import Augmentation
 from retrofox.data.read import COMPRESSED, JSON_LINES, PARQUET, TEXT, needed
@@ -31,27 +31,6 @@ SAVED = ("state.json", "dataset_dict.json")
 """Files that tell a directory written by `datasets`' save_to_disk."""
 
 
-class SourceLike(Protocol):
-    """The fields of a recipe's source that this module reads; `retrofox.config.Source` has them."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def text_field(self) -> str | None: ...
-    @property
-    def fact_share(self) -> float | None: ...
-    @property
-    def questions(self) -> float | None: ...
-    @property
-    def reflow(self) -> float: ...
-    @property
-    def recase(self) -> float: ...
-    @property
-    def chat(self) -> bool: ...
-
-
 def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list[str]:
     """One path or several, as a list of strings."""
     if isinstance(data, (str, os.PathLike)):
@@ -59,26 +38,7 @@ def listed(data: str | os.PathLike | Iterable[str | os.PathLike] | None) -> list
     return [str(path) for path in data or ()]
 
 
-@dataclass(frozen=True)
-class DataSource:
-    """A source of documents: path (or "hf:..."), weight (share of tokens), field of the text.
-
-    `fact_share` is the share of documents that get made-up facts, `questions` that of the facts that are asked for
-    (`data.synthetic_facts`), `reflow` and `recase` those with hard line breaks and in one case (`data.augment`);
-    `chat`: the field holds conversations (`data.chat`).
-    """
-
-    path: str
-    weight: float = 1.0
-    text_field: str | None = None
-    fact_share: float = 0.0
-    questions: float = 0.0
-    reflow: float = 0.0
-    recase: float = 0.0
-    chat: bool = False
-
-
-def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
+def resolve(source: Source, leave_out: Path | None = None) -> list[Unit]:
     """The units of a source, in a fixed order, with its changes of their documents.
 
     Arguments and errors are those of `units_of`.
@@ -88,7 +48,7 @@ def resolve(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
     return [AugmentedUnit(unit, augment) for unit in units] if augment else units
 
 
-def units_of(source: SourceLike, leave_out: Path | None = None) -> list[Unit]:
+def units_of(source: Source, leave_out: Path | None = None) -> list[Unit]:
     """The units of a source as they lie on disk, in a fixed order.
 
     Args:

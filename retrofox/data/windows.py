@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from retrofox.config import Source
 from retrofox.data.encode import Encoder, Reading
-from retrofox.data.sources import MESSAGES, DataSource, SourceLike, listed, resolve
+from retrofox.data.sources import MESSAGES, listed, resolve
 
 
 def documents(
-    sources: Sequence[SourceLike | str | os.PathLike[str]],
+    sources: Sequence[Source | str | os.PathLike[str]],
     tokenizer: Any,
     min_tokens: int = 0,
     *,
@@ -30,7 +31,7 @@ def documents(
         FileNotFoundError, ValueError: as `prepare_sources`.
     """
     for source in sources:
-        given = DataSource(os.fspath(source)) if isinstance(source, str | os.PathLike) else source
+        given = Source(path=os.fspath(source)) if isinstance(source, str | os.PathLike) else source
         name = given.text_field or (MESSAGES if given.chat else text_field)
         encode = Encoder(tokenizer, Reading(name, given.chat))
         for unit in resolve(given):
@@ -90,9 +91,9 @@ class Window:
     name: str = ""
 
 
-def require_files(sources: Sequence[SourceLike | str | os.PathLike[str]]) -> None:
+def require_files(sources: Sequence[Source | str | os.PathLike[str]]) -> None:
     """Finds every file before any model is loaded; sets on the Hub are looked for when they are read."""
     for source in sources:
-        given = DataSource(os.fspath(source)) if isinstance(source, str | os.PathLike) else source
+        given = Source(path=os.fspath(source)) if isinstance(source, str | os.PathLike) else source
         if not given.path.startswith("hf:"):
             resolve(given)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from retrofox.data.sources import DataSource, resolve
+from retrofox.config import Source
+from retrofox.data.sources import resolve
 from retrofox.data.windows import documents
 
 SHIPPED = Path(__file__).with_name("panel-texts")
@@ -56,7 +57,7 @@ def parse_kinds(data: Mapping[str, Any] | Sequence[str]) -> dict[str, list[str]]
                 )
             kinds.setdefault(kind, []).append(path)
     for path in (path for paths in kinds.values() for path in paths):
-        resolve(DataSource(path))
+        resolve(Source(path=path))
     return kinds
 
 

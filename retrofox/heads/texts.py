@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from retrofox.data.sources import DataSource, SourceLike
+from retrofox.config import Source
 from retrofox.data.windows import documents
 
-Text = str | os.PathLike[str] | SourceLike
+Text = str | os.PathLike[str] | Source
 """Where text comes from: a file, directory or glob, "hf:...", or a source of them."""
 
 TOKENS_READ = 1 << 21
 """Most tokens read of the sources together: a few seconds of tokenising."""
 
 
-def _source(text: Text) -> SourceLike:
-    return DataSource(os.fspath(text)) if isinstance(text, str | os.PathLike) else text
+def _source(text: Text) -> Source:
+    return Source(path=os.fspath(text)) if isinstance(text, str | os.PathLike) else text
 
 
 def documents_of(files: Sequence[Text], tokenizer: Any) -> list[np.ndarray]:

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 import transformers
 
+from retrofox.config import Source
 from retrofox.conversion.fingerprint import hash_of
 from retrofox.data.files import Digests
-from retrofox.data.sources import DataSource, resolve
+from retrofox.data.sources import resolve
 from retrofox.version import __version__
 
 
 def data_fingerprint(data: Sequence[str], digests: Digests) -> str:
     """A hash of the texts by content, in their order."""
-    return hash_of([unit.identity(digests) for path in data for unit in resolve(DataSource(path))])
+    return hash_of([unit.identity(digests) for path in data for unit in resolve(Source(path=path))])
 
 
 def folder_fingerprint(folder: str | None, digests: Digests) -> str | None:

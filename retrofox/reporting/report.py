@@ -13,9 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
+from retrofox.config import Source
 from retrofox.conversion.fingerprint import model_fingerprint
 from retrofox.data.files import Digests
-from retrofox.data.sources import DataSource, check_results_outside, listed, resolve
+from retrofox.data.sources import check_results_outside, listed, resolve
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.baselines import base_for, parse_all
 from retrofox.evaluation.lm_eval import check_names
@@ -147,7 +148,7 @@ def _check(asked: Asked, suite: Suite) -> None:
     if suite.tasks and find_spec("lm_eval") is not None:
         check_names(suite.tasks, asked.include_path)
     for path in asked.data:
-        resolve(DataSource(path))
+        resolve(Source(path=path))
     tokenizer = open_tokenizer(asked.model)
     for model in map(Path, (asked.model, *asked.against)):
         if (model / "config.json").is_file() and not (model / "adapter_config.json").exists():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import signal
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,44 +13,11 @@ from torch.utils.data import DataLoader
 
 from retrofox.config import ExtendStage, Recipe, Stage
 from retrofox.data.packed import IGNORE, PackedDataset, collate, next_token_targets
+from retrofox.data.prepare import PreparedTokens
 from retrofox.data.sampler import StepSampler
-from retrofox.data.shards import Manifest, prepare_sources
 from retrofox.parallel.layout import Degrees
 from retrofox.parallel.mesh import Mesh
 from retrofox.parallel.shards import cut
-
-
-@dataclass
-class PreparedTokens:
-    """The manifests of a recipe's training and held-out tokens."""
-
-    train: Manifest
-    eval: Manifest | None
-
-
-def prepare_tokens(recipe: Recipe, tokenizer: Any, state: Any) -> PreparedTokens:
-    """Tokenises the data that the cache lacks, on the main process first; the others then find it done.
-
-    Raises:
-        ValueError: data that can't be read.
-    """
-    found = []
-    with state.main_process_first():
-        for sources in (recipe.data.read_as(), recipe.data.eval):
-            found.append(
-                prepare_sources(
-                    sources,
-                    tokenizer,
-                    recipe.data.cache_dir,
-                    workers=recipe.data.workers,
-                    progress=state.is_main_process,
-                    text_field=recipe.data.text_field,
-                    split_special_tokens=recipe.data.split_special_tokens,
-                )
-                if sources
-                else None
-            )
-    return PreparedTokens(found[0], found[1])
 
 
 class StageData:

@@ -61,16 +61,6 @@ def tile_modules(model: Any, which: str | int) -> int:
     return mlps
 
 
-def longest_tile(model: Any, which: str | int) -> int:
-    """Tokens of the largest tile of any MLP: a longer row is computed in tiles."""
-    return max((tile_tokens(m, which) for m in _candidates(model) if "Norm" not in type(m).__name__), default=0)
-
-
-def untiled_layers(model: Any) -> int:
-    """Layers whose MLP takes no tiles."""
-    return sum(not _takes_tiles(getattr(layer, "mlp", None)) for layer in decoder_layers(model))
-
-
 def tile_tokens(module: Any, which: str | int) -> int:
     """Tokens of a tile of this module: as given, or with "auto" a power of two by its widest layer."""
     if isinstance(which, int):

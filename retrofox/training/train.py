@@ -15,6 +15,7 @@ from accelerate import PartialState
 
 from retrofox.anatomy import causal_lm
 from retrofox.config import Recipe
+from retrofox.data.prepare import prepare_data
 from retrofox.loading.device import PRECISIONS
 from retrofox.loading.tokenizers import recipe_tokenizer
 from retrofox.parallel.mesh import build_mesh
@@ -25,7 +26,7 @@ from retrofox.planning.steps import STATE_BYTES, accumulation
 from retrofox.support.interruptions import Interruptions
 from retrofox.training import checkpoint
 from retrofox.training.arguments import arguments
-from retrofox.training.data import StageData, prepare_tokens
+from retrofox.training.data import StageData
 from retrofox.training.document_attention import attends_by_document
 from retrofox.training.export import export, export_original
 from retrofox.training.groups import role_of, set_trainable
@@ -97,7 +98,9 @@ def say(state: Any, text: str) -> None:
 def _train(recipe: Recipe, out: Path, interruptions: Interruptions, state: Any) -> dict[str, Any]:
     started = time.perf_counter()
     tokenizer = recipe_tokenizer(recipe)
-    tokens = prepare_tokens(recipe, tokenizer, state)  # first of all: texts that can't be read leave OUTPUT alone
+    with state.main_process_first():  # the others find it done
+        # First of all: texts that can't be read leave OUTPUT alone.
+        tokens = prepare_data(recipe.data, tokenizer, progress=state.is_main_process)
     batches = claim_output(out, recipe, state)
     source = resolve_source(recipe, out, state)
     if state.is_main_process:

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from retrofox.config import Source
 from retrofox.data.shards import Manifest, prepare_sources
-from retrofox.data.sources import DataSource
 
 PHRASE = "the fox forgets what the gate lets go and the key keeps what it saw a while ago"
 
@@ -69,7 +69,7 @@ def prepared() -> Callable[..., Manifest]:
     """prepared(paths, tokenizer, out, **options) -> the manifest of those sources."""
 
     def prepare(paths: list[str | Path], tokenizer, out: Path, **options) -> Manifest:
-        return prepare_sources([DataSource(str(path)) for path in paths], tokenizer, out, progress=False, **options)
+        return prepare_sources([Source(path=str(path)) for path in paths], tokenizer, out, progress=False, **options)
 
     return prepare
 

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
+from retrofox.config import Source
 from retrofox.data.augment import recased, reflowed
 from retrofox.data.packed import open_tokens
 from retrofox.data.shards import prepare_sources
-from retrofox.data.sources import DataSource
 
 PROSE = "\n\n".join(" ".join(f"Word{n * 7 % 13}" for n in range(length)) + "." for length in (90, 3, 40))
 CODE = "    total = " + " + ".join(f"value_{n}" for n in range(40))
@@ -62,7 +62,7 @@ def test_a_document_is_in_lower_or_in_upper_case_as_often():
 def test_a_source_with_changes_has_other_tokens_and_another_shard(options, tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": PROSE}) + "\n")
     plain, changed = (
-        prepare_sources([DataSource(str(tmp_path / "a.jsonl"), **given)], tokenizer, tmp_path / "out", progress=False)
+        prepare_sources([Source(path=str(tmp_path / "a.jsonl"), **given)], tokenizer, tmp_path / "out", progress=False)
         for given in ({}, options)
     )
     assert plain.sources[0].shards[0].key != changed.sources[0].shards[0].key

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from retrofox.config import Recipe
+from retrofox.config import Recipe, Source
 from retrofox.data.chat import ChatEncoder
 from retrofox.data.packed import IGNORE, PackedDataset, collate, next_token_targets, open_tokens
 from retrofox.data.shards import prepare_sources
-from retrofox.data.sources import DataSource
 from retrofox.training.loop import FoxTrainer
 
 CHATML = (
@@ -146,7 +145,7 @@ def talks(tmp_path, chat_tokenizer):
     def prepare(name: str = "a.jsonl", field: str = "messages", **options: Any) -> Any:
         file = write(TALKS, tmp_path / name, field)
         named = None if field == "messages" else field
-        source = DataSource(str(file), text_field=named, chat=True)
+        source = Source(path=str(file), text_field=named, chat=True)
         return prepare_sources([source], chat_tokenizer(CHATML), tmp_path / "out", progress=False, **options)
 
     return prepare
@@ -167,7 +166,7 @@ def test_conversations_come_from_json_lines_and_parquet(name, field, talks, chat
 def test_conversations_come_from_hugging_face_datasets(tmp_path, chat_tokenizer, talks):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"messages": talk} for talk in TALKS]).save_to_disk(tmp_path / "saved")
-    source = DataSource(f"hf:{tmp_path / 'saved'}", chat=True)
+    source = Source(path=f"hf:{tmp_path / 'saved'}", chat=True)
     manifest = prepare_sources([source], chat_tokenizer(CHATML), tmp_path / "out", progress=False)
     assert manifest.sources[0].fingerprint == talks().sources[0].fingerprint
 
@@ -219,7 +218,7 @@ def test_packed_conversations_do_not_see_each_other(talks, pico_llama):
 def test_conversations_are_mixed_with_books_by_weight(tmp_path, chat_tokenizer, make_text):
     book = tmp_path / "book.txt"
     book.write_text(make_text(0, 3000))
-    sources = [DataSource(str(book), 3.0), DataSource(str(write(TALKS, tmp_path / "a.jsonl")), 1.0, chat=True)]
+    sources = [Source(path=str(book), weight=3.0), Source(path=str(write(TALKS, tmp_path / "a.jsonl")), chat=True)]
     manifest = prepare_sources(sources, chat_tokenizer(CHATML), tmp_path / "out", progress=False)
     dataset = PackedDataset(manifest, sequence_length=64)
     drawn = dataset.order.take(torch.arange(4096).numpy())
@@ -233,7 +232,7 @@ def test_conversations_are_mixed_with_books_by_weight(tmp_path, chat_tokenizer, 
 def test_another_template_makes_another_shard(tmp_path, chat_tokenizer):
     file = write(TALKS, tmp_path / "a.jsonl")
     keys = {
-        prepare_sources([DataSource(str(file), chat=True)], chat_tokenizer(template), tmp_path / "out", progress=False)
+        prepare_sources([Source(path=str(file), chat=True)], chat_tokenizer(template), tmp_path / "out", progress=False)
         .sources[0]
         .shards[0]
         .key
@@ -254,7 +253,7 @@ def test_another_template_makes_another_shard(tmp_path, chat_tokenizer):
 )
 def test_records_that_hold_no_conversation_are_named(content, why, tmp_path, chat_tokenizer):
     (tmp_path / "a.jsonl").write_text(content + "\n")
-    source = DataSource(str(tmp_path / "a.jsonl"), chat=True)
+    source = Source(path=str(tmp_path / "a.jsonl"), chat=True)
     with pytest.raises(ValueError, match=why):
         prepare_sources([source], chat_tokenizer(CHATML), tmp_path / "out", progress=False)
 
@@ -266,7 +265,7 @@ def test_texts_are_no_conversations(name, tmp_path, chat_tokenizer):
     else:
         write(["hello"], tmp_path / name)
     with pytest.raises(ValueError, match="list"):
-        prepare_sources([DataSource(str(tmp_path / name), chat=True)], chat_tokenizer(CHATML), tmp_path / "out")
+        prepare_sources([Source(path=str(tmp_path / name), chat=True)], chat_tokenizer(CHATML), tmp_path / "out")
 
 
 def test_a_recipe_mixes_conversations_and_refuses_changes_of_them(tmp_path):

@@ -9,12 +9,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from retrofox.config import Source
 from retrofox.data import pieces
 from retrofox.data.encode import Encoder
 from retrofox.data.packed import open_tokens
 from retrofox.data.read import Batch
 from retrofox.data.shards import prepare_sources
-from retrofox.data.sources import DataSource
 
 PHRASE = "the fox forgets what the gate lets go, it's 1234567 keys;  and\n\nthe key keeps what it saw: naïve façade\tx"
 
@@ -58,7 +58,7 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, short_piece
     assert kinds[0] == "first piece"
     assert kinds[-1] == "last piece"
     assert len(kinds) > 5
-    [prepared] = open_tokens(prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path / "out", progress=False))
+    [prepared] = open_tokens(prepare_sources([Source(path=str(tmp_path))], tokenizer, tmp_path / "out", progress=False))
     assert len(prepared) == 3
     for number, text in enumerate(texts.values()):
         whole = tokenizer(text)["input_ids"]
@@ -85,10 +85,10 @@ def test_a_long_blank_text_is_empty_and_not_utf8_is_refused(tmp_path, short_piec
     tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
     (tmp_path / "a.txt").write_text(" \n" * 9000)
     with pytest.raises(ValueError, match=r"no text in it \(empty documents: 1\): give texts"):
-        prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path / "out", progress=False)
+        prepare_sources([Source(path=str(tmp_path))], tokenizer, tmp_path / "out", progress=False)
     (tmp_path / "b.txt").write_bytes(b"word " * 9000 + b"\xff")
     with pytest.raises(ValueError, match=r"b\.txt: not UTF-8 text \(.* at byte 45000\)"):
-        prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path / "out", progress=False)
+        prepare_sources([Source(path=str(tmp_path))], tokenizer, tmp_path / "out", progress=False)
 
 
 def test_shards_before_an_unreadable_file_are_kept(tmp_path):
@@ -99,10 +99,10 @@ def test_shards_before_an_unreadable_file_are_kept(tmp_path):
     for workers in (1, 2):
         out = tmp_path / f"_out{workers}"
         with pytest.raises(ValueError, match=r"2\.txt\.gz: can't be read"):
-            prepare_sources([DataSource(str(tmp_path))], tokenizer, out, workers=workers, progress=False)
+            prepare_sources([Source(path=str(tmp_path))], tokenizer, out, workers=workers, progress=False)
         assert len(list(out.glob("*.tokens"))) == 3
         (tmp_path / "2.txt.gz").rename(tmp_path / "aside")
-        manifest = prepare_sources([DataSource(str(tmp_path))], tokenizer, out, workers=workers, progress=False)
+        manifest = prepare_sources([Source(path=str(tmp_path))], tokenizer, out, workers=workers, progress=False)
         assert (manifest.made, manifest.reused) == (1, 3)
         (tmp_path / "aside").rename(tmp_path / "2.txt.gz")
 
@@ -110,7 +110,7 @@ def test_shards_before_an_unreadable_file_are_kept(tmp_path):
 def test_tokens_changed_in_place_are_made_again_copies_are_kept(tmp_path):
     tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
     (tmp_path / "a.txt").write_text(make_text(50), encoding="utf-8")
-    source, out = DataSource(str(tmp_path / "a.txt")), tmp_path / "out"
+    source, out = Source(path=str(tmp_path / "a.txt")), tmp_path / "out"
     prepare_sources([source], tokenizer, out, progress=False)
     shutil.copytree(out, tmp_path / "copy", copy_function=shutil.copyfile)
     assert prepare_sources([source], tokenizer, tmp_path / "copy", progress=False).made == 0
@@ -125,6 +125,6 @@ def test_shards_inside_the_directory_of_their_texts_are_not_read_as_texts(tmp_pa
     tokenizer = make_tokenizer(pre_tokenizers.ByteLevel(add_prefix_space=False), "$A")
     (tmp_path / "a.txt").write_text(make_text(50), encoding="utf-8")
     for made in (1, 0):
-        assert prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path / "out", progress=False).made == made
+        assert prepare_sources([Source(path=str(tmp_path))], tokenizer, tmp_path / "out", progress=False).made == made
     with pytest.raises(ValueError, match=r"set data\.cache to another directory"):
-        prepare_sources([DataSource(str(tmp_path))], tokenizer, tmp_path, progress=False)
+        prepare_sources([Source(path=str(tmp_path))], tokenizer, tmp_path, progress=False)

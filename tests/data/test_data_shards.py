@@ -11,10 +11,10 @@ import time
 
 import pytest
 
+from retrofox.config import Source
 from retrofox.data.encode import Encoder
 from retrofox.data.packed import PackedDataset, open_tokens
 from retrofox.data.shards import Manifest, prepare_sources
-from retrofox.data.sources import DataSource
 
 
 class Characters:
@@ -123,7 +123,7 @@ def test_a_damaged_note_makes_its_shard_anew(tmp_path, texts, tokenizer, damage,
 
 
 def test_a_second_run_says_that_there_is_nothing_to_do(tmp_path, texts, tokenizer, capsys):
-    source = [DataSource(str(texts[0].parent))]
+    source = [Source(path=str(texts[0].parent))]
     prepare_sources(source, tokenizer, tmp_path / "out")
     assert "token shards are in" not in capsys.readouterr().err
     prepare_sources(source, tokenizer, tmp_path / "out")
@@ -150,7 +150,8 @@ import time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a process begun in the background has it ignored
 from transformers import AutoTokenizer
 from retrofox.data import shards
-from retrofox.data.sources import DataSource
+from retrofox.config import Source
+
 from retrofox.data.encode import Encoder
 call = Encoder.__call__
 def slow(self, batch):
@@ -158,7 +159,7 @@ def slow(self, batch):
     return call(self, batch)
 Encoder.__call__ = slow
 tokenizer = AutoTokenizer.from_pretrained({tokenizer!r})
-shards.prepare_sources([DataSource({data!r})], tokenizer, {out!r}, workers=1, progress=False)
+shards.prepare_sources([Source(path={data!r})], tokenizer, {out!r}, workers=1, progress=False)
 """
 
 

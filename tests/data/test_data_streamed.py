@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from retrofox.config import Source
 from retrofox.data.packed import open_tokens
-from retrofox.data.sources import DataSource, resolve
+from retrofox.data.sources import resolve
 from retrofox.data.streamed import sliced
 
 datasets = pytest.importorskip("datasets")
@@ -103,7 +104,7 @@ def test_units_say_their_rows_without_reading_any(hub):
     _, folder = hub
     for file in folder.glob("train*"):
         file.write_bytes(b"")
-    units = resolve(DataSource("hf:org/books:train[100:700]"))
+    units = resolve(Source(path="hf:org/books:train[100:700]"))
     assert [(unit.name, unit.start, unit.stop) for unit in units] == [  # type: ignore[attr-defined]
         ("books:train", 100, 356),
         ("books:train", 356, 612),

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from retrofox.config import validate
+from retrofox.config import Source, validate
 from retrofox.data.packed import PackedDataset, collate
 from retrofox.data.prepare import prepare
 from retrofox.data.sampler import StepSampler
 from retrofox.data.shards import prepare_sources
-from retrofox.data.sources import DataSource
 from retrofox.training.output import claim_data
 
 
@@ -75,16 +74,8 @@ def test_a_loader_goes_on_where_another_world_stopped(tmp_path, texts, tokenizer
         return [row for _ in range(steps) for loader in loaders for row in next(loader)["input_ids"].tolist()]
 
     through = rows(0, 12, batch=4, world=1)
-    state = json.loads(json.dumps(data.state(16)))
-    consumed = PackedDataset(prepared([texts[0].parent, texts[0]], tokenizer, tmp_path / "out"), 16, seed=7).check(
-        state
-    )
+    consumed = json.loads(json.dumps(data.state(16)))["consumed"]
     assert through == rows(0, 4, batch=2, world=2) + rows(consumed, 16, batch=1, world=2, workers=1)
-    with pytest.raises(ValueError, match="seed was 7, now it is 8"):
-        PackedDataset(prepared([texts[0].parent, texts[0]], tokenizer, tmp_path / "out"), 16, seed=8).check(state)
-    texts[4].write_text("other text")
-    with pytest.raises(ValueError, match="data under this run changed: its fingerprint"):
-        PackedDataset(prepared([texts[0].parent, texts[0]], tokenizer, tmp_path / "out"), 16, seed=7).check(state)
 
 
 def test_a_run_keeps_to_the_data_it_began_with(tmp_path, texts, tokenizer, make_tokenizer, prepared):
@@ -115,7 +106,7 @@ def test_weights_are_shares_of_tokens(tmp_path, tokenizer, make_text):
         (tmp_path / name).mkdir()
         for number in range(files):
             (tmp_path / name / f"{number}.txt").write_text(make_text(number, words))
-        sources.append(DataSource(str(tmp_path / name), {"long": 0.2, "short": 0.7, "tiny": 0.1}[name]))
+        sources.append(Source(path=str(tmp_path / name), weight={"long": 0.2, "short": 0.7, "tiny": 0.1}[name]))
     data = PackedDataset(prepare_sources(sources, tokenizer, tmp_path / "out", progress=False), 64)
     plain = [packing.tokens / len(packing) for packing in data.packings]
     assert max(plain) / min(plain) > 1.2  # windows are filled unequally: shares of windows would not do

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from retrofox.config import Recipe
+from retrofox.config import Recipe, Source
 from retrofox.data import pieces
 from retrofox.data.encode import Encoder
 from retrofox.data.packed import open_tokens
 from retrofox.data.prepare import prepare
 from retrofox.data.read import Batch
 from retrofox.data.shards import prepare_sources
-from retrofox.data.sources import DataSource
 
 TEXT = "the fox</s> forgets <s>what the gate lets go</s>"
 SPECIAL = {0, 1, 2}
@@ -28,7 +27,7 @@ def file(tmp_path) -> Path:
 
 
 def document(file: Path, tokenizer, out: Path, **options) -> list[int]:
-    return open_tokens(prepare_sources([DataSource(str(file))], tokenizer, out, **options))[0].document(0).tolist()
+    return open_tokens(prepare_sources([Source(path=str(file))], tokenizer, out, **options))[0].document(0).tolist()
 
 
 def test_special_tokens_in_a_text_are_plain_text(file, tokenizer, tmp_path):
@@ -81,7 +80,7 @@ def test_a_tokenizer_without_a_rust_backend_reads_plain_text_too(tokenizer):
 def test_threads_read_plain_text_too(tokenizer, tmp_path):
     lines = "".join(json.dumps({"text": f"{number} {TEXT}"}) + "\n" for number in range(20))
     (tmp_path / "a.jsonl").write_text(lines)
-    manifest = prepare_sources([DataSource(str(tmp_path / "a.jsonl"))], tokenizer, tmp_path / "out", workers=2)
+    manifest = prepare_sources([Source(path=str(tmp_path / "a.jsonl"))], tokenizer, tmp_path / "out", workers=2)
     (tokens,) = open_tokens(manifest)
     assert all(SPECIAL.isdisjoint(tokens.document(number).tolist()[:-1]) for number in range(20))
 

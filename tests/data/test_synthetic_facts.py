@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from retrofox.config import Source
 from retrofox.data.files import Digests
 from retrofox.data.shards import prepare_sources
-from retrofox.data.sources import DataSource, resolve
+from retrofox.data.sources import resolve
 from retrofox.data.synthetic_facts import TELLINGS, with_facts
 from retrofox.data.windows import documents
 
@@ -77,7 +78,7 @@ def test_short_and_wordless_texts_stay_as_they_are():
 
 def test_a_source_with_recall_gives_other_tokens_and_another_shard(tmp_path: Path, pico_tokenizer):
     (tmp_path / "a.txt").write_text(TEXT)
-    plain, recalled = (DataSource(str(tmp_path / "a.txt"), fact_share=share) for share in (0.0, 1.0))
+    plain, recalled = (Source(path=str(tmp_path / "a.txt"), fact_share=share) for share in (0.0, 1.0))
     (_, one), (_, other) = (next(iter(documents([source], pico_tokenizer))) for source in (plain, recalled))
     assert len(other) > len(one)
     assert not np.array_equal(one, other[: len(one)])
@@ -90,7 +91,7 @@ def test_how_many_documents_take_no_facts_is_said_also_of_a_reused_shard(tmp_pat
     (tmp_path / "some.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     short = "3 of 7 documents take no made-up facts (fact_share): they have fewer than 16 different words"
     for share, said in ((0.6, True), (0.6, True), (0.0, False)):
-        source = DataSource(str(tmp_path / "some.jsonl"), fact_share=share)
+        source = Source(path=str(tmp_path / "some.jsonl"), fact_share=share)
         prepare_sources([source], pico_tokenizer, tmp_path / "cache")
         assert (short in capsys.readouterr().err) == said
 
@@ -128,5 +129,5 @@ def test_a_share_of_the_facts_is_asked_for_and_the_shard_is_another(tmp_path: Pa
     assert 0.25 * total < asked < 0.75 * total
     (tmp_path / "a.txt").write_text(TEXT)
     digests = Digests()
-    sources = [DataSource(str(tmp_path / "a.txt"), fact_share=1.0, questions=share) for share in (0.0, 0.5, 1.0)]
+    sources = [Source(path=str(tmp_path / "a.txt"), fact_share=1.0, questions=share) for share in (0.0, 0.5, 1.0)]
     assert len({resolve(source)[0].identity(digests) for source in sources}) == 3

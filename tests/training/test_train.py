@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
 from safetensors import SafetensorError
 
 import retrofox
 from retrofox.config import stage_of
+from retrofox.data.prepare import prepare_data
 from retrofox.model.modeling_fox import CACHE
 from retrofox.planning.steps import accumulation, count_steps
 from retrofox.training import checkpoint
 from retrofox.training.callbacks import half_life_statistics
-from retrofox.training.data import StageData, prepare_tokens
+from retrofox.training.data import StageData
 from retrofox.training.groups import (
     group_schedules,
     parameter_groups,
@@ -158,7 +158,7 @@ def test_accumulated_micro_batches_are_one_batch(make_recipe, tmp_path, objectiv
 
 def test_held_out_windows_are_the_same_for_any_number_of_processes(make_recipe, pico_tokenizer):
     recipe = make_recipe(log={"eval_tokens": 64 * 7})
-    tokens = prepare_tokens(recipe, pico_tokenizer, PartialState(cpu=True))
+    tokens = prepare_data(recipe.data, pico_tokenizer, progress=False)
 
     def scored(world: int) -> tuple[list[tuple], set[int]]:
         rows, passes = [], set()
