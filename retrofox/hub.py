@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, snapshot_download
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 
 from retrofox.anatomy import vocabulary_size
 from retrofox.conversion.card import HERE, adapter_card, card_of, own_card, with_metadata
 from retrofox.conversion.history import history
 from retrofox.conversion.licence import agreed, licence_in, read_licence
-from retrofox.conversion.upload import publish
+from retrofox.conversion.upload import check_repo, publish
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading import shards
 from retrofox.loading.adapter import base_of
@@ -145,12 +143,7 @@ def push(
         if base is not None:
             raise ValueError(f"{directory} is no adapter: a converted model names its base itself, drop --base")
         check_complete(directory)
-    try:
-        validate_repo_id(repo)
-        if repo.count("/") != 1:  # the Hub would make user/name of a name, and look for the name alone
-            raise HFValidationError("the user or organisation is missing")
-    except HFValidationError as error:
-        raise ValueError(f"{repo!r} is not the name of a Hub repository (org/name): {error}") from error
+    check_repo(repo)
     contents = _contents(directory)
     if adapter:
         values = _adapter_config(directory)
@@ -203,7 +196,7 @@ def _model_card(directory: Path, offline: bool) -> tuple[str, dict[str, str], st
     """(the card with the base's licence in its metadata, the licence fields, why the base's card was not read)."""
     text = own_card(directory) or card_of(directory)
     spec = FoxSpec.from_dict(read_config(directory).get("fox"))
-    asked = not offline or Path(str(spec.base)).is_dir()
+    asked = not offline or spec.base is None or Path(spec.base).is_dir()
     known, unread = read_licence(spec.base, spec.base_revision) if asked else ({}, DRY.format(spec.base))
     licence = agreed(licence_in(text), known, str(spec.base))
     return with_metadata(text, licence), licence, unread

@@ -531,6 +531,13 @@ def test_a_base_whose_card_is_damaged_converts_without_a_licence(pico_checkpoint
     found = push(tmp_path / "fox", "me/fox", dry_run=True)
     assert found["licence"] is None
     assert found["licence_unchecked"].startswith("neither the card nor its base's names one")
+    config = json.loads((tmp_path / "fox" / "config.json").read_text())
+    del config["fox"]["base"]  # of a live model
+    (tmp_path / "fox" / "config.json").write_text(json.dumps(config))
+    assert (
+        "neither the card nor its base's names one"
+        in push(tmp_path / "fox", "me/fox", dry_run=True)["licence_unchecked"]
+    )
 
 
 def test_a_card_without_a_licence_gets_the_bases_from_the_hub(online, converted, pico_checkpoint):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,7 +33,7 @@ def plan(
     flops: Annotated[str | None, typer.Option(help="Its peak of bfloat16 operations a second, such as 990T.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="How many; default: 1, or as launched.")] = None,
     sharding: Annotated[
-        str | None, typer.Option(help="ddp, fsdp2 or zero3; default: ddp where it fits, else fsdp2.")
+        Literal["ddp", "fsdp2", "zero3"] | None, typer.Option(help="Default: ddp where it fits, else fsdp2.")
     ] = None,
     price: Annotated[float | None, typer.Option(min=0, help="Dollars of one GPU's hour.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Also check all that train checks before it starts.")] = False,
@@ -50,8 +50,6 @@ def plan(
     from retrofox.planning.report import print_plan
     from retrofox.support.launches import processes
 
-    if sharding not in (None, "ddp", "fsdp2", "zero3"):
-        raise ValueError(f"--sharding is ddp, fsdp2 or zero3, got {sharding!r}")
     loaded = load_recipe(recipe, changes or [])
     result = run(loaded, hardware(gpu, memory, flops), gpus or processes(), sharding, price)
     if check or measure:
@@ -83,9 +81,10 @@ def merge(
     out: Annotated[Path, typer.Argument(help="Directory to write the merged model to.")],
 ) -> None:
     """Merges a LoRA adapter and its gates into its converted base and proves the logits equal."""
-    from retrofox.loading.source import check_out
+    from retrofox.loading.source import check_adapter, check_out
 
     check_out(adapter, out)
+    check_adapter(adapter)
     from retrofox.conversion.merge import merge as run
 
     print(json.dumps(run(adapter, out), indent=2))

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode, task_names, there
-from retrofox.cli.tokens import METAVAR, count
+from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode, look, task_names
+from retrofox.cli.tokens import METAVAR, batch, count
 from retrofox.support.counts import ALLOWED
 
 
@@ -42,7 +42,9 @@ def evaluate(
     ] = None,
     include_path: Annotated[str | None, typer.Option(help="Folder with additional lm-eval task files.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="lm-eval: examples per task.")] = None,
-    task_batch: Annotated[str, typer.Option(help="lm-eval: requests per batch, or auto: by tokens.")] = "auto",
+    task_batch: Annotated[
+        Any, typer.Option(parser=batch, metavar="N", help="lm-eval: requests per batch; auto: by tokens.")
+    ] = "auto",
     task_cache: Annotated[
         Path | None,
         typer.Option(help="lm-eval: folder of finished tasks; by default in the cache folder, in retrofox/tasks."),
@@ -61,9 +63,10 @@ def evaluate(
 
     Prints a bucket table; writes JSON, CSV and plots into --out.
     """
-    names = task_names(tasks)
-    for name in (model, *(against or ())):
-        there(name)
+    names = task_names(tasks, include_path)
+    if not data and not names:
+        raise ValueError("nothing to evaluate on: give data files (--data) or lm-eval tasks (--tasks)")
+    look([model, *(against or ())], data, baseline)
     from retrofox.evaluation.evaluate import evaluate as run
     from retrofox.loading.trust import trusting_code
 
@@ -84,7 +87,7 @@ def evaluate(
             tasks=names,
             include_path=include_path,
             limit=limit,
-            task_batch=int(task_batch) if task_batch.isdecimal() else task_batch,
+            task_batch=task_batch,
             task_cache_folder=task_cache,
             cache=cache,
             context=context,
@@ -114,7 +117,9 @@ def needle(
         int, typer.Option(min=1, metavar="N", help="Prompts per length and depth, each of another text.")
     ] = 2,
     seed: Annotated[int, typer.Option(help="Seed of facts and places.")] = 0,
-    batch: Annotated[str, typer.Option(help="Prompts per batch, or auto: by length.")] = "auto",
+    prompts: Annotated[
+        Any, typer.Option("--batch", parser=batch, metavar="N", help="Prompts per batch; auto: by length.")
+    ] = "auto",
     baseline: Baselines = None,
     text_field: TextField = "text",
     out: Annotated[Path | None, typer.Option(help="Directory for JSON, CSV and plots.")] = None,
@@ -142,14 +147,14 @@ def needle(
             f"lengths must be whole numbers with commas between, such as 1024,4096 or 4Ki,32Ki; got {lengths!r}: each "
             f"takes {ALLOWED}"
         ) from None
-    for name in (model, *(against or ())):
-        there(name)
+    if unknown := [name for name in mode or () if name not in ("easy", "standard", "all")]:
+        raise ValueError(f"mode must be one of easy, standard, or all; got {unknown[0]!r}")
+    look([model, *(against or ())], data, baseline)
     from retrofox.evaluation.needle import needle as run
     from retrofox.loading.trust import trusting_code
 
     options: dict[str, Any] = {"depths": depths, "mode": mode or ["easy"], "trials": trials, "seed": seed}
-    options |= {"batch": int(batch) if batch.isdecimal() else batch, "text_field": text_field}
-    options |= {"baselines": baseline or []}
+    options |= {"batch": prompts, "text_field": text_field, "baselines": baseline or []}
     with trusting_code(trust_remote_code):
         run(model, against or None, data, sizes, **options, out=out, device=device, dtype=dtype)
 
@@ -179,7 +184,7 @@ def inspect(
     given = {"--max-documents": max_documents, "--text-field": text_field}
     if not data and (named := ", ".join(name for name, value in given.items() if value is not None)):
         raise ValueError(f"{named} without texts has no effect: give --data, or leave it out")
-    there(model)
+    look([model], data)
     from retrofox.evaluation.gates import inspect as run
     from retrofox.loading.trust import trusting_code
 

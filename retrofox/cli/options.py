@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 MODEL = "a converted model: directory or Hub id (a plain model works too where it makes sense)"
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: CUDA where there is one.")]
 Dtype = Annotated[
-    str | None,
-    typer.Option(help="float32, bfloat16 or float16 (gates stay float32); default: bfloat16 on a GPU, else float32."),
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="float32, bfloat16 or float16 (gates stay float32); default: bfloat16 on a GPU, else float32.",
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool,
@@ -41,13 +45,34 @@ def there(model: str) -> str:
     return model
 
 
-def task_names(tasks: str | None) -> list[str]:
+def look(models: Sequence[str], data: Sequence[str] | None = None, baselines: Sequence[str] | None = None) -> None:
+    """Raises, before torch is imported, for models and texts of this machine that are not there and unknown baselines.
+
+    Raises:
+        FileNotFoundError: a model or text is not there.
+        ValueError: nothing readable in a directory of texts, or a baseline is misspelt.
+    """
+    from retrofox.data.sources import DataSource, resolve
+    from retrofox.evaluation.baseline_names import parse_all
+
+    for name in models:
+        there(name)
+    parse_all(baselines or ())
+    for path in data or ():
+        if not path.startswith("hf:"):
+            resolve(DataSource(path))
+
+
+def task_names(tasks: str | None, include_path: str | None) -> list[str]:
     """The tasks of --tasks, in order; none where it was not given.
 
     Raises:
-        ValueError: it was given and names none.
+        ValueError: it was given and names none, or one that lm-eval doesn't know.
     """
+    from retrofox.evaluation.task_names import refuse_unknown
+
     names = [task.strip() for task in (tasks or "").split(",") if task.strip()]
     if tasks is not None and not names:
         raise ValueError(f"tasks must be names with commas between, such as short or arc_easy,piqa; got {tasks!r}")
+    refuse_unknown(names, include_path)
     return names

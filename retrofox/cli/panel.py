@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrofox.cli.options import MODEL, Device, Dtype, TextField, TrustRemoteCode, there
+from retrofox.cli.options import MODEL, Device, Dtype, TextField, TrustRemoteCode, look
 from retrofox.cli.tokens import METAVAR, count
 
 
@@ -44,8 +44,10 @@ def panel(
 
         retrofox panel RUN/model --against BASE --data "verse=poems/" --data "c=src/*.c" --chat 200 --out panel
     """
-    for name in (model, against):
-        there(name)
+    from retrofox.evaluation.panel_texts import choose_kinds
+
+    look([model, against])
+    choose_kinds(data or (), only or ())
     from retrofox.evaluation.panel import panel as run
     from retrofox.loading.trust import trusting_code
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode, task_names, there
+from retrofox.cli.options import MODEL, Baselines, Device, Dtype, TextField, TrustRemoteCode, look, task_names
 from retrofox.cli.tokens import METAVAR, count
 
 
@@ -15,7 +15,7 @@ def report(
     model: Annotated[str, typer.Argument(help=MODEL)],
     against: Annotated[list[str] | None, typer.Option(help="Models to compare with, the base first.")] = None,
     data: Annotated[list[str] | None, typer.Option(help="Files or directories of long documents, one or more.")] = None,
-    suite: Annotated[str, typer.Option(help="quick, long or full.")] = "quick",
+    suite: Annotated[Literal["quick", "long", "full"], typer.Option(help="How much is measured; see below.")] = "quick",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the report; by default `report` in the model's directory, where push finds it."),
@@ -47,9 +47,8 @@ def report(
 
         retrofox report RUN/model --against BASE --data books/ --suite quick
     """
-    names = task_names(tasks)
-    for source in (model, *(against or ())):
-        there(source)
+    names = task_names(tasks, include_path)
+    look([model, *(against or ())], data, baseline)
     from retrofox.loading.trust import trusting_code
     from retrofox.reporting.report import report as run
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from retrofox.cli.options import MODEL, Device, Dtype, TrustRemoteCode, there
 from retrofox.cli.tokens import METAVAR, count
+from retrofox.generation.sampling import check_sampling
 from retrofox.support.files import text_of
 
 
@@ -46,6 +47,7 @@ def generate(
 ) -> None:
     """Continues a prompt and streams the text."""
     prompts = [*(prompt or ()), *(() if prompt_file is None else (text_of(prompt_file),))]
+    check_sampling(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
     there(model)
     from retrofox.generation.generate import generate as run
     from retrofox.loading.trust import trusting_code
@@ -90,6 +92,7 @@ def chat(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Chats with a model, keeping the cache between turns. /exit ends the chat."""
+    check_sampling([system or ""], max_new_tokens, temperature, 1.0 if top_p is None else top_p, 1, seed)
     there(model)
     from retrofox.generation.chat import chat as run
     from retrofox.loading.trust import trusting_code
@@ -100,7 +103,7 @@ def chat(
 
 
 def push(
-    directory: Annotated[Path, typer.Argument(help="A converted model's directory.")],
+    directory: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="A converted model's directory.")],
     repo: Annotated[str, typer.Argument(help="Hub repository, org/name; created where it doesn't exist.")],
     private: Annotated[
         bool, typer.Option("--private", help="Make a new repository private; refuse one that is public.")
@@ -121,6 +124,9 @@ def push(
     """Uploads a converted model, or an adapter, to the Hub in one commit; checks that it is complete before, every file
     and the logits after.
     """
+    from retrofox.conversion.upload import check_repo
+
+    check_repo(repo)
     from retrofox.hub import push as run
 
     options: dict[str, Any] = {"private": private, "message": message, "report": report, "dry_run": dry_run}
@@ -131,7 +137,9 @@ def verify_serving(
     model: Annotated[Path, typer.Argument(help="A converted model's directory.")],
     against: Annotated[str | None, typer.Option(help="The base: needed for bfloat16.")] = None,
     data: Annotated[Path | None, typer.Option(help="A text file to take prompts from; else random tokens.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, or bfloat16 measured against the base's own error.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="bfloat16 is measured against the base's own error.")
+    ] = "float32",
     requests: Annotated[int, typer.Option(min=1, metavar="N", help="Requests at once.")] = 32,
     longest: Annotated[int, typer.Option(parser=count, metavar=METAVAR, help="Tokens of the longest prompt.")] = 8192,
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens generated for each.")] = 24,

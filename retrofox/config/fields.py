@@ -120,6 +120,9 @@ class Section(BaseModel):
     elsewhere: ClassVar[dict[str, str]] = {}
     """Other programs' names for keys of this section -> ours."""
 
+    left_out: ClassVar[dict[str, str]] = {}
+    """Other programs' keys without a counterpart here -> why there is none."""
+
     old_names: ClassVar[dict[str, str]] = {}
     """Former names of keys of this section -> their names, for recipes of then."""
 

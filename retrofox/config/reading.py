@@ -109,6 +109,7 @@ def _explain(item: Any) -> tuple[str, str]:
     key = ".".join(place) or "recipe"
     if kind == "missing":
         return key, "required key is missing"
+    others = {**section.left_out, **others}
     if kind == "extra_forbidden" and place[-1] in others:
         return key, f"{others[place[-1]]}: remove it, given {shown}"
     if kind == "extra_forbidden":

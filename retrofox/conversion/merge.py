@@ -15,7 +15,7 @@ from retrofox.loading.adapter import (
 )
 from retrofox.loading.atomic_directory import AtomicDirectory, refuse_existing
 from retrofox.loading.converted import load
-from retrofox.loading.source import read_config
+from retrofox.loading.source import check_adapter, read_config
 from retrofox.loading.tokenizers import load_tokenizer
 from retrofox.support import processes
 from retrofox.support.files import new_file_mode, write_json
@@ -45,8 +45,7 @@ def merge(adapter: str | Path, out: str | Path) -> dict[str, Any]:
 
 
 def _merge(adapter: Path, out: Path) -> dict[str, Any]:
-    if not (adapter / "adapter_config.json").is_file():
-        raise FileNotFoundError(f"{adapter} holds no adapter_config.json: give the directory of a LoRA adapter")
+    check_adapter(adapter)
     refuse_existing(out)
     base = base_of(adapter)
     refuse_plain_base(base)

@@ -10,13 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import validate_repo_id
 
 from retrofox.loading.errors import first_line
 from retrofox.loading.source import hub_errors
 
 WEIGHTS = re.compile(r"((pytorch_|adapter_)?model)[^/]*\.(safetensors|bin)(\.index\.json)?|adapter_config\.json")
 """Files from which a repository's weights are loaded."""
+
+
+def check_repo(repo: str) -> None:
+    """Raises ValueError for what is not the name of a repository."""
+    try:
+        validate_repo_id(repo)
+        if repo.count("/") != 1:  # the Hub would make user/name of a name, and look for the name alone
+            raise HFValidationError("the user or organisation is missing")
+    except HFValidationError as error:
+        raise ValueError(f"{repo!r} is not the name of a Hub repository (org/name): {error}") from error
 
 
 def publish(repo: str, contents: Mapping[str, bytes | Path], private: bool, title: str) -> str:

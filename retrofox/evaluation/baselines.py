@@ -12,62 +12,18 @@ et al. 2024, arXiv 2309.00071 (yarn).
 from __future__ import annotations
 
 import copy
-import difflib
 import os
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from retrofox.anatomy import is_converted
 from retrofox.conversion.convert import convert
+from retrofox.evaluation.baseline_names import SCALED, Baseline
 from retrofox.families import check_supported
 from retrofox.fox_spec import FoxSpec
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.loading.rope_scaling import set_rope
 from retrofox.loading.source import holds_converted
-
-FORMS = "pi:4, ntk:4, yarn:4 (factor), drope"
-SCALED = {"pi": ("linear", "position interpolation"), "ntk": ("dynamic", "dynamic NTK"), "yarn": ("yarn", "YaRN")}
-"""Kind -> (transformers' rope_type, name in tables)."""
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """One baseline, as parsed: `text` is its canonical spelling, `label` its suffix to the base's name."""
-
-    kind: str
-    factor: float | None = None
-
-    @property
-    def text(self) -> str:
-        return self.kind if self.factor is None else f"{self.kind}:{self.factor:.12g}"
-
-    @property
-    def label(self) -> str:
-        return f"{SCALED[self.kind][1]} x{self.factor:g}" if self.kind in SCALED else "no RoPE"
-
-
-def parse(text: str) -> Baseline:
-    """Reads "yarn:4" or "drope"; raises ValueError that lists the forms."""
-    kind, colon, rest = text.strip().partition(":")
-    known = (*SCALED, "drope")
-    if kind not in known:
-        near = difflib.get_close_matches(kind, known, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ValueError(f"unknown baseline {text!r}{hint}; forms: {FORMS}")
-    if kind in SCALED and re.fullmatch(r"[0-9]+(\.[0-9]+)?", rest) and 1 < float(rest) < 1e6:
-        return Baseline(kind, float(rest))
-    if kind == "drope" and not colon:
-        return Baseline(kind)
-    needs = "no number" if kind == "drope" else "a factor above 1"
-    raise ValueError(f"baseline {text!r}: {kind} takes {needs}; forms: {FORMS}")
-
-
-def parse_all(baselines: Sequence[str | Baseline]) -> list[Baseline]:
-    """Every baseline parsed, each once; raises ValueError for one that is misspelt."""
-    parsed = [parse(baseline) if isinstance(baseline, str) else baseline for baseline in baselines]
-    return list(dict.fromkeys(parsed))
 
 
 def build(baseline: Baseline, base: LoadedModel) -> LoadedModel:

@@ -12,7 +12,8 @@ import torch
 
 from retrofox.data.sources import check_results_outside
 from retrofox.data.windows import require_files
-from retrofox.evaluation.baselines import Baseline, base_for, build, parse_all
+from retrofox.evaluation.baseline_names import Baseline, parse_all
+from retrofox.evaluation.baselines import base_for, build
 from retrofox.loading.device import check_place
 from retrofox.loading.loaded_model import LoadedModel, open_model
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer

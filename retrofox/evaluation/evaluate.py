@@ -19,7 +19,7 @@ from retrofox.anatomy import attention_mode
 from retrofox.data.sources import listed
 from retrofox.data.windows import Window, choose_windows
 from retrofox.evaluation import loss_report, shared_context, task_cache
-from retrofox.evaluation.baselines import Baseline
+from retrofox.evaluation.baseline_names import Baseline
 from retrofox.evaluation.compared_models import check_comparison, columns, listed_models, of_run
 from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
 from retrofox.evaluation.per_token_loss import window_losses

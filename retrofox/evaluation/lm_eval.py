@@ -20,21 +20,12 @@ import torch
 import transformers
 
 from retrofox.evaluation import task_cache
+from retrofox.evaluation.task_names import expand, unknown_tasks
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.version import __version__
 
 LABELS = ("alias", "name", "sample_len")
 """What lm-eval puts among the metrics."""
-PRESETS = {
-    "short": (
-        *("wikitext", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "copa"),
-        *("openbookqa", "sciq", "boolq"),
-    ),
-    "ruler": ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe"),
-    "longbench": ("longbench",),
-}
-"""Name -> lm-eval's own tasks: `short` is the list of the FoX paper (Lin et al., ICLR 2025, table 2); `ruler` those of
-RULER (arXiv 2404.06654) that are made without a network: the others read essays or questions from the Hub."""
 RULER_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 """Lengths for which lm-eval's RULER has a metric."""
 BOOTSTRAP = 200
@@ -230,11 +221,6 @@ def check_names(tasks: Sequence[str], include_path: str | None) -> None:
     _manager_of(expand(tasks), include_path, {})
 
 
-def expand(tasks: Sequence[str]) -> list[str]:
-    """Presets replaced by their tasks, each name once."""
-    return list(dict.fromkeys(name for task in tasks for name in PRESETS.get(task, (task,))))
-
-
 def _manager_of(tasks: Sequence[str], include_path: str | None, metadata: dict[str, Any]) -> tuple[Any, list[str]]:
     if include_path is not None and not Path(include_path).is_dir():
         raise FileNotFoundError(f"include_path is not a directory: {include_path}")
@@ -246,10 +232,7 @@ def _manager_of(tasks: Sequence[str], include_path: str | None, metadata: dict[s
             unknown = [task for task in tasks if not manager.match_tasks([task])]
             if not unknown:
                 return manager, manager.match_tasks(list(tasks))
-    raise ValueError(
-        f"unknown task {', '.join(unknown)}; `lm_eval ls tasks` lists lm-eval's own, include_path adds a directory, "
-        f"presets are {', '.join(PRESETS)}"
-    )
+    raise unknown_tasks(unknown)
 
 
 def require_harness() -> Any:

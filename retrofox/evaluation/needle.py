@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from retrofox.data.sources import listed
-from retrofox.evaluation.baselines import Baseline
+from retrofox.evaluation.baseline_names import Baseline
 from retrofox.evaluation.compared_models import check_comparison, columns, listed_models
 from retrofox.evaluation.needles.haystack import read_haystack
 from retrofox.evaluation.needles.prompts import Prompt, make_prompts

@@ -12,7 +12,8 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from retrofox.generation.caches import new_cache
-from retrofox.generation.generate import _check, complete, end_tokens, render
+from retrofox.generation.generate import complete, end_tokens, render
+from retrofox.generation.sampling import check_sampling
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.loaded_model import LoadedModel, open_model
 
@@ -101,7 +102,7 @@ def chat(
     """
     if top_p is None:
         top_p = 1.0 if temperature == 0 else 0.95
-    _check([system or ""], max_new_tokens, temperature, top_p, 1, seed)
+    check_sampling([system or ""], max_new_tokens, temperature, top_p, 1, seed)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     session, place = ChatSession(opened, system), output or sys.stdout
     print("/reset starts over, /exit or Ctrl-D ends", file=sys.stderr)

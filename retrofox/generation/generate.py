@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import sys
 import time
@@ -18,8 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from retrofox.acceleration.cuda_graph_decoding import rope_kinds
 from retrofox.anatomy import require_known_tokens, vocabulary_size
-from retrofox.config.fields import MOST
 from retrofox.generation.caches import cache_bytes, check_kind, new_cache
+from retrofox.generation.sampling import check_sampling
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.errors import NO_MODEL, first_line
 from retrofox.loading.loaded_model import LoadedModel, open_model
@@ -82,7 +81,7 @@ def generate(
         ValueError: no prompt, an empty one where the tokenizer has no token to start from, or bad options.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    _check(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
+    check_sampling(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
     check_kind(cache)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
@@ -211,35 +210,6 @@ def end_tokens(opened: LoadedModel) -> list[int]:
             "list of them"
         )
     return ids
-
-
-def _check(
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    num_beams: int,
-    seed: int | None,
-) -> None:
-    if not prompts:
-        raise ValueError("no prompt given")
-    for prompt in prompts:
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise ValueError(f"the prompt {prompt!r} is not UTF-8 text: convert it")
-    if not 1 <= max_new_tokens <= MOST:
-        raise ValueError(f"max_new_tokens must be at least 1 and at most 10^15, got {max_new_tokens}")
-    if temperature != 0 and not 1e-6 <= temperature < math.inf:  # below, logits / temperature leaves float32
-        raise ValueError(f"temperature must be 0 (greedy), or at least 1e-6 and finite; got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
-    if top_p < 1 and temperature == 0:
-        raise ValueError(f"top_p {top_p} has no effect on greedy decoding: give a temperature above 0 too")
-    if not 1 <= num_beams <= MOST:
-        raise ValueError(f"num_beams must be at least 1 and at most 10^15, got {num_beams}")
-    if seed is not None and not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must lie between -2^63 and 2^63 - 1, got {seed}")
-    if seed is not None and temperature == 0:
-        raise ValueError(f"seed {seed} has no effect on greedy decoding: give a temperature above 0 too")
 
 
 def _encode(tokenizer: Any, prompt: str, chat_template: bool) -> list[int]:

@@ -177,6 +177,12 @@ def refuse_adapter(source: str | Path) -> None:
     )
 
 
+def check_adapter(directory: Path) -> None:
+    """Raises FileNotFoundError where a directory is no adapter's."""
+    if not (directory / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"{directory} holds no adapter_config.json: give the directory of a LoRA adapter")
+
+
 def check_out(source: str | Path, out: Path) -> None:
     """Raises ValueError where `out` is not empty, is the source directory or lies inside it."""
     refuse_existing(out)

@@ -18,7 +18,8 @@ from retrofox.conversion.fingerprint import model_fingerprint
 from retrofox.data.files import Digests
 from retrofox.data.sources import check_results_outside, listed, resolve
 from retrofox.data.windows import choose_windows
-from retrofox.evaluation.baselines import base_for, parse_all
+from retrofox.evaluation.baseline_names import parse_all
+from retrofox.evaluation.baselines import base_for
 from retrofox.evaluation.lm_eval import check_names
 from retrofox.loading.converted import check_files
 from retrofox.loading.device import resolve_device, resolve_dtype

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from retrofox.evaluation.baselines import Baseline
+from retrofox.evaluation.baseline_names import Baseline
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.gates import inspect
 from retrofox.evaluation.lm_eval import expand

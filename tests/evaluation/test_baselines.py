@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import transformers
 
 from retrofox.anatomy import has_known_head
-from retrofox.evaluation.baselines import FORMS, base_for, build, parse, parse_all
+from retrofox.evaluation.baseline_names import FORMS, parse, parse_all
+from retrofox.evaluation.baselines import base_for, build
 from retrofox.evaluation.compared_models import columns
 from retrofox.evaluation.evaluate import evaluate
 from retrofox.evaluation.needle import needle

@@ -129,21 +129,41 @@ def test_several_modes_share_one_run(haystack, llama, options, tmp_path, capsys)
     assert "easy mode" in printed
 
 
-def test_the_command_line_hands_every_option_on(run, monkeypatch):
+def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text("text")
     given: dict[str, Any] = {}
 
     def record(model, against, data, lengths, **options):
         given.update(options, model=model, against=against, data=data, lengths=lengths)
 
     monkeypatch.setattr("retrofox.evaluation.needle.needle", record)
-    words = "me/m --data a b --against me/b me/c --lengths 64,128 --depths 3 --mode easy --mode standard --trials 7"
-    assert run("needle", *words.split(), "--seed", "5", "--batch", "4", "--out", "o", "--baseline", "drope")[0] == 0
+    words = "me/m --data a.txt b.txt --against me/b me/c --lengths 64,128 --depths 3 --mode easy --mode standard"
+    assert (
+        run(
+            "needle",
+            *words.split(),
+            "--trials",
+            "7",
+            "--seed",
+            "5",
+            "--batch",
+            "4",
+            "--out",
+            "o",
+            "--baseline",
+            "drope",
+        )[0]
+        == 0
+    )
     assert given == {
-        "model": "me/m", "against": ["me/b", "me/c"], "data": ["a", "b"], "lengths": [64, 128], "depths": 3, "batch": 4,
+        "model": "me/m", "against": ["me/b", "me/c"], "data": ["a.txt", "b.txt"],
+        "lengths": [64, 128], "depths": 3, "batch": 4,
         "mode": ["easy", "standard"], "trials": 7, "seed": 5, "out": Path("o"),
         "text_field": "text", "device": None, "dtype": None, "baselines": ["drope"],
     }  # fmt: skip
-    assert run("needle", "me/m", "--data", "a")[0] == 0
+    assert run("needle", "me/m", "--data", "a.txt")[0] == 0
     assert (given["mode"], given["batch"], given["against"]) == (["easy"], "auto", None)
 
 

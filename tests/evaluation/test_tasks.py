@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from retrofox.evaluation import lm_eval, task_cache
-from retrofox.evaluation.baselines import build, parse
+from retrofox.evaluation.baseline_names import parse
+from retrofox.evaluation.baselines import build
 from retrofox.evaluation.evaluate import evaluate
-from retrofox.evaluation.lm_eval import PRESETS, Scores, expand, find_tasks, run_tasks
+from retrofox.evaluation.lm_eval import Scores, find_tasks, run_tasks
+from retrofox.evaluation.task_names import PRESETS, expand
 from retrofox.evaluation.task_report import differences, print_tasks
 from retrofox.loading.loaded_model import LoadedModel
 from retrofox.support.report import output_console
@@ -303,10 +305,6 @@ def test_the_command_line_runs_a_task(pico_checkpoint, pico_fox_checkpoint, fold
     assert set(written["tasks"]) == {"model", "base", "yarn:4"}
     assert set(written["task_differences"]) == {"model", "yarn:4"}
     assert len(list((tmp_path / "kept").iterdir())) == 3
-    code, _, err = run(
-        "eval", pico_checkpoint, "--tasks", "pico_choice", "--include-path", folder, "--task-batch", "many"
-    )
-    assert (code, "task_batch must be 'auto' or a number" in err) == (2, True)
     for command, more in (("eval", ()), ("eval", ("--data", folder)), ("report", ("--data", folder))):
         code, _, err = run(command, pico_fox_checkpoint, *more, "--against", pico_checkpoint, "--tasks", " , ")
         assert (code, "tasks must be names with commas between" in err) == (2, True)
