@@ -237,7 +237,10 @@ def test_instructions_followed_are_counted_for_both_models(pico_tokenizer):
     assert followed(pico_tokenizer, prompts[2:], own[2:], its[2:]) is None
 
 
-def test_the_command_line_hands_every_option_on(run, monkeypatch):
+def test_the_command_line_hands_every_option_on(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in "xy":
+        (tmp_path / name).write_text("text")
     given: dict[str, Any] = {}
     monkeypatch.setattr(panel_module, "panel", lambda *args, **options: given.update(options, args=args))
     words = "me/m --against me/b --data a=x b=y --out o --quick --length 1Ki --tokens 4Ki --chat 5 --only a b"
