@@ -58,7 +58,6 @@ def render(result: dict[str, Any]) -> str:
         loss_figure=loss_report.figure,
         gates_figure=gates_report.figure,
         decoding_note=gates_report.decoding_note,
-        slopes=_slopes,
         live_rows=_live_rows,
         layer_rows=_layer_rows,
     )
@@ -96,20 +95,6 @@ def _tiles(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
         own = [row for row in rows if row["topic"] == topic and row["values"]["model"]["interval"] is not None]
         tiles += [(what.format(row["what"]), row) for row in own[-1:]]
     return tiles
-
-
-def _slopes(loss: dict[str, Any]) -> list[list[str]]:
-    """Slope of L(i) of every line, with its interval and the word that the interval allows."""
-
-    def told(slope: dict[str, Any]) -> str:
-        if slope["slope"] is None:
-            return "-"
-        if slope["interval"] is None:
-            return f"{slope['slope']:+.4f}"
-        return "{}: {:+.4f} ({:+.4f} to {:+.4f})".format(slope["trend"], slope["slope"], *slope["interval"])
-
-    names = ("slope_per_doubling", "late_slope_per_1k")
-    return [[line["label"], *(told(line[name]) for name in names)] for line in loss["lines"]]
 
 
 def _live_rows(live: dict[str, Any]) -> list[list[object]]:

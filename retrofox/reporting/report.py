@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from typing import Any
 from rich.console import Console
 
 from retrofox.config import Source
-from retrofox.conversion.fingerprint import model_fingerprint
-from retrofox.data.files import Digests
 from retrofox.data.sources import check_results_outside, listed, resolve
 from retrofox.data.windows import choose_windows
 from retrofox.evaluation.baseline_names import parse_all
@@ -25,7 +22,7 @@ from retrofox.loading.converted import check_files
 from retrofox.loading.device import resolve_device, resolve_dtype
 from retrofox.loading.source import first_line, holds_converted, read_config
 from retrofox.loading.tokenizers import open_tokenizer, require_same_tokenizer
-from retrofox.reporting.fingerprint import data_fingerprint, folder_fingerprint, part_fingerprint
+from retrofox.reporting.kept import Kept
 from retrofox.reporting.markdown import card_section
 from retrofox.reporting.page import render
 from retrofox.reporting.pushed import DATA, FOLDER, FORMAT, PAGE
@@ -113,7 +110,7 @@ def report(
     parts, missing = plan_parts(asked, chosen)
     if not parts:
         raise ValueError("nothing to measure: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
-    kept = _Kept(folder, asked, dtype, device)
+    kept = Kept(folder, asked, dtype, device)
     with Interruptions(f"finished parts are kept in {folder / 'parts'}"):
         done = _run_all(parts, kept, missing, {"dtype": dtype, "device": device, "progress": progress})
     if not done:
@@ -180,62 +177,8 @@ def _folder_in(model: str) -> Path:
     raise ValueError(f"name a folder for the report (--out): {model} is no directory of a converted model to put it in")
 
 
-@dataclass
-class _Kept:
-    """Finished parts in OUT/parts, one folder each, whose part.json says what they are the result of."""
-
-    folder: Path
-    asked: Asked
-    dtype: str | None
-    given_device: str | None
-
-    def __post_init__(self) -> None:
-        memory = self.folder / "parts" / "digests.json"
-        digests = Digests.load(memory)
-        self.models = [model_fingerprint(source, digests) for source in (self.asked.model, *self.asked.against)]
-        self.texts = data_fingerprint(self.asked.data, digests)
-        self.task_files = folder_fingerprint(self.asked.include_path, digests)
-        write_result(memory, json.dumps(digests.known).encode())
-
-    def identity(self, part: Part) -> dict[str, Any]:
-        """All that decides a part's numbers: files by their content, not by where they lie."""
-        paths = ("model", "against", "data", "include_path", "task_cache_folder")
-        options = {name: value for name, value in part.options.items() if name not in paths}
-        identity: dict[str, Any] = {"part": part.name, "options": options, "models": self.models}
-        identity |= {"device": resolve_device(self.given_device).type, "dtype": self.dtype}
-        identity["texts"] = self.texts if "data" in part.options else None
-        return identity | {"task_files": self.task_files if "tasks" in part.options else None}
-
-    def place(self, part: Part) -> Path:
-        return self.folder / "parts" / part.name
-
-    def read(self, part: Part) -> dict[str, Any] | None:
-        """A part's entry, if it is the result of just this; None where there is none, or one of something else."""
-        try:
-            entry = json.loads((self.place(part) / "part.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        same = isinstance(entry, dict) and entry.get("fingerprint") == part_fingerprint(self.identity(part))
-        return entry if same else None
-
-    def write(self, part: Part, seconds: float) -> dict[str, Any]:
-        """Keeps what a part wrote, whole or not at all."""
-        place, identity = self.place(part), self.identity(part)
-        entry = {
-            "fingerprint": part_fingerprint(identity),
-            "identity": identity,
-            "measures": part.measures,
-            "command": part.command(self.dtype, self.given_device),
-            "seconds": seconds,
-            "tokens": part.tokens,
-            "result": json.loads((place / part.file).read_text(encoding="utf-8")),
-        }
-        write_result(place / "part.json", (json.dumps(entry, indent=1, allow_nan=False) + "\n").encode())
-        return entry
-
-
 def _run_all(
-    parts: Sequence[Part], kept: _Kept, missing: dict[str, str], where: dict[str, Any]
+    parts: Sequence[Part], kept: Kept, missing: dict[str, str], where: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Every part's entry by name, run where none is kept; adds to `missing` what refuses its models or texts."""
     console = _console()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from retrofox.conversion.fingerprint import model_fingerprint
 from retrofox.reporting import report as report_module
+from retrofox.reporting.kept import Kept
 from retrofox.reporting.report import report
 from retrofox.reporting.sections import COMMANDS, Asked, plan_parts
 from retrofox.reporting.suites import choose_suite
@@ -32,13 +33,13 @@ def copy(made, tmp_path) -> dict[str, Any]:
 def ran(monkeypatch) -> list[str]:
     """Names of the parts that run from now on."""
     names: list[str] = []
-    write = report_module._Kept.write
+    write = Kept.write
 
     def noted(self, part, seconds):
         names.append(part.name)
         return write(self, part, seconds)
 
-    monkeypatch.setattr(report_module._Kept, "write", noted)
+    monkeypatch.setattr(Kept, "write", noted)
     return names
 
 
@@ -87,7 +88,7 @@ def test_what_has_changed_runs_again(copy, ran, tmp_path):
     parts, _ = plan_parts(Asked(copy["model"], copy["against"], copy["data"]), choose_suite("quick", True))
 
     def identities(model=copy["model"], data=copy["data"], dtype=None) -> dict[str, Any]:
-        kept = report_module._Kept(tmp_path / "out", Asked(model, copy["against"], data), dtype, None)
+        kept = Kept(tmp_path / "out", Asked(model, copy["against"], data), dtype, None)
         return {part.name: kept.identity(part) for part in parts}
 
     before, reads = identities(), {part.name for part in parts if "data" in part.options}
