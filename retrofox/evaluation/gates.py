@@ -245,18 +245,6 @@ def _kind(half_life: float | None, trained: int) -> str:
     return "local" if half_life < trained / 16 else "medium"
 
 
-def _summary(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    counts = {kind: sum(h["kind"] == kind for h in heads) for kind in ("local", "medium", "global")}
-    finite = [math.inf if h["half_life"] is None else h["half_life"] for h in heads]
-    percentiles = {str(p): _finite(float(np.percentile(finite, p, method="nearest"))) for p in PERCENTILES if finite}
-    return {
-        "heads": len(heads),
-        **counts,
-        "dead": sum(h["dead"] for h in heads),
-        "saturated": sum(h["saturated"] for h in heads),
-        "half_life_percentiles": percentiles,
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _summary(heads: Sequence[dict[str, Any]]) -> dict[str, int]:
+    kinds = {kind: sum(h["kind"] == kind for h in heads) for kind in ("local", "medium", "global")}
+    return {"heads": len(heads), **kinds, **{name: sum(h[name] for h in heads) for name in ("dead", "saturated")}}

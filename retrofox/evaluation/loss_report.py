@@ -105,32 +105,25 @@ def curves(
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:
-    """The bucket table, the slopes and, for a converted model, the controls' verdict on its gates."""
-    lines = result["lines"]
-    keys = [line["key"] for line in lines]
-    documents, tokens = result["documents"], result["tokens"]
-    spread = " (± standard error over documents)" if documents > 1 else ""
-    count = f"{documents} document{'s' if documents > 1 else ''}"
-    title = f"Loss in nats per token, {count}, {tokens:,} tokens{spread}"
+    """The bucket table, whether the loss falls and, for a converted model, the controls' verdict on its gates."""
+    lines, buckets = result["lines"], result["buckets"]
     labels = {line["key"]: line["label"] for line in lines}
-    columns = [
-        (line["label"], [_cell(row["loss"][line["key"]]) for row in result["buckets"]] + _ends(line)) for line in lines
-    ]
-    for name in result["buckets"][0]["difference"]:
-        key, to = name.rsplit("-", 1)
-        if to == "base" or key not in CONTROLS:
-            cells = [_cell(row["difference"][name], signed=True) for row in result["buckets"]]
-            whole = _cell(lines[keys.index(key)]["difference"], signed=True)
-            label = "difference" if key == "model" else f"{labels[key]} - {labels[to]}"
-            columns.append((label, [*cells, whole, "", ""]))
-    positions = [f"{tokens_label(row['from'])}-{tokens_label(row['to'])}" for row in result["buckets"]]
-    positions += ["all", "slope per doubling", "slope per 1k, late"]
-    counts = [f"{row['tokens']:,}" for row in result["buckets"]]
-    counts += [f"{sum(row['tokens'] for row in result['buckets']):,}", "", ""]
-    narrowest = max(len(word) for text in positions for word in ("positions", *text.split()))
-    fit = (console.width - narrowest - max(6, *map(len, counts)) - 7) // (NUMBER + 3)
-    for start in range(0, len(columns), max(1, fit)):
-        _print_columns(console, "" if start else title, positions, counts, columns[start : start + max(1, fit)])
+    spread = " (± standard error over documents)" if result["documents"] > 1 else ""
+    count = f"{result['documents']} document{'s' * (result['documents'] > 1)}, {result['tokens']:,} tokens"
+    title = f"Loss in nats per token, {count}{spread}"
+    columns = [(line["label"], [_cell(row["loss"][line["key"]]) for row in buckets] + [_cell(line)]) for line in lines]
+    for line in lines:
+        to = _compared_to(line["key"], labels)
+        if line["key"] not in CONTROLS and to is not None:
+            cells = [_cell(row["difference"][f"{line['key']}-{to}"], signed=True) for row in buckets]
+            label = "difference" if line["key"] == "model" else f"{line['label']} - {labels[to]}"
+            columns.append((label, [*cells, _cell(line["difference"], signed=True)]))
+    positions = [*(f"{tokens_label(row['from'])}-{tokens_label(row['to'])}" for row in buckets), "all"]
+    counts = [f"{tokens:,}" for tokens in [row["tokens"] for row in buckets] + [sum(row["tokens"] for row in buckets)]]
+    taken = max(len("positions"), *map(len, positions)) + max(len("tokens"), *map(len, counts)) + 7
+    fit = max(1, (console.width - taken) // (NUMBER + 3))
+    for start in range(0, len(columns), fit):
+        _print_columns(console, "" if start else title, positions, counts, columns[start : start + fit])
     if result["longest"] < result["length"]:
         console.print(
             f"no document reaches {result['length']} tokens: the longest has {result['longest']}", highlight=False
@@ -139,23 +132,17 @@ def print_table(result: dict[str, Any], console: Console) -> None:
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def _ends(line: dict[str, Any]) -> list[str]:
-    """A line's last three cells: its mean over all positions and its slopes."""
-    slopes = (line[field] for field in ("slope_per_doubling", "late_slope_per_1k"))
-    return [_cell(line), *(_cell({"mean": slope["slope"], **slope}, signed=True) for slope in slopes)]
-
-
 def _print_columns(
     console: Console, title: str, positions: list[str], counts: list[str], columns: Sequence[tuple[str, list[str]]]
 ) -> None:
-    """One table, its last three rows set apart: the mean over all positions and the slopes."""
+    """One table, its last row set apart: the mean over all positions."""
     table = Table(title=title or None, title_justify="left")
     table.add_column("positions", justify="right")
     table.add_column("tokens", justify="right", no_wrap=True)
     for label, _ in columns:
         table.add_column(label, justify="right", min_width=NUMBER)
     for row, (position, number) in enumerate(zip(positions, counts, strict=True)):
-        table.add_row(position, number, *(cells[row] for _, cells in columns), end_section=row == len(positions) - 4)
+        table.add_row(position, number, *(cells[row] for _, cells in columns), end_section=row == len(positions) - 2)
     console.print(table)
 
 
