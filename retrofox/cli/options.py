@@ -52,7 +52,8 @@ def look(models: Sequence[str], data: Sequence[str] | None = None, baselines: Se
         FileNotFoundError: a model or text is not there.
         ValueError: nothing readable in a directory of texts, or a baseline is misspelt.
     """
-    from retrofox.data.sources import DataSource, resolve
+    from retrofox.config import Source
+    from retrofox.data.sources import resolve
     from retrofox.evaluation.baseline_names import parse_all
 
     for name in models:
@@ -60,7 +61,7 @@ def look(models: Sequence[str], data: Sequence[str] | None = None, baselines: Se
     parse_all(baselines or ())
     for path in data or ():
         if not path.startswith("hf:"):
-            resolve(DataSource(path))
+            resolve(Source(path=path))
 
 
 def task_names(tasks: str | None, include_path: str | None) -> list[str]:
