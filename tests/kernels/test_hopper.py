@@ -15,7 +15,7 @@ import torch
 triton = pytest.importorskip("triton")
 from fox_kernels.hopper import forward as hopper_forward
 from fox_kernels.hopper.forward import SHAPES, SHORT, copyable, gluon_missing, halved, heads_per_group
-from fox_kernels.options import Options
+from fox_kernels.options import Documents, Options, Saved
 
 needs_gluon = pytest.mark.skipif(gluon_missing() is not None, reason=str(gluon_missing()))
 
@@ -28,8 +28,9 @@ def compiled(function, arguments: dict, constants: dict, work: Path) -> tuple[di
 
     dtypes = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
     signature = {}
+    constants = constants | {name: None for name, kind in arguments.items() if kind is None}
     for name in function.arg_names:
-        kind = arguments.get(name, "constexpr")
+        kind = arguments.get(name) or "constexpr"
         if isinstance(kind, tuple):
             dtype, block = kind
             shared: Any = gl.NVMMASharedLayout
@@ -57,8 +58,8 @@ def forward_source(shape, dtype="bf16", start: int = False, sink=0, across=False
     rows = {"q": 64, "k": shape.keys, "v": shape.keys, "o": 64, "r": 64}
     arguments: dict = {f"{n}_desc": (dtype, (1, r, 1, shape.columns)) for n, r in rows.items()}
     for n, r in rows.items():
-        arguments[f"{n}x_desc"] = (dtype, (1, r, 1, shape.rest)) if shape.rest else "*i32"
-    arguments |= dict.fromkeys(("C_HI", "C_LO", "L"), "*fp32") | dict.fromkeys(("START", "COUNTER"), "*i32")
+        arguments[f"{n}x_desc"] = (dtype, (1, r, 1, shape.rest)) if shape.rest else None
+    arguments |= dict.fromkeys(("C_HI", "C_LO", "L"), "*fp32") | {"START": "*i32" if start else None, "COUNTER": "*i32"}
     arguments |= {"scale": "fp32"} | dict.fromkeys(("T", "S", "H", "KV_GROUP", "num_m", "num_bh", "group"), "i32")
     constants = {
         "HAS_START": start, "SINK": sink, "NC": shape.consumers, "BN": shape.keys, "D": shape.columns,
@@ -80,8 +81,10 @@ def backward_source(
     arguments |= {f"{n}_desc": (dtype, (1, 64, 1, D)) for n in ("k", "v", "dk", "dv")}
     arguments["dq_desc"] = ("fp32", (64, D // 2 if cut.queries == 64 else D))
     arguments |= dict.fromkeys(("C_HI", "C_LO", "LSE", "DELTA", "DC", "ROW_SUM"), "*fp32")
-    arguments |= dict.fromkeys(("TICKET", "COUNTER", "START", "END", "TILE_HI", "TILE_LO"), "*i32")
-    arguments |= {"LOST": "*fp32", "sm_scale": "fp32"}
+    arguments |= dict.fromkeys(("TICKET", "COUNTER"), "*i32")
+    arguments |= dict.fromkeys(("START", "END"), "*i32" if start else None)
+    arguments |= dict.fromkeys(("TILE_HI", "TILE_LO"), "*i32" if start == 2 else None)
+    arguments |= {"LOST": "*fp32" if lost else None, "sm_scale": "fp32"}
     arguments |= dict.fromkeys(("T", "T_PAD", "S", "H", "KV_GROUP", "num_n", "num_bh", "group"), "i32")
     constants = {
         "HAS_START": start, "SINK": sink, "D": D, "BM": cut.queries, "NB": cut.stages,
@@ -92,9 +95,9 @@ def backward_source(
     return fox_backward, arguments, constants
 
 
-# bytes that ptxas spills, as recorded when the kernels were measured (kernels/LOG.md); more is a regression
-FORWARD = {SHAPES[64]: 104, SHORT[64]: 0, SHAPES[128]: 8}
-BACKWARD = {64: 456, 128: 288}
+# bytes that ptxas spills; more is a regression
+FORWARD = {SHAPES[64]: 104, SHORT[64]: 0, SHAPES[128]: 0}
+BACKWARD = {64: 384, 128: 232}
 
 
 @needs_gluon
@@ -111,14 +114,14 @@ def test_forward_compiles_for_hopper_without_spills_or_serialised_products(shape
 @pytest.mark.parametrize("D", BACKWARD)
 def test_backward_compiles_for_hopper_within_the_recorded_spills(D, rounds, tmp_path):
     found, said = compiled(*backward_source(D, rounds=rounds), tmp_path)
-    more = 20 if rounds else 0  # nearly all spills are in the producer and the writer, which have time
+    more = 24 if rounds else 0  # nearly all spills are in the producer and the writer, which have time
     assert found["spilled"] <= BACKWARD[D] + more
     assert found["shared"] <= 227 * 1024
     assert "serialized" not in said
 
 
 @needs_gluon
-@pytest.mark.parametrize(("D", "spills"), [(64, 464), (128, 348)])
+@pytest.mark.parametrize(("D", "spills"), [(64, 464), (128, 328)])
 def test_a_horizon_compiles_for_hopper_within_the_recorded_spills(D, spills, tmp_path):
     forward, said = compiled(*forward_source(SHORT.get(D, SHAPES[D]), start=2), tmp_path)
     backward, more = compiled(*backward_source(D, start=2), tmp_path)
@@ -212,6 +215,35 @@ def test_launching_what_is_unsupported_raises_with_the_reason():
     c = torch.zeros(1, 2, 128)
     with pytest.raises(ValueError, match="can't run this"):
         hopper_forward.launch_forward(q, q, q, c, c, Options(0.125))
+
+
+@needs_gluon
+@pytest.mark.parametrize("D", SHAPES)
+@pytest.mark.parametrize("horizon", [None, 8.0])
+def test_every_launch_names_each_of_its_kernels_arguments(monkeypatch, D, horizon):
+    from fox_kernels.hopper import backward as hopper_backward
+
+    launched = []
+
+    def launch(self, *copied, **named):
+        assert named.keys() == set(self.names)
+        assert len(copied) == len(self.described)
+        launched.append(self.kernel.fn.__name__)
+
+    monkeypatch.setattr(hopper_forward.Launch, "__call__", launch)
+    edges = None if horizon is None else torch.zeros(2, 1, 2, 128, dtype=torch.int32)
+    for module in (hopper_forward, hopper_backward):
+        monkeypatch.setattr(module, "unsupported", lambda *_: None)
+        monkeypatch.setattr(module, "found_edges", lambda *_, **__: Documents(edges=edges))
+        monkeypatch.setattr(module, "_plans", {})
+    monkeypatch.setattr(hopper_backward, "lost_to_rounding", lambda *_: None)
+    q, c = torch.zeros(1, 128, 2, D, dtype=torch.bfloat16), torch.zeros(1, 2, 128)
+    o, lse2 = hopper_forward.launch_forward(q, q, q, c, c, options := Options(0.125, horizon=horizon))
+    if D in hopper_backward.CUTS:
+        hopper_backward.launch_backward(q, None, q, q, q, Saved(o, lse2, c, c), options)
+    backward = ["prepare_kernel", "fox_backward", "finish_kernel"] if D in hopper_backward.CUTS else []
+    ranges = ["query_ranges_kernel"] if backward and horizon else []
+    assert launched == ["fox_forward", *ranges, *backward]
 
 
 def test_only_strides_that_the_copy_engine_refuses_are_copied():

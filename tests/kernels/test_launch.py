@@ -73,6 +73,19 @@ def test_what_triton_specialises_on_compiles_anew(kernel):
     assert launch.KIND.get(torch.nn.Parameter, launch.of_other)(torch.nn.Parameter(x)) == launch.of_tensor(x)
 
 
+def test_arguments_by_name_come_in_the_order_of_the_kernel():
+    from fox_kernels.plain import backward, forward
+
+    for kernel in (forward.forward_kernel, backward.dq_kernel, backward.dkdv_kernel):
+        names = {name: name for name in kernel.arg_names}
+        arguments, constants = launch.in_order(kernel, dict(reversed(names.items())))
+        assert [*arguments, *constants] == kernel.arg_names
+        assert all(name.isupper() or name in ("D0", "D1") for name in constants)
+        for wrong in ({**names, "prune": 1}, {n: n for n in kernel.arg_names if n != "T"}):
+            with pytest.raises(TypeError, match=r"_kernel: \['(prune|T)'\] too many or missing"):
+                launch.in_order(kernel, wrong)
+
+
 def test_only_a_gpu_with_tma_copies_by_it():
     assert not strides.describable(torch.zeros(1, 64, 2, 64, dtype=torch.float16))
 

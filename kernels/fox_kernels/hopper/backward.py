@@ -96,20 +96,21 @@ def plan_backward(q, k, v, do, started: int, options: Options, deterministic: bo
         heads == 1 and cut.queries == 128 and sink == 0
     )  # more heads take the shared memory that its parts need
     first = begins_at_the_first_key(q, k, True, S - T, started > 0, None)
-    constants = (
-        started, sink, D, cut.queries, cut.stages, cut.key_slots, heads, deterministic,
-        cut.registers, cut.copier_registers, cut.generations, bias_by_mma, first,
-        processors(q.device) if long else 0,
-    )  # fmt: skip
+    constants = {
+        "HAS_START": started, "SINK": sink, "D": D, "BM": cut.queries, "NB": cut.stages, "NKV": cut.key_slots,
+        "HEADS": heads, "DETERMINISTIC": deterministic, "REGISTERS": cut.registers,
+        "COPIER_REGISTERS": cut.copier_registers, "GENERATIONS": cut.generations, "BIAS_BY_MMA": bias_by_mma,
+        "HAS_LOST": first, "PER_ROUND": processors(q.device) if long else 0,
+    }  # fmt: skip
     # in order, the first part of a query tile's dq is stored; only tiles that no key sees need zeros
     zero = not deterministic or started > 0
     steps = rows // 64 * B * H
-    ranges = (1 << (found - 1).bit_length(), cut.queries // BOUND, BOUND, KEYS, SEARCHED)
+    ranges = {"SIZE": 1 << (found - 1).bit_length(), "PER": cut.queries // BOUND, "BOUND": BOUND, "BN": KEYS}
     return BackwardPlan(
-        Launch(query_ranges_kernel, B * H * -(-num_n // SEARCHED), ranges),
-        Launch(prepare_kernel, steps, (D, 64, zero)),
+        Launch(query_ranges_kernel, B * H * -(-num_n // SEARCHED), ranges | {"PART": SEARCHED}),
+        Launch(prepare_kernel, steps, {"D": D, "BM": 64, "ZERO": zero}),
         Launch(fox_backward, min(num_n * B * Hkv, processors(q.device)), constants, blocks),
-        Launch(finish_kernel, steps, (D, 64)),
+        Launch(finish_kernel, steps, {"D": D, "BM": 64}),
         first,
         tuple(x is not y for x, y in zip(given, (q, k, v, do), strict=True)),
         (num_n, tiles, rows),
@@ -156,20 +157,30 @@ def launch_backward(
     ticket = torch.empty(B * H * tiles + 2, dtype=torch.int32, device=device)  # then: key tiles begun, copied
     starts = found_edges(c_hi, c_lo, T, options, documents, per_head=True).edges
     start, end = (None, None) if starts is None else starts.unbind()
-    tile_lo, tile_hi = ticket, ticket
+    tile_lo = tile_hi = lost = None
     if start is not None and horizon is not None:
         tile_lo = torch.empty(B, H, tiles, dtype=torch.int32, device=device)
         tile_hi = torch.empty(B, H, num_n, dtype=torch.int32, device=device)
-        plan.ranges((), (start, tile_lo, tile_hi, T, S, H, -(-T // BOUND), tiles, num_n))
-    plan.prepare((), (
-        o, do, residual, dlse2, delta, sums, row_sum, ticket, *o.stride()[:3], *do.stride()[:3],
-        *((0, 0, 0) if dlse2 is None else dlse2.stride()), T, H, rows, B * H * tiles,
-    ))  # fmt: skip
-    lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options) if plan.first else delta
-    plan.main((q, k, v, do, sums, dk, dv), (
-        c_hi, c_lo, lse2, delta, dc, row_sum, ticket, ticket[-2:], ticket if start is None else start,
-        ticket if end is None else end, tile_hi, tile_lo, lost, float(scale), T, rows, S, H, H // Hkv, num_n, B * Hkv,
-        plan.group,
-    ))  # fmt: skip
-    plan.finish((), (sums, dq, row_sum, dc, *dq.stride()[:3], float(scale), T, S, H, rows))
+        plan.ranges(
+            start_ptr=start, lo_ptr=tile_lo, hi_ptr=tile_hi, T=T, S=S, H=H, bounds=-(-T // BOUND), tiles=tiles,
+            num_n=num_n,
+        )  # fmt: skip
+    (so_b, so_t, so_h, _), (sd_b, sd_t, sd_h, _), (sq_b, sq_t, sq_h, _) = o.stride(), do.stride(), dq.stride()
+    sl_b, sl_h, sl_t = (0, 0, 0) if dlse2 is None else dlse2.stride()
+    plan.prepare(
+        o_ptr=o, do_ptr=do, residual_ptr=residual, dlse2_ptr=dlse2, delta_ptr=delta, dq_ptr=sums, row_sum_ptr=row_sum,
+        ticket_ptr=ticket, so_b=so_b, so_t=so_t, so_h=so_h, sd_b=sd_b, sd_t=sd_t, sd_h=sd_h, sl_b=sl_b, sl_h=sl_h,
+        sl_t=sl_t, T=T, H=H, rows=rows, tickets=B * H * tiles,
+    )  # fmt: skip
+    if plan.first:
+        lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options)
+    plan.main(
+        q, k, v, do, sums, dk, dv, C_HI=c_hi, C_LO=c_lo, LSE=lse2, DELTA=delta, DC=dc, ROW_SUM=row_sum, TICKET=ticket,
+        COUNTER=ticket[-2:], START=start, END=end, TILE_HI=tile_hi, TILE_LO=tile_lo, LOST=lost, sm_scale=float(scale),
+        T=T, T_PAD=rows, S=S, H=H, KV_GROUP=H // Hkv, num_n=num_n, num_bh=B * Hkv, group=plan.group,
+    )  # fmt: skip
+    plan.finish(
+        sum_ptr=sums, dq_ptr=dq, row_sum_ptr=row_sum, dc_ptr=dc, sq_b=sq_b, sq_t=sq_t, sq_h=sq_h, scale=float(scale),
+        T=T, S=S, H=H, rows=rows,
+    )  # fmt: skip
     return dq, dk, dv, dc

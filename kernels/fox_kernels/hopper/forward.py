@@ -11,7 +11,7 @@ from torch import Tensor
 from ..common.blocks import LOG2_E
 from ..common.horizon import found_edges
 from ..host.device import capability, processors
-from ..host.launch import Runner
+from ..host.launch import Runner, names_of
 from ..options import ONE_DOCUMENT, Documents, Options
 
 L2_BYTES = 24 << 20  # of the 50 MB, for one group of heads while its tiles are walked
@@ -135,11 +135,15 @@ class Launch:
     The first call compiles it. Later ones cost the host a description of each of those tensors and the launch.
     """
 
-    def __init__(self, kernel, programs: int, constants: tuple, blocks: list[Blocks] | None = None):
-        self.kernel, self.programs, self.constants, self.run = kernel, programs, constants, None
+    def __init__(self, kernel, programs: int, constants: dict, blocks: list[Blocks] | None = None):
+        self.kernel, self.programs, self.run = kernel, programs, None
+        names, of_constants = names_of(kernel)
+        self.constants = tuple([constants[n] for n in of_constants])
         self.described = tuple([(x.shape, x.strides, x.block) for x in blocks or ()])
+        self.names = names[len(self.described) :]
 
-    def __call__(self, copied: tuple, arguments: tuple) -> None:
+    def __call__(self, *copied: Tensor, **named) -> None:
+        arguments = tuple([named[n] for n in self.names])
         if self.run is not None:
             self.run((self.programs, 1, 1), copied, arguments)
         else:
@@ -180,7 +184,7 @@ class ForwardPlan(NamedTuple):
 
     launch: Launch
     copies: tuple[bool, ...]  # of q, k, v: TMA can't read them in place
-    numbers: tuple
+    numbers: dict
     rest: bool  # a second block of the head dim
 
 
@@ -202,16 +206,16 @@ def plan_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape | None, constants
     blocks = [blocks_of(x, rows, shape.columns, like) for x, rows, like in by_tma]
     if shape.rest:
         blocks += [blocks_of(x, rows, shape.rest, like) for x, rows, like in by_tma]
-    launch = Launch(
-        fox_forward, min(tiles * B * H, processors(q.device)),
-        (
-            started, sink, shape.consumers, shape.keys, shape.columns, shape.rest, shape.stages,
-            (S - T) % 64 > 0, halved(shape, T, S), residual, shape.registers,
-        ),
-        blocks,
-    )  # fmt: skip
+    named = {
+        "HAS_START": started, "SINK": sink, "NC": shape.consumers, "BN": shape.keys, "D": shape.columns,
+        "DX": shape.rest, "NB": shape.stages, "ACROSS": (S - T) % 64 > 0, "HALF": halved(shape, T, S),
+        "HAS_RESIDUAL": residual, "REGISTERS": shape.registers,
+    }  # fmt: skip
+    launch = Launch(fox_forward, min(tiles * B * H, processors(q.device)), named, blocks)
     copies = tuple(x is not y for x, y in zip(given, (q, k, v), strict=True))
-    return ForwardPlan(launch, copies, (T, S, H, H // Hkv, tiles, B * H, group), shape.rest > 0)
+    numbers = {"T": T, "S": S, "H": H, "KV_GROUP": H // Hkv, "num_m": tiles, "num_bh": B * H, "group": group}
+    absent = {} if shape.rest else dict.fromkeys(("qx_desc", "kx_desc", "vx_desc", "ox_desc", "rx_desc"))
+    return ForwardPlan(launch, copies, numbers | absent, shape.rest > 0)
 
 
 def edge_kind(options: Options, documents: Documents) -> int:
@@ -253,10 +257,7 @@ def launch_forward(
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     by_tma = (q, k, v, o, o if residual is None else residual)
     plan.launch(
-        by_tma * 2 if plan.rest else by_tma,
-        (
-            *(() if plan.rest else (counter,) * 5), c_hi, c_lo, lse2, counter if starts is None else starts[0],
-            counter, scale * LOG2_E, *plan.numbers,
-        ),
+        *by_tma * (1 + plan.rest), C_HI=c_hi, C_LO=c_lo, L=lse2, START=None if starts is None else starts[0],
+        COUNTER=counter, scale=scale * LOG2_E, **plan.numbers,
     )  # fmt: skip
     return o, lse2

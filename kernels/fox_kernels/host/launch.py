@@ -16,6 +16,7 @@ PROVEN = triton.__version__.startswith("3.6.")  # the way to a launch is known f
 HOOKS = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 
 _runners: dict = {}
+_names: dict = {}  # kernel -> names of its arguments, names of its constants
 
 
 class Described(NamedTuple):
@@ -117,11 +118,18 @@ def fillings(compiled, blocks: list) -> list:
     return fills
 
 
-def launch(kernel, grid: tuple, arguments: tuple, constants: tuple, *, warps: int = 4, stages: int = 3) -> None:
-    """Run a kernel on a grid of programs of the current device; arguments in order, constants last."""
+def launch(
+    kernel, grid: tuple, arguments: tuple = (), constants: tuple = (), *, warps: int = 4, stages: int = 3, **named
+) -> None:
+    """Run a kernel on a grid of programs of the current device.
+
+    Its arguments come in order and its constants behind them, or all of them by name.
+    """
     if not isinstance(kernel, triton.JITFunction):  # interpreted
-        kernel[grid](*arguments, *constants)
+        kernel[grid](*arguments, *constants, **named)
         return
+    if named:
+        arguments, constants = in_order(kernel, named)
     kinds = tuple([KIND.get(type(x), of_other)(x) for x in arguments])
     key = (id(kernel), torch.cuda.current_device(), kinds, constants, warps, stages)
     run = _runners.get(key)
@@ -131,6 +139,22 @@ def launch(kernel, grid: tuple, arguments: tuple, constants: tuple, *, warps: in
         _runners[key] = Runner(kernel[grid](*arguments, *constants, **options), constants)
     else:
         run((*grid, 1, 1)[:3], (), arguments)
+
+
+def in_order(kernel, named: dict) -> tuple[tuple, tuple]:
+    """Return a kernel's arguments and its constants, which stand behind them; raises TypeError unless all are there."""
+    arguments, constants = names_of(kernel)
+    if len(named) != len(arguments) + len(constants):
+        raise TypeError(f"{kernel.fn.__name__}: {sorted(named.keys() ^ {*arguments, *constants})} too many or missing")
+    return tuple([named[n] for n in arguments]), tuple([named[n] for n in constants])
+
+
+def names_of(kernel) -> tuple[list[str], list[str]]:
+    """Return the names of a kernel's arguments and of its constants."""
+    if id(kernel) not in _names:
+        plain, constants = ([p.name for p in kernel.params if p.is_constexpr is kind] for kind in (False, True))
+        _names[id(kernel)] = plain, constants
+    return _names[id(kernel)]
 
 
 def pointers(arguments) -> list:

@@ -10,16 +10,15 @@ The row and column sums come from the same float32 ds: with either left out, or 
 
 import torch
 
-from ..common.blocks import LOG2_E, cap_factors, cap_kind
 from ..common.cumsum import block_relative
 from ..common.first_weights import BLOCK, begins_at_the_first_key, lost_to_rounding
 from ..common.horizon import found_edges, unseen_from
 from ..host.launch import cdiv, launch
-from ..host.strides import aligned, describable, source
+from ..host.strides import aligned, describable, source, strides_of
 from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Saved, Shard
 from .dkdv import dkdv_kernel
 from .dq import dq_kernel
-from .forward import first_position, lower_kind, walked_together
+from .forward import first_position, shared_arguments, walked_together
 from .tiles import Copies, Tile, split_head_dim, tile_for
 
 
@@ -36,11 +35,10 @@ def launch_backward(
     order of every sum is fixed, so two runs give the same bits.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    scale, window, sink, softcap, _ = options
-    (_, c_offset, causal), (o, lse2, c_hi, c_lo, residual) = shard, saved
+    q_offset = first_position(shard.q_offset, T, S)
+    o, lse2, c_hi, c_lo, residual = saved
     q, k, v, o, do = (aligned(x) for x in (q, k, v, o, do))
     lse2, c_hi, c_lo = lse2.contiguous(), c_hi.contiguous(), c_lo.contiguous()
-    q_offset = first_position(shard.q_offset, T, S)
     dq = torch.empty(B, T, H, D, dtype=gradient_dtype or q.dtype, device=q.device)
     dk, dv = (torch.empty(B, S, Hkv, D, dtype=gradient_dtype or k.dtype, device=q.device) for _ in range(2))
     dc = torch.empty(B, H, S, dtype=torch.float32, device=q.device)
@@ -50,62 +48,40 @@ def launch_backward(
     padded = cdiv(T, 16) * 16  # so that the rows of facts are aligned
     facts = torch.empty(B, H, 4, padded, dtype=torch.float32, device=q.device)
     documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False, shard=shard)
-    starts, lower = documents.edges, documents.first_seen
-    unseen = None if lower is None else unseen_from(lower, S)
-    start, end = (None, None) if starts is None else starts.unbind()
+    edges, lower = documents.edges, documents.first_seen
     rows, columns = tiles or tuple(tile_for(kernel, D, q.dtype, q.device) for kernel in ("dq", "dkdv"))
     record = 2 * columns.block_m + 16
     records = torch.empty(B, H, cdiv(T, columns.block_m), record, dtype=torch.float32, device=q.device)
-    D0, D1 = split_head_dim(D)
-    numbers = (q_offset, window or 0, sink, scale, scale * LOG2_E, *cap_factors(softcap))
-    flags = (
-        causal, starts is not None, lower_kind(lower, window), sink > 0, cap_kind(softcap, q.dtype),
-        c_offset is not None,
-    )  # fmt: skip
-    precision = "ieee" if q.dtype == torch.float32 else "tf32"
     lost = None
-    bounded = starts is not None or window is not None or lower is not None
-    if begins_at_the_first_key(q, k, causal, q_offset, bounded, c_offset):
+    bounded = edges is not None or options.window is not None or lower is not None
+    if begins_at_the_first_key(q, k, shard.causal, q_offset, bounded, shard.c_offset):
         lost = lost_to_rounding(q, k, do, lse2, c_hi, c_lo, options)
-    tma = D1 == 0 and q.element_size() == 2 and describable(q, k, v, do)
-    row_tma, column_tma = int(rows.tma) * tma, int(columns.tma) * tma
-    v_block = source(v, columns.block_n, True) if column_tma == Copies.OWN else None
-    own_rows, own_columns = row_tma >= Copies.OWN, column_tma >= Copies.ALL
-    relative = block_relative(c_hi, c_lo, rows.block_n)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    tma = split_head_dim(D)[1] == 0 and q.element_size() == 2 and describable(q, k, v, do)
+    shared = shared_arguments(q, k, options, documents, shard) | strides_of(q=q, k=k, v=v, do=do)
+    shared |= {
+        "facts_ptr": facts, "record_ptr": records, "row_sum_ptr": row_sum, "c_hi_ptr": c_hi, "c_lo_ptr": c_lo,
+        "TP": padded, "scale": options.scale,
+    }  # fmt: skip
+    m, n, row_tma = rows.block_m, rows.block_n, int(rows.tma) * tma
+    own, relative = row_tma >= Copies.OWN, block_relative(c_hi, c_lo, n)
     launch(
-        dq_kernel,
-        (cdiv(T, rows.block_m) * B * H,),
-        (
-            source(q, rows.block_m, own_rows), source(k, rows.block_n, row_tma), source(v, rows.block_n, row_tma),
-            o, residual, source(do, rows.block_m, own_rows), None if dlse2 is None else dlse2.contiguous(), lse2,
-            c_hi, c_lo, relative, start, lower, c_offset, dq, facts, records, row_sum,
-            *strides, *o.stride()[:3], *do.stride()[:3], T, S, padded, relative.shape[-1], H,
-            walked_together(2 * S * D * k.element_size(), B * H, H // Hkv), *numbers,
-        ),
-        (
-            H // Hkv, D0, D1, rows.block_m, rows.block_n, *flags, dlse2 is not None, residual is not None,
-            columns.block_m, precision, row_tma,
-        ),
-        warps=rows.warps, stages=rows.stages,
+        dq_kernel, (cdiv(T, m) * B * H,), warps=rows.warps, stages=rows.stages,
+        q_ptr=source(q, m, own), k_ptr=source(k, n, row_tma), v_ptr=source(v, n, row_tma), o_ptr=o,
+        residual_ptr=residual, do_ptr=source(do, m, own), dlse_ptr=None if dlse2 is None else dlse2.contiguous(),
+        lse_ptr=lse2, c_rel_ptr=relative, dq_ptr=dq, **strides_of(o=o), SP=relative.shape[-1],
+        together=walked_together(2 * S * D * k.element_size(), B * H, H // Hkv), BM=m, BN=n, DLSE=dlse2 is not None,
+        RESIDUAL=residual is not None, NEXT_BM=columns.block_m, TMA=row_tma, **shared,
     )  # fmt: skip
+    m, n, column_tma = columns.block_m, columns.block_n, int(columns.tma) * tma
+    own = column_tma >= Copies.ALL
     launch(
-        dkdv_kernel,
-        (cdiv(S, columns.block_n) * B * Hkv,),
-        (
-            source(q, columns.block_m, column_tma), source(k, columns.block_n, own_columns),
-            source(v, columns.block_n, own_columns), v_block,
-            source(do, columns.block_m, column_tma), facts, records, row_sum, c_hi, c_lo, start, end, lower, unseen,
-            c_offset, lost, dk, dv, dc,
-            *strides, *do.stride()[:3], T, S, padded, H,
-            walked_together(2 * T * D * q.element_size(), B * Hkv),  # the heads of a group one after another
-            *numbers,
-        ),
-        (
-            H // Hkv, D0, D1, columns.block_m, columns.block_n, *flags, precision, column_tma,
-            0 if lost is None else BLOCK,
-        ),
-        warps=columns.warps, stages=columns.stages,
+        dkdv_kernel, (cdiv(S, n) * B * Hkv,), warps=columns.warps, stages=columns.stages,
+        q_ptr=source(q, m, column_tma), k_ptr=source(k, n, own), v_ptr=source(v, n, own),
+        v_block_ptr=source(v, n, True) if column_tma == Copies.OWN else None, do_ptr=source(do, m, column_tma),
+        end_ptr=None if edges is None else edges[1], unseen_ptr=None if lower is None else unseen_from(lower, S),
+        lost_ptr=lost, dk_ptr=dk, dv_ptr=dv, dc_ptr=dc, BM=m, BN=n, TMA=column_tma, LOST=0 if lost is None else BLOCK,
+        together=walked_together(2 * T * D * q.element_size(), B * Hkv),  # the heads of a group one after another
+        **shared,
     )  # fmt: skip
     if q_offset + T > S:  # queries past the keys share c[S - 1]
         dc[..., S - 1] += row_sum[..., max(0, S - q_offset) :].sum(-1)

@@ -116,7 +116,7 @@ def _dkdv_block(
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, v_block_ptr, do_ptr, facts_ptr, record_ptr, row_sum_ptr, c_hi_ptr, c_lo_ptr, start_ptr,
     end_ptr, lower_ptr, unseen_ptr, c_offset_ptr, lost_ptr, dk_ptr, dv_ptr, dc_ptr,
-    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, sdo_b, sdo_t, sdo_h,
+    sq_b, sq_t, sq_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, sdo_b, sdo_t, sdo_h,
     T, S, TP, H, together, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
@@ -148,15 +148,15 @@ def dkdv_kernel(
         k_ptr += b * sk_b + h_kv * sk_h
         v_ptr += b * sv_b + h_kv * sv_h
     row_b, row_kv = b.to(tl.int32), h_kv.to(tl.int32)
-    k0 = load_rows(k_ptr, row_b, row_kv, n0, sk_s, offs_n, offs_d0, S, True, TMA > 2)
-    v0 = load_rows(v_ptr, row_b, row_kv, n0, sv_s, offs_n, offs_d0, S, True, TMA > 2)
+    k0 = load_rows(k_ptr, row_b, row_kv, n0, sk_t, offs_n, offs_d0, S, True, TMA > 2)
+    v0 = load_rows(v_ptr, row_b, row_kv, n0, sv_t, offs_n, offs_d0, S, True, TMA > 2)
     k1, v1 = k0, v0
     dk0 = tl.zeros([BN, D0], tl.float32)
     dv0 = tl.zeros([BN, D0], tl.float32)
     dk1, dv1 = dk0, dv0
     if D1 > 0:
-        k1 = load_rows(k_ptr, row_b, row_kv, n0, sk_s, offs_n, offs_d1, S, True, False)
-        v1 = load_rows(v_ptr, row_b, row_kv, n0, sv_s, offs_n, offs_d1, S, True, False)
+        k1 = load_rows(k_ptr, row_b, row_kv, n0, sk_t, offs_n, offs_d1, S, True, False)
+        v1 = load_rows(v_ptr, row_b, row_kv, n0, sv_t, offs_n, offs_d1, S, True, False)
         dk1 = tl.zeros([BN, D1], tl.float32)
         dv1 = tl.zeros([BN, D1], tl.float32)
     if LOST > 0:
@@ -201,7 +201,7 @@ def dkdv_kernel(
                 True, CAUSAL, STARTS, LOWER, SINK, CAP, D1, BM, PRECISION, TMA)  # fmt: skip
         inner = v0
         if TMA == 2:  # in registers beside the interior tiles only, which have room for it
-            inner = load_rows(v_block_ptr, row_b, row_kv, n0, sv_s, offs_n, offs_d0, S, True, True)
+            inner = load_rows(v_block_ptr, row_b, row_kv, n0, sv_t, offs_n, offs_d0, S, True, True)
         for it in range(mid_high - mid_low):
             column_sum, dk0, dk1, dv0, dv1 = _dkdv_block(
                 row_b, h.to(tl.int32), (mid_low + it) * BM, k0, k1, inner, v1, q_head, do_head, facts_head,

@@ -69,7 +69,7 @@ def _dq_block(
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, do_ptr, dlse_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr,
     lower_ptr, c_offset_ptr, dq_ptr, facts_ptr, record_ptr, row_sum_ptr,
-    sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
+    sq_b, sq_t, sq_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h, so_b, so_t, so_h, sdo_b, sdo_t, sdo_h,
     T, S, TP, SP, H, together, q_offset, window, sink, scale, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
@@ -172,7 +172,7 @@ def dq_kernel(
     for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
         row_sums, dq0, dq1 = _dq_block(
-            row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
+            row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
             0.0, lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, lower, sink_bias, S, sink, scale2,
             softcap2, inverse_cap, row_sums, dq0, dq1,
             True, CAUSAL, STARTS, LOWER, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip
@@ -182,7 +182,7 @@ def dq_kernel(
         last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, n0 + BN - 1, S)
         lift = (ref_hi - last_hi) + (ref_lo - last_lo)
         row_sums, dq0, dq1 = _dq_block(
-            row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
+            row_b, row_kv, n0, q0, q1, do0, do1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo,
             lift, lse, delta, c_hi_ptr, c_lo_ptr, c_rel_ptr, pos, start, lower, sink_bias, S, sink, scale2,
             softcap2, inverse_cap, row_sums, dq0, dq1,
             False, CAUSAL, STARTS, LOWER, SINK, CAP, D1, BN, PRECISION, TMA)  # fmt: skip

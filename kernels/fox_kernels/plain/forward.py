@@ -32,7 +32,7 @@ from ..common.blocks import (
 from ..common.cumsum import block_relative
 from ..common.horizon import found_edges
 from ..host.launch import cdiv, launch
-from ..host.strides import aligned, describable, row_source, source
+from ..host.strides import aligned, describable, row_source, source, strides_of
 from ..options import ALL_KEYS, ONE_DOCUMENT, Documents, Options, Shard
 from .tiles import Copies, Tile, split_head_dim, tile_for
 
@@ -103,7 +103,7 @@ def store_rounded(ptr, residual_ptr, at, x, mask, RESIDUAL: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "S", "together", "q_offset", "window", "sink"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, residual_ptr, lse_ptr, c_hi_ptr, c_lo_ptr, c_rel_ptr, start_ptr, lower_ptr,
-    c_offset_ptr, sq_b, sq_t, sq_h, sk_b, sk_s, sk_h, sv_b, sv_s, sv_h,
+    c_offset_ptr, sq_b, sq_t, sq_h, sk_b, sk_t, sk_h, sv_b, sv_t, sv_h,
     T, S, SP, H, together, q_offset, window, sink, scale2, softcap2, inverse_cap,
     GROUP: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, STARTS: tl.constexpr, LOWER: tl.constexpr, SINK: tl.constexpr, CAP: tl.constexpr,
@@ -161,7 +161,7 @@ def forward_kernel(
     for it in range(high - mid_high + mid_low - low + sink_high - sink_low):
         n0 = masked_block(it, low, mid_low, mid_high, high, sink_low) * BN
         top, m, l, weight, acc0, acc1 = _attend(
-            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, 0.0,
+            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, 0.0,
             c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, sink_bias, S, sink, scale2, softcap2,
             inverse_cap, top, m, l, weight, acc0, acc1,
             True, CAUSAL, STARTS, LOWER, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
@@ -188,7 +188,7 @@ def forward_kernel(
         if ROWS:
             last_hi, last_lo = block_scalars(c_hi_ptr, c_lo_ptr, tl.maximum(n0 - 1, 0), S)
         top, m, l, weight, acc0, acc1 = _attend(
-            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_s, sv_s, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift,
+            row_b, row_kv, n0, q0, q1, k_ptr, v_ptr, sk_t, sv_t, offs_n, offs_d0, offs_d1, c_i_hi, c_i_lo, lift,
             c_hi_ptr, c_lo_ptr, c_rel_ptr, c_rel_row, pos, start, lower, sink_bias, S, sink, scale2, softcap2,
             inverse_cap, top, m, l, weight, acc0, acc1,
             False, CAUSAL, STARTS, LOWER, SINK, CAP, D1, PRECISION, TMA, ROWS)  # fmt: skip
@@ -212,9 +212,21 @@ def first_position(q_offset: int | None, T: int, S: int) -> int:
     return S - T if q_offset is None else q_offset
 
 
-def lower_kind(lower: torch.Tensor | None, window: int | None) -> int:
-    """Return the kernels' LOWER: 2 where a search found the first key of each query, 1 for a window alone, else 0."""
-    return 2 if lower is not None else int(window is not None)
+def shared_arguments(q, k, options: Options, documents: Documents, shard: Shard) -> dict:
+    """Return by name what all three kernels take of a problem, but for its tensors; documents with their edges."""
+    scale, window, sink, softcap, _ = options
+    softcap2, inverse_cap = cap_factors(softcap)
+    D0, D1 = split_head_dim(q.shape[-1])
+    return {
+        "T": q.shape[1], "S": k.shape[1], "H": q.shape[2], "GROUP": q.shape[2] // k.shape[2], "D0": D0, "D1": D1,
+        "q_offset": first_position(shard.q_offset, q.shape[1], k.shape[1]), "c_offset_ptr": shard.c_offset,
+        "CAUSAL": shard.causal, "SHIFT": shard.c_offset is not None, "window": window or 0, "sink": sink,
+        "SINK": sink > 0, "scale2": scale * LOG2_E, "softcap2": softcap2, "inverse_cap": inverse_cap,
+        "CAP": cap_kind(softcap, q.dtype), "start_ptr": None if documents.edges is None else documents.edges[0],
+        "STARTS": documents.edges is not None, "lower_ptr": documents.first_seen,
+        "LOWER": 2 if documents.first_seen is not None else int(window is not None),  # 2: as searched, 1: by the window
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
 
 
 def walked_together(bytes_per_head: int, pairs: int, heads: int = 1) -> int:
@@ -234,36 +246,25 @@ def launch_forward(
     below 0.
     """
     (B, T, H, D), (S, Hkv) = q.shape, k.shape[1:3]
-    scale, window, sink, softcap, _ = options
     q, k, v, c_hi, c_lo = aligned(q), aligned(k), aligned(v), c_hi.contiguous(), c_lo.contiguous()
-    q_offset = first_position(shard.q_offset, T, S)
+    first_position(shard.q_offset, T, S)
     o = torch.empty(B, T, H, D, dtype=out_dtype or q.dtype, device=q.device)
     lse2 = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     if o.numel() == 0:
         return o, lse2
     documents = found_edges(c_hi, c_lo, T, options, documents, per_head=False, shard=shard)
-    (_, c_offset, causal), starts, lower = shard, documents.edges, documents.first_seen
     tile = tile or tile_for("forward", D, q.dtype, q.device)
-    D0, D1 = split_head_dim(D)
-    relative = block_relative(c_hi, c_lo, tile.block_n)
-    tma = int(tile.tma) * (D1 == 0 and q.element_size() == 2 and describable(q, k, v))
+    m, n = tile.block_m, tile.block_n
+    relative = block_relative(c_hi, c_lo, n)
+    tma = int(tile.tma) * (split_head_dim(D)[1] == 0 and q.element_size() == 2 and describable(q, k, v))
     by_row = int(tile.gates_by_tma and tma > 0 and relative.numel() < 1 << 31)
     launch(
-        forward_kernel,
-        (cdiv(T, tile.block_m) * B * H,),
-        (
-            source(q, tile.block_m, tma >= Copies.OWN), source(k, tile.block_n, tma), source(v, tile.block_n, tma),
-            o, residual, lse2, c_hi, c_lo, row_source(relative, tile.block_n, by_row),
-            None if starts is None else starts[0], lower, c_offset,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], T, S, relative.shape[-1], H,
-            walked_together(2 * S * D * q.element_size(), B * H, H // Hkv), q_offset, window or 0, sink,
-            scale * LOG2_E, *cap_factors(softcap),
-        ),
-        (
-            H // Hkv, D0, D1, tile.block_m, tile.block_n, causal, starts is not None, lower_kind(lower, window),
-            sink > 0, cap_kind(softcap, q.dtype), c_offset is not None, residual is not None,
-            "ieee" if q.dtype == torch.float32 else "tf32", tma, by_row,
-        ),
-        warps=tile.warps, stages=tile.stages,
+        forward_kernel, (cdiv(T, m) * B * H,), warps=tile.warps, stages=tile.stages,
+        q_ptr=source(q, m, tma >= Copies.OWN), k_ptr=source(k, n, tma), v_ptr=source(v, n, tma), o_ptr=o,
+        residual_ptr=residual, lse_ptr=lse2, c_hi_ptr=c_hi, c_lo_ptr=c_lo, c_rel_ptr=row_source(relative, n, by_row),
+        **strides_of(q=q, k=k, v=v), SP=relative.shape[-1],
+        together=walked_together(2 * S * D * q.element_size(), B * H, H // Hkv), BM=m, BN=n,
+        RESIDUAL=residual is not None, TMA=tma, ROWS=by_row,
+        **shared_arguments(q, k, options, documents, shard),
     )  # fmt: skip
     return o, lse2
