@@ -10,15 +10,9 @@ at a time instead of one by one.
 from __future__ import annotations
 
 import bisect
-import hashlib
-import io
-import zipfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-
-from retrofox.support.files import write_whole
 
 PACKING = 2
 """Version of the packing: part of every fingerprint."""
@@ -124,24 +118,3 @@ def pack(bounds: np.ndarray, window: int, name: str = "") -> Packing:
         raise ValueError(f"{name}: no document has two tokens, so there is nothing to predict")
     rows = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])
     return Packing(start.astype(np.int64), length, rows)
-
-
-def cached_packing(folder: Path, fingerprint: str, bounds: np.ndarray, window: int, name: str = "") -> Packing:
-    """`pack`, kept in folder/plans by the fingerprint of the tokens and the window."""
-    key = hashlib.sha256(f"{PACKING} {fingerprint} {window}".encode()).hexdigest()[:24]
-    path = folder / "plans" / f"{key}.npz"
-    if path.is_file():
-        try:
-            with open(path, "rb") as stream, np.load(stream) as kept:
-                return Packing(kept["start"], kept["length"], kept["rows"])
-        except (zipfile.BadZipFile, KeyError, EOFError, ValueError):
-            path.unlink(missing_ok=True)  # damaged: made again below
-    packing = pack(bounds, window, name)
-    buffer = io.BytesIO()
-    np.savez(buffer, start=packing.start, length=packing.length, rows=packing.rows)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, buffer.getvalue())
-    except OSError:
-        return packing  # a cache that can't be written to: packing again costs about a second per million documents
-    return packing

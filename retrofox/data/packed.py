@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrofox.data.pack import PACKING, Packing, cached_packing
+from retrofox.data.pack import PACKING, pack
 from retrofox.data.sampler import ORDERING, Mixture, Order
 from retrofox.data.shards import Manifest, PreparedSource
 
@@ -82,14 +81,12 @@ class Tokens:
         return self.slice(start, stop - start)
 
 
-def open_tokens(manifest: Manifest | str | os.PathLike[str]) -> list[Tokens]:
-    """The sources of a manifest (or of its file), memory-mapped.
+def open_tokens(manifest: Manifest) -> list[Tokens]:
+    """The sources of a manifest, memory-mapped.
 
     Raises:
         ValueError: a shard is missing or damaged.
     """
-    if not isinstance(manifest, Manifest):
-        manifest = Manifest.load(manifest)
     return [Tokens(source, manifest.folder) for source in manifest.sources]
 
 
@@ -127,11 +124,7 @@ class PackedDataset(torch.utils.data.Dataset):
         self.sequence_length, self.seed, self.max_position = sequence_length, seed, max_position
         self.filler = manifests[0].eos or 0
         self.tokens = [tokens for manifest in manifests for tokens in open_tokens(manifest)]
-        folders = [manifest.folder for manifest in manifests for _ in manifest.sources]
-        self.packings: list[Packing] = [
-            cached_packing(folder, tokens.source.fingerprint, tokens.bounds, sequence_length, tokens.source.path)
-            for folder, tokens in zip(folders, self.tokens, strict=True)
-        ]
+        self.packings = [pack(tokens.bounds, sequence_length, tokens.source.path) for tokens in self.tokens]
         self.weights = [float(tokens.source.weight) for tokens in self.tokens]
         counts = [len(packing) for packing in self.packings]
         self.offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

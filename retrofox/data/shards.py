@@ -127,22 +127,6 @@ class Manifest:
         self.path = self.folder / f"manifest-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
         write_whole(self.path, text.encode() + b"\n")
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Manifest:
-        """Reads a manifest written by `save`.
-
-        Raises:
-            FileNotFoundError: no such file.
-            KeyError: not a manifest.
-        """
-        path = Path(path)
-        values = json.loads(path.read_text(encoding="utf-8"))
-        sources = [
-            PreparedSource(**{**source, "shards": [Shard(**shard) for shard in source["shards"]]})
-            for source in values["sources"]
-        ]
-        return cls(path.parent, values["tokenizer"], values["eos"], sources, path=path)
-
 
 def prepare_sources(
     sources: Sequence[Source],

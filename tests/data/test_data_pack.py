@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrofox.data.pack import best_fit, cached_packing, pack
+from retrofox.data.pack import best_fit, pack
 from retrofox.data.packed import PackedDataset
 
 
@@ -66,17 +66,6 @@ def test_a_million_documents_are_planned_in_seconds_and_filled():
     assert time.perf_counter() - started < 30
     assert plan.tokens == bounds[-1]
     assert plan.tokens / (len(plan) * 4096) > 0.995
-
-
-def test_plans_are_kept_and_damaged_ones_made_again(tmp_path):
-    bounds = np.array([0, 5, 30, 31], dtype=np.int64)
-    first = cached_packing(tmp_path, "abc", bounds, 8)
-    (kept,) = (tmp_path / "plans").iterdir()
-    again = cached_packing(tmp_path, "abc", np.array([0, 1], dtype=np.int64), 8)  # read, not made
-    assert np.array_equal(first.start, again.start)
-    kept.write_bytes(kept.read_bytes()[:100])
-    repaired = cached_packing(tmp_path, "abc", bounds, 8)
-    assert np.array_equal(first.length, repaired.length)
 
 
 def test_a_source_without_anything_to_predict_is_named(tmp_path, texts, make_tokenizer, prepared):

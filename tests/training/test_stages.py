@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import retrofox
 from retrofox.anatomy import is_new_tensor
 from retrofox.data.packed import PackedDataset
-from retrofox.data.shards import Manifest
+from retrofox.data.prepare import prepare_data
 from retrofox.training import checkpoint
 from retrofox.training.data import StageData
 from retrofox.training.train import train
@@ -39,7 +39,9 @@ def test_a_second_stage_goes_on_annealing_where_the_first_ended(make_recipe, tmp
     assert retrofox.load(result["model"]).config.fox["annealed_tokens"] == 512
 
 
-def test_later_stages_read_rows_that_no_earlier_one_of_their_length_has_read(make_recipe, tmp_path, monkeypatch):
+def test_later_stages_read_rows_that_no_earlier_one_of_their_length_has_read(
+    make_recipe, tmp_path, monkeypatch, pico_tokenizer
+):
     asked, plain = [], StageData.batches
 
     def batches(self, first_row):
@@ -49,10 +51,11 @@ def test_later_stages_read_rows_that_no_earlier_one_of_their_length_has_read(mak
 
     monkeypatch.setattr(StageData, "batches", batches)
     short = {**STAGE, "sequence_length": 32}
-    train(make_recipe(stages=[STAGE, short, STAGE, short]))
-    manifest = next((tmp_path / "cache").glob("manifest-*.json"))
+    recipe = make_recipe(stages=[STAGE, short, STAGE, short])
+    train(recipe)
+    manifest = prepare_data(recipe.data, pico_tokenizer, progress=False).train
     for length, rows_of_a_stage in ((64, 4), (32, 8)):
-        data = PackedDataset(Manifest.load(manifest), length, seed=0)
+        data = PackedDataset(manifest, length, seed=0)
         order = [int(data.order[number]) for number in range(2 * rows_of_a_stage)]
         wanted = [tuple(data[item]["input_ids"].tolist()) for item in order]
         assert [row for found, rows in asked if found == length for row in rows] == wanted
