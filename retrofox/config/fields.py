@@ -126,15 +126,15 @@ class Section(BaseModel):
     old_names: ClassVar[dict[str, str]] = {}
     """Former names of keys of this section -> their names, for recipes of then."""
 
-    gone: ClassVar[tuple[str, ...]] = ()
-    """Keys that are no more: runs of then wrote every default out, so null is read."""
+    gone: ClassVar[dict[str, Any]] = {}
+    """Keys that are no more -> their defaults, which runs of then wrote out and which are left out."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_then(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        values = {key: value for key, value in values.items() if key not in cls.gone or value is not None}
+        values = {key: value for key, value in values.items() if key not in cls.gone or value != cls.gone[key]}
         for old, new in cls.old_names.items():
             if old in values and new in values:
                 raise ValueError(f"{old} is the old name of {new}: remove it")

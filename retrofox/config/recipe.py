@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -199,7 +199,7 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """How often a line is logged, and where else it goes."""
 
-    gone = ("heads_every",)
+    gone: ClassVar[dict[str, Any]] = {"heads_every": None}
 
     every: int = Field(default=10, ge=1, description="optimizer steps between log lines")
     report_to: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default=[])

@@ -44,13 +44,12 @@ class AlignRates(Rates):
 class Budget(Section):
     """A pressure on the gates until few enough keys are left alive (`retrofox.training.budget`)."""
 
+    gone: ClassVar[dict[str, Any]] = {"form": "equal"}
+
     share: float = Field(gt=0, lt=1, description="of the keys that are to be left alive")
     length: Positive = Field(default=32768, description="tokens of the text of which it is the share")
     weight: float = Field(default=0.03, gt=0, description="of the pressure beside the loss")
     anneal: float = Field(default=0.5, ge=0, le=1, description="part of the stage in which the target falls from 1")
-    form: Literal["equal", "hinge"] = Field(
-        default="equal", description="equal: on every head's log half-life; hinge: on the share itself"
-    )
     spare: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = Field(
         default=[], description="[layer, kv head] of the heads that are not pressed, counted from 0"
     )
@@ -59,7 +58,7 @@ class Budget(Section):
 class Stage(Section):
     """What the stages of all objectives take: tokens, rates, schedule, and switches that save memory."""
 
-    gone = ("teacher_logits",)
+    gone: ClassVar[dict[str, Any]] = {"teacher_logits": None}
     told_by: ClassVar[str] = "objective"
     trains_new: ClassVar[bool] = True
     trains_pretrained: ClassVar[bool] = True

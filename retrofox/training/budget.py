@@ -9,8 +9,7 @@ While live > target a penalty is added to the loss. Only its gradient is: the fo
 gate's gradient gets its part as the backward passes it. Per token of a step of N tokens and H heads in all layers, for
 every head that is not spared, by `budget.spare` or as one of the model's `open_heads`:
 
-    equal   weight * mean of log2(half-life), over half-lives above 64 tokens:   weight / (H N ln 2 |log f|)
-    hinge   weight * relu(live - target):            weight / (H N) * (span / length) exp(-span / length) / m
+    weight * mean of log2(half-life), over half-lives above 64 tokens;    its gradient: weight / (H N ln 2 |log f|)
 
 Means m are those of the micro-batch, on this process's device, so that nothing waits and a resumed run needs no state.
 """
@@ -29,7 +28,7 @@ from retrofox.model.modeling_fox import ForgetGate
 from retrofox.planning.live_share import HORIZON
 
 SHORT = 64
-"""Tokens: `equal` leaves half-lives below it alone."""
+"""Tokens: half-lives below it are left alone."""
 NEVER = -1e-12
 """log f of a gate that is open to the last bit: the pressure divides by it."""
 
@@ -63,9 +62,8 @@ class Press:
 
     def gradient(self, log_f: torch.Tensor) -> torch.Tensor:
         """What the gate's log_f (B, T, H) gets in the backward; 0 once the live share is at most the target."""
-        pressure = self.pressure
-        form = FORMS[pressure.budget.form]
-        return form(log_f.clamp_max(NEVER), pressure.factors[self.place], pressure.horizon, pressure.budget.length)
+        log_f, factor = log_f.clamp_max(NEVER), self.pressure.factors[self.place]
+        return (log_f > -math.log(2.0) / SHORT) * (factor / -math.log(2.0)) / log_f
 
 
 class GatePressure(TrainerCallback):
@@ -144,20 +142,6 @@ class GatePressure(TrainerCallback):
         """The live share of the last micro-batch, a scalar on the device."""
         spans = self.horizon / self.means.clamp_max(NEVER)
         return -torch.expm1(spans / self.budget.length).mean()
-
-
-def _equal(log_f: torch.Tensor, factor: torch.Tensor, horizon: float, length: int) -> torch.Tensor:
-    return (log_f > -math.log(2.0) / SHORT) * (factor / -math.log(2.0)) / log_f
-
-
-def _hinge(log_f: torch.Tensor, factor: torch.Tensor, horizon: float, length: int) -> torch.Tensor:
-    mean = -log_f.mean((0, 1))
-    part = horizon / mean / length
-    return (factor * part * torch.exp(-part) / mean).expand_as(log_f)
-
-
-FORMS = {"equal": _equal, "hinge": _hinge}
-"""Gradient by log_f: form(log f (B, T, H), factor (H,), horizon, length) -> (B, T, H)."""
 
 
 def spared_heads(spare: Sequence[Sequence[int]], layers: int, kv_heads: int, heads: int) -> torch.Tensor:

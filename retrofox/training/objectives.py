@@ -26,7 +26,6 @@ from retrofox.training.chunked_loss import (
     sum_over_rows,
 )
 from retrofox.training.document_attention import attends_by_document
-from retrofox.training.teacher import require_own_original
 
 
 def hidden_states(model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -98,15 +97,13 @@ class Distill:
     """L = (1 - a) tau^2 KL(p_original(tau) || p_retrofit(tau)) + a CE, full vocabulary, mean over targets.
 
     The original is `teacher` (a second model), or with teacher=None the very same weights in attention mode
-    "original" with adapters off: right only while they are the original's and frozen, else ValueError.
+    "original" with adapters off: right only while they are the original's and frozen (`teacher.needs_teacher`).
     Source: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network" (2015), eq. 1 and section 2.
     """
 
     metrics = ("kl", "cross_entropy")
 
     def __init__(self, model: Any, stage: DistillStage, device: torch.device, teacher: Any = None):
-        if teacher is None:
-            require_own_original(model)
         self.teacher = teacher
         self.temperature = stage.temperature
         self.ce_weight = stage.ce_weight
@@ -150,8 +147,7 @@ class Align:
     depend on which rows share a micro-batch or a device.
 
     One pass of the original runs through all layers; in each, the retrofitted block is run beside it on the same
-    input. With teacher=None the original is the same module in mode "original": no second copy of anything, and
-    ValueError where its weights are not the original's, or not frozen.
+    input. With teacher=None the original is the same module in mode "original": no second copy of anything.
     Source: the alignment stages of RADLADS (arXiv 2505.03005) and PaTH (arXiv 2505.16381); the division by the
     output's own power, so that all layers weigh the same, is ours.
     """
@@ -159,8 +155,6 @@ class Align:
     metrics: tuple[str, ...] = ()
 
     def __init__(self, model: Any, stage: Stage, device: torch.device, teacher: Any = None):
-        if teacher is None:
-            require_own_original(model)
         self.teacher = teacher
         self.kind, self.reason = "none", "align computes no logits"
         self.recomputed = recomputed_layers(stage.gradient_checkpointing, len(list(attentions(causal_lm(model)))))
@@ -266,7 +260,7 @@ def stage_objective(model: Any, stage: Stage, device: torch.device, teacher: Any
         teacher: the original as a second model, where the stage needs one.
 
     Raises:
-        ValueError: the model can't be its own teacher; a cross-entropy that can't run here.
+        ValueError: a cross-entropy that can't run here.
     """
     if stage.objective in ("adapt", "extend"):
         return Extend(model, stage, device)

@@ -77,29 +77,6 @@ def needs_teacher(recipe: Recipe, stage: Stage, model: Any, source: Path | None 
     return bool(reasons) or stage.teacher == "copy"
 
 
-def require_own_original(model: Any) -> None:
-    """Refuses a converted model that can't be its own original in attention mode "original", adapters off.
-
-    Raises:
-        ValueError: it is not converted; a refit, a merge or training changed its pretrained tensors; or they are
-            about to be trained.
-    """
-    lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    moved = next(
-        (n for n, p in model.named_parameters() if p.requires_grad and not is_new_tensor(n) and "lora_" not in n), None
-    )
-    if not lm.config.model_type.startswith("fox_"):
-        reason = f"a {lm.config.model_type} model has no gates: convert it first"
-    elif getattr(lm.config, "queries_refitted", False):
-        reason = "calibration rewrote its query projections"
-    elif moved is not None:
-        reason = f"{moved} is trained (requires_grad)"
-    else:
-        reason = changed_since_conversion(Path(lm.config._name_or_path)) if lm.config._name_or_path else None
-    if reason is not None:
-        raise ValueError(f"the model can't be its own teacher: {reason}. Give the original as `teacher`")
-
-
 def named_original(source: Path) -> FoxSpec | None:
     """The spec, with `base`, of a checkpoint that is not its original any more; None where its own tensors still are.
 

@@ -410,6 +410,8 @@ def test_a_recipe_of_a_run_made_before_still_loads():
     stage = {"objective": "distill", "tokens": 9, "sequence_length": 3}
     values = {"model": "m", "output": "o", "data": {"train": ["t"]}, "stages": [{**stage, "teacher_logits": None}]}
     values["log"] = {"heads_every": None}
+    budget = {"share": 0.5, "form": "equal"}
+    values["stages"].append({**stage, "objective": "extend", "budget": budget})
     assert validate(values).stages[0].tokens == 9
     nulls = dict.fromkeys(("max_position", "budget", "teacher", "temperature", "ce_weight"))
     for objective in ("align", "distill", "extend"):

@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import retrofox
 from retrofox.anatomy import attention_mode, attentions, inner_model
 from retrofox.config import LoraConfig, stage_of
 from retrofox.data.packed import IGNORE, next_token_targets
-from retrofox.training import checkpoint
 from retrofox.training.chunked_loss import choose_cross_entropy, chunk_rows, is_plain_head
 from retrofox.training.groups import set_trainable
 from retrofox.training.lora import add_adapters
@@ -311,37 +309,3 @@ def test_gradients_of_half_precision_heads_are_close(pico_fox, batch):
     difference = (low["lm_head.weight"] - high["lm_head.weight"]).norm() / high["lm_head.weight"].norm()
     assert low["lm_head.weight"].dtype == torch.float32
     assert difference < 0.02
-
-
-@pytest.mark.parametrize("objective", [Align, Distill])
-def test_a_model_that_is_not_its_own_original_any_more_is_refused_without_a_teacher(
-    pico_fox, pico_llama, tmp_path, objective
-):
-    settings = stage(objective.__name__.lower())
-
-    def refused(model, because):
-        with pytest.raises(ValueError, match=f"can't be its own teacher: .*{because}.*Give the original as `teacher`"):
-            objective(model, settings, CPU)
-
-    refused(pico_llama(), "no gates: convert it first")
-    refused(pico_fox(), "embed_tokens.weight is trained")
-    model = freeze_original(pico_fox())
-    objective(model, settings, CPU)
-    model.config.queries_refitted = True  # of a checkpoint saved when conversions could refit queries
-    refused(model, "calibration rewrote its query projections")
-    objective(model, settings, CPU, pico_fox())
-    model.save_pretrained(tmp_path / "refitted")
-    refused(freeze_original(retrofox.load(str(tmp_path / "refitted"))), "calibration rewrote its query projections")
-
-
-def test_trained_weights_are_refused_as_their_own_original_but_not_before_their_stage(pico_fox, tmp_path):
-    pico_fox().save_pretrained(tmp_path)
-    frozen, moving = {"attention": 0.0, "rest": 0.0}, {"attention": 1e-3, "rest": 1e-3}
-    stages = [{"objective": "align", "rates": frozen}, {"objective": "extend", "rates": moving}]
-    note = {"recipe": {"lora": None, "stages": stages}}
-    checkpoint.commit(tmp_path, {**note, "stage": 0})
-    model = freeze_original(retrofox.load(str(tmp_path)))
-    Distill(model, stage("distill"), CPU)
-    checkpoint.commit(tmp_path, {**note, "stage": 1})
-    with pytest.raises(ValueError, match="training moved the pretrained tensors"):
-        Distill(model, stage("distill"), CPU)
