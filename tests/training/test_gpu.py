@@ -16,7 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from retrofox.config import Recipe, validate
+from retrofox.config import Recipe
 from retrofox.conversion.merge import merge
 from retrofox.training.train import train
 
@@ -51,29 +51,20 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 
 @pytest.fixture
-def make_recipe(tmp_path, pico_fox, pico_tokenizer):
+def make_recipe(tmp_path, pico_fox, pico_tokenizer, make_recipe):
     """A recipe of 12 steps on a model whose heads are wide enough for the kernels."""
     model = pico_fox(config={"head_dim": 64, "hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.02})
     model.save_pretrained(tmp_path / "model")
     pico_tokenizer.save_pretrained(tmp_path / "model")
-    text = tmp_path / "text.txt"
+    text = tmp_path / "long.txt"
     text.write_text("".join(f"the fox forgets gate {i * i % 17} and so on, " for i in range(2000)))
+    common = {"model": str(tmp_path / "model"), "data": {"train": [str(text)], "eval": [str(text)]}}
+    common |= {"precision": "bf16", "checkpoint": {"every_steps": 4}}
 
     def build(output: str = "out", stage: dict | None = None, **values) -> Recipe:
-        common = {"objective": "extend", "tokens": 12 * 1024, "sequence_length": 256, "batch_tokens": 1024}
-        common |= {"micro_batch": 2, "learning_rate": 5e-3, "schedule": "constant", **(stage or {})}
-        return validate(
-            {
-                "model": str(tmp_path / "model"),
-                "output": str(tmp_path / output),
-                "data": {"train": [str(text)], "eval": [str(text)], "cache": str(tmp_path / "cache"), "workers": 1},
-                "stages": [common],
-                "log": {"every": 1},
-                "checkpoint": {"every_steps": 4},
-                "dataloader_workers": 0,
-                **values,
-            }
-        )
+        own = {"tokens": 12 * 1024, "sequence_length": 256, "batch_tokens": 1024, "micro_batch": 2}
+        own |= {"learning_rate": 5e-3, "schedule": "constant", **(stage or {})}
+        return make_recipe(own, output=output, **{**common, **values})
 
     return build
 

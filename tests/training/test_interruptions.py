@@ -190,14 +190,3 @@ def test_zero3_keeps_gates_float32_or_refuses(recipe_for, tmp_path, mixed_precis
     for value in gates.values():
         assert value.dtype == torch.float32
         assert not torch.equal(value, value.bfloat16().float())
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_and_exits_with_130(recipe_for, run_recipe):
-    file = recipe_for("stopped")
-    stopped = run_recipe(file, "SIGINT", 3)
-    assert stopped.returncode == 128 + signal.SIGINT, stopped.stderr
-    good, skipped = checkpoint.newest_good(Path(load_recipe(file).output) / "stage-0-extend")
-    assert good is not None
-    assert good.name == "checkpoint-4"
-    assert skipped == []

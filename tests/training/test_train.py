@@ -176,18 +176,6 @@ def test_held_out_windows_are_the_same_for_any_number_of_processes(make_recipe, 
         assert len(scored(world)[1]) == 1
 
 
-def test_changed_data_under_a_run_is_refused(make_recipe, texts):
-    stage = {"objective": "extend", "tokens": 512, "sequence_length": 64, "batch_tokens": 128}
-    recipe = make_recipe(stages=[stage], checkpoint={"every_steps": 2})
-    train(recipe)
-    out = Path(recipe.output)
-    (out / "model" / checkpoint.MARKER).unlink()
-    checkpoint.discard(out / "stage-0-extend" / "checkpoint-4")
-    (texts / "0.txt").write_text("another text altogether, long enough to be packed somewhere else " * 9)
-    with pytest.raises(ValueError, match="the data under this run changed"):
-        train(recipe)
-
-
 def test_divergence_stops_and_the_run_goes_on_as_advised(make_recipe, tmp_path):
     stage = {"objective": "extend", "tokens": 1024, "sequence_length": 64, "batch_tokens": 128, "clip": 0}
     wild = {**stage, "learning_rate": 1e4, "rates": {"gate_bias": 0, "gate_weight": 0}, "warmup_tokens": 128}
