@@ -263,7 +263,7 @@ def test_a_model_with_code_of_its_own_leaves_the_packages_models_theirs(own_code
 def test_a_damaged_converted_checkpoint_says_which_file(pico_fox_checkpoint):
     weights = pico_fox_checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"model\.safetensors has .* bytes where its header says"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is cut short or not a safetensors file"):
         retrofox.load(pico_fox_checkpoint)
     with pytest.raises(ValueError, match="device 'gpu' is unknown"):
         retrofox.load(pico_fox_checkpoint, device="gpu")

@@ -10,7 +10,8 @@ import torch
 from fox_kernels import decode_attention, decodes
 
 from retrofox.acceleration.forgetting_cache import ForgettingLayer, by_live_keys
-from retrofox.acceleration.static_cache import decode_at, decodes_at, visible_at
+from retrofox.acceleration.installed_kernels import decode_at, decodes_at
+from retrofox.acceleration.static_cache import visible_at
 
 
 def choosing(slow: Callable[[Any], tuple[str, str]]) -> Callable[[Any], tuple[str, str]]:

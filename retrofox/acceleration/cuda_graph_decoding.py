@@ -10,20 +10,18 @@ uncaptured.
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
-import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from retrofox.acceleration.fused_decoder_layer import ALONE, has_global_hooks, lean
-from retrofox.acceleration.growing_cache import CACHE, GrowingLayer
-from retrofox.acceleration.static_cache import LEAST_ROOM, SHIFT_EVERY, DeviceLengths, FixedLayer, SharedLength
+from retrofox.acceleration.captured_step import Decoding, reads_for
+from retrofox.acceleration.fused_decoder_layer import has_global_hooks
+from retrofox.acceleration.growing_cache import CACHE
 
 DEVICES = ("cuda",)
 LEAST_TOKENS = 8  # a capture costs the host about two steps
@@ -34,8 +32,6 @@ KNOWN_INPUTS = {
 }  # fmt: skip
 """What a step is given anew; other model inputs that aren't None keep transformers' loop."""
 logger = logging.getLogger(__name__)
-_streams: dict[torch.device, Any] = {}
-_said: set[str] = set()
 
 
 def reason_against(
@@ -171,11 +167,6 @@ class _WithoutEnd:
         pass
 
 
-def reads_for(tokens: int) -> int:
-    """What a step reads of a cache that holds up to this many tokens: a power of two."""
-    return max(LEAST_ROOM, 1 << (tokens - 1).bit_length())
-
-
 class Choice:
     """Which token comes next, and which rows have ended: transformers' processors, criteria and draws, in its order.
 
@@ -284,162 +275,3 @@ class _Mark:
     def undraw(self) -> None:
         if self.generator is not None and self.drawn is not None:
             self.generator.set_offset(self.drawn)
-
-
-class Decoding:
-    """A model's decoding step over a cache of fixed rooms; inside `with`, the cache's layers are FixedLayers.
-
-    Attributes:
-        end: tokens of the text so far; the cache gets back all but the last of them.
-        how: how the steps ran.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        cache: Any,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        total: int,
-    ):
-        self.model, self.cache, self.end = model, cache, ids.shape[1]
-        self.fed, self.room = ids.shape[1] - 1, total  # tokens in the cache; the most there can be
-        self.no_mask = torch.empty(0, 0, 0, 0, dtype=torch.bool, device=ids.device)
-        self.seq_start = None if mask is None or bool(mask.all()) else (~mask.bool()).cumprod(1).sum(1).to(torch.int32)
-        next_position = torch.full_like(ids[:, -1:], self.fed) if positions is None else positions[:, -1:] + 1
-        self.positions = next_position.expand(ids.shape[0], 1).clone()
-        self.tokens = ids[:, -1:].clone()
-        self.graph: Any = None
-        self.captures = ids.is_cuda
-        self.warm = False
-        self.how = "a captured step" if self.captures else "the step of a captured graph, uncaptured on a CPU"
-
-    def __enter__(self) -> Decoding:
-        attentions = [layer.self_attn for layer in self.model.get_decoder().layers]
-        self.by_window: dict[int | None, SharedLength] = {}
-        self.sources, self.windows = list(self.cache.layers), {}
-        assert self.cache.get_seq_length() == self.fed, "the first token's loop has filled the cache"
-        fixed = []
-        self.lengths = DeviceLengths(len(self.sources), self.fed, self.tokens.device)
-        for source, attention in zip(self.sources, attentions, strict=True):
-            window = None if isinstance(source, GrowingLayer) else source.sliding_window
-            held = source.keys.shape[2]
-            if window not in self.by_window:
-                self.by_window[window] = SharedLength(self.lengths, held, self.fed - held, self.seq_start)
-            length, room = self.by_window[window], min(self.room, reads_for(self.fed + 1))
-            if window is not None:
-                room = self.windows[window] = min(self.room, window + 2 + max(SHIFT_EVERY, window // 4))
-            layer = FixedLayer(source, length, room, attention.head_dim)
-            fixed.append(layer)
-        self.cache.layers[:] = fixed
-        self._see()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        ahead = self.fed - (self.end - 1)
-        if self.tokens.is_cuda:  # its stream: a wait for the whole device would break into another thread's capture
-            torch.cuda.current_stream(self.tokens.device).synchronize()
-        self.graph = None
-        self.cache.layers[:] = [layer.returned(self.end - 1, ahead) for layer in self.cache.layers]
-
-    def _see(self) -> None:
-        """Sets how much of the rooms a step reads."""
-        for window, length in self.by_window.items():
-            rooms = [layer.room for layer in self.cache.layers if layer.length is length]
-            length.reads = min(*rooms, self.windows[window] if window else reads_for(length.tokens + 1), rooms[0])
-
-    def _make_room(self) -> None:
-        """Before a step: rooms, and what is read of them, must take one more token."""
-        for window, length in self.by_window.items():
-            if length.tokens < length.reads:
-                continue
-            layers = [layer for layer in self.cache.layers if layer.length is length]
-            if window is None:
-                self.graph, self.warm = None, False
-                for layer in layers:
-                    layer.grow(min(self.room, reads_for(length.tokens + 1)))
-                self._see()
-            else:
-                left = length.tokens - (window + 1)  # one more than it shows: a step may be taken back
-                for layer in layers:
-                    layer.shift(left)
-                length.shift(left)
-
-    def step(self, choice: Choice) -> None:
-        """One token further."""
-        self._make_room()
-        if self.graph is None and self.warm and self.captures:
-            self._capture(choice)
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            with _beside(self.tokens.device) if self.captures else contextlib.nullcontext():
-                self._run(choice)
-            self.warm = True
-        if not choice.captures:
-            choice.from_host(self.logits)
-        self.fed += 1
-        for length in self.by_window.values():
-            length.tokens += 1
-
-    def _run(self, choice: Choice) -> None:
-        with lean(self.model):
-            output = self.model(
-                input_ids=self.tokens,
-                position_ids=self.positions,
-                attention_mask=self.no_mask,
-                use_cache=True,
-                return_dict=True,
-                **{CACHE: self.cache},
-            )
-        self.logits = output.logits[:, -1].float()
-        self.positions.add_(1)
-        self.lengths.advance()
-        if choice.captures:
-            choice.on_device(self.logits)
-
-    def _capture(self, choice: Choice) -> None:
-        """Records a step; where that fails, steps go on uncaptured, and it is said why."""
-        collects = gc.isenabled()
-        graph = torch.cuda.CUDAGraph()
-        failure: Exception | None = None
-        with _beside(self.tokens.device):
-            torch.cuda.synchronize(self.tokens.device)
-            gc.disable()  # a graph or an event freed in between would end the capture
-            try:
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    self._run(choice)
-                except Exception as error:  # whatever in a model's forward can't be recorded
-                    failure = error
-                graph.capture_end()
-            except Exception as error:
-                failure = failure or error
-            finally:
-                if collects:
-                    gc.enable()
-        if failure is None:
-            self.graph = graph
-            return
-        self.captures = False
-        first_line = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-        self.how = f"uncaptured steps: {first_line}"
-        if self.how not in _said:
-            _said.add(self.how)
-            logger.warning("a decoding step of this model can't be captured and runs uncaptured: %s", first_line)
-
-
-@contextlib.contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """A stream of its own: a capture needs one, and what it launches first must have run there once.
-
-    One thread at a time: what another launched there would become part of the capture.
-    """
-    with ALONE:
-        stream = _streams.setdefault(device, None) or torch.cuda.Stream(device)
-        _streams[device] = stream
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            yield
-        torch.cuda.current_stream(device).wait_stream(stream)

@@ -18,13 +18,12 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from retrofox.acceleration import cuda_graph_decoding
-from retrofox.acceleration.growing_cache import GrowingLayer
+from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer
 
 PAGE = 256
 """Tokens between two looks for what is lost; the newest PAGE tokens may be cropped."""
 SPLIT = 2048  # keys of padding that another group must save: on a CPU its calls take as long as to read so many
 MARGIN = 2e-3  # beyond the horizon, in base 2, that a key must have decayed by: more than c loses by rounding
-LOG2_E = 1.4426950408889634
 NEVER = 2.0**30
 KEEP_ALL = 'start with a cache that keeps all keys (`generate` with cache_implementation="dynamic")'
 Tensor = torch.Tensor

@@ -22,17 +22,7 @@ from transformers.models.llama import modeling_llama
 
 from retrofox.acceleration.fused_projections import shipped, untouched
 from retrofox.acceleration.growing_cache import CACHE
-
-try:
-    from fox_kernels.decoding.lean import add_norm, gate_rows, leans, silu_mul
-except ImportError:  # no fox_kernels, an older one, or no Triton
-    add_norm: Any = None
-    gate_rows: Any = None
-    silu_mul: Any = None
-
-    def leans(x: torch.Tensor, weight: torch.Tensor | None = None) -> bool:
-        """No fused kernel is installed."""
-        return False
+from retrofox.acceleration.installed_kernels import add_norm, gate_rows, leans, silu_mul
 
 
 def written_like(module: nn.Module, plain: type) -> bool:

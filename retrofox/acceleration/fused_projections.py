@@ -15,25 +15,9 @@ import torch
 import transformers
 from torch import nn
 
-try:
-    from fox_kernels.layer.entry import entry
-    from fox_kernels.layer.gate import gate
-    from fox_kernels.layer.norm import head_norm
-    from fox_kernels.layer.rotary import rotary
-    from fox_kernels.layer.shift import shift
-    from fox_kernels.layer.support import available
-except ImportError:  # no fox_kernels, or no Triton
-    entry: Any = None
-    gate: Any = None
-    head_norm: Any = None
-    rotary: Any = None
-    shift: Any = None
+from retrofox.acceleration.installed_kernels import available, entry, gate, head_norm, rotary, shift
 
-    def available(x: torch.Tensor) -> bool:
-        """No fused kernel is installed."""
-        return False
-
-
+__all__ = ["gate", "head_norm", "shift"]
 ROTARY = "apply_rotary_pos_emb"
 PLAIN = (
     *("LlamaAttention", "MistralAttention", "Qwen2Attention", "GraniteAttention", "MinistralAttention"),
@@ -150,9 +134,9 @@ class Projections:
         weight, shift = gates.weight, gates.bias
         if group > 1:  # `entry` takes a gate per query head
             weight, shift = weight.repeat_interleave(group, 0), shift.repeat_interleave(group, 0)
-        self._q, self._k, self._v, log_f = entry(
-            hidden_states, *(linear.weight for linear in linears), bias, weight, shift, cos, sin, module.head_dim
-        )
+        wq, wk, wv = (linear.weight for linear in linears)
+        made = entry(hidden_states, wq, wk, wv, bias, weight, shift, cos, sin, module.head_dim)
+        self._q, self._k, self._v, log_f = made
         log_f = log_f[..., ::group]
         if gates.record:
             gates.last_log_f = log_f.detach()

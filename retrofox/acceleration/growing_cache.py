@@ -9,15 +9,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-try:
-    from fox_kernels.decoding.append import append, appends
-except ImportError:  # no fox_kernels, or no Triton
-    append: Any = None
-
-    def appends(k: torch.Tensor, v: torch.Tensor, log_f: torch.Tensor) -> bool:
-        """No fused kernel is installed."""
-        return False
-
+from retrofox.acceleration.installed_kernels import append, appends
 
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 """What transformers calls a model's cache, as an argument and in what it returns: "cache" from 5.24 on."""
@@ -224,8 +216,7 @@ def with_gates(slow: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 def summed(log_f: torch.Tensor) -> torch.Tensor:
     """(B, T, H) -> (B, H, T) float64 in base 2."""
-    log_f = log_f.transpose(1, 2).clamp_min(LOG_F_MIN)
-    return torch.cumsum(log_f, -1, dtype=torch.float64) * LOG2_E
+    return torch.cumsum(log_f.transpose(1, 2).clamp_min(LOG_F_MIN), -1, dtype=torch.float64) * LOG2_E
 
 
 def two_floats(c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

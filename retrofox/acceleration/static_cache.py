@@ -6,17 +6,8 @@ from typing import Any
 
 import torch
 
-from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer, append, appends, summed, two_floats
-
-try:
-    from fox_kernels.decoding.fixed import decode_at, decodes_at
-except ImportError:  # no fox_kernels, an older one, or no Triton
-    decode_at: Any = None
-
-    def decodes_at(q: torch.Tensor, k: torch.Tensor) -> bool:
-        """No kernel that reads the length on the device is installed."""
-        return False
-
+from retrofox.acceleration.growing_cache import LOG2_E, GrowingLayer, summed, two_floats
+from retrofox.acceleration.installed_kernels import append, appends
 
 LEAST_ROOM = 256
 SHIFT_EVERY = 256  # tokens, at least: how often what has left a sliding window is written over

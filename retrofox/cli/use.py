@@ -47,7 +47,7 @@ def generate(
 ) -> None:
     """Continues a prompt and streams the text."""
     prompts = [*(prompt or ()), *(() if prompt_file is None else (text_of(prompt_file),))]
-    check_sampling(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
+    check_sampling(prompts, max_new_tokens, temperature, top_p, num_beams, seed, cache)
     there(model)
     from retrofox.generation.generate import generate as run
     from retrofox.loading.trust import trusting_code

@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from retrofox.anatomy import is_new_tensor
 from retrofox.loading import shards
-from retrofox.loading.errors import NO_MODEL, UNREADABLE_BIN, first_line, quiet_torch
+from retrofox.loading.errors import NO_MODEL, UNREADABLE_BIN, first_line
 from retrofox.surgery import Plan
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,7 @@ def from_bin(file: Path, target: Path, tied: Collection[str]) -> None:
     Raises:
         ValueError: the file is damaged, holds something other than tensors, or would run code when unpickled.
     """
-    with quiet_torch():
-        state, mapped = _unpickled(file)
+    state, mapped = _unpickled(file)
     state = state if isinstance(state, dict) else {"": state}
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():

@@ -9,24 +9,16 @@ from transformers import DynamicCache
 
 from retrofox.acceleration.forgetting_cache import ForgettingCache, forgets
 
-CACHES = ("auto", "full", "forgetting", "none")
-
-
-def check_kind(kind: str) -> None:
-    if kind not in CACHES:
-        raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {kind!r}")
-
 
 def new_cache(model: Any, kind: str = "auto") -> Any:
-    """An empty cache for a model.
+    """An empty cache for a model, of one of the `sampling.CACHES`.
 
     "full" keeps all keys; "forgetting" frees those that the model's horizon hides for good; "auto" is the latter for a
     model with a horizon that is on no GPU, where decoding reads live keys alone anyhow; "none" is None.
 
     Raises:
-        ValueError: another kind, or "forgetting" for a model without a horizon.
+        ValueError: "forgetting" for a model without a horizon.
     """
-    check_kind(kind)
     if kind == "none":
         return None
     if kind == "forgetting" and (getattr(model.config, "fox", None) or {}).get("horizon") is None:

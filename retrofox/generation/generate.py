@@ -15,13 +15,13 @@ from jinja2 import TemplateError
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from retrofox.acceleration.cuda_graph_decoding import rope_kinds
 from retrofox.anatomy import require_known_tokens, vocabulary_size
-from retrofox.generation.caches import cache_bytes, check_kind, new_cache
+from retrofox.generation.caches import cache_bytes, new_cache
 from retrofox.generation.sampling import check_sampling
 from retrofox.generation.streaming import Meter, Writer
 from retrofox.loading.errors import NO_MODEL, first_line
 from retrofox.loading.loaded_model import LoadedModel, open_model
+from retrofox.loading.rope_scaling import depends_on_length
 from retrofox.model.modeling_fox import CACHE
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ def generate(
         ValueError: no prompt, an empty one where the tokenizer has no token to start from, or bad options.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    check_sampling(prompts, max_new_tokens, temperature, top_p, num_beams, seed)
-    check_kind(cache)
+    check_sampling(prompts, max_new_tokens, temperature, top_p, num_beams, seed, cache)
     opened = open_model(model, tokenizer=tokenizer, dtype=dtype, device=device)
     token_ids = [_encode(opened.tokenizer, prompt, chat_template) for prompt in prompts]
     writer = Writer(opened.tokenizer, output or sys.stdout) if stream else None
@@ -189,7 +188,7 @@ def complete(
 
 def _in_parts(model: Any) -> bool:
     """Whether a long prompt is read in parts: not where rotary angles depend on the length of what is read."""
-    return model.config.model_type.startswith("fox_") and not rope_kinds(model.config) & {"dynamic", "longrope"}
+    return model.config.model_type.startswith("fox_") and not depends_on_length(model.config)
 
 
 def end_tokens(opened: LoadedModel) -> list[int]:

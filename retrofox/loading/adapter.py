@@ -68,7 +68,7 @@ def base_of(adapter: Path) -> str:
     file = adapter / "adapter_config.json"
     try:
         named = str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged, or names no base ({error})") from error
     moved = adapter.resolve().parent / Path(named).name
     local = Path(named).is_absolute() or named.count("/") != 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import struct
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -33,15 +32,6 @@ def reading_gguf(file: str | Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def quiet_torch() -> Iterator[None]:
-    """Without torch's warnings about a file's pickle protocol and tensors of no elements: the user made neither."""
-    with warnings.catch_warnings():
-        for text in (".*pickle protocol", ".*zero-element tensors"):
-            warnings.filterwarnings("ignore", message=text, category=UserWarning)
-        yield
-
-
 UNREADABLE_BIN = (ValueError, RuntimeError, LookupError, EOFError, struct.error)
 """Errors of torch.load at a .bin file that is damaged or no pickle, beside those of `NO_MODEL`."""
 
@@ -56,7 +46,7 @@ def opened_by_transformers(source: object) -> Iterator[None]:
         raise ValueError(f"{source} can't be opened: {first_line(error)}") from error
 
 
-NO_MODEL = (KeyError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError)
+NO_MODEL = (KeyError, TypeError, AttributeError, ArithmeticError, AssertionError)
 """Errors of transformers at configs with values that it doesn't expect."""
 
 
@@ -67,7 +57,7 @@ def makes_a_model(source: object) -> Iterator[None]:
     Errors that say enough by themselves, ValueErrors, stay as they are.
     """
     try:
-        with quiet_torch(), understood(f"config.json, or generation_config.json, of {source}"):
+        with understood(f"config.json, or generation_config.json, of {source}"):
             yield
     except pickle.UnpicklingError as error:
         raise ValueError(

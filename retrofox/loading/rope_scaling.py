@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from retrofox.acceleration.cuda_graph_decoding import rope_kinds
 from retrofox.families import trained_length
 
 ORIGINAL = "original_max_position_embeddings"
@@ -65,9 +66,7 @@ def set_rope_config(config: Any, scaling: Mapping[str, Any] | None = None, theta
 
 def depends_on_length(config: Any) -> bool:
     """Whether a config's rotary frequencies depend on the length of the text, its padding counted."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    return any(values.get("rope_type") in ("dynamic", "longrope") for values in sets)
+    return bool(rope_kinds(config) & {"dynamic", "longrope"})
 
 
 def _scaled(

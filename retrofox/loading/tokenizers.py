@@ -27,7 +27,7 @@ def checkpoint_tokenizer(source: str | Path, out: Path) -> Any:
     return load_tokenizer(out) or (None if isinstance(source, PreTrainedModel) else load_tokenizer(source))
 
 
-UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError, RecursionError)
+UNREADABLE = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError)
 """Errors of transformers at tokenizer files that are damaged, need other libraries, or need code of their own."""
 
 
@@ -93,7 +93,7 @@ def refuse_damaged_tokenizer(directory: str | Path) -> None:
             continue
         try:
             json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(
                 f"{file} is damaged, the tokenizer can't be read ({first_line(error)}): download it again, or put a "
                 "whole one there"
@@ -106,7 +106,7 @@ def _code(directory: Path) -> tuple[list[str], bool]:
     try:
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         return own_code(values), trusts_code(directory, values)
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError):
         return [], False  # a damaged file, which opening the tokenizer will tell
 
 

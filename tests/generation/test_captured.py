@@ -8,21 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-import retrofox
+from retrofox.acceleration import captured_step
 from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.acceleration import static_cache as fixed
-from retrofox.generation.chat import ChatSession
 from retrofox.generation.generate import generate
 from retrofox.loading.loaded_model import open_model
 from retrofox.model.modeling_fox import CACHE
 
 STEP = "the step of a captured graph, uncaptured on a CPU"
-PICO = {
-    "vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
-}  # fmt: skip
+WINDOW: dict[str, Any] = {"family": "mistral", "config": {"sliding_window": 9}, "rope": "keep"}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -43,8 +39,8 @@ def tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
 @pytest.fixture
 def fixed_on_cpu(monkeypatch):
     monkeypatch.setattr(captured, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(captured, "LEAST_ROOM", 32)  # rooms and reads grow within a test
-    monkeypatch.setattr(captured, "SHIFT_EVERY", 4)
+    monkeypatch.setattr(captured_step, "LEAST_ROOM", 32)  # rooms and reads grow within a test
+    monkeypatch.setattr(captured_step, "SHIFT_EVERY", 4)
     return monkeypatch
 
 
@@ -173,16 +169,10 @@ def test_streams_and_results_of_generate(pico_fox, fixed_on_cpu, pico_tokenizer)
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])  # one without, one with a window
-def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, family):
+@pytest.mark.parametrize("spec", [{"pro": ("k-shift", "v-shift")}, WINDOW], ids=["shifts", "window"])
+def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, spec):
     """Over the turns of a chat, also once its window has passed, the cache holds what a growing one would."""
-    if family == "mistral":
-        torch.manual_seed(0)
-        base = MistralForCausalLM(MistralConfig(**PICO, sliding_window=9))
-        model = retrofox.convert(base, fox=retrofox.FoxSpec(half_life=(2.0, 200.0), rope="keep")).eval()
-    else:
-        model = pico_fox(pro=("k-shift", "v-shift"))
-    caches = []
+    model, caches = pico_fox(**spec), []
     for devices in (("cpu",), ()):
         fixed_on_cpu.setattr(captured, "DEVICES", devices)
         cache: Any = DynamicCache(config=model.config)
@@ -199,24 +189,11 @@ def test_a_cache_goes_on_where_decoding_left_it(pico_fox, fixed_on_cpu, family):
     torch.testing.assert_close(caches[0][1], caches[1][1], atol=1e-4, rtol=1e-4)
 
 
-def test_padded_rows_under_a_sliding_window(fixed_on_cpu):
-    torch.manual_seed(0)
-    base = MistralForCausalLM(MistralConfig(**PICO, sliding_window=9))
-    model = retrofox.convert(base, fox=retrofox.FoxSpec(half_life=(2.0, 200.0), rope="keep")).eval()
-    ours, theirs = both(fixed_on_cpu, model, tokens(3, 30), **padded(3, 30))
-    assert torch.equal(ours, theirs)
-    ours, theirs = both(fixed_on_cpu, model, tokens(2, 30), do_sample=True, top_k=9)
-    assert torch.equal(ours, theirs)
-
-
-def test_a_chat_reuses_its_cache(pico_fox, fixed_on_cpu, pico_tokenizer):
-    answers = []
-    for devices in (("cpu",), ()):
-        fixed_on_cpu.setattr(captured, "DEVICES", devices)
-        session = ChatSession(open_model(pico_fox(), tokenizer=pico_tokenizer))
-        answers.append([session.reply(text, 20) for text in ("hello", "and so on", "the fox")])
-        assert session.reused_tokens > 20
-    assert answers[0] == answers[1]
+def test_padded_rows_under_a_sliding_window(pico_fox, fixed_on_cpu):
+    model = pico_fox(**WINDOW)
+    for ids, options in ((tokens(3, 30), padded(3, 30)), (tokens(2, 30), {"do_sample": True, "top_k": 9})):
+        ours, theirs = both(fixed_on_cpu, model, ids, **options)
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import retrofox
+from retrofox.acceleration import captured_step
 from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.model.modeling_fox import CACHE
 
@@ -105,7 +106,7 @@ def test_draws_are_the_same_and_leave_the_same_state(stir, monkeypatch):
 def test_sliding_windows(stir, monkeypatch):
     config = MistralConfig(**SMALL, sliding_window=128)
     model = made(stir, {"rope": "keep"}, MistralForCausalLM, config)
-    monkeypatch.setattr(captured, "SHIFT_EVERY", 16)
+    monkeypatch.setattr(captured_step, "SHIFT_EVERY", 16)
     for length in (20, 500):
         ours, theirs = both(monkeypatch, model, tokens(2, length))
         assert torch.equal(ours, theirs)

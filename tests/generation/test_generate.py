@@ -142,13 +142,10 @@ def test_bad_options_are_refused(opened):
         ({"temperature": 1e-45}, "temperature must be 0"),
         ({"top_p": 0.0, "temperature": 1.0}, "top_p"),
         ({"top_p": 0.5}, "no effect on greedy"),
-        ({"max_new_tokens": 10**400}, "max_new_tokens must be at least 1 and at most 10.15"),
         ({"num_beams": 0}, "num_beams"),
-        ({"num_beams": 10**400}, "num_beams must be at least 1 and at most 10.15"),
         ({"temperature": float("nan")}, "temperature must be 0"),
         ({"temperature": float("inf")}, "temperature must be 0"),
         ({"top_p": float("nan"), "temperature": 1.0}, "top_p"),
-        ({"seed": 2**63, "temperature": 1.0}, "seed must lie between"),
         ({"seed": 0}, "seed 0 has no effect on greedy decoding"),
         ({"prompts": ["a", "\udcff"]}, "is not UTF-8 text"),
     ):
@@ -425,10 +422,6 @@ def test_assisted_generation_equals_greedy(pico):
 
 
 # a cache that forgets, and prompts read in parts
-
-
-def short_gates(pico_fox, pico_tokenizer) -> LoadedModel:
-    return open_model(pico_fox(half_life=(1.0, 1.2), config={"initializer_range": 0.1}), tokenizer=pico_tokenizer)
 
 
 def test_a_long_prompt_is_read_in_parts(opened, monkeypatch):

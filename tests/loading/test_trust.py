@@ -3,11 +3,9 @@
 import io
 import json
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 CODE = """
 from pathlib import Path
@@ -140,10 +138,9 @@ def test_trust_ends_with_the_block_and_needs_code():
 def pickled(directory: Path, content: object) -> None:
     (directory / "model.safetensors").unlink()
     with open(directory / "pytorch_model.bin", "wb") as stream:
-        pickle.dump(content, stream, protocol=4)
+        pickle.dump(content, stream, protocol=2)
 
 
-@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("command", ["eval", "generate", "convert"])
 def test_a_malicious_bin_file_is_one_line(command, pico_checkpoint, text, run, tmp_path):
     pickled(pico_checkpoint, {"model.norm.weight": Touching(tmp_path / "marker")})
@@ -153,16 +150,3 @@ def test_a_malicious_bin_file_is_one_line(command, pico_checkpoint, text, run, t
     lines = [line for line in error.splitlines() if line and not line.startswith("1 windows of up to")]
     assert len(lines) == 1, error
     assert "could run code when it is opened" in lines[0]
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_bin_file_of_another_pickle_protocol_and_no_elements_is_converted_without_warnings(pico_llama, tmp_path):
-    import retrofox
-
-    pico_llama().save_pretrained(tmp_path / "base")
-    state = {**pico_llama().state_dict(), "model.spare": torch.zeros(0, 4)}
-    (tmp_path / "base" / "model.safetensors").unlink()
-    torch.save(state, tmp_path / "base" / "pytorch_model.bin", pickle_protocol=3)
-    retrofox.convert(tmp_path / "base", tmp_path / "out", verify=False)
-    assert (tmp_path / "out" / "config.json").is_file()
-    assert "torch" in sys.modules

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import retrofox
 from retrofox import FoxSpec, anatomy
+from retrofox.acceleration import captured_step
 from retrofox.acceleration import cuda_graph_decoding as captured
 from retrofox.anatomy import attention_mode, attentions, exempt_tokens, inner_model, is_new_tensor, logits_from_hidden
 from retrofox.families import check_supported, trained_length
@@ -241,8 +242,8 @@ def test_generation_with_a_cache_equals_generation_without(fox, tokens, path):
 
 def test_a_fixed_cache_gives_the_tokens_of_a_growing_one(fox, tokens, path, monkeypatch):
     """The step that is captured on a GPU, uncaptured here; rooms grow and windows pass within the text."""
-    monkeypatch.setattr(captured, "LEAST_ROOM", 32)
-    monkeypatch.setattr(captured, "SHIFT_EVERY", 3)
+    monkeypatch.setattr(captured_step, "LEAST_ROOM", 32)
+    monkeypatch.setattr(captured_step, "SHIFT_EVERY", 3)
     mask = torch.ones_like(tokens)
     mask[1, :7] = 0
     options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from fox_kernels.reference import forgetting_attention as reference
-from transformers import MistralConfig, MistralForCausalLM
 
 import retrofox
 from retrofox.acceleration import attention_dispatch
@@ -118,12 +117,8 @@ def test_decoding_kernels_take_the_horizon(pico_fox, monkeypatch):
     assert {options["horizon"] for options in calls} == {SPEC["horizon"]}
 
 
-def test_under_a_sliding_window(path):
-    torch.manual_seed(0)
-    config = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "sliding_window": 17}
-    base = MistralForCausalLM(MistralConfig(**config, **heads))
-    model = retrofox.convert(base, fox=retrofox.FoxSpec(rope="keep", **SPEC)).eval()
+def test_under_a_sliding_window(pico_fox, path):
+    model = pico_fox(family="mistral", config={"sliding_window": 17}, rope="keep", **SPEC)
     text = model.generate(ids_of(1, 40), **OPTIONS)
     assert torch.equal(logits(model, text)[:, 39:-1].argmax(-1), text[:, 40:])
 

@@ -162,18 +162,10 @@ def cache_of(kind: str, model):
     return StaticCache(config=model.config, max_cache_len=LENGTH + 8)
 
 
-def decode(model, input_ids, cache, prefill: int, **kwargs) -> torch.Tensor:
+def decode(model, input_ids, cache, prefill: int) -> torch.Tensor:
     """Logits from a prefill of some tokens, a chunk of three, then token by token through the cache."""
     steps = [prefill, 3] + [1] * (input_ids.shape[1] - prefill - 3)
-    parts, done = [], 0
-    for step in steps:
-        mask = kwargs.get("attention_mask")
-        extra = {} if mask is None else {"attention_mask": mask[:, : done + step]}
-        if "position_ids" in kwargs:
-            extra["position_ids"] = kwargs["position_ids"][:, done : done + step]
-        parts.append(logits(model, input_ids[:, done : done + step], **{CACHE: cache}, **extra))
-        done += step
-    return torch.cat(parts, 1)
+    return torch.cat([logits(model, part, **{CACHE: cache}) for part in input_ids.split(steps, 1)], 1)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -181,6 +173,15 @@ def decode(model, input_ids, cache, prefill: int, **kwargs) -> torch.Tensor:
 def test_decoding_equals_prefill(pico_fox, tokens, path, kind, spec):
     model = pico_fox(**spec)
     close(decode(model, tokens, cache_of(kind, model), 9), logits(model, tokens, use_cache=False))
+
+
+def test_decoding_equals_prefill_beyond_a_sliding_window(tokens, path, pico_base, pico_fox):
+    model = pico_fox(family="mistral", config={"sliding_window": 7}, rope="keep")
+    whole = logits(model, tokens, use_cache=False)
+    for kind in ("dynamic", "static"):
+        close(decode(model, tokens, cache_of(kind, model), 9), whole)
+    with attention_mode(model, "open"):
+        close(logits(model, tokens), logits(pico_base("mistral", sliding_window=7), tokens), 1e-5)
 
 
 @pytest.mark.parametrize("spec", [{"log_n": 4}, {"rope": "anneal", "anneal_tokens": 9, "annealed_tokens": 4}])
@@ -194,20 +195,6 @@ def test_positions_count_from_a_documents_start_where_none_are_given(pico_fox, t
     mask = torch.ones_like(tokens)
     mask[1, :5] = 0
     close(logits(model, tokens, attention_mask=mask)[1, 5:], logits(model, tokens[1:, 5:])[0])
-
-
-def test_decoding_equals_prefill_beyond_a_sliding_window(tokens, path, stir, pico_llama):
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    values = {k: v for k, v in pico_llama().config.to_dict().items() if k not in ("model_type", "architectures")}
-    base = MistralForCausalLM(MistralConfig(**{**values, "sliding_window": 7})).eval()
-    model = stir(retrofox.convert(base, fox=FoxSpec(half_life=(2.0, 200.0), rope="keep")))
-    whole = logits(model, tokens, use_cache=False)
-    for kind in ("dynamic", "static"):
-        close(decode(model, tokens, cache_of(kind, model), 9), whole)
-    with attention_mode(model, "open"):
-        close(logits(model, tokens), logits(base, tokens), 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -235,48 +222,7 @@ def test_greedy_generation_with_and_without_a_cache(fox, tokens, cache):
     assert torch.equal(fox.generate(tokens, cache_implementation=cache, **options), plain)
 
 
-def test_batched_left_padding_equals_one_by_one(fox, tokens, path):
-    short = tokens[1, 9:]
-    batch = torch.stack([tokens[0], torch.cat([torch.full((9,), 1), short])])
-    mask = torch.ones_like(batch)
-    mask[1, :9] = 0
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    alone = logits(fox, short[None])
-    both = logits(fox, batch, attention_mask=mask, position_ids=positions)
-    close(both[1, 9:], alone[0])
-    close(both[0], logits(fox, tokens[:1])[0])
-    cached = decode(fox, batch, cache_of("dynamic", fox), 12, attention_mask=mask, position_ids=positions)
-    close(cached[1, 9:], alone[0])
-    generated = fox.generate(batch, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
-    single = fox.generate(short[None], max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert torch.equal(generated[1, 9:], single[0])
-
-
-def test_beam_search_reorders_the_gates(fox, tokens):
-    options = {"max_new_tokens": 10, "num_beams": 4, "do_sample": False, "eos_token_id": None}
-    expected = fox.generate(tokens, use_cache=False, **options)
-    assert torch.equal(fox.generate(tokens, **options), expected)
-
-
-def test_a_cropped_cache_goes_on_as_if_nothing_had_followed(fox, tokens):
-    cache = DynamicCache(config=fox.config)
-    logits(fox, tokens, **{CACHE: cache})
-    cache.crop(10 - LENGTH)
-    close(logits(fox, tokens[:, 10:], **{CACHE: cache}), logits(fox, tokens)[:, 10:])
-
-
 # documents
-
-
-@pytest.mark.parametrize("how", ["position_ids", "cu_seqlens"])
-def test_packed_documents_have_the_logits_they_have_alone(fox, tokens, path, how):
-    first, second = tokens[0, :15], tokens[1, :9]
-    packed = torch.cat([first, second])[None]
-    positions = torch.cat([torch.arange(15), torch.arange(9)])[None]
-    extra = {"cu_seqlens": torch.tensor([0, 15, 24], dtype=torch.int32)} if how == "cu_seqlens" else {}
-    out = logits(fox, packed, position_ids=positions, use_cache=False, **extra)
-    close(out[0, :15], logits(fox, first[None])[0])
-    close(out[0, 15:], logits(fox, second[None])[0])
 
 
 def test_packing_over_several_rows(fox, tokens, path):
@@ -348,18 +294,6 @@ def test_gradients_through_both_paths_agree(pico_fox, tokens, path):
     model(tokens, labels=tokens, attention_mask=mask).loss.backward()  # the masked path
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradient[name], atol=1e-5, rtol=1e-3)
-
-
-def test_gradient_checkpointing_changes_nothing(pico_fox, tokens):
-    gradients = []
-    for checkpointed in (False, True):
-        model = pico_fox().train()
-        if checkpointed:
-            model.model.gradient_checkpointing = True
-        model(tokens, labels=tokens, use_cache=False).loss.backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-5)
 
 
 def test_fixed_gates_have_nothing_to_train(pico_fox):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache
 
 import retrofox
 from retrofox import FoxSpec
-from retrofox.anatomy import attention_mode, attentions, is_new_tensor, new_modules
+from retrofox.anatomy import attention_mode, is_new_tensor
 from retrofox.conversion.norm_gains import calibrate_norms
 from retrofox.fox_spec import PRO_PARTS
 from retrofox.model.modeling_fox import CACHE, HeadNorm, OutputGate, Shift
@@ -109,10 +109,8 @@ def test_calibrated_norms_start_close_and_uncalibrated_ones_do_not(pico_llama, t
         calibrate_norms(model, [])
 
 
-def test_a_familys_own_qk_norm_is_kept_instead_of_a_second_one(pico_llama, tokens):
-    values = {k: v for k, v in pico_llama().config.to_dict().items() if k not in ("model_type", "architectures")}
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **values)).eval()
+def test_a_familys_own_qk_norm_is_kept_instead_of_a_second_one(pico_base, tokens):
+    base = pico_base("qwen3")
     model = retrofox.convert(base, fox=FoxSpec(rope="keep", gate="none", pro=("qk-norm",)))
     assert not [name for name, _ in model.named_parameters() if is_new_tensor(name)]
     assert torch.equal(logits(model, tokens), logits(base, tokens))
@@ -187,22 +185,10 @@ def decode(model, input_ids, cache, **kwargs) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_decoding_equals_prefill(fox, tokens, path, kind):
-    cache = DynamicCache(config=fox.config) if kind == "dynamic" else StaticCache(config=fox.config, max_cache_len=30)
-    close(decode(fox, tokens, cache), logits(fox, tokens, use_cache=False))
-
-
 @pytest.mark.parametrize("family", ["mistral", "phi3", "gemma3_text", "olmo2"])
-def test_all_parts_in_other_families(pico_llama, stir, tokens, path, family):
-    values = {k: v for k, v in pico_llama().config.to_dict().items() if k in AutoConfig.for_model(family).to_dict()}
-    for key in ("model_type", "architectures", "rope_parameters", "layer_types", "transformers_version"):
-        values.pop(key, None)
-    if family in ("mistral", "gemma3_text"):
-        values["sliding_window"] = 7
-    torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values)).eval()
-    model = stir(retrofox.convert(base, fox=FoxSpec(half_life=(2.0, 100.0), max_wavelength=40.0, pro=PRO_PARTS)))
+def test_all_parts_in_other_families(pico_base, pico_fox, tokens, path, family):
+    config = {"sliding_window": 7} if family in ("mistral", "gemma3_text") else {}
+    model = pico_fox(family=family, config=config, pro=PRO_PARTS)
     whole = logits(model, tokens, use_cache=False)
     close(decode(model, tokens, DynamicCache(config=model.config)), whole)
     close(decode(model, tokens, StaticCache(config=model.config, max_cache_len=30)), whole)
@@ -211,7 +197,7 @@ def test_all_parts_in_other_families(pico_llama, stir, tokens, path, family):
     padded = logits(model, tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
     close(padded[1, 5:], logits(model, tokens[1:, 5:])[0])
     with attention_mode(model, "original"):
-        close(logits(model, tokens), logits(base, tokens), 1e-5)
+        close(logits(model, tokens), logits(pico_base(family, **config), tokens), 1e-5)
 
 
 def test_beam_search_and_generation_with_a_cache_equal_those_without(fox, tokens):
@@ -219,13 +205,6 @@ def test_beam_search_and_generation_with_a_cache_equal_those_without(fox, tokens
         options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, **options}
         plain = {k: v for k, v in options.items() if k != "cache_implementation"}
         assert torch.equal(fox.generate(tokens, **options), fox.generate(tokens, use_cache=False, **plain))
-
-
-def test_a_cropped_cache_goes_on_as_if_nothing_had_followed(fox, tokens):
-    cache = DynamicCache(config=fox.config)
-    logits(fox, tokens, **{CACHE: cache})
-    cache.crop(10 - LENGTH)
-    close(logits(fox, tokens[:, 10:], **{CACHE: cache}), logits(fox, tokens)[:, 10:])
 
 
 def test_nothing_is_shifted_over_a_document_boundary(fox, tokens, path):
@@ -247,12 +226,6 @@ def test_nothing_is_shifted_from_padding(fox, tokens, path):
     close(logits(fox, tokens, attention_mask=whole, position_ids=positions)[1, 5:], alone)
     cached = decode(fox, tokens, DynamicCache(config=fox.config), attention_mask=mask, position_ids=positions)
     close(cached[1, 5:], alone)
-
-
-def test_causality(fox, tokens):
-    changed = tokens.clone()
-    changed[:, 10] = (changed[:, 10] + 1) % 288
-    close(logits(fox, tokens)[:, :10], logits(fox, changed)[:, :10])  # not bit for bit: the way taken depends on gates
 
 
 def test_an_offloaded_cache_is_refused_by_the_shifts(pico_fox, tokens):
@@ -283,20 +256,9 @@ def test_gradients_reach_every_part_from_the_first_step(pico_llama, tokens):
     assert missing == {"k_shift.weight", "v_shift.weight"}, "only the shifts' weights wait for their gains to leave 0"
 
 
-def test_autocast_and_gradient_checkpointing(fox, tokens):
-    fox.zero_grad()
+def test_autocast(fox, tokens):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert fox(tokens, labels=tokens).loss.isfinite()
-    fox(tokens, labels=tokens, use_cache=False).loss.backward()
-    gradients = {n: p.grad.clone() for n, p in fox.named_parameters()}
-    fox.zero_grad()
-    fox.model.gradient_checkpointing = True
-    fox.train()
-    fox(tokens, labels=tokens, use_cache=False).loss.backward()
-    fox.eval()
-    fox.model.gradient_checkpointing = False
-    for name, p in fox.named_parameters():
-        torch.testing.assert_close(p.grad, gradients[name], atol=1e-5, rtol=1e-4)
 
 
 def test_parts_by_name():
@@ -305,8 +267,3 @@ def test_parts_by_name():
     assert FoxSpec.from_dict({"pro": "k-shift,output-gate"}).pro == ("k-shift", "output-gate")
     with pytest.raises(ValueError, match="did you mean 'qk-norm'"):
         FoxSpec.from_dict({"pro": "qknorm"})
-
-
-def test_all_parts_are_added_to_every_layer(pico_fox):
-    for _, module in attentions(pico_fox(pro="all")):
-        assert {name for name, _ in new_modules(module)} == {"forget_gate"}.union(*MODULES.values())

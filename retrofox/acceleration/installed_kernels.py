@@ -1,0 +1,40 @@
+"""The fused kernels of fox_kernels, which need Triton; without it they are None and serve nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "add_norm", "append", "appends", "available", "decode_at", "decodes_at", "entry", "gate", "gate_rows", "head_norm",
+    "leans", "rotary", "shift", "silu_mul",
+]  # fmt: skip
+
+try:
+    from fox_kernels.decoding.append import append, appends
+    from fox_kernels.decoding.fixed import decode_at, decodes_at
+    from fox_kernels.decoding.lean import add_norm, gate_rows, leans, silu_mul
+    from fox_kernels.layer.entry import entry
+    from fox_kernels.layer.gate import gate
+    from fox_kernels.layer.norm import head_norm
+    from fox_kernels.layer.rotary import rotary
+    from fox_kernels.layer.shift import shift
+    from fox_kernels.layer.support import available
+except ImportError:
+
+    def _never(*tensors: Any) -> bool:
+        return False
+
+    add_norm: Any = None
+    append: Any = None
+    decode_at: Any = None
+    entry: Any = None
+    gate: Any = None
+    gate_rows: Any = None
+    head_norm: Any = None
+    rotary: Any = None
+    shift: Any = None
+    silu_mul: Any = None
+    appends: Any = _never
+    available: Any = _never
+    decodes_at: Any = _never
+    leans: Any = _never
