@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,94 +163,76 @@ def test_the_length_asked_for_reaches_lm_eval(pico_fox, pico_llama, pico_tokeniz
     assert max(widths) == 77
 
 
-def test_finished_tasks_are_kept_and_an_interrupted_run_goes_on(
-    pico_llama, pico_fox, pico_tokenizer, folder, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    ran: list[str] = []
-    run, stop = lm_eval._run, []
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """Names of the tasks that run from now on; a name in `ran.stop` interrupts instead."""
+
+    class Names(list):
+        stop: tuple[str, ...] = ()
+
+    names, run = Names(), lm_eval._run
 
     def counted(lm, name, task, limit):
-        if name in stop:
+        if name in names.stop:
             raise KeyboardInterrupt
-        ran.append(name)
+        names.append(name)
         return run(lm, name, task, limit)
 
     monkeypatch.setattr(lm_eval, "_run", counted)
-    options: dict = {"length": 128, "tasks": ["pico_choice", "pico_last"], "include_path": str(folder)}
-    options |= {"tokenizer": pico_tokenizer, "progress": False}
-    stop.append("pico_last")
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(pico_llama(), **options)
-    stop.clear()
-    first = evaluate(pico_llama(), **options)
-    assert ran == ["pico_choice", "pico_last"]  # the first task was not run again
-    assert evaluate(pico_llama(), **options)["tasks"] == first["tasks"]
-    assert len(ran) == 2
-    assert len(list((tmp_path / "retrofox" / "tasks").iterdir())) == 2
-    for changes in ({"limit": 5}, {"length": 100}, {"cache": False}):
+    return names
+
+
+def test_finished_tasks_are_kept_and_an_interrupted_run_goes_on(
+    pico_llama, pico_tokenizer, folder, tmp_path, monkeypatch, ran
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    both = ["pico_choice", "pico_last"]
+    given: dict = {"length": 128, "tasks": both, "include_path": str(folder), "tokenizer": pico_tokenizer}
+
+    def run(model=None, **changes) -> tuple[Any, list[str]]:
         ran.clear()
-        evaluate(pico_llama(), **{**options, **changes})
-        assert ran == ["pico_choice", "pico_last"], changes
-    ran.clear()
+        return evaluate(model or pico_llama(), progress=False, **{**given, **changes})["tasks"], [*ran]
+
+    ran.stop = ("pico_last",)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    ran.stop = ()
+    first, rest = run()
+    assert rest == ["pico_last"]  # the first task was not run again
+    assert run() == (first, [])
     trained = pico_llama()
     with torch.no_grad():
         trained.model.layers[1].mlp.up_proj.weight[3, 4] += 1e-3
-    evaluate(trained, **options)
-    assert len(ran) == 2
-    damaged = next(iter((tmp_path / "retrofox" / "tasks").glob("pico_last*")))
+    for changes in ({"limit": 5}, {"length": 100}, {"cache": False}, {"model": trained}):
+        assert run(**changes)[1] == both, changes
     for file in (tmp_path / "retrofox" / "tasks").glob("pico_last*"):
-        file.write_text(damaged.read_text()[:40])
-    ran.clear()
-    assert evaluate(pico_llama(), **options)["tasks"] == first["tasks"]
-    assert ran == ["pico_last"]
+        file.write_text(file.read_text()[:40])
+    assert run() == (first, ["pico_last"])
 
 
-def test_prompts_and_models_are_told_apart_by_content(pico_llama, pico_fox, pico_tokenizer, tasks):
-    def fingerprint(model) -> str:
-        return task_cache.model_fingerprint(LoadedModel(model, pico_tokenizer, "a", "b"))
+def test_models_are_told_apart_by_content(pico_llama, pico_fox, pico_tokenizer):
+    def fingerprint(model, tokenizer=pico_tokenizer) -> str:
+        return task_cache.model_fingerprint(LoadedModel(model, tokenizer, "a", "b"))
 
-    plain = fingerprint(pico_llama())
-    assert fingerprint(pico_llama()) == plain
-    models = [
-        pico_fox(stirred=False),
-        pico_fox(stirred=False, rope="drop"),
-        pico_llama(rope_theta=5e5),
-        pico_llama().bfloat16(),
-    ]
-    swapped = pico_llama()
+    swapped, eager, other = pico_llama(), pico_llama(), copy.deepcopy(pico_tokenizer)
     with torch.no_grad():
         swapped.lm_head.weight[[7, 9]] = swapped.lm_head.weight[[9, 7]]
-    assert len({plain, *map(fingerprint, [*models, swapped])}) == 6
-    eager = pico_llama()
     eager.set_attn_implementation("eager")
-    assert fingerprint(eager) != plain
-    other = copy.deepcopy(pico_tokenizer)
     other.add_tokens(["foxglove"])
-    assert task_cache.model_fingerprint(LoadedModel(pico_llama(), other, "a", "b")) != plain
-    changed = find_tasks(["pico_choice"], tasks_folder(tasks), limit=3)
-    assert changed.digest("pico_choice") != tasks.digest("pico_choice")
-    again = find_tasks(["pico_choice"], tasks_folder(tasks))
-    assert again.digest("pico_choice") == tasks.digest("pico_choice")
+    models = [pico_llama(), pico_fox(stirred=False), pico_fox(stirred=False, rope="drop"), pico_llama(rope_theta=5e5)]
+    models += [pico_llama().bfloat16(), swapped, eager]
+    found = [*map(fingerprint, models), fingerprint(pico_llama(), other)]
+    assert len({*found}) == len(found)
+    assert fingerprint(pico_llama()) == found[0]
 
 
-def test_a_task_whose_prompts_have_changed_runs_again(pico_llama, pico_tokenizer, folder, tmp_path, monkeypatch):
-    ran: list[str] = []
-    run = lm_eval._run
-    monkeypatch.setattr(
-        lm_eval, "_run", lambda lm, name, task, limit: (ran.append(name), run(lm, name, task, limit))[1]
-    )
+def test_a_task_whose_prompts_have_changed_runs_again(pico_llama, pico_tokenizer, folder, tmp_path, ran):
     opened = LoadedModel(pico_llama(), pico_tokenizer, "pico", "pico")
-    for words in ("{{q}}", "{{q}}", "Say: {{q}}"):
-        text = CHOICE.format(folder=folder).replace("{{q}}", words)
-        (tmp_path / "choice.yaml").write_text(text)
-        asked = find_tasks(["pico_choice"], str(tmp_path))
+    for words, limit in (("{{q}}", None), ("{{q}}", None), ("Say: {{q}}", None), ("{{q}}", 3)):
+        (tmp_path / "choice.yaml").write_text(CHOICE.format(folder=folder).replace("{{q}}", words))
+        asked = find_tasks(["pico_choice"], str(tmp_path), limit=limit)
         run_tasks(opened, asked, max_length=128, cache=tmp_path / "kept", progress=False)
-    assert ran == ["pico_choice"] * 2
-
-
-def tasks_folder(tasks) -> str:
-    return str(Path(tasks.tasks["pico_choice"].config.dataset_kwargs["data_files"]["test"]).parent)
+    assert ran == ["pico_choice"] * 3
 
 
 def test_the_tables_say_scores_and_differences(capsys):
