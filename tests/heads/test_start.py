@@ -170,14 +170,9 @@ def test_heads_that_read_otherwise_are_refused(heads):
 
 def test_a_windowed_model_is_measured_within_its_windows(pico_tokenizer, text):
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = MistralConfig(**sizes, num_key_value_heads=2, vocab_size=288, sliding_window=11, head_dim=8)
-    model = retrofox.convert(MistralForCausalLM(config), fox=FoxSpec(gate="bias"))
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 288, "sliding_window": 11}
+    model = retrofox.convert(MistralForCausalLM(MistralConfig(**sizes)), fox=FoxSpec(gate="bias"))
     start = measure_start(model, pico_tokenizer, [text])
     assert max(max(layer) for layer in start.distances) < 11
 
