@@ -10,9 +10,6 @@ import torch
 from retrofox.acceleration import fused_projections as fused
 from retrofox.acceleration.fused_parts import gate_logit
 
-MOST_ROWS = 64
-"""Tokens up to which the rotary edits of all layers are made together: more would fill memory with them."""
-
 
 def with_copies(make: Callable[[type], Any]) -> Callable[[type], Any]:
     """`attention_class`, whose classes hold copies of their native forward with other rotary embeddings."""
@@ -98,55 +95,16 @@ def finish(slow: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def shared_edit(slow: Callable[..., Any]) -> Callable[..., Any]:
-    """`RotaryFade.forward` once for all layers that fade alike; for few rows, once for all layers.
-
-    Edited one after the other, each layer of a decoding step would launch two kernels for a few numbers. Edits are kept
-    on cos, which every layer of one forward gets.
-    """
+    """`RotaryFade.forward` once for all layers that fade alike; edits are kept on cos, which every layer gets."""
 
     def forward(self: Any, cos: torch.Tensor, sin: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
-        if self.kept:
-            return cos, sin
-        if torch.compiler.is_compiling():
+        if self.kept or torch.compiler.is_compiling():
             return slow(self, cos, sin, position_ids)
         made: dict[Any, Any] = getattr(cos, "_fox_faded", None) or {}
         cos._fox_faded = made  # type: ignore[attr-defined]
-        kind = kind_of(self)
+        kind = tuple(self.fade), self.layer_type
         if kind not in made or made[kind][0] is not position_ids:
-            edits = _edit_together(self, cos, sin) or {kind: slow(self, cos, sin, position_ids)}
-            made.update((each, (position_ids, edit)) for each, edit in edits.items())
+            made[kind] = position_ids, slow(self, cos, sin, position_ids)
         return made[kind][1]
 
     return forward
-
-
-def kind_of(fade: Any) -> Any:
-    """Layers of one kind edit (cos, sin) alike."""
-    if "kind" not in fade.derived:
-        fade.derived["kind"] = (tuple(fade.fade), fade.layer_type)
-    return fade.derived["kind"]
-
-
-def _edit_together(like: Any, cos: torch.Tensor, sin: torch.Tensor) -> dict[Any, Any] | None:
-    """(cos, sin) of all kinds of layers that share them with `like`, by kind; cos, sin (B, T, 2 P).
-
-    Of layers whose pairs turn or don't; where any of `like` is between the two, where there is no other kind or where
-    there are more rows than MOST_ROWS: None.
-    """
-    if cos.shape[:-1].numel() > MOST_ROWS:
-        return None
-    found = like.derived.get(("together", cos.device))
-    if found is None:
-        whole = [x for x in like._siblings if x.layer_type == like.layer_type and set(x.fade) == {0.0, 1.0}]
-        kinds = list({kind_of(x): x for x in whole}.values())
-        gone = torch.tensor([[x.fade[pair] == 0.0 for pair in x.channel_pair] for x in kinds], device=cos.device)
-        found = like.derived["together", cos.device] = kinds, gone
-    kinds, gone = found
-    if len(kinds) < 2 or all(kind_of(x) != kind_of(like) for x in kinds):
-        return None
-    gone = gone[:, None, None]
-    rotary = like._rotary[0]
-    prefix = "" if hasattr(rotary, "inv_freq") else f"{like.layer_type}_"
-    scaling = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
-    edited = cos.masked_fill(gone, scaling), sin.masked_fill(gone, 0.0)
-    return {kind_of(x): (c, s) for x, c, s in zip(kinds, *edited, strict=True)}

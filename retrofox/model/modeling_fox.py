@@ -318,17 +318,16 @@ class RotaryFade(nn.Module):
     pairs keep the attention scaling that yarn and longrope put on cos, which is a temperature of the logits.
 
     rotary is the family's module in the running model, where current frequencies are read; it is built again on the
-    CPU, since from_pretrained builds models on the meta device. siblings: the fades of all layers of the model.
+    CPU, since from_pretrained builds models on the meta device.
     Shapes: cos, sin (B, T, 2 P) for P pairs, halves stacked or interleaved as the family has it; position_ids (B, T).
     """
 
     derived: Any
 
-    def __init__(self, rotary: nn.Module, config: Any, layer_type: Any, spec: FoxFields, layer_idx: int, siblings: Any):
+    def __init__(self, rotary: nn.Module, config: Any, layer_type: Any, spec: FoxFields, layer_idx: int):
         super().__init__()
         self.layer_type, self.layer_idx = layer_type, layer_idx
-        self._rotary, self._siblings = [rotary], siblings  # in lists: these modules belong to the model
-        siblings.append(self)
+        self._rotary = [rotary]  # in a list: the module belongs to the model
         with torch.device("cpu"):
             twin = type(rotary)(config)
             inv_freq, self.attention_scaling = layer_frequencies(twin, layer_type)
@@ -350,8 +349,7 @@ class RotaryFade(nn.Module):
         self.kept = all(f == 1.0 for f in faded)
         self.gone = all(f == 0.0 for f in faded)
         self.skippable = self.gone and self.attention_scaling == 1.0  # applying the rotary would multiply by one
-        for each in self._siblings:
-            each.derived = {}  # what is worked out from the fades once
+        self.derived = {}  # what is worked out from the fades once, by device
 
     def forward(self, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.kept:
@@ -872,7 +870,7 @@ def _install(model: Any, config: Any) -> None:
     if config.fox is None:
         raise ValueError("config.fox is missing: this is not a converted checkpoint (run `retrofox convert` first)")
     spec = FoxFields.read(config.fox)
-    rotates_if, siblings = ROTATES_IF.get(config.model_type.removeprefix("fox_")), []
+    rotates_if = ROTATES_IF.get(config.model_type.removeprefix("fox_"))
     for layer in model.layers:
         native = layer.self_attn
         attention = attention_class(type(native))(config=config, layer_idx=native.layer_idx)
@@ -880,7 +878,7 @@ def _install(model: Any, config: Any) -> None:
         if rotates_if is None or rotates_if(native):
             layer_types = getattr(config, "layer_types", None)
             layer_type = layer_types[native.layer_idx] if layer_types else None
-            fade = RotaryFade(model.rotary_emb, config, layer_type, spec, native.layer_idx, siblings)
+            fade = RotaryFade(model.rotary_emb, config, layer_type, spec, native.layer_idx)
         attention.add_fox(config, spec, fade)
         layer.self_attn = attention
 

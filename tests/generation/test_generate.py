@@ -13,11 +13,9 @@ import torch
 from transformers import DynamicCache
 
 import retrofox
-from retrofox.acceleration import attention_dispatch
 from retrofox.generation.chat import ChatSession, chat
 from retrofox.generation.generate import complete, generate
 from retrofox.loading.loaded_model import LoadedModel, open_model
-from retrofox.model import modeling_fox as scores
 from retrofox.model.modeling_fox import CACHE
 
 PROMPTS = ["the fox forgets", "a", "the gate is open and the fox forgets the gate"]
@@ -79,10 +77,6 @@ def test_a_seed_repeats_a_draw_and_leaves_the_global_state_alone(opened):
     assert torch.equal(torch.rand(3), untouched)
     assert run(opened, PROMPTS, temperature=1.0, top_p=0.9, seed=4)["token_ids"] == first
     assert run(opened, PROMPTS, temperature=1.0, top_p=0.9, seed=5)["token_ids"] != first
-
-
-def test_a_vanishing_top_p_is_greedy(opened):
-    assert run(opened, PROMPTS, temperature=1.0, top_p=1e-6)["token_ids"] == run(opened, PROMPTS)["token_ids"]
 
 
 def test_the_checkpoints_sampling_defaults_do_not_leak_in(opened):
@@ -193,11 +187,6 @@ def test_a_padding_token_that_the_model_lacks_pads_a_batch(opened, pico_tokenize
     assert run(other, PROMPTS)["token_ids"] == alone
 
 
-def test_a_system_prompt_that_is_no_text_is_refused(opened):
-    with pytest.raises(ValueError, match="is not UTF-8 text"):
-        chat(opened.model, system="be \udcff", tokenizer=opened.tokenizer, read=lambda prompt: "/exit")
-
-
 def test_a_tokenizer_of_another_model_is_refused(pico_llama, pico_tokenizer):
     with pytest.raises(ValueError, match="outside the model's vocabulary of 64: the tokenizer belongs to another"):
         generate(pico_llama(vocab_size=64), ["the fox"], tokenizer=pico_tokenizer)
@@ -250,24 +239,21 @@ def test_chat_without_a_template_is_refused(opened):
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ raise_exception('no system role') }}", "{% for m in messages %}", "{{ 1 / 0 }}", "{{ 'a' + 1 }}"]
+    ("template", "said"),
+    [
+        ("{{ raise_exception('no system role') }}", "can't render messages of"),
+        ("{% for m in messages %}", "can't render messages of"),
+        ("{{ 1 / 0 }}", "can't render messages of"),
+        ("{# nothing #}", "renders messages of .* as an empty text"),
+    ],
 )
-def test_a_template_that_can_not_render_a_role_says_so_at_once(opened, template):
+def test_a_template_that_can_not_render_a_role_says_so_at_once(opened, template, said):
     strict = copy.deepcopy(opened.tokenizer)
     strict.chat_template = template
-    with pytest.raises(ValueError, match="the chat template can't render messages of system, user: "):
+    with pytest.raises(ValueError, match=f"the chat template {said}"):
         chat(opened.model, system="be brief", tokenizer=strict, read=lambda prompt: pytest.fail("asked for a message"))
-    with pytest.raises(ValueError, match="the chat template can't render messages of user: "):
+    with pytest.raises(ValueError, match=f"the chat template {said}"):
         generate(opened.model, ["a"], tokenizer=strict, chat_template=True)
-
-
-def test_a_template_that_renders_nothing_says_so(opened):
-    silent = copy.deepcopy(opened.tokenizer)
-    silent.chat_template = "{# nothing #}"
-    with pytest.raises(ValueError, match="renders messages of user as an empty text"):
-        generate(opened.model, ["a"], tokenizer=silent, chat_template=True)
-    with pytest.raises(ValueError, match="renders messages of user as an empty text"):
-        chat(opened.model, tokenizer=silent, read=lambda prompt: pytest.fail("asked for a message"))
 
 
 # the cache
@@ -363,38 +349,14 @@ def test_gradients_reach_through_a_cache(pico):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
 
 
-def test_a_decoding_step_copies_nothing_of_the_cache(pico_fox, monkeypatch):
-    """Beside the attention itself, what a step reads and writes per cached token are the mask's few bytes."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    views = {"view", "slice", "select", "transpose", "unsqueeze", "expand", "t", "detach", "split", "permute", "alias"}
-    moved = []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
-            if function.__name__.split(".")[0] not in views:
-                tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-                moved[-1] += sum(x.numel() * x.element_size() for x in tensors)
-            return out
-
-    monkeypatch.setattr(scores, "SHORT_SCORES", 0)
-    monkeypatch.setattr(attention_dispatch, "decodes", lambda q, k, v: True)
-    monkeypatch.setattr(attention_dispatch, "decode_attention", lambda q, *_, **__: q.contiguous())
-    model = pico_fox()
-    for length in (1100, 2100):
-        ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
-        mask[1, :9] = 0
-        cache = DynamicCache(config=model.config)
+def test_a_decoding_step_copies_nothing_of_the_cache(pico):
+    cache: Any = filled(pico, tokens(2, 100))
+    places = []
+    for step in range(3):  # the first may move what is there to where there is room
         with torch.no_grad():
-            for a, b in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
-                moved.append(0)
-                with Count():
-                    model(input_ids=ids[:, a:b], attention_mask=mask[:, :b], **{CACHE: cache})
-    layer: Any = cache.layers[0]
-    kept = 2 * 2 * sum(x.numel() * x.element_size() for x in (layer.keys, layer.values, layer.sums)) / (2 * 2100)
-    assert (moved[5] - moved[2]) / 1000 < 0.3 * kept  # pico heads have 8 channels: with 64 it is 0.03
+            pico.model(input_ids=tokens(2, 1, seed=step), **{CACHE: cache})
+        places.append([x.data_ptr() for layer in cache.layers for x in (layer.keys, layer.values, layer.sums)])
+    assert places[0] == places[1] == places[2]
 
 
 def test_a_cache_of_another_model_or_batch_is_refused(pico, pico_llama):
@@ -412,13 +374,6 @@ def test_a_cache_of_another_model_or_batch_is_refused(pico, pico_llama):
         layer.keys, layer.values = layer.keys[:, :, :9], layer.values[:, :, :9]
     with pytest.raises(ValueError, match="from outside"):
         after(pico, replaced, ids)
-
-
-def test_assisted_generation_equals_greedy(pico):
-    ids = tokens(1, 30)
-    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    plain = pico.model.generate(ids, **options)
-    assert torch.equal(pico.model.generate(ids, prompt_lookup_num_tokens=3, **options), plain)
 
 
 # a cache that forgets, and prompts read in parts

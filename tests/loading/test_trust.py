@@ -2,7 +2,6 @@
 
 import io
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,6 @@ class OddConfig(LlamaConfig):
 class OddForCausalLM(LlamaForCausalLM):
     config_class = OddConfig
 """
-
-
-class Touching:
-    """What a malicious pickle holds: opening it calls a function."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return (open, (str(self.marker), "w"))
 
 
 @pytest.fixture
@@ -133,20 +122,3 @@ def test_trust_ends_with_the_block_and_needs_code():
         assert trusts_code("x", values)
         assert not trusts_code("x", {})
     assert not trusts_code("x", values)
-
-
-def pickled(directory: Path, content: object) -> None:
-    (directory / "model.safetensors").unlink()
-    with open(directory / "pytorch_model.bin", "wb") as stream:
-        pickle.dump(content, stream, protocol=2)
-
-
-@pytest.mark.parametrize("command", ["eval", "generate", "convert"])
-def test_a_malicious_bin_file_is_one_line(command, pico_checkpoint, text, run, tmp_path):
-    pickled(pico_checkpoint, {"model.norm.weight": Touching(tmp_path / "marker")})
-    code, _, error = run(*commands(pico_checkpoint, text)[command])
-    assert code == 2
-    assert not (tmp_path / "marker").exists()
-    lines = [line for line in error.splitlines() if line and not line.startswith("1 windows of up to")]
-    assert len(lines) == 1, error
-    assert "could run code when it is opened" in lines[0]

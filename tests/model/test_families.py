@@ -15,21 +15,9 @@ from retrofox.families import check_supported, trained_length
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.model.modeling_fox import FoxMixin
 from retrofox.surgery import unconverted
+from tests import conftest
 
-PICO = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.15,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-}
+PICO = {**conftest.PICO, "vocab_size": 96, "initializer_range": 0.15}
 MIXED = ["sliding_attention", "full_attention"]
 LLAMA3 = {
     "rope_type": "llama3",

@@ -1,6 +1,5 @@
 """A converted Llama against its base and against itself: parity, caches, documents, padding, precision, refusals."""
 
-import functools
 import json
 import math
 import re
@@ -311,21 +310,6 @@ def test_a_checkpoint_that_pruned_loads_and_says_that_it_no_longer_does(pico_fox
     again = retrofox.load(tmp_path)
     assert "prune is gone" in caplog.text
     close(logits(again, tokens), logits(model, tokens), 1e-6)
-
-
-@pytest.mark.parametrize("made", [DynamicCache, functools.partial(StaticCache, max_cache_len=32)])
-def test_a_cache_changes_no_gradient(pico_fox, made):
-    model, ids = pico_fox(), torch.arange(2, 14)[None]
-
-    def gradients(**cache) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        model(ids, labels=ids, **cache).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    wanted, found = gradients(), gradients(**{CACHE: made(config=model.config)})
-    assert wanted.keys() == found.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient)
 
 
 def test_a_generation_config_that_can_not_be_saved_does_not_stop_a_save(pico_llama, tmp_path):

@@ -11,26 +11,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import retrofox
 from retrofox import FoxSpec
-from retrofox.acceleration.fused_attention import MOST_ROWS, leading
+from retrofox.acceleration.fused_attention import leading
 from retrofox.acceleration.fused_projections import unrotated, with_rotary
 from retrofox.anatomy import attention_mode, attentions, set_annealed_tokens
 from retrofox.model import modeling_fox as scores
 from retrofox.model.modeling_fox import CACHE, fades, interpolated
+from tests import conftest
 
 PICO = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-}
+    **conftest.PICO, "vocab_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "max_position_embeddings": 64, "initializer_range": 0.2,
+}  # fmt: skip
 PAIRS = 8
 THETA = {"rope_theta": 10000.0}
 LONG = {
@@ -186,37 +177,16 @@ def test_the_pairs_that_the_fused_rotary_leaves_alone_are_those_that_nothing_is_
             assert torch.equal(part[..., pairs:PAIRS], torch.full((1, tokens.shape[1], PAIRS - pairs), float(left)))
 
 
-@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1])
-def test_layers_that_turn_different_pairs_edit_a_few_rows_together(kind, rows, monkeypatch):
-    pairs = {0: (0, 2, 5), 1: (1, 2, 7), 2: (0, 2, 5)}
-    base = AutoModelForCausalLM.from_config(
-        LlamaConfig(**{**PICO, "num_hidden_layers": 5}, rope_parameters=KINDS[kind])
-    )
-    model = convert(base, rope="partial", max_wavelength=30.0, layer_pairs=pairs, layer_max_wavelength={3: math.inf})
-    positions = torch.arange(rows)[None]
-    alone = []
-    for _, module in attentions(model):
-        cos_sin = model.model.rotary_emb(torch.zeros(1, rows, 32), positions)
-        fade = module.rotary_fade
-        siblings, fade._siblings = fade._siblings, [fade]
-        alone.append(fade(*cos_sin, positions))
-        fade._siblings = siblings
-        fade.derived.clear()
-    fades_of = [module.rotary_fade for _, module in attentions(model)]
-    calls: list[int] = []
-    native = torch.Tensor.masked_fill
+def test_layers_that_fade_alike_share_one_edit(monkeypatch):
+    base = make_base("default", num_hidden_layers=4)
+    model = convert(base, rope="partial", max_wavelength=30.0, layer_pairs={0: (0, 2, 5), 2: (0, 2, 5)})
+    positions, calls, native = torch.arange(9)[None], [], torch.Tensor.masked_fill
     monkeypatch.setattr(torch.Tensor, "masked_fill", lambda *a: calls.append(1) or native(*a))
-    cos_sin = model.model.rotary_emb(torch.zeros(1, rows, 32), positions)
-    for fade, expected in zip(fades_of, alone, strict=True):
-        for part, wanted in zip(fade(*cos_sin, positions), expected, strict=True):
-            assert torch.equal(part, wanted)
-    assert len(calls) == (2 if rows <= MOST_ROWS else 6)  # three kinds: two of pairs, one of wavelengths
-    fades_of[1].take([0.0, 1.0] * (PAIRS // 2))
-    cos_sin = model.model.rotary_emb(torch.zeros(1, rows, 32), positions)
-    fades_of[0](*cos_sin, positions)
-    changed = fades_of[1](*cos_sin, positions)
-    gone = torch.tensor([1.0, 0.0] * PAIRS) > 0
-    assert torch.equal(changed[1], cos_sin[1].masked_fill(gone, 0.0))
+    cos_sin = model.model.rotary_emb(torch.zeros(1, 9, 32), positions)
+    first, second, third, _ = [m.rotary_fade(*cos_sin, positions)[0] for _, m in attentions(model)]
+    assert len(calls) == 4  # cos and sin of two kinds
+    assert first is third
+    assert not torch.equal(first, second)
 
 
 def test_a_layer_can_have_its_own_limit(tokens):
