@@ -86,7 +86,5 @@ def read_yaml(text: str, origin: str) -> Any:
         raise ValueError(f"{origin}: not valid YAML: {where}{error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ValueError(f"{origin}: not valid YAML: thousands of nested brackets") from None
-    except ValueError as error:
-        raise ValueError(f"{origin}: not valid YAML: {error}") from None  # dates, numbers of thousands of digits
+    except (ValueError, RecursionError) as error:  # dates, numbers of thousands of digits, as many brackets
+        raise ValueError(f"{origin}: not valid YAML: {error}") from None

@@ -107,23 +107,20 @@ class PackedDataset(torch.utils.data.Dataset):
     sources' weights are the shares of tokens drawn; see `data_order.Mixture`.
 
     Raises:
-        ValueError: a source without two tokens in a document, manifests of several tokenizers, shards that are missing.
+        ValueError: a source without two tokens in a document, shards that are missing.
     """
 
     def __init__(
         self,
-        manifests: Manifest | Sequence[Manifest],
+        manifest: Manifest,
         sequence_length: int,
         seed: int = 0,
         max_position: int | None = None,
     ):
-        manifests = [manifests] if isinstance(manifests, Manifest) else list(manifests)
-        if len({manifest.tokenizer for manifest in manifests}) != 1:
-            raise ValueError(f"all manifests must come from one tokenizer, got {len(manifests)} with different ones")
         assert max_position is None or max_position > sequence_length
         self.sequence_length, self.seed, self.max_position = sequence_length, seed, max_position
-        self.filler = manifests[0].eos or 0
-        self.tokens = [tokens for manifest in manifests for tokens in open_tokens(manifest)]
+        self.filler = manifest.eos or 0
+        self.tokens = open_tokens(manifest)
         self.packings = [pack(tokens.bounds, sequence_length, tokens.source.path) for tokens in self.tokens]
         self.weights = [float(tokens.source.weight) for tokens in self.tokens]
         counts = [len(packing) for packing in self.packings]

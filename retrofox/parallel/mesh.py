@@ -87,14 +87,9 @@ class Mesh:
 
 
 def build_mesh(split: Degrees) -> Mesh:
-    """The mesh of this run: neighbouring processes make a context group. Every process must call it.
-
-    Raises:
-        ValueError: the processes don't make whole groups.
-    """
+    """The mesh of this run: neighbouring processes make a context group. Every process must call it."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    if world % split.context:
-        raise ValueError(f"{world} processes don't make groups of {split.context} (parallel.context)")
+    assert world % split.context == 0, "settings.refuse_processes"
 
     def mine(groups: list[list[int]]) -> Any:
         """The group that holds this process; all processes make all of them, in one order."""

@@ -29,8 +29,7 @@ _NAME = re.compile(r"checkpoint-(\d+)$")
 def step_of(directory: Path) -> int:
     """The optimizer step in a checkpoint's name."""
     match = _NAME.search(directory.name)
-    if match is None:
-        raise ValueError(f"{directory} is not named checkpoint-N")
+    assert match is not None, directory
     return int(match[1])
 
 

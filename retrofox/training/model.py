@@ -120,8 +120,6 @@ def set_attention(model: Any, recipe: Recipe) -> None:
         ValueError: no such attention, or it is not installed, or it can't tell documents from skips.
     """
     if recipe.attention is not None:
-        if recipe.attention == "flex_attention" and not torch.cuda.is_available():
-            raise ValueError("attention: flex_attention can't run here: it has no backward on a CPU")
         try:
             model.set_attn_implementation(recipe.attention)
         except (ImportError, ValueError) as error:

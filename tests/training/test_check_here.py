@@ -22,21 +22,16 @@ PLAIN = {"converted": False, "fox": None}
 
 def test_refusals_are_collected(make_recipe):
     found = check_here(make_recipe({"batch_tokens": 192, "micro_batch": 2}, optim="adamw_nope"))
-    assert any("multiple of sequence_length x micro_batch" in text for text in found)
-    assert any("adamw_nope" in text for text in found)
-    assert any("give the recipe a `fox:`" in text for text in check_here(make_recipe(**PLAIN, lora={"rank": 2})))
-    assert any("give `fox:`" in text for text in check_here(make_recipe({"objective": "align"}, **PLAIN)))
+    assert ["adamw_nope" in text for text in found] == [True, False]
+    assert "multiple of sequence_length x micro_batch" in found[1]
 
 
 def test_what_a_machine_lacks_is_refused(make_recipe, tmp_path):
-    def refusal(**values):
-        (found,) = check_here(make_recipe(**values))
-        return found
-
-    assert "lora.targets: ['nope'] are no linear layers" in refusal(lora={"targets": ["nope"]})
-    assert "can't be loaded" in refusal(data={"train": [f"hf:{tmp_path / 'nowhere'}"]})
+    (found,) = check_here(make_recipe(data={"train": [f"hf:{tmp_path / 'nowhere'}"]}))
+    assert "can't be loaded" in found
     absent = {**PLAIN, "attention": "flash_attention_3"}
-    assert "stages.0: attention: flash_attention_3 can't run here" in refusal(**absent)
+    (found,) = check_here(make_recipe(**absent))
+    assert "stages.0: attention: flash_attention_3 can't run here" in found
     with pytest.raises(ValueError, match="attention: flash_attention_3 can't run here"):
         load_any(make_recipe(**absent), Path(make_recipe(**PLAIN).model), torch.float32)
 

@@ -39,6 +39,12 @@ def batch():
     return {"input_ids": ids, "position_ids": positions, "cu_seqlens": cu_seqlens, "targets": targets}
 
 
+def states(model, batch):
+    """Hidden states (B, T, hidden) of a packed batch."""
+    packed = {key: batch[key] for key in ("input_ids", "position_ids", "cu_seqlens")}
+    return inner_model(model)(**packed, use_cache=False)[0]
+
+
 def freeze_original(model):
     """Leaves the gates to be trained; returns the model."""
     for name, parameter in model.named_parameters():
@@ -70,12 +76,7 @@ def test_extend_is_cross_entropy_with_its_gradients(pico_fox, batch, kind, tied)
     objective.rows = 7  # several chunks, the last one short
     loss, _ = objective(model, batch)
     found = gradients(model, loss)
-    hidden = inner_model(model)(
-        input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        cu_seqlens=batch["cu_seqlens"],
-        use_cache=False,
-    )[0]
+    hidden = states(model, batch)
     wanted = F.cross_entropy(model.lm_head(hidden).flatten(0, 1), batch["targets"].flatten(), reduction="sum")
     expected = gradients(model, wanted)
     torch.testing.assert_close(loss, wanted)
@@ -105,7 +106,7 @@ def test_heads_with_rules_take_the_general_road(pico_fox, batch):
     objective.rows = 7
     loss, _ = objective(model, batch)
     found = gradients(model, loss)
-    hidden = inner_model(model)(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)[0]
+    hidden = states(model, batch)
     logits = 5.0 * torch.tanh(model.lm_head(hidden) / 5.0)
     wanted = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
     expected = gradients(model, wanted)
@@ -189,14 +190,7 @@ def test_distill_is_kl_and_cross_entropy(pico_fox, batch, shared, tau):
     found = gradients(model, loss)
 
     def logits():
-        return model.lm_head(
-            inner_model(model)(
-                input_ids=batch["input_ids"],
-                position_ids=batch["position_ids"],
-                cu_seqlens=batch["cu_seqlens"],
-                use_cache=False,
-            )[0]
-        )
+        return model.lm_head(states(model, batch))
 
     with torch.no_grad(), attention_mode(model, "original"):
         taught = torch.log_softmax(logits() / tau, -1)
@@ -250,12 +244,7 @@ def test_align_compares_each_block_on_the_originals_inputs(pico_fox, batch):
         for name, module in attentions(model)
     ]
     with torch.no_grad(), original_form(model):
-        inner_model(model)(
-            input_ids=batch["input_ids"],
-            position_ids=batch["position_ids"],
-            cu_seqlens=batch["cu_seqlens"],
-            use_cache=False,
-        )
+        states(model, batch)
     for hook in hooks:
         hook.remove()
     errors = []

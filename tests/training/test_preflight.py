@@ -39,6 +39,7 @@ ZERO = "{gate_bias: 0, gate_weight: 0, pro: 0, attention: 0, rest: 0}"
         (["stages.0.trainable=['*gaet*']"], "pattern '*gaet*' matches no parameter"),
         ([f"stages.0.rates={ZERO}"], "nothing to train"),
         (["fox=null", "stages.0.objective=align"], "give `fox:` to the recipe"),
+        (["fox=null", "lora={rank: 2}"], "give the recipe a `fox:` section"),
         (
             ["stages.0.batch_tokens=192", "stages.0.micro_batch=2"],
             "stages.0: batch_tokens = 192 must be a multiple of sequence_length x micro_batch",
