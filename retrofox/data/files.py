@@ -40,7 +40,7 @@ class Shard:
     chat: bool = False
 
     def check(self, folder: Path) -> None:
-        """Raises ValueError if a file is missing or has another size than the manifest says."""
+        """Raises ValueError if a file is missing or has another size than was written."""
         sizes = {"tokens": self.tokens * np.dtype(self.dtype).itemsize, "bounds": (self.documents + 1) * 8}
         sizes |= {"learnt": self.tokens} if self.chat else {}
         for suffix, size in sizes.items():

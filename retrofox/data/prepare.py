@@ -16,7 +16,7 @@ def prepare(recipe: Recipe, *, progress: bool = True) -> dict[str, Any]:
     """Tokenises a recipe's training and evaluation data into shards in `data.cache`; finished ones are reused.
 
     Returns:
-        Counts: {"cache", "tokenizer", "train": {...}, "eval": {...} or None}, each part with its manifest's path,
+        Counts: {"cache", "tokenizer", "train": {...}, "eval": {...} or None}, each part with its
         tokens, documents, shards written and reused, and the same per source; "train" also has, per sequence length
         of the stages, the number of windows and their fill ratio.
 

@@ -10,7 +10,7 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,15 +189,32 @@ def parquet(path: Path, text_field: str, chat: bool = False) -> Iterator[Batch]:
             values = kind.value_type if isinstance(kind, pa.DictionaryType) else kind
             fits = is_list(values) if chat else values in (pa.string(), pa.large_string(), pa.string_view())
             require_column(str(path), text_field, schema.names, str(kind), fits, chat)
-            size, rows, number = path.stat().st_size, max(1, table.metadata.num_rows), 0
-            kind_of, empty = ("chat", []) if chat else ("text", "")
-            for chunk in table.iter_batches(batch_size=256, columns=[text_field]):
-                items = [item or empty for item in chunk.column(0).to_pylist()]
-                names = [f"{path}:{number + row}" for row in range(1, len(items) + 1)]
-                number += len(items)
-                yield Batch(kind_of, items, names, size * len(items) // rows)
+            chunks = table.iter_batches(batch_size=256, columns=[text_field])
+            items = (item for chunk in chunks for item in chunk.column(0).to_pylist())
+            yield from row_batches(str(path), items, 1, path.stat().st_size // max(1, table.metadata.num_rows), chat)
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise damaged(path, error) from error
+
+
+def row_batches(name: str, values: Iterable[Any], first: int, size: int, chat: bool) -> Iterator[Batch]:
+    """Batches of about a megabyte of the texts, or lists of messages, in the rows of a table; None: an empty one.
+
+    Args:
+        first: number of the first row; names are "name:number".
+        size: source bytes of a row.
+    """
+    kind, empty = ("chat", []) if chat else ("text", "")
+    batch, held = Batch(kind), 0
+    for number, value in enumerate(values, first):
+        batch.items.append(value or empty)
+        batch.names.append(f"{name}:{number}")
+        batch.size += size
+        held += len(str(value or ""))
+        if held >= BATCH_BYTES:
+            yield batch
+            batch, held = Batch(kind), 0
+    if batch.items:
+        yield batch
 
 
 def is_list(kind: Any) -> bool:

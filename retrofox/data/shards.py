@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ class PreparedSource:
     path: str
     weight: float
     text_field: str
-    files: list[dict[str, Any]]
     shards: list[Shard]
 
     @property
@@ -79,7 +78,6 @@ class Manifest:
     made: int = 0
     reused: int = 0
     seconds: float = 0.0
-    path: Path = field(default_factory=Path)
 
     @property
     def tokens(self) -> int:
@@ -94,7 +92,6 @@ class Manifest:
     def summary(self) -> dict[str, Any]:
         """Counts for a report, plain values."""
         return {
-            "manifest": str(self.path),
             "tokens": self.tokens,
             "documents": self.documents,
             "shards_written": self.made,
@@ -112,20 +109,6 @@ class Manifest:
                 for source in self.sources
             ],
         }
-
-    def save(self) -> None:
-        """Writes manifest-KEY.json into the folder; KEY depends on its content."""
-        content = {
-            "format": FORMAT,
-            "tokenizer": self.tokenizer,
-            "eos": self.eos,
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "sources": [asdict(source) for source in self.sources],
-        }
-        text = json.dumps(content, indent=1)
-        self.path = self.folder / f"manifest-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-        write_whole(self.path, text.encode() + b"\n")
 
 
 def prepare_sources(
@@ -196,7 +179,6 @@ def prepare_sources(
                 source.path,
                 source.weight,
                 reading.field,
-                [file for unit in units for file in _files(unit, digests)],
                 [read_shard(folder, keys[id(unit)]) for unit in units],
             )
             for source, reading, units in plan
@@ -211,7 +193,6 @@ def prepare_sources(
             if line and progress:
                 Console(stderr=True, soft_wrap=True, emoji=False).print(line, highlight=False, markup=False)
         manifest = Manifest(folder, made_from, tokenizer.eos_token_id, prepared, len(missing), total - len(missing))
-        manifest.save()
     manifest.seconds = time.perf_counter() - started
     return manifest
 
@@ -244,12 +225,3 @@ def _key(unit: Unit, reading: Reading, tokenizer: str, template: Any, digests: D
     content += ["split"] if reading.split_special_tokens else []
     content += ["chat", CHAT_VERSION, template] if reading.chat else []
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
-
-
-def _files(unit: Unit, digests: Digests) -> list[dict[str, Any]]:
-    """The origin of a unit: path, bytes, sha256 (of its identity, where it is no file)."""
-    paths: list[Path] = getattr(unit, "paths", [])
-    if not paths:
-        digest = hashlib.sha256(unit.identity(digests).encode()).hexdigest()
-        return [{"path": unit.name, "bytes": unit.size, "sha256": digest}]
-    return [{"path": str(path), "bytes": path.stat().st_size, "sha256": digests.of(path)} for path in paths]

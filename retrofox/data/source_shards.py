@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from retrofox.data import read as data_read
 from retrofox.data.augment import Augmentation
 from retrofox.data.files import Digests
-from retrofox.data.read import Batch, compression, form_of, require_column
+from retrofox.data.read import Batch, compression, form_of, require_column, row_batches
 
 
 class Unit(Protocol):
@@ -72,20 +72,17 @@ class RowsUnit:
         return json.dumps([self.key, files, self.start, self.stop])
 
     def batches(self, text_field: str, chat: bool = False) -> Iterator[Batch]:
-        """256 rows at a time, one column."""
+        """Batches of about a megabyte, one column, read 256 rows at a time."""
         feature = self.dataset.features.get(text_field)
         kind = getattr(feature, "dtype", type(feature).__name__)
         # A feature that is no value, such as a list of messages, has no dtype of text.
         fits = (feature is not None and "string" not in kind) if chat else "string" in kind
         require_column(f"hf:{self.name}", text_field, self.dataset.column_names, kind, fits, chat)
         column = self.dataset.select_columns([text_field])
-        for start in range(self.start, self.stop, 256):
-            stop = min(start + 256, self.stop)
-            items = [item or ([] if chat else "") for item in column[start:stop][text_field]]
-            names = [f"{self.name}:{row}" for row in range(start + 1, stop + 1)]
-            yield Batch(
-                "chat" if chat else "text", items, names, self.size * (stop - start) // max(1, self.stop - self.start)
-            )
+        parts = (column[at : min(at + 256, self.stop)] for at in range(self.start, self.stop, 256))
+        values = (value for part in parts for value in part[text_field])
+        size = self.size // max(1, self.stop - self.start)
+        yield from row_batches(self.name, values, self.start + 1, size, chat)
 
 
 @dataclass
@@ -97,10 +94,6 @@ class AugmentedUnit:
 
     def __post_init__(self) -> None:
         self.name, self.size = self.unit.name, self.unit.size
-
-    @property
-    def paths(self) -> list[Path]:
-        return getattr(self.unit, "paths", [])
 
     def identity(self, digests: Digests) -> str:
         """The unit's own, and what decides on the changes."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from retrofox.data.files import Digests
-from retrofox.data.read import BATCH_BYTES, Batch, require_column
+from retrofox.data.read import Batch, require_column, row_batches
 
 UNIT_ROWS = 256
 """Rows that are tokenised, kept and reused as one: about 100 MB of books."""
@@ -72,21 +72,14 @@ class StreamedUnit:
             ValueError: no such column, one that holds no text (or messages), or the Hub can't be reached.
         """
         share = self.size // max(1, self.stop - self.start)
-        kind = "chat" if chat else "text"
-        batch, held = Batch(kind), 0
-        for number, row in enumerate(self._rows(), self.start + 1):
+        yield from row_batches(self.name, self._values(text_field, chat), self.start + 1, share, chat)
+
+    def _values(self, text_field: str, chat: bool) -> Iterator[Any]:
+        for row in self._rows():
             value = row.get(text_field)
             fits = value is None or isinstance(value, list if chat else str)
             require_column(f"hf:{self.name}", text_field, list(row), type(value).__name__, fits, chat)
-            batch.items.append(value or ([] if chat else ""))
-            batch.names.append(f"{self.name}:{number}")
-            batch.size += share
-            held += len(str(value or ""))
-            if held >= BATCH_BYTES:
-                yield batch
-                batch, held = Batch(kind), 0
-        if batch.items:
-            yield batch
+            yield value
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         from datasets.exceptions import DatasetsError  # an optional extra

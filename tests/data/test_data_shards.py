@@ -99,19 +99,6 @@ def test_a_second_run_reuses_and_a_changed_file_is_read_again(tmp_path, texts, t
     assert prepared([texts[0].parent], other, out).made == 5
 
 
-def test_the_manifest_names_what_was_read(tmp_path, texts, tokenizer, prepared, expected):
-    import hashlib
-
-    manifest = prepared(list(texts[:2]), tokenizer, tmp_path / "out")
-    values = json.loads(manifest.path.read_text())
-    assert values["tokens"] == sum(len(expected(path.read_text(), tokenizer)) for path in texts[:2])
-    assert values["format"] == 1
-    assert len(values["tokenizer"]) == 32
-    for source, path in zip(values["sources"], texts, strict=False):
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        assert source["files"] == [{"path": str(path), "bytes": path.stat().st_size, "sha256": digest}]
-
-
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"shard": {}}', b'{"shard": []}', b"\xff", b"[]"])
 def test_a_damaged_note_makes_its_shard_anew(tmp_path, texts, tokenizer, damage, prepared):
     first = prepared([texts[0]], tokenizer, tmp_path / "out")
