@@ -163,7 +163,7 @@ def hear_gates(
     heard: dict[int, torch.Tensor] = {}
 
     def keep(layer: int) -> Any:
-        return lambda module, arguments, log_f: heard.update({layer: log_f[0].detach()})
+        return lambda module, arguments, log_f: heard.update({layer: log_f[0].detach().cpu()})
 
     gates = [attention.forget_gate for _, attention in attentions(opened.model)]
     hooks = [gate.register_forward_hook(keep(n)) for n, gate in enumerate(gates) if gate is not None]

@@ -72,7 +72,6 @@ class Kept:
         entry = {
             "identity": self.identity(part),
             "measures": part.measures,
-            "command": part.command(self.dtype, self.given_device),
             "seconds": seconds,
             "tokens": part.tokens,
             "result": json.loads((self.place(part) / part.file).read_text(encoding="utf-8")),

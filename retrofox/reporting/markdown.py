@@ -36,7 +36,7 @@ def card_section(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("retrofox", "torch", "transformers"))
     lines += ["", f"Suite `{result['suite']}`, {environment['time'][:10]}, {where}, {versions}. Shares with Wilson"]
     lines += ["intervals, other intervals over documents, all 95 %."]
-    lines += [f"Plots, commands and all tables: [{FOLDER}/{PAGE}]({FOLDER}/{PAGE})."]
+    lines += [f"Plots and all tables: [{FOLDER}/{PAGE}]({FOLDER}/{PAGE})."]
     return "\n".join(lines) + "\n"
 
 

@@ -1,8 +1,7 @@
-"""The sections of a report: the evaluation behind each one, its options, and the command that measures it alone."""
+"""The sections of a report: the evaluation behind each one, and its options."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -47,33 +46,6 @@ class Part:
     file: str
     options: dict[str, Any]
     tokens: int = 0
-
-    def command(self, dtype: str | None = None, device: str | None = None) -> str:
-        """The command that measures the same alone."""
-        words = ["retrofox", COMMANDS[self.run], self.options["model"]]
-        for name, value in {**self.options, "dtype": dtype, "device": device}.items():
-            if name != "model" and (name, value) != ("text_field", "text"):
-                words += _flag(name, value)
-        return shlex.join(words)
-
-
-COMMANDS: dict[Callable[..., Any], str] = {needle: "needle", evaluate: "eval", panel: "panel", inspect: "inspect"}
-FLAGS = {"baselines": "baseline", "task_cache_folder": "task-cache"}
-JOINED = ("lengths", "tasks")
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    """An option as the command line takes it."""
-    flag = "--" + FLAGS.get(name, name).replace("_", "-")
-    if value is None or value in ("", (), []):
-        return []
-    if isinstance(value, bool):
-        return [flag if value else flag.replace("--", "--no-", 1)]
-    if name in JOINED:
-        return [flag, ",".join(map(str, value))]
-    if isinstance(value, (list, tuple)):
-        return [word for one in value for word in (flag, str(one))]
-    return [flag, str(value)]
 
 
 @dataclass

@@ -108,50 +108,43 @@ def call_model(results: Mapping[str, dict[str, Any]], name: str) -> None:
 
 
 def _row(topic: str, what: str, unit: str, values: Any, difference: Any, state: str | None) -> dict[str, Any]:
-    return {
-        "topic": topic,
-        "what": what,
-        "unit": unit,
-        "values": values,
-        "difference": difference,
-        "state": state,
-    }
+    row = {"topic": topic, "what": what, "unit": unit, "values": values}
+    return {**row, "difference": difference, "state": state}
 
 
-def _state(better: float, clear: bool) -> str:
-    return UNCLEAR if not clear or better == 0 else BETTER if better > 0 else WORSE
+def _judged(change: dict[str, Any] | None, better: int = 1) -> tuple[dict[str, Any] | None, str | None]:
+    """A paired difference as a row has it, and what its test says; `better`: -1 where less is better."""
+    if change is None:
+        return None, None
+    sign = better * change["difference"]
+    state = UNCLEAR if change["p"] >= SIGNIFICANT or sign == 0 else BETTER if sign > 0 else WORSE
+    return {**change, "value": change["difference"]}, state
 
 
 def _needle_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each mode and length."""
     rows = []
-    found = [(name, result) for name, result in results.items() if name.startswith("needle-")]
-    for _, result in found:
+    for result in (result for name, result in results.items() if name.startswith("needle-")):
         name_of = {values["role"]: name for name, values in result["models"].items()}
         for mode in (mode for mode in MODES if mode in result["modes"]):
             for number, length in enumerate(result["lengths"]):
-                values = {}
-                for role, name in name_of.items():
-                    row = result["models"][name]["modes"][mode]["by_length"][number]
-                    values[role] = {"value": row["found"], "interval": row["interval"], "prompts": row["prompts"]}
-                change, state = _paired_needles(result, name_of, mode, length)
-                rows.append(_row(f"needle {mode}", tokens_label(length), "share", values, change, state))
+                found = {
+                    role: result["models"][name]["modes"][mode]["by_length"][number] for role, name in name_of.items()
+                }
+                values = {
+                    role: {"value": row["found"], "interval": row["interval"], "prompts": row["prompts"]}
+                    for role, row in found.items()
+                }
+                ours, theirs = (_found(result, name_of.get(role), mode, length) for role in ("model", "base"))
+                judged = _judged(paired_difference(ours, theirs))
+                rows.append(_row(f"needle {mode}", tokens_label(length), "share", values, *judged))
     return rows
 
 
-def _paired_needles(
-    result: dict[str, Any], name_of: Mapping[str, str], mode: str, length: int
-) -> tuple[dict[str, Any] | None, str | None]:
-    """The paired difference in needles found at one length, and better, worse or neither; Nones without a base."""
-    if "base" not in name_of:
-        return None, None
-    shares = {}
-    for role in ("model", "base"):
-        own = [a for a in result["answers"] if a["model"] == name_of[role]]
-        asked = [a for a in own if (a["mode"], a["length"]) == (mode, length)]
-        shares[role] = {str(n): float(a["found"]) for n, a in enumerate(asked)}
-    change = paired_difference(shares["model"], shares["base"])
-    assert change is not None  # both read the same prompts
-    return {**change, "value": change["difference"]}, _state(change["difference"], change["p"] < SIGNIFICANT)
+def _found(result: dict[str, Any], name: str | None, mode: str, length: int) -> dict[str, float]:
+    """1 or 0 by prompt, in the order in which all models read them."""
+    own = [a for a in result["answers"] if (a["model"], a["mode"], a["length"]) == (name, mode, length)]
+    return {str(n): float(answer["found"]) for n, answer in enumerate(own)}
 
 
 def _loss_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -183,8 +176,8 @@ def _in_nats(topic: str, what: str, losses: Mapping[str, Any], change: Mapping[s
     values = {key: {"value": found["mean"], "interval": _from_0(found["interval"])} for key, found in losses.items()}
     if change is None:
         return _row(topic, what, "nats", values, None, None)
-    difference = {"value": change["mean"], "interval": change["interval"]}
-    return _row(topic, what, "nats", values, difference, _state(-side(change["interval"]), True))
+    state = (UNCLEAR, WORSE, BETTER)[side(change["interval"])]
+    return _row(topic, what, "nats", values, {"value": change["mean"], "interval": change["interval"]}, state)
 
 
 def _from_0(interval: list[float] | None) -> list[float] | None:
@@ -192,14 +185,15 @@ def _from_0(interval: list[float] | None) -> list[float] | None:
 
 
 def _task_rows(results: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    rows = []
-    for result in (results[name] for name in ("tasks", "tasks-long") if name in results):
-        for task, metrics in result["tasks"]["model"].items():
-            for metric, value in metrics.items():
-                if not isinstance(value, float) or "_stderr" in metric:
-                    continue
-                rows.append(_task_row(result, task, metric))
-    return rows
+    """A row for each metric of each task."""
+    return [
+        _task_row(results[name], task, metric)
+        for name in ("tasks", "tasks-long")
+        if name in results
+        for task, metrics in results[name]["tasks"]["model"].items()
+        for metric, value in metrics.items()
+        if isinstance(value, float) and "_stderr" not in metric
+    ]
 
 
 def _task_row(result: dict[str, Any], task: str, metric: str) -> dict[str, Any]:
@@ -208,13 +202,8 @@ def _task_row(result: dict[str, Any], task: str, metric: str) -> dict[str, Any]:
         error = tasks[task].get(metric.replace(",", "_stderr,"))
         values[key] = {"value": tasks[task].get(metric), "standard_error": error if isinstance(error, float) else None}
     change = result["task_differences"].get("model", {}).get(task, {}).get(metric)
-    state = difference = None
-    if change is not None:
-        better = -1 if any(word in metric for word in LOWER_IS_BETTER) else 1
-        state = _state(better * change["difference"], change["p"] < SIGNIFICANT)
-        difference = {**change, "value": change["difference"]}
-    what = f"{task}, {metric.removesuffix(',none')}"
-    return _row("tasks", what, "score", values, difference, state)
+    judged = _judged(change, -1 if any(word in metric for word in LOWER_IS_BETTER) else 1)
+    return _row("tasks", f"{task}, {metric.removesuffix(',none')}", "score", values, *judged)
 
 
 def _sentences(results: Mapping[str, dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from retrofox.conversion.fingerprint import model_fingerprint
 from retrofox.reporting import report as report_module
 from retrofox.reporting.kept import Kept
 from retrofox.reporting.report import report
-from retrofox.reporting.sections import COMMANDS, Asked, plan_parts
+from retrofox.reporting.sections import Asked, plan_parts
 from retrofox.reporting.suites import choose_suite
 
 
@@ -211,34 +211,6 @@ def test_tasks_are_a_part_of_their_own(made, tmp_path, monkeypatch, ran):
     (tmp_path / "tasks" / "choice.jsonl").write_text("\n".join(map(json.dumps, lines[::-1])))
     report(**given)
     assert ran == ["tasks"]
-
-
-@pytest.mark.parametrize("suite", ["quick", "long", "full"])
-def test_commands_of_the_parts_measure_the_same(run, made, monkeypatch, suite):
-    """Each command, given to the command line, calls the same evaluation with the same options."""
-    monkeypatch.undo()  # the small suites
-    asked = Asked(
-        made["given"]["model"], made["given"]["against"], made["given"]["data"], include_path="folder", limit=7
-    )
-    chosen = choose_suite(suite, tasks=["short", "ruler"])
-    asked.min_tokens = chosen.length
-    parts, missing = plan_parts(asked, chosen)
-    assert missing == {}
-    assert {COMMANDS[part.run] for part in parts} == {"needle", "eval", "panel", "inspect"}
-    names = {"needle": ("against", "data", "lengths"), "inspect": ("data",), "panel": ("against", "data", "out")}
-    for part in parts:
-        given: dict[str, Any] = {}
-
-        def record(model, *arguments, name=part.run.__name__, given=given, **options):
-            given.update(options, model=model, **dict(zip(names.get(name, ()), arguments, strict=True)))
-
-        monkeypatch.setattr(f"{part.run.__module__}.{part.run.__name__}", record)
-        assert run(*part.command("bfloat16", "cpu").split()[1:])[0] == 0
-        for key, value in part.options.items():
-            told = given[key]
-            told, value = (list(x) if isinstance(x, tuple) else x for x in (told, value))
-            assert told == value or (not told and not value), (part.name, key)
-        assert (given["dtype"], given["device"]) == ("bfloat16", "cpu")
 
 
 def test_suites_grow_and_sizes_can_be_changed(monkeypatch):
