@@ -147,9 +147,8 @@ def complete(
     ends = [] if ignore_eos else end_tokens(opened)
     pad = opened.tokenizer.pad_token_id
     if pad is None or not 0 <= pad < vocabulary_size(opened.model):  # added to the tokenizer alone: no row has its id
-        pad = ends[0] if ends else 0
+        pad = 0
     longest = max(len(ids) for ids in token_ids)
-    whole = all(len(ids) == longest for ids in token_ids)
     require_known_tokens(opened.model, max(max(ids) for ids in token_ids))
     ids = torch.full((len(token_ids), longest), pad, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -170,9 +169,7 @@ def complete(
         eos_token_id=ends or None,
         pad_token_id=pad,
         bos_token_id=opened.tokenizer.bos_token_id,
-        prefill_chunk_size=PREFILL
-        if cache is not None and whole and longest > PREFILL and _in_parts(opened.model)
-        else None,
+        prefill_chunk_size=PREFILL if cache is not None and longest > PREFILL and _in_parts(opened.model) else None,
     )
     options: dict[str, Any] = {} if cache is None else {CACHE: cache}
     with _without_defaults(opened.model) as model, _seeded(seed, opened.device):

@@ -12,7 +12,7 @@ from retrofox.fox_spec import FoxSpec
 from retrofox.model import configuration_fox
 from retrofox.model.configuration_fox import SUPPORTED
 from retrofox.serving.installed import wrong_vllm
-from retrofox.serving.refusals import NATIVE, SERVED, STATIC_ROPE, Settings, refusal
+from retrofox.serving.refusals import NATIVE, SERVED, Settings, refusal, rope_refusal
 
 
 def register() -> None:
@@ -57,18 +57,6 @@ def check(vllm_config: Any) -> None:
     )
     base_type = config.model_type.removeprefix("fox_")
     why = wrong_vllm() or refusal(base_type, spec, config.num_attention_heads, config.num_key_value_heads, settings)
-    why = why or _rope_refusal(config, spec)
+    why = why or rope_refusal(config, spec)
     if why is not None:
         raise ValueError(f"retrofox can't serve {model.model}: {why}")
-
-
-def _rope_refusal(config: Any, spec: FoxSpec) -> str | None:
-    """Why the rotary dial can't be set for this kind of RoPE, or None."""
-    if spec.rope == "keep" and not spec.layer_max_wavelength:
-        return None
-    parameters = getattr(config, "rope_parameters", None) or {}
-    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
-    kinds = {values.get("rope_type", "default") for values in sets} - set(STATIC_ROPE)
-    if not kinds:
-        return None
-    return f"RoPE of kind {', '.join(sorted(kinds))} changes with the text's length, so its pairs can't be faded here"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from retrofox.fox_spec import FoxSpec
 
@@ -71,3 +72,15 @@ def refusal(base_type: str, spec: FoxSpec, heads: int, kv_heads: int, settings: 
     if not settings.generates:
         return "only text generation is served, no pooling or embedding"
     return None
+
+
+def rope_refusal(config: Any, spec: FoxSpec) -> str | None:
+    """Why the rotary dial can't be set for this kind of RoPE, or None."""
+    if spec.rope == "keep" and not spec.layer_max_wavelength:
+        return None
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sets = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    kinds = {values.get("rope_type", "default") for values in sets} - set(STATIC_ROPE)
+    if not kinds:
+        return None
+    return f"RoPE of kind {', '.join(sorted(kinds))} changes with the text's length, so its pairs can't be faded here"

@@ -382,8 +382,8 @@ def test_a_cache_of_another_model_or_batch_is_refused(pico, pico_llama):
 def test_a_long_prompt_is_read_in_parts(opened, monkeypatch):
     from retrofox.generation import generate as module
 
-    prompt, lengths = "the gate is open and the fox forgets " * 6, []
-    expected = run(opened, [prompt])["token_ids"]
+    prompts, lengths = ["the gate is open and the fox forgets " * 6, "the fox " * 9], []
+    expected = run(opened, prompts)["token_ids"]
     forward = type(opened.model).forward
 
     def noted(self, *args, **kwargs):
@@ -392,15 +392,19 @@ def test_a_long_prompt_is_read_in_parts(opened, monkeypatch):
 
     monkeypatch.setattr(type(opened.model), "forward", noted)
     monkeypatch.setattr(module, "PREFILL", 32)
-    assert run(opened, [prompt])["token_ids"] == expected
+    assert run(opened, prompts)["token_ids"] == expected
     converted = opened.model.config.model_type == "fox_llama"
     assert (max(lengths) <= 32) == converted
 
 
-def test_a_prompt_whose_angles_depend_on_its_length_is_read_whole(pico_fox, pico_tokenizer, monkeypatch):
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 40}
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic"}, {"rope_type": "longrope", **LONGROPE}])
+def test_a_prompt_whose_angles_depend_on_its_length_is_read_whole(rope, pico_fox, pico_tokenizer, monkeypatch):
     from retrofox.generation import generate as module
 
-    rope = {"rope_type": "dynamic", "rope_theta": 5e3, "factor": 4.0}
+    rope = {**rope, "rope_theta": 5e3, "factor": 4.0}
     config = {"rope_parameters": rope, "max_position_embeddings": 40}
     model = pico_fox(rope="keep", config=config)
     opened, prompt = open_model(model, tokenizer=pico_tokenizer), "the gate is open and the fox forgets " * 6

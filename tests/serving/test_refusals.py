@@ -1,10 +1,12 @@
 """What can't be served is said in one line, with what to do."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from retrofox import FoxSpec
 from retrofox.model.configuration_fox import SUPPORTED
-from retrofox.serving.refusals import SERVED, Settings, refusal
+from retrofox.serving.refusals import SERVED, Settings, refusal, rope_refusal
 
 CASES = {
     "fp8 cache": ({"cache_dtype": "fp8"}, "a fp8 cache would round the gates' sums away"),
@@ -66,3 +68,13 @@ def test_heads_of_which_only_one_kind_splits_over_the_ranks_are_refused(ranks):
 def test_a_cache_of_the_models_own_dtype_is_served(dtype):
     settings = Settings(dtype=dtype, cache_dtype=dtype.removeprefix("torch."))
     assert refusal("llama", FoxSpec(), 4, 2, settings) is None
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rope_that_changes_with_the_length_is_refused_unless_all_of_it_is_kept(kind):
+    for parameters in ({"rope_type": kind}, {"full_attention": {"rope_type": kind}, "sliding_attention": {}}):
+        config = SimpleNamespace(rope_parameters=parameters)
+        assert f"RoPE of kind {kind} changes with" in str(rope_refusal(config, FoxSpec(rope="partial")))
+        assert rope_refusal(config, FoxSpec(rope="keep")) is None
+    for static in ("default", "linear", "llama3", "yarn"):
+        assert rope_refusal(SimpleNamespace(rope_parameters={"rope_type": static}), FoxSpec(rope="partial")) is None

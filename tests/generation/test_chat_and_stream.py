@@ -1,0 +1,157 @@
+"""A chat's cache over turns that go wrong or repeat, and what a stream holds back."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+
+import retrofox
+from retrofox.acceleration.forgetting_cache import ForgettingCache
+from retrofox.generation import generate as module
+from retrofox.generation.caches import new_cache
+from retrofox.generation.chat import ChatSession, chat
+from retrofox.generation.generate import complete, generate, render
+from retrofox.generation.streaming import Meter, Writer
+from retrofox.loading.loaded_model import LoadedModel, open_model
+
+LAST_ALONE = "{{ messages[-1]['content'] }}"
+
+
+@pytest.fixture
+def opened(pico_fox, pico_tokenizer) -> LoadedModel:
+    """A model that ends no text, and a tokenizer whose template shows the last message alone."""
+    tokenizer = copy.deepcopy(pico_tokenizer)
+    tokenizer.chat_template = LAST_ALONE
+    model = pico_fox()
+    model.generation_config.eos_token_id = 287
+    return open_model(model, tokenizer=tokenizer)
+
+
+def fresh(opened: LoadedModel, text: str, new: int) -> str:
+    ids = render(opened.tokenizer, [{"role": "user", "content": text}])
+    [tokens] = complete(opened, [ids], new)
+    return opened.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_message_said_twice_leaves_its_last_token_to_compute(opened):
+    session, text = ChatSession(opened), "the fox forgets the gate"
+    for turn in range(3):
+        assert session.reply(text, 6) == fresh(opened, text, 6)
+        length = len(render(opened.tokenizer, session.messages[-2:-1]))
+        assert session.reused_tokens == (length - 1 if turn else 0)
+        assert len(session.cached_ids) == session.cache.get_seq_length()
+
+
+def test_a_window_that_dropped_shared_tokens_starts_a_new_cache(pico_tokenizer, stir):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": 287}
+    base = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=8, max_position_embeddings=128))
+    tokenizer = copy.deepcopy(pico_tokenizer)
+    tokenizer.chat_template = LAST_ALONE
+    model = stir(retrofox.convert(base, fox=retrofox.FoxSpec(rope="keep"))).eval()
+    opened = open_model(model, tokenizer=tokenizer)
+    session = ChatSession(opened)
+    for text in ("the fox forgets the gate and so on", "the fox forgets another gate", "so on and on and on"):
+        assert session.reply(text, 8) == fresh(opened, text, 8)
+
+
+class Interrupting(io.StringIO):
+    """Ctrl-C at the third piece of the first answer."""
+
+    left = 3
+
+    def write(self, text: str) -> int:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_an_answer_that_was_stopped_is_forgotten(opened, capsys):
+    lines = iter(["the fox forgets the gate", "the fox forgets the gate, the gate", "/exit"])
+    output = Interrupting()
+    told = {"temperature": 0.0, "max_new_tokens": 12, "read": lambda prompt: next(lines), "output": output}
+    conversation = chat(opened.model, tokenizer=opened.tokenizer, **told)
+    assert "(stopped)" in capsys.readouterr().err
+    assert [message["role"] for message in conversation] == ["user", "assistant"]
+    assert conversation[1]["content"] == fresh(opened, conversation[0]["content"], 12)
+
+
+def test_turns_draw_anew_within_the_likeliest_tokens(opened, monkeypatch):
+    told = []
+    own = module.GenerationConfig
+
+    def noted(**options):
+        told.append(options)
+        return own(**options)
+
+    monkeypatch.setattr(module, "GenerationConfig", noted)
+    lines = iter(["the fox", "the fox", "/exit"])
+    options = {"read": lambda prompt: next(lines), "output": io.StringIO(), "max_new_tokens": 12}
+    conversation = chat(opened.model, tokenizer=opened.tokenizer, seed=3, temperature=50.0, **options)
+    assert conversation[1]["content"] != conversation[3]["content"]
+    drawing = [given for given in told if given]
+    assert all((given["top_p"], given["top_k"]) == (0.95, 0) for given in drawing)
+    assert len(drawing) == 2
+
+
+def test_a_template_writes_its_own_first_token(opened):
+    adding = copy.deepcopy(opened.tokenizer)
+    adding._tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    message = [{"role": "user", "content": "the fox"}]
+    assert adding("the fox")["input_ids"][0] == 0
+    assert render(adding, message) == adding("the fox")["input_ids"][1:]
+
+
+def test_ends_are_the_tokenizers_where_the_model_names_none_and_can_be_ignored(opened, pico_tokenizer):
+    opened.model.generation_config.eos_token_id = None
+    free = generate(opened.model, ["the fox"], 24, tokenizer=opened.tokenizer, stream=False, ignore_eos=True)
+    whole = free["token_ids"][0]
+    assert len(whole) == 24
+    opened.tokenizer.eos_token = opened.tokenizer.convert_ids_to_tokens(whole[5])
+    ended = generate(opened.model, ["the fox"], 24, tokenizer=opened.tokenizer, stream=False)["token_ids"][0]
+    assert ended == whole[: whole.index(whole[5]) + 1]
+    again = generate(opened.model, ["the fox"], 24, tokenizer=opened.tokenizer, stream=False, ignore_eos=True)
+    assert again["token_ids"][0] == whole
+
+
+@pytest.mark.parametrize(("horizon", "kind"), [(4.0, ForgettingCache), (None, DynamicCache)])
+def test_a_cache_that_forgets_is_taken_by_itself_where_a_model_has_a_horizon(pico_fox, horizon, kind):
+    assert type(new_cache(pico_fox(horizon=horizon))) is kind
+
+
+def test_characters_are_written_whole_and_what_was_written_stays(pico_tokenizer):
+    output = io.StringIO()
+    writer, shown = Writer(pico_tokenizer, output), []
+    for token in pico_tokenizer("é東", add_special_tokens=False)["input_ids"]:
+        writer.put(token)
+        shown.append(output.getvalue())
+    assert len(shown) == 5
+    assert shown == ["", "é", "é", "é", "é東"]
+
+
+def test_text_that_a_tokenizer_takes_back_is_not_written_twice():
+    class Changing:
+        texts = iter(["a b", "a", "a c"])
+
+        def decode(self, ids, **options):
+            return next(self.texts)
+
+    output = io.StringIO()
+    writer = Writer(Changing(), output)
+    for token in range(3):
+        writer.put(token)
+    assert output.getvalue() == "a b"
+
+
+def test_tokens_are_counted_up_to_the_end():
+    meter = Meter([7], None)
+    for token in (0, 3, 4, 7, 1, 1):  # the prompt first, padding last
+        meter.put(torch.tensor([token]))
+    assert meter.count == 3
